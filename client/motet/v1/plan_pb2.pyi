@@ -1,0 +1,262 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "step_result", "slot_state", "heartbeat", "fault")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STEP_RESULT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_STATE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    step_result: StepResult
+    slot_state: SlotState
+    heartbeat: Heartbeat
+    fault: Fault
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., slot_state: _Optional[_Union[SlotState, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("welcome", "step_plan", "load_adapter", "evict_adapter", "drain", "ping")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_PLAN_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    EVICT_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    step_plan: StepPlan
+    load_adapter: LoadAdapter
+    evict_adapter: EvictAdapter
+    drain: Drain
+    ping: Ping
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel")
+    PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    protocol_min: int
+    protocol_max: int
+    worker_id: str
+    model_fingerprint: str
+    dtype: str
+    device: str
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_step_tokens: int
+    arena_bytes: int
+    num_slots: int
+    max_model_len: int
+    vocab_size: int
+    parallel: ParallelLayout
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ...) -> None: ...
+
+class ParallelLayout(_message.Message):
+    __slots__ = ("tensor", "pipeline")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    pipeline: int
+    def __init__(self, tensor: _Optional[int] = ..., pipeline: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol", "epoch", "heartbeat_interval_ms", "dead_after_ms", "plan_depth", "host_cache_url")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_URL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    epoch: int
+    heartbeat_interval_ms: int
+    dead_after_ms: int
+    plan_depth: int
+    host_cache_url: str
+    def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ...) -> None: ...
+
+class NewRow(_message.Message):
+    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "temperature", "top_k", "top_p", "seed")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: bytes
+    slot: int
+    slot_generation: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class StepPlan(_message.Message):
+    __slots__ = ("step_id", "epoch", "freed_rows", "new_rows", "appended_blocks", "paused_rows", "resumed_rows", "prefills", "block_copies")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FREED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NEW_ROWS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COPIES_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    epoch: int
+    freed_rows: bytes
+    new_rows: _containers.RepeatedCompositeFieldContainer[NewRow]
+    appended_blocks: bytes
+    paused_rows: bytes
+    resumed_rows: bytes
+    prefills: bytes
+    block_copies: bytes
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., freed_rows: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., appended_blocks: _Optional[bytes] = ..., paused_rows: _Optional[bytes] = ..., resumed_rows: _Optional[bytes] = ..., prefills: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    epoch: int
+    rows: bytes
+    token_ids: bytes
+    failed_rows: bytes
+    step_time_us: int
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ...) -> None: ...
+
+class LoadAdapter(_message.Message):
+    __slots__ = ("slot", "generation", "digest", "epoch")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    digest: str
+    epoch: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class EvictAdapter(_message.Message):
+    __slots__ = ("slot", "generation", "epoch")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    epoch: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class SlotState(_message.Message):
+    __slots__ = ("slot", "generation", "digest", "state", "reason", "retryable", "arena_used_bytes", "load_time_us", "epoch")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[SlotState.State]
+        STATE_READY: _ClassVar[SlotState.State]
+        STATE_EMPTY: _ClassVar[SlotState.State]
+        STATE_FAILED: _ClassVar[SlotState.State]
+    STATE_UNSPECIFIED: SlotState.State
+    STATE_READY: SlotState.State
+    STATE_EMPTY: SlotState.State
+    STATE_FAILED: SlotState.State
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    ARENA_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    digest: str
+    state: SlotState.State
+    reason: str
+    retryable: bool
+    arena_used_bytes: int
+    load_time_us: int
+    epoch: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[SlotState.State, str]] = ..., reason: _Optional[str] = ..., retryable: bool = ..., arena_used_bytes: _Optional[int] = ..., load_time_us: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("num_steps", "num_plans_waiting", "arena_used_bytes", "resident_bytes")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLANS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    ARENA_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    num_plans_waiting: int
+    arena_used_bytes: int
+    resident_bytes: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_plans_waiting: _Optional[int] = ..., arena_used_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Fault(_message.Message):
+    __slots__ = ("reason", "step_id")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    step_id: int
+    def __init__(self, reason: _Optional[str] = ..., step_id: _Optional[int] = ...) -> None: ...
+
+class FetchAdapterRequest(_message.Message):
+    __slots__ = ("digest", "worker_id")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    worker_id: str
+    def __init__(self, digest: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+
+class FetchAdapterResponse(_message.Message):
+    __slots__ = ("manifest", "data")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    data: bytes
+    def __init__(self, manifest: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...

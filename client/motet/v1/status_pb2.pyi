@@ -1,0 +1,129 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits")
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    server_version: str
+    model: ModelStatus
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    queues: QueueStatus
+    adapters: AdapterStatus
+    limits: LimitStatus
+    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "device", "epoch", "num_steps", "num_plans_in_flight", "num_running", "num_waiting", "num_blocks", "num_blocks_held", "num_blocks_cached", "block_size", "arena_bytes", "arena_used_bytes", "num_adapters_loaded", "prefix_query_tokens", "prefix_hit_tokens", "num_preemptions", "num_tokens_sampled", "step_time_ms", "resident_bytes")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ARENA_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADAPTERS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    device: str
+    epoch: int
+    num_steps: int
+    num_plans_in_flight: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_held: int
+    num_blocks_cached: int
+    block_size: int
+    arena_bytes: int
+    arena_used_bytes: int
+    num_adapters_loaded: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    num_tokens_sampled: int
+    step_time_ms: float
+    resident_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_held: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., arena_used_bytes: _Optional[int] = ..., num_adapters_loaded: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_tokens_sampled: _Optional[int] = ..., step_time_ms: _Optional[float] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+
+class QueueStatus(_message.Message):
+    __slots__ = ("num_requests", "num_waiting", "num_running", "num_accepted", "num_finished", "num_rejected", "num_migrated")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATED_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_waiting: int
+    num_running: int
+    num_accepted: int
+    num_finished: int
+    num_rejected: int
+    num_migrated: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_migrated: _Optional[int] = ...) -> None: ...
+
+class AdapterStatus(_message.Message):
+    __slots__ = ("num_registered", "num_stored", "num_host_cached", "host_cache_bytes", "host_cache_budget_bytes", "host_cache_available")
+    NUM_REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_CACHED_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    num_registered: int
+    num_stored: int
+    num_host_cached: int
+    host_cache_bytes: int
+    host_cache_budget_bytes: int
+    host_cache_available: bool
+    def __init__(self, num_registered: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_host_cached: _Optional[int] = ..., host_cache_bytes: _Optional[int] = ..., host_cache_budget_bytes: _Optional[int] = ..., host_cache_available: bool = ...) -> None: ...
+
+class LimitStatus(_message.Message):
+    __slots__ = ("max_waiting_requests", "max_adapter_bytes", "max_chunk_bytes")
+    MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    max_waiting_requests: int
+    max_adapter_bytes: int
+    max_chunk_bytes: int
+    def __init__(self, max_waiting_requests: _Optional[int] = ..., max_adapter_bytes: _Optional[int] = ..., max_chunk_bytes: _Optional[int] = ...) -> None: ...

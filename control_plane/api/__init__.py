@@ -1,0 +1,1 @@
+"""The gRPC services that clients call: parsing, validation, text, and nothing that decides."""

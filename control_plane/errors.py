@@ -1,0 +1,199 @@
+"""Every error the control plane can tell a client, and the one table to gRPC status codes.
+
+Code elsewhere raises these plainly; `control_plane.api.interceptor` turns them into a status with google.rpc
+details. Messages are read by clients: they name the field, the value, the limit and the next step, and never a
+path, a key, an address or a stack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+ERROR_DOMAIN = "motet"
+
+
+class MotetError(Exception):
+    """Base of all errors that a client may see. `reason` is the ErrorInfo reason."""
+
+    reason = "INTERNAL"
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One thing wrong with one field of a request."""
+
+    field: str  # path of the field, such as "sampling.temperature"
+    description: str  # what is wrong, the value and the limit
+
+
+class InvalidRequest(MotetError):
+    """The caller sent something that can never work as it is."""
+
+    reason = "FIELD_INVALID"
+
+    def __init__(self, *violations: FieldViolation) -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
+        self.violations = violations
+
+
+class InvalidAdapter(InvalidRequest):
+    """The adapter's files cannot be served; the fields are config keys or tensor names."""
+
+    reason = "ADAPTER_INVALID"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and max_tokens do not fit the context or the KV cache of any worker."""
+
+    reason = "CONTEXT_TOO_LONG"
+
+
+class AdapterNotFound(MotetError):
+    """No adapter of that name, or no such version."""
+
+    reason = "ADAPTER_NOT_FOUND"
+
+    def __init__(self, message: str, *, resource: str) -> None:
+        super().__init__(message)
+        self.resource = resource  # "adapters/{id}"
+
+
+class OperationNotFound(MotetError):
+    """No long-running operation of that name."""
+
+    reason = "OPERATION_NOT_FOUND"
+
+
+class AdapterNotActive(MotetError):
+    """The adapter exists and cannot be used as asked: it is being deleted or its record is broken."""
+
+    reason = "ADAPTER_NOT_ACTIVE"
+
+
+class BaseModelMismatch(MotetError):
+    """The adapter or the worker belongs to another base model."""
+
+    reason = "BASE_MODEL_MISMATCH"
+
+
+class EtagMismatch(MotetError):
+    """The resource changed since the caller read it."""
+
+    reason = "ETAG_MISMATCH"
+
+
+class DigestMismatch(MotetError):
+    """Bytes did not arrive as announced."""
+
+    reason = "DIGEST_MISMATCH"
+
+
+class PathNotAllowed(MotetError):
+    """A source outside the operator's roots."""
+
+    reason = "PATH_NOT_ALLOWED"
+
+
+class Exhausted(MotetError):
+    """A queue, budget or quota is full; try again after `retry_after_s`."""
+
+    reason = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Exhausted):
+    """Too many requests wait already."""
+
+    reason = "QUEUE_FULL"
+
+
+class PinBudgetExceeded(Exhausted):
+    """The pinned adapters would not fit the host cache."""
+
+    reason = "PIN_BUDGET"
+
+
+class SlowConsumer(Exhausted):
+    """The client did not read its stream for too long."""
+
+    reason = "SLOW_CONSUMER"
+
+
+class Unavailable(MotetError):
+    """The service cannot answer at present; try again after `retry_after_s`."""
+
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorker(Unavailable):
+    """No worker is attached."""
+
+    reason = "NO_WORKER"
+
+
+class Draining(Unavailable):
+    """The server is shutting down."""
+
+    reason = "DRAINING"
+
+
+class WorkerLost(Unavailable):
+    """The request lost its worker too often."""
+
+    reason = "WORKER_LOST"
+
+
+class AdapterLoadFailed(Unavailable):
+    """No worker could load the adapter."""
+
+    reason = "ADAPTER_LOAD_FAILED"
+
+
+class StoreUnavailable(Unavailable):
+    """The artifact store does not answer."""
+
+    reason = "STORE_DOWN"
+
+
+class NotFinite(MotetError):
+    """The model's logits were not finite for this request."""
+
+    reason = "LOGITS_NOT_FINITE"
+
+
+class DeadlineExceeded(MotetError):
+    """The request's deadline passed."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+# The most exact class wins: the interceptor walks an error's method resolution order.
+STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    AdapterNotFound: grpc.StatusCode.NOT_FOUND,
+    OperationNotFound: grpc.StatusCode.NOT_FOUND,
+    AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
+    BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    EtagMismatch: grpc.StatusCode.ABORTED,
+    DigestMismatch: grpc.StatusCode.DATA_LOSS,
+    PathNotAllowed: grpc.StatusCode.PERMISSION_DENIED,
+    Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    NotFinite: grpc.StatusCode.ABORTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    MotetError: grpc.StatusCode.INTERNAL,
+}
+
+
+def status_of(error: MotetError) -> grpc.StatusCode:
+    """The gRPC status code that `error` is told with."""
+    return next(STATUS_BY_ERROR[cls] for cls in type(error).__mro__ if cls in STATUS_BY_ERROR)

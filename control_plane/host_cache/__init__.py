@@ -1,0 +1,1 @@
+"""Adapter weights in host memory (Redis), shared by all workers. Never trusted for truth."""

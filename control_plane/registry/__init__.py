@@ -1,0 +1,1 @@
+"""Names, versions and durable storage of adapters; the only reader of what users upload."""

@@ -1,0 +1,159 @@
+"""What goes into the scheduler and what comes out: requests, results, plans. Plain data, no behaviour.
+
+Read by the API (builds requests), the fleet (carries plans and results) and the scheduler itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+RequestId = NewType("RequestId", int)  # made by the fleet, never reused within one control plane process
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One adapter version as the scheduler sees it."""
+
+    digest: str  # 64 lower-case hexadecimal digits
+    arena_bytes: int  # what it takes of a worker's arena, page rounding included
+    is_pinned: bool = False  # a pinned adapter is not evicted from a slot to make room
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; every value in effect, validated."""
+
+    temperature: float = 0.0  # softmax temperature, no unit; 0 is greedy
+    top_k: int = 0  # most likely tokens kept; 0 keeps all
+    top_p: float = 1.0  # nucleus, no unit, in (0, 1]
+    seed: int = 0  # 64-bit unsigned
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One user call to generate."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]  # at least one
+    max_tokens: int  # tokens to generate in all, those of generated_token_ids included
+    generated_token_ids: tuple[int, ...] = ()  # generated earlier (resume, migration); fewer than max_tokens
+    adapter: AdapterRef | None = None  # None: the base model
+    sampling: Sampling = Sampling()
+    stop_token_ids: frozenset[int] = frozenset()  # end after one of these (end-of-sequence ids included)
+    cache_salt: bytes = b""  # prefix-cache partition
+    arrival_s: float = 0.0  # monotonic clock, seconds
+    deadline_s: float | None = None  # monotonic clock, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What one worker can hold, from its Hello, and how it is to be used."""
+
+    num_blocks: int  # KV blocks
+    block_size: int  # tokens of one block
+    max_rows: int  # requests on the worker at once
+    max_step_tokens: int  # token budget of one step
+    num_slots: int  # adapter slots
+    arena_bytes: int  # adapter arena
+    max_model_len: int  # longest context, tokens
+    plan_depth: int = 2  # plans sent and not answered
+
+
+# ---- plans: scheduler -> worker ----
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request that takes a row of the worker's state, for the first time or again after a preemption."""
+
+    row: int
+    request_id: RequestId
+    token_ids: list[int]  # prompt, then what was generated before
+    num_prompt_tokens: int
+    num_computed_tokens: int  # leading tokens whose KV lies in block_ids already (prefix cache)
+    block_ids: list[int]  # block table at the start of this step
+    slot: int | None  # None: no adapter
+    slot_generation: int  # 0 where slot is None
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """Tokens of one row in one step. Decoding rows carry one token."""
+
+    row: int
+    num_tokens: int
+    is_decode: bool  # all its known tokens were computed or planned before this step
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. Decoding rows come first, ascending by row; then prefills in scheduling order.
+
+    A row samples in this step if it decodes, or if its prefill ends in it.
+    """
+
+    step_id: int  # counts up by one per scheduler, from 1
+    scheduled: list[ScheduledRow]
+    new_rows: list[NewRow] = field(default_factory=list)
+    appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # (row, block id), table order; not new rows'
+    freed_rows: list[int] = field(default_factory=list)  # rows whose request ended or was preempted
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) before the pass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSlot:
+    """Fill an empty slot."""
+
+    slot: int
+    generation: int  # counts up per slot, from 1
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvictSlot:
+    """Empty a slot that no unanswered plan names."""
+
+    slot: int
+    generation: int
+    digest: str
+
+
+SlotCommand = LoadSlot | EvictSlot
+
+
+# ---- results: worker -> scheduler ----
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens of one step."""
+
+    step_id: int
+    rows: list[int]  # rows that sampled, in the order of the step
+    token_ids: list[int]  # as long as rows
+    failed_rows: list[int] = field(default_factory=list)  # logits were not finite
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"  # max_tokens or the context was reached
+    STOP_TOKEN = "stop_token"  # the last token is one of stop_token_ids
+    DEADLINE = "deadline"  # deadline_s passed
+    ADAPTER_FAILED = "adapter_failed"  # its adapter could not be loaded here
+    NOT_FINITE = "not_finite"  # its logits were not finite
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one request gained from one call into the scheduler."""
+
+    request_id: RequestId
+    token_ids: list[int]  # new tokens, may be empty
+    finish_reason: FinishReason | None = None  # set once, last
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache at the first admission
+    first_scheduled_s: float | None = None  # monotonic time of the first plan that carried the request
+    message: str = ""  # for ADAPTER_FAILED: why

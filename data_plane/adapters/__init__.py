@@ -1,0 +1,1 @@
+"""Adapter weights on the device: arena, slots, loading."""

@@ -1,0 +1,1 @@
+"""Executes decoded step plans: row state, model forward, sampling."""

@@ -1,0 +1,1 @@
+"""The layers that replace those of transformers: LoRA-aware linears and paged attention."""
