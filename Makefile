@@ -1,0 +1,111 @@
+# Everything a developer runs. Needs Python 3.11+ with its venv module, and make; no root.
+#   make demo    the system at work: one base model, several adapters, one batch, in the terminal
+#   make test    the tests
+# PYTHON=python3.12 chooses the interpreter of a new .venv.
+
+PYTHON ?= python3
+VENV := .venv
+STUBS_VENV := .venv-stubs
+BIN := $(abspath $(VENV))/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+PYTEST_ARGS ?=
+TESTS ?= tests
+
+# The server runs from the checkout; child processes find motet and redis-server in the environment.
+export PATH := $(BIN):$(PATH)
+export PYTHONPATH := $(CURDIR):$(CURDIR)/client
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format check gpu-check clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
+
+# ---- environments: one stamp file per finished step ----
+
+$(VENV)/.stamp-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Motet needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+	  || { echo "$(PYTHON) has no venv module. On Debian: apt-get install python3-venv"; exit 1; }
+	@echo "== creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "pip==26.3"
+	@touch $@
+
+# torch alone and first, so that no other package decides which build of it is taken.
+$(VENV)/.stamp-torch: $(VENV)/.stamp-python
+	@echo "== installing torch (the largest download)"
+	$(PIP) install "torch==2.13.0"
+	@touch $@
+
+$(VENV)/.stamp-server: $(VENV)/.stamp-torch pyproject.toml constraints.txt client/pyproject.toml
+	@echo "== installing the server, the demo and the tests' needs"
+	$(PIP) install -c constraints.txt --group dev
+	$(PIP) install -c constraints.txt --build-constraint constraints.txt --editable client
+	@$(PY) .ci/embedded_redis.py
+	@touch $@
+
+$(VENV)/.stamp-lint: $(VENV)/.stamp-server
+	$(PIP) install -c constraints.txt --group lint
+	@touch $@
+
+$(VENV)/.stamp-bench: $(VENV)/.stamp-server
+	$(PIP) install -c constraints.txt --group bench
+	@touch $@
+
+$(STUBS_VENV)/.stamp:
+	$(PYTHON) -m venv $(STUBS_VENV)
+	$(STUBS_VENV)/bin/python -m pip --disable-pip-version-check install \
+	  "grpcio-tools==1.74.0" "grpcio==1.85.1" "protobuf==6.33.6" "googleapis-common-protos==1.76.0"
+	@touch $@
+
+setup: $(VENV)/.stamp-server  ## the environment of the server, the demo and the tests
+
+setup-dev: $(VENV)/.stamp-lint  ## the same, and the linters
+
+setup-bench: $(VENV)/.stamp-bench  ## the same, and what the benchmarks draw with
+
+# ---- running ----
+
+demo: setup  ## train a small model and its adapters (once), then serve them side by side
+	$(PY) -m benchmarks.demo
+
+test: setup  ## every test but those that need a GPU; TESTS=path and PYTEST_ARGS=... narrow it
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) $(TESTS)
+
+bench: setup-bench  ## a short serving benchmark; BENCH_ARGS=... for another
+	$(PY) -m benchmarks.serving.run $(BENCH_ARGS)
+
+gpu-check:  ## on a CUDA machine with its own torch: kernels and a small generation on the GPU
+	OMP_NUM_THREADS=4 $(PYTHON) .ci/gpu_check.py
+
+# ---- checks ----
+
+lint: setup-dev  ## ruff, the import contracts, the protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(PY) .ci/lint_protos.py
+
+format: setup-dev  ## let ruff and buf rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format -w protos
+
+type: setup-dev  ## mypy, strict
+	$(BIN)/mypy control_plane data_plane kernels client/motet benchmarks
+
+stubs: $(STUBS_VENV)/.stamp  ## regenerate client/motet/v1 from protos/
+	PYTHONPATH= $(STUBS_VENV)/bin/python protos/generate.py
+
+check-stubs: $(STUBS_VENV)/.stamp  ## fail if client/motet/v1 is not what protos/ gives
+	PYTHONPATH= $(STUBS_VENV)/bin/python protos/generate.py --check
+
+check: lint type check-stubs test  ## all of it
+
+clean:  ## remove environments, caches and the demo's model
+	rm -rf $(VENV) $(STUBS_VENV) .motet .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
