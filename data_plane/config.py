@@ -1,0 +1,154 @@
+"""Settings of a worker process: flags, their MOTET_* environment defaults, and the checked dataclass. No torch.
+
+Read by worker.py, by the engine's builder, and by the command line for its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from data_plane.errors import ConfigError
+from data_plane.telemetry import LOG_LEVELS
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_TOKEN_BUDGET = 1024
+CUDA_TOKEN_BUDGET = 8192
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
+_LOWEST = {
+    "num_blocks": 1,
+    "block_size": 1,
+    "token_budget": 1,
+    "max_rows": 1,
+    "arena_bytes": 0,
+    "num_slots": 1,
+    "max_model_len": 2,
+    "threads": 1,
+    "load_threads": 1,
+    "exit_when_disconnected_s": 0,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "1048576", "512KiB", "64MiB" or "2GiB". Raises ValueError otherwise."""
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is no byte size; write 1048576, 512KiB, 64MiB or 2GiB")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Everything one worker process is told. None means: derived where it is used, as the comment says."""
+
+    control_plane: str  # HOST:PORT of the control plane's worker port
+    model_dir: Path  # Hugging Face checkpoint directory
+    worker_id: str  # stable over restarts, [a-z0-9._-]{1,63}
+    device: str = "auto"  # auto (cuda if there is one), cpu, cuda
+    dtype: str = "auto"  # auto (the checkpoint's), float32, bfloat16, float16
+    num_blocks: int | None = None  # KV blocks; None: from free memory
+    block_size: int = 16  # tokens of one KV block
+    token_budget: int | None = None  # most tokens of one step; None: 1024 on the CPU, 8192 on CUDA
+    max_rows: int = 256  # most requests on the worker at once
+    arena_bytes: int = 1 << 30  # adapter arena, bytes
+    num_slots: int = 256  # adapter slots
+    max_model_len: int | None = None  # tokens; None: the model's, at most what num_blocks hold
+    threads: int | None = None  # compute threads; None: the cores this process may use
+    load_threads: int = 2  # threads that load adapters
+    exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name, lowest in _LOWEST.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ConfigError(f"{flag_of(name)}: {value} is below {lowest}")
+        for name, choices in (("device", DEVICES), ("dtype", DTYPES), ("log_level", LOG_LEVELS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{flag_of(name)}: {getattr(self, name)!r} is none of {', '.join(choices)}")
+        if not _WORKER_ID.fullmatch(self.worker_id):
+            raise ConfigError(f"--worker-id: {self.worker_id!r} is not 1 to 63 characters of a-z, 0-9, '.', '_', '-'")
+        host, _, port = self.control_plane.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--control-plane: {self.control_plane!r} is not HOST:PORT with a port of 1 to 65535")
+
+    def step_tokens(self, device_type: str) -> int:
+        """The token budget of a step on "cpu" or "cuda"."""
+        if self.token_budget is not None:
+            return self.token_budget
+        return CUDA_TOKEN_BUDGET if device_type == "cuda" else CPU_TOKEN_BUDGET
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads to use."""
+        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))
+
+
+def flag_of(field_name: str) -> str:
+    """The flag that sets a field of WorkerConfig."""
+    return "--model" if field_name == "model_dir" else "--" + field_name.replace("_", "-")
+
+
+def default_worker_id() -> str:
+    """The host's name, reduced to what a worker id may hold."""
+    return re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower())[:63] or "worker"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of a worker. MOTET_<FLAG> in the environment is a flag's default."""
+
+    def add(flag: str, kind: Callable[[str], Any], default: str | None, text: str, **more: Any) -> None:
+        variable = "MOTET_" + flag.strip("-").upper().replace("-", "_")
+        value = os.environ.get(variable, default)
+        required = bool(more.pop("required", False)) and value is None
+        parser.add_argument(flag, type=kind, default=value, required=required, help=text, **more)
+
+    address = {"metavar": "HOST:PORT"}
+    add(
+        "--control-plane",
+        str,
+        "127.0.0.1:50052",
+        "worker port of the control plane (default 127.0.0.1:50052)",
+        **address,
+    )
+    add("--model", Path, None, "checkpoint directory (required)", metavar="DIR", dest="model_dir", required=True)
+    add("--worker-id", str, default_worker_id(), "name of this worker, stable over restarts (default: the host's name)")
+    add("--device", str, "auto", "auto, cpu or cuda (default auto: cuda if there is one)")
+    add("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (default auto: the checkpoint's)")
+    add("--num-blocks", int, None, "KV blocks, a count (default: what free memory holds)")
+    add("--block-size", int, "16", "tokens of one KV block, a count (default 16)")
+    add("--token-budget", int, None, "most tokens of one step, a count (default 1024 on the CPU, 8192 on CUDA)")
+    add("--max-rows", int, "256", "most requests on this worker at once, a count (default 256)")
+    add("--arena-bytes", _byte_size, "1GiB", "memory for adapters, bytes with KiB/MiB/GiB (default 1GiB)")
+    add("--num-slots", int, "256", "adapters in memory at once, a count (default 256)")
+    add("--max-model-len", int, None, "longest context, tokens (default: the model's, at most what the KV blocks hold)")
+    add("--threads", int, None, "compute threads, a count (default: the cores this process may use)")
+    add("--load-threads", int, "2", "threads that load adapters, a count (default 2)")
+    add(
+        "--exit-when-disconnected-s",
+        float,
+        None,
+        "give up after so many seconds without control plane (default: never)",
+    )
+    add("--log-level", str, "info", "debug, info, warning or error (default info)")
+
+
+def from_args(namespace: argparse.Namespace) -> WorkerConfig:
+    """The checked configuration. Raises ConfigError naming the flag, the value and the limit."""
+    return WorkerConfig(**{field.name: getattr(namespace, field.name) for field in fields(WorkerConfig)})
+
+
+def _byte_size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

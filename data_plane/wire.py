@@ -1,0 +1,99 @@
+"""The worker's end of the plan stream's encoding: protobuf messages to data_plane.plan and back.
+
+Arrays are views into the received bytes (numpy.frombuffer): nothing here loops over tokens or rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from motet.v1 import plan_pb2
+
+from data_plane.errors import PlanRefused
+from data_plane.plan import Capacities, Int32Array, NewRow, RowSampling, StepOutput, StepPlan
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+_INT32 = np.dtype("<i4")
+
+
+def decode_plan(message: plan_pb2.StepPlan) -> StepPlan:
+    """The plan as an engine takes it; its arrays are read-only. Raises PlanRefused on torn arrays."""
+    return StepPlan(
+        step_id=message.step_id,
+        freed_rows=_ints(message.freed_rows, "freed_rows"),
+        new_rows=[_decode_new_row(row) for row in message.new_rows],
+        appended_blocks=_pairs(message.appended_blocks, "appended_blocks"),
+        paused_rows=_ints(message.paused_rows, "paused_rows"),
+        resumed_rows=_ints(message.resumed_rows, "resumed_rows"),
+        prefills=_pairs(message.prefills, "prefills"),
+        block_copies=_pairs(message.block_copies, "block_copies"),
+    )
+
+
+def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
+    """The message that answers a plan of that epoch."""
+    return plan_pb2.AttachRequest(
+        step_result=plan_pb2.StepResult(
+            step_id=output.step_id,
+            epoch=epoch,
+            rows=_packed(output.rows),
+            token_ids=_packed(output.token_ids),
+            failed_rows=_packed(output.failed_rows),
+            step_time_us=output.step_time_us,
+        )
+    )
+
+
+def encode_hello(capacities: Capacities, worker_id: str) -> plan_pb2.AttachRequest:
+    """The first message of a session."""
+    return plan_pb2.AttachRequest(
+        hello=plan_pb2.Hello(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            worker_id=worker_id,
+            model_fingerprint=capacities.model_fingerprint,
+            dtype=capacities.dtype,
+            device=capacities.device,
+            num_blocks=capacities.num_blocks,
+            block_size=capacities.block_size,
+            max_rows=capacities.max_rows,
+            max_step_tokens=capacities.max_step_tokens,
+            arena_bytes=capacities.arena_bytes,
+            num_slots=capacities.num_slots,
+            max_model_len=capacities.max_model_len,
+            vocab_size=capacities.vocab_size,
+            parallel=plan_pb2.ParallelLayout(tensor=1, pipeline=1),
+        )
+    )
+
+
+def _decode_new_row(message: plan_pb2.NewRow) -> NewRow:
+    return NewRow(
+        row=message.row,
+        token_ids=_ints(message.token_ids, "token_ids"),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        block_ids=_ints(message.block_ids, "block_ids"),
+        slot=message.slot if message.HasField("slot") else None,
+        slot_generation=message.slot_generation,
+        sampling=RowSampling(
+            temperature=message.temperature, top_k=message.top_k, top_p=message.top_p, seed=message.seed
+        ),
+    )
+
+
+def _ints(data: bytes, name: str) -> Int32Array:
+    if len(data) % 4:
+        raise PlanRefused(f"{name}: {len(data)} bytes are no whole number of int32")
+    return np.frombuffer(data, dtype=_INT32)
+
+
+def _pairs(data: bytes, name: str) -> Int32Array:
+    if len(data) % 8:
+        raise PlanRefused(f"{name}: {len(data)} bytes are no whole number of int32 pairs")
+    return np.frombuffer(data, dtype=_INT32).reshape(-1, 2)
+
+
+def _packed(array: Int32Array) -> bytes:
+    return array.astype(_INT32, copy=False).tobytes()
