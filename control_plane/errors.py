@@ -78,6 +78,12 @@ class BaseModelMismatch(MotetError):
     reason = "BASE_MODEL_MISMATCH"
 
 
+class TokenizerUnavailable(MotetError):
+    """The checkpoint gives no tokenizer or no chat template; token ids still work."""
+
+    reason = "TOKENIZER_UNAVAILABLE"
+
+
 class EtagMismatch(MotetError):
     """The resource changed since the caller read it."""
 
@@ -183,6 +189,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    TokenizerUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     EtagMismatch: grpc.StatusCode.ABORTED,
     DigestMismatch: grpc.StatusCode.DATA_LOSS,
     PathNotAllowed: grpc.StatusCode.PERMISSION_DENIED,
