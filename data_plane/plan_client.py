@@ -1,0 +1,382 @@
+"""The worker's end of the plan stream: keeps a session with the control plane and feeds one engine.
+
+Threads of one session: a reader (stream -> inbox), the caller's thread (inbox -> engine, in order), loaders (adapter
+loads), a watch (heartbeats out, silence in). Everything to be sent goes through one outbox. When a session ends for
+whatever reason the engine is reset and the next one starts from nothing; nothing here survives a session but the
+highest epoch seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import grpc
+from motet.v1 import plan_pb2, plan_pb2_grpc
+
+from data_plane.errors import AdapterLoadError, PlanRefused, WorkerError
+from data_plane.plan import AdapterSource, Engine
+from data_plane.wire import PROTOCOL_MAX, PROTOCOL_MIN, decode_plan, encode_hello, encode_output
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_MIN_S = 0.1
+BACKOFF_MAX_S = 1.0
+WELCOME_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 64 << 20  # a plan with many long prompts; pieces of adapters are 1 MiB
+# Answers after which another try of this process cannot succeed.
+_FATAL_CODES = {
+    grpc.StatusCode.FAILED_PRECONDITION,  # another base model, dtype or protocol
+    grpc.StatusCode.INVALID_ARGUMENT,  # a Hello that makes no sense
+    grpc.StatusCode.ALREADY_EXISTS,  # another worker attached under this id
+}
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # weights must not share the plans' connection
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.enable_retries", 0),
+]
+
+# Where adapters come from in one session: the stub of the weights' channel, and Welcome's host_cache_url.
+SourceFactory = Callable[[plan_pb2_grpc.WorkerServiceStub, str], AdapterSource]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanClientSettings:
+    """How one worker attaches."""
+
+    control_plane: str  # HOST:PORT
+    worker_id: str
+    load_threads: int = 2
+    exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The last thing in an inbox."""
+
+    reason: str
+    code: grpc.StatusCode | None = None
+
+
+class _Stop:
+    """In the inbox: the process was asked to end."""
+
+
+_InboxItem = plan_pb2.AttachResponse | _Ended | _Stop
+
+
+@dataclass
+class _Session:
+    """One Attach stream."""
+
+    epoch: int
+    dead_after_s: float
+    heartbeat_interval_s: float
+    outbox: SimpleQueue[plan_pb2.AttachRequest | None]
+    source: AdapterSource
+    loaders: ThreadPoolExecutor
+    last_step_id: int = 0
+    num_steps: int = 0
+    closed: threading.Event = field(default_factory=threading.Event)
+
+
+class PlanClient:
+    """Attaches an engine to a control plane until stopped. `run` blocks; `stop` may be called from anywhere."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: PlanClientSettings,
+        *,
+        make_source: SourceFactory,
+        on_ready: Callable[[int], None] = lambda _epoch: None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._make_source = make_source
+        self._on_ready = on_ready  # called with the epoch of each session
+        self._clock = clock
+        self._rng = rng or random.Random(settings.worker_id)
+        self._stopping = threading.Event()
+        self._inbox: SimpleQueue[_InboxItem] = SimpleQueue()
+        self._highest_epoch = 0
+        self._heard_s = 0.0  # when the control plane was last heard
+        self.num_sessions = 0
+
+    def stop(self) -> None:
+        """Ask `run` to return after the step in hand. Safe in a signal handler and from any thread."""
+        self._stopping.set()
+        self._inbox.put(_Stop())
+
+    def run(self) -> int:
+        """Serve until stopped or drained; the process exit code.
+
+        1: the control plane refuses this worker for good, or stayed away for exit_when_disconnected_s.
+        """
+        backoff_s = BACKOFF_MIN_S
+        disconnected_s = self._clock()
+        while not self._stopping.is_set():
+            num_sessions = self.num_sessions
+            ended = self._attach()
+            if self.num_sessions > num_sessions:
+                backoff_s, disconnected_s = BACKOFF_MIN_S, self._clock()
+            if ended is None or self._stopping.is_set():
+                return 0
+            if ended.code in _FATAL_CODES:
+                logger.error("refused by the control plane worker_id=%s: %s", self._settings.worker_id, ended.reason)
+                return 1
+            limit_s = self._settings.exit_when_disconnected_s
+            if limit_s is not None and self._clock() - disconnected_s >= limit_s:
+                logger.error("no control plane at %s for %.1f s", self._settings.control_plane, limit_s)
+                return 1
+            logger.warning("session ended worker_id=%s: %s", self._settings.worker_id, ended.reason)
+            self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+        return 0
+
+    # ---- one session ----
+
+    def _attach(self) -> _Ended | None:
+        """Open a session and serve it to its end; None after a drain or a stop."""
+        with (
+            grpc.insecure_channel(self._settings.control_plane, options=_CHANNEL_OPTIONS) as channel,
+            grpc.insecure_channel(self._settings.control_plane, options=_CHANNEL_OPTIONS) as weights_channel,
+        ):
+            inbox: SimpleQueue[_InboxItem] = SimpleQueue()
+            self._inbox = inbox
+            if self._stopping.is_set():
+                return None
+            outbox: SimpleQueue[plan_pb2.AttachRequest | None] = SimpleQueue()
+            outbox.put(encode_hello(self._engine.capacities, self._settings.worker_id))
+            call = plan_pb2_grpc.WorkerServiceStub(channel).Attach(iter(outbox.get, None))
+            reader = threading.Thread(target=self._read, args=(call, inbox), name="plan-reader", daemon=True)
+            welcome_timer = threading.Timer(WELCOME_TIMEOUT_S, call.cancel)
+            welcome_timer.daemon = True
+            reader.start()
+            welcome_timer.start()
+            try:
+                first = inbox.get()
+                welcome_timer.cancel()
+                if isinstance(first, _Stop):
+                    return None
+                if isinstance(first, _Ended):
+                    return first
+                refusal = self._check_welcome(first)
+                if refusal is not None:
+                    return refusal
+                source = self._make_source(
+                    plan_pb2_grpc.WorkerServiceStub(weights_channel), first.welcome.host_cache_url
+                )
+                return self._serve(first.welcome, inbox, outbox, source, call)
+            finally:
+                welcome_timer.cancel()
+                welcome_timer.join()
+                outbox.put(None)
+                call.cancel()
+                reader.join()
+
+    def _read(self, call: grpc.CallIterator[plan_pb2.AttachResponse], inbox: SimpleQueue[_InboxItem]) -> None:
+        try:
+            for message in call:
+                self._heard_s = self._clock()
+                inbox.put(message)
+            inbox.put(_Ended("the control plane closed the stream"))
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            details = error.details() if isinstance(error, grpc.Call) else str(error)
+            inbox.put(_Ended(f"{code.name if code else 'no status'}: {details}", code))
+
+    def _check_welcome(self, message: plan_pb2.AttachResponse) -> _Ended | None:
+        if message.WhichOneof("message") != "welcome":
+            return _Ended(f"the first message is {message.WhichOneof('message')}, not a welcome")
+        welcome = message.welcome
+        if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
+            return _Ended(f"protocol {welcome.protocol} is not in {PROTOCOL_MIN}..{PROTOCOL_MAX}")
+        if welcome.epoch <= self._highest_epoch:
+            return _Ended(
+                f"epoch {welcome.epoch} is not above {self._highest_epoch}, which this worker served already: an older "
+                "control plane, or one with another store; restart this worker if it shall follow"
+            )
+        if welcome.heartbeat_interval_ms < 1 or welcome.dead_after_ms <= welcome.heartbeat_interval_ms:
+            return _Ended(f"heartbeats of {welcome.heartbeat_interval_ms} ms, dead after {welcome.dead_after_ms} ms")
+        self._highest_epoch = welcome.epoch
+        return None
+
+    def _serve(
+        self,
+        welcome: plan_pb2.Welcome,
+        inbox: SimpleQueue[_InboxItem],
+        outbox: SimpleQueue[plan_pb2.AttachRequest | None],
+        source: AdapterSource,
+        call: grpc.CallIterator[plan_pb2.AttachResponse],
+    ) -> _Ended | None:
+        """From the Welcome to the end of the session. The engine is empty before and after."""
+        session = _Session(
+            epoch=welcome.epoch,
+            dead_after_s=welcome.dead_after_ms / 1000,
+            heartbeat_interval_s=welcome.heartbeat_interval_ms / 1000,
+            outbox=outbox,
+            source=source,
+            loaders=ThreadPoolExecutor(self._settings.load_threads, thread_name_prefix="adapter-load"),
+        )
+        watch = threading.Thread(target=self._watch, args=(session, inbox, call), name="plan-watch", daemon=True)
+        watch.start()
+        self.num_sessions += 1
+        logger.info("attached worker_id=%s epoch=%d", self._settings.worker_id, session.epoch)
+        self._on_ready(session.epoch)
+        try:
+            return self._execute(session, inbox)
+        finally:
+            session.closed.set()
+            outbox.put(None)
+            # 1. Nothing more reaches the stream. 2. Loads that hang on it fail. 3. The engine forgets everything.
+            call.cancel()
+            watch.join()
+            session.loaders.shutdown(wait=True, cancel_futures=True)
+            self._engine.reset()
+            self._engine.slots.clear()
+
+    def _execute(self, session: _Session, inbox: SimpleQueue[_InboxItem]) -> _Ended | None:
+        """The compute thread's loop: messages in the order of the stream."""
+        while True:
+            item = inbox.get()
+            if isinstance(item, _Ended):
+                return item
+            if isinstance(item, _Stop):
+                self._close(session, inbox)
+                return None
+            kind = item.WhichOneof("message")
+            if kind == "drain":
+                logger.info("drained worker_id=%s: %s", self._settings.worker_id, item.drain.reason)
+                self._stopping.set()
+                self._close(session, inbox)
+                return None
+            try:
+                self._handle(session, kind, item)
+            except Exception as error:  # the loop's edge: the session ends, the worker lives
+                step_id = item.step_plan.step_id if kind == "step_plan" else 0
+                reason = f"{type(error).__name__}: {error}"
+                if not isinstance(error, WorkerError):
+                    logger.exception("engine failed epoch=%d step_id=%d", session.epoch, step_id)
+                fault = plan_pb2.Fault(reason=reason[:2000], step_id=step_id)
+                session.outbox.put(plan_pb2.AttachRequest(fault=fault))
+                self._close(session, inbox)
+                return _Ended(f"fault in step {step_id}: {reason}")
+
+    def _handle(self, session: _Session, kind: str | None, item: plan_pb2.AttachResponse) -> None:
+        if kind == "step_plan":
+            plan = item.step_plan
+            self._check_epoch(session, plan.epoch)
+            if plan.step_id != session.last_step_id + 1:
+                raise PlanRefused(f"step {plan.step_id} after step {session.last_step_id}")
+            session.last_step_id = plan.step_id
+            output = self._engine.execute(decode_plan(plan))
+            session.outbox.put(encode_output(output, session.epoch))
+            session.num_steps += 1
+        elif kind == "load_adapter":
+            self._check_epoch(session, item.load_adapter.epoch)
+            session.loaders.submit(self._load, session, item.load_adapter)
+        elif kind == "evict_adapter":
+            evict = item.evict_adapter
+            self._check_epoch(session, evict.epoch)
+            self._engine.slots.evict(evict.slot, evict.generation)
+            session.outbox.put(self._slot_state(session, evict.slot, evict.generation, state="STATE_EMPTY"))
+        elif kind != "ping":
+            raise PlanRefused(f"unexpected message {kind}")
+
+    def _check_epoch(self, session: _Session, epoch: int) -> None:
+        if epoch != session.epoch:
+            raise PlanRefused(f"epoch {epoch} in a session of epoch {session.epoch}")
+
+    def _close(self, session: _Session, inbox: SimpleQueue[_InboxItem]) -> None:
+        """Half-close, and let what is in the outbox leave before the stream is cut.
+
+        The control plane ends the stream once it read the last message; a silent one is cut after a heartbeat's time.
+        """
+        session.outbox.put(None)
+        deadline_s = self._clock() + session.heartbeat_interval_s
+        while (left_s := deadline_s - self._clock()) > 0:
+            try:
+                if isinstance(inbox.get(timeout=left_s), _Ended):
+                    return
+            except Empty:
+                return
+
+    # ---- beside the compute thread ----
+
+    def _load(self, session: _Session, load: plan_pb2.LoadAdapter) -> None:
+        """Fill a slot on a loader thread and report it."""
+        start_s = self._clock()
+        state, reason, is_retryable = "STATE_READY", "", False
+        try:
+            self._engine.slots.load(load.slot, load.generation, load.digest, session.source)
+        except AdapterLoadError as error:
+            state, reason, is_retryable = "STATE_FAILED", f"{type(error).__name__}: {error}", error.is_retryable
+        except Exception as error:  # the thread's edge: a failed load must not look like a running one
+            logger.exception("adapter load failed digest=%s slot=%d", load.digest, load.slot)
+            state, reason = "STATE_FAILED", f"{type(error).__name__}: {error}"
+        if state == "STATE_FAILED":
+            logger.warning("adapter load failed digest=%s slot=%d: %s", load.digest, load.slot, reason)
+        if session.closed.is_set():
+            return
+        message = self._slot_state(session, load.slot, load.generation, state=state, digest=load.digest)
+        message.slot_state.reason = reason[:2000]
+        message.slot_state.retryable = is_retryable
+        message.slot_state.load_time_us = int((self._clock() - start_s) * 1e6)
+        session.outbox.put(message)
+
+    def _slot_state(
+        self, session: _Session, slot: int, generation: int, *, state: str, digest: str = ""
+    ) -> plan_pb2.AttachRequest:
+        return plan_pb2.AttachRequest(
+            slot_state=plan_pb2.SlotState(
+                slot=slot,
+                generation=generation,
+                digest=digest,
+                state=plan_pb2.SlotState.State.Value(state),
+                arena_used_bytes=self._engine.slots.used_bytes(),
+                epoch=session.epoch,
+            )
+        )
+
+    def _watch(
+        self, session: _Session, inbox: SimpleQueue[_InboxItem], call: grpc.CallIterator[plan_pb2.AttachResponse]
+    ) -> None:
+        """Send heartbeats, and end the session of a control plane that fell silent."""
+        while not session.closed.wait(session.heartbeat_interval_s):
+            silent_s = self._clock() - self._heard_s
+            if silent_s >= session.dead_after_s:
+                inbox.put(_Ended(f"the control plane was silent for {silent_s:.1f} s"))
+                call.cancel()
+                return
+            session.outbox.put(
+                plan_pb2.AttachRequest(
+                    heartbeat=plan_pb2.Heartbeat(
+                        num_steps=session.num_steps,
+                        num_plans_waiting=min(inbox.qsize(), 2**31),
+                        arena_used_bytes=self._engine.slots.used_bytes(),
+                        resident_bytes=resident_bytes(),
+                    )
+                )
+            )
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - read twice a second
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

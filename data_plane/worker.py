@@ -1,0 +1,90 @@
+"""One worker process: settings, engine, signals, and the plan client that feeds the engine until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from motet.v1.plan_pb2_grpc import WorkerServiceStub
+
+from data_plane.config import WorkerConfig, add_arguments, from_args
+from data_plane.errors import ConfigError
+from data_plane.plan import AdapterSource, Engine
+from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
+from data_plane.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker with the real engine; the process exit code."""
+    parser = argparse.ArgumentParser(prog="motet worker", description="Compute for a Motet control plane.")
+    add_arguments(parser)
+    try:
+        config = from_args(parser.parse_args(argv))
+        configure_logging(config.log_level)
+        refuse_foreign_kernels()
+        logger.info("starting %s", config)
+        from data_plane.engine.build import build_engine  # torch is imported here and nowhere before
+
+        engine = build_engine(config)
+    except ConfigError as error:
+        print(f"motet worker: {error}", file=sys.stderr)
+        return 2
+    return run_worker(engine, config)
+
+
+def run_worker(engine: Engine, config: WorkerConfig, *, make_source: SourceFactory | None = None) -> int:
+    """Attach `engine` until SIGTERM or SIGINT, a Drain, or a refusal; the process exit code. Main thread only."""
+    settings = PlanClientSettings(
+        control_plane=config.control_plane,
+        worker_id=config.worker_id,
+        load_threads=config.load_threads,
+        exit_when_disconnected_s=config.exit_when_disconnected_s,
+    )
+    client = PlanClient(
+        engine,
+        settings,
+        make_source=make_source or source_factory(config.worker_id),
+        on_ready=lambda epoch: print(f"motet worker ready worker_id={config.worker_id} epoch={epoch}", flush=True),
+    )
+    previous = {number: signal.signal(number, lambda *_: client.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return client.run()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def source_factory(worker_id: str) -> SourceFactory:
+    """Adapters from the host cache where Welcome names one, else and otherwise through the control plane."""
+
+    def make_source(stub: WorkerServiceStub, host_cache_url: str) -> AdapterSource:
+        from data_plane.adapters.sources import ControlPlaneSource, FallbackSource, HostCacheSource
+
+        direct = ControlPlaneSource(stub, worker_id)
+        if not host_cache_url:
+            return direct
+        try:
+            return FallbackSource(HostCacheSource(host_cache_url), direct)
+        except ImportError:
+            logger.warning("no redis client is installed: adapters come through the control plane")
+            return direct
+
+    return make_source
+
+
+def refuse_foreign_kernels() -> None:
+    """Raise ConfigError if the unrelated distribution `kernels` is installed: it would hide our package."""
+    try:
+        version = importlib.metadata.version("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise ConfigError(
+        f"the distribution 'kernels' {version} is installed and is not Motet's package of that name; "
+        "uninstall it (pip uninstall kernels) or give the worker an environment of its own"
+    )
