@@ -1,0 +1,204 @@
+"""From a GenerateRequest to checked, plain values with every default in effect.
+
+Every number is checked after parsing: protobuf truncates integers silently and lets NaN pass. Three steps, cheap
+ones first: `check_request`, then (when the prompt is tokenised) `effective_max_tokens`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from motet.v1 import generation_pb2, types_pb2
+
+from control_plane.api.validation import Violations, check_adapter_id, check_digest, check_request_id, quoted
+from control_plane.errors import ContextTooLong, FieldViolation
+from control_plane.scheduler.types import Sampling
+
+DEFAULT_MAX_TOKENS = 128
+MAX_TEMPERATURE = 100.0
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_CACHE_SALT_BYTES = 128
+MAX_MESSAGES = 1024
+MAX_ROLE_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that is well formed; the prompt is not tokenised yet."""
+
+    request_id: str  # the client's label, may be empty
+    adapter_id: str  # empty: the base model
+    adapter_digest: str  # empty: the active version
+    text: str | None
+    token_ids: tuple[int, ...] | None
+    messages: tuple[dict[str, str], ...] | None  # exactly one of text, token_ids and messages is set
+    sampling: Sampling
+    max_tokens: int | None  # None: the default
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]  # the client's own
+    ignore_eos: bool
+    cache_salt: bytes
+    resume_from: tuple[int, ...]
+
+    @property
+    def input_field(self) -> str:
+        return "text" if self.text is not None else "chat" if self.messages is not None else "token_ids"
+
+
+def check_request(
+    request: generation_pb2.GenerateRequest, *, vocab_size: int, draw_seed: Callable[[], int]
+) -> CheckedRequest:
+    """The request as plain values. Raises InvalidRequest with everything that is wrong with it."""
+    violations = Violations()
+    check_request_id(request.request_id, violations)
+    adapter_id = request.adapter.removeprefix("adapters/")
+    if request.adapter:
+        check_adapter_id(adapter_id, "adapter", violations)
+    if request.adapter_digest:
+        check_digest(request.adapter_digest, "adapter_digest", violations)
+        if not request.adapter:
+            violations.add("adapter_digest", "set without adapter; name the adapter too")
+    if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
+        violations.add("cache_salt", f"{len(request.cache_salt.encode())} bytes; at most {MAX_CACHE_SALT_BYTES}")
+    text, token_ids, messages = _checked_input(request, vocab_size, violations)
+    sampling = _checked_sampling(request.sampling, vocab_size, draw_seed, violations)
+    max_tokens = _checked_stopping(request.stopping, vocab_size, violations)
+    _check_token_ids(request.resume_from.ids, "resume_from.ids", vocab_size, violations)
+    if max_tokens is not None and len(request.resume_from.ids) > max_tokens:
+        violations.add(
+            "resume_from.ids", f"{len(request.resume_from.ids)} tokens; at most stopping.max_tokens, {max_tokens}"
+        )
+    violations.raise_if_any()
+    return CheckedRequest(
+        request_id=request.request_id,
+        adapter_id=adapter_id,
+        adapter_digest=request.adapter_digest,
+        text=text,
+        token_ids=token_ids,
+        messages=messages,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        stop=tuple(request.stopping.stop),
+        stop_token_ids=frozenset(request.stopping.stop_token_ids),
+        ignore_eos=request.stopping.ignore_eos,
+        cache_salt=request.cache_salt.encode(),
+        resume_from=tuple(request.resume_from.ids),
+    )
+
+
+def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens may be generated. Raises ContextTooLong where prompt and max_tokens exceed the context."""
+    left = max_model_len - num_prompt_tokens
+    if left < 1:
+        raise ContextTooLong(
+            FieldViolation(
+                checked.input_field,
+                f"prompt of {num_prompt_tokens} tokens; at most {max_model_len - 1}, "
+                f"one less than the context of {max_model_len} tokens; shorten the prompt",
+            )
+        )
+    if checked.max_tokens is None:
+        # A resumed stream without max_tokens goes on to where the unbroken one would have ended.
+        max_tokens = min(DEFAULT_MAX_TOKENS, left)
+    elif checked.max_tokens > left:
+        raise ContextTooLong(
+            FieldViolation(
+                "stopping.max_tokens",
+                f"{checked.max_tokens} after a prompt of {num_prompt_tokens} tokens exceed the context of "
+                f"{max_model_len} tokens; at most {left}",
+            )
+        )
+    else:
+        max_tokens = checked.max_tokens
+    if len(checked.resume_from) > max_tokens:
+        raise ContextTooLong(
+            FieldViolation(
+                "resume_from.ids", f"{len(checked.resume_from)} tokens; at most {max_tokens}, the max_tokens in effect"
+            )
+        )
+    return max_tokens
+
+
+def _checked_input(
+    request: generation_pb2.GenerateRequest, vocab_size: int, violations: Violations
+) -> tuple[str | None, tuple[int, ...] | None, tuple[dict[str, str], ...] | None]:
+    kind = request.WhichOneof("input")
+    if kind == "text":
+        if not request.text:
+            violations.add("text", "empty; a prompt needs at least one token")
+        return request.text, None, None
+    if kind == "token_ids":
+        if not request.token_ids.ids:
+            violations.add("token_ids.ids", "empty; a prompt needs at least one token")
+        _check_token_ids(request.token_ids.ids, "token_ids.ids", vocab_size, violations)
+        return None, tuple(request.token_ids.ids), None
+    if kind == "chat":
+        _check_messages(request.chat.messages, violations)
+        return None, None, tuple({"role": m.role, "content": m.content} for m in request.chat.messages)
+    violations.add("input", "not set; send one of text, token_ids and chat")
+    return None, None, None
+
+
+def _check_messages(messages: Sequence[types_pb2.ChatMessage], violations: Violations) -> None:
+    if not messages:
+        violations.add("chat.messages", "empty; a conversation needs at least one message")
+    if len(messages) > MAX_MESSAGES:
+        violations.add("chat.messages", f"{len(messages)} messages; at most {MAX_MESSAGES}")
+        return
+    for index, message in enumerate(messages):
+        if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
+            violations.add(
+                f"chat.messages[{index}].role", f"{len(message.role)} characters; from 1 to {MAX_ROLE_CHARS}"
+            )
+
+
+def _check_token_ids(ids: Sequence[int], field: str, vocab_size: int, violations: Violations) -> None:
+    if ids and max(ids) >= vocab_size:
+        index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
+        violations.add(f"{field}[{index}]", f"{ids[index]} is not below the vocabulary size {vocab_size}")
+
+
+def _checked_sampling(
+    params: types_pb2.SamplingParams, vocab_size: int, draw_seed: Callable[[], int], violations: Violations
+) -> Sampling:
+    temperature, top_k, top_p = 0.0, 0, 1.0
+    if params.HasField("temperature"):
+        temperature = params.temperature
+        if not 0 <= temperature <= MAX_TEMPERATURE:  # NaN fails this too
+            violations.add("sampling.temperature", f"{temperature}; from 0 to {MAX_TEMPERATURE:g}, 0 being greedy")
+    if params.HasField("top_k"):
+        top_k = params.top_k
+        if not 1 <= top_k <= vocab_size:
+            violations.add(
+                "sampling.top_k", f"{top_k}; from 1 to the vocabulary size {vocab_size}, leave it unset to keep all"
+            )
+        elif top_k == vocab_size:
+            top_k = 0
+    if params.HasField("top_p"):
+        top_p = params.top_p
+        if not 0 < top_p <= 1 or math.isnan(top_p):
+            violations.add("sampling.top_p", f"{top_p}; above 0, at most 1")
+    seed = params.seed if params.HasField("seed") else draw_seed()
+    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+
+def _checked_stopping(params: types_pb2.StoppingParams, vocab_size: int, violations: Violations) -> int | None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        violations.add("stopping.stop", f"{len(params.stop)} stop strings; at most {MAX_STOP_STRINGS}")
+    for index, stop in enumerate(params.stop[: MAX_STOP_STRINGS + 1]):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            violations.add(
+                f"stopping.stop[{index}]", f"{quoted(stop)}: {len(stop)} characters; from 1 to {MAX_STOP_CHARS}"
+            )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        violations.add("stopping.stop_token_ids", f"{len(params.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
+    _check_token_ids(params.stop_token_ids, "stopping.stop_token_ids", vocab_size, violations)
+    if not params.HasField("max_tokens"):
+        return None
+    if params.max_tokens < 1:
+        violations.add("stopping.max_tokens", f"{params.max_tokens}; at least 1")
+    return params.max_tokens

@@ -1,0 +1,174 @@
+"""Long-running operations: the book that runs them and the google.longrunning.Operations service over it.
+
+In memory: after a restart a client finds out by reading the adapter itself. Bounded in running and kept ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+# googleapis-common-protos ships no py.typed marker.
+from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from google.protobuf import empty_pb2
+from google.protobuf.message import Message
+from motet.v1 import adapters_pb2
+
+from control_plane.api.error_status import internal_status, status_proto
+from control_plane.api.validation import page_size_of, quoted, refuse
+from control_plane.api.wire import timestamp
+from control_plane.errors import Exhausted, MotetError, OperationNotFound
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
+MAX_WAIT_S = 300.0
+_NAME = re.compile(r"operations/[0-9a-f]{32}")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class _Operation:
+    message: Any  # operations_pb2.Operation
+    is_cancellable: bool
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class OperationBook:
+    """Runs operations as tasks and remembers how they ended."""
+
+    def __init__(self, *, wall_clock: Callable[[], float] = time.time, max_running: int = 64, max_kept: int = 1000):
+        self._wall_clock = wall_clock
+        self._max_running = max_running
+        self._max_kept = max_kept
+        self._operations: dict[str, _Operation] = {}  # by name, oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def check_room(self) -> None:
+        """Raises Exhausted where one more could not run."""
+        if len(self._tasks) >= self._max_running:
+            raise Exhausted(f"{len(self._tasks)} operations are running, at most {self._max_running}; try again")
+
+    def start(self, adapter_id: str, verb: str, work: Callable[[], Awaitable[Message]], *, is_cancellable: bool) -> Any:
+        """Begin; the operation as it stands. `work`'s message becomes its response."""
+        self.check_room()
+        message = operations_pb2.Operation(name=f"operations/{secrets.token_hex(16)}")
+        metadata = adapters_pb2.AdapterOperationMetadata(
+            adapter=f"adapters/{adapter_id}", verb=verb, create_time=timestamp(self._wall_clock())
+        )
+        message.metadata.Pack(metadata)
+        operation = self._operations[message.name] = _Operation(message, is_cancellable)
+        operation.task = asyncio.create_task(self._run(operation, work), name=message.name)
+        self._tasks.add(operation.task)
+        operation.task.add_done_callback(self._tasks.discard)
+        self._forget_oldest()
+        return message
+
+    async def _run(self, operation: _Operation, work: Callable[[], Awaitable[Message]]) -> None:
+        message = operation.message
+        try:
+            message.response.Pack(await work())
+        except MotetError as error:
+            message.error.CopyFrom(status_proto(error))
+        except asyncio.CancelledError:
+            message.error.code = grpc.StatusCode.CANCELLED.value[0]
+            message.error.message = "cancelled before it was done; nothing was changed"
+        except Exception as error:
+            correlation_id = secrets.token_hex(8)
+            logger.error("operation failed name=%s correlation_id=%s", message.name, correlation_id, exc_info=error)
+            message.error.CopyFrom(internal_status(correlation_id))
+        finally:
+            message.done = True
+            operation.done.set()
+
+    def _forget_oldest(self) -> None:
+        num_over = len(self._operations) - self._max_kept
+        finished = [name for name, operation in self._operations.items() if operation.message.done]
+        for name in finished[: max(num_over, 0)]:
+            del self._operations[name]
+
+    def get(self, name: str) -> _Operation:
+        """Raises InvalidRequest for what is no name, OperationNotFound for one that is not known."""
+        if not _NAME.fullmatch(name):
+            raise refuse("name", f"{quoted(name)} is not a resource name of the form operations/{{id}}")
+        operation = self._operations.get(name)
+        if operation is None:
+            raise OperationNotFound(f"{name} is not known; it is too old, or the server restarted since")
+        return operation
+
+    def forget(self, name: str) -> None:
+        """Drop the record; a running one runs on."""
+        self.get(name)
+        del self._operations[name]
+
+    def page(self, page_size: int, page_token: str) -> tuple[list[Any], str]:
+        """Operations, newest first, from the one that the token names."""
+        names = list(reversed(self._operations))
+        start = 0
+        if page_token:
+            if page_token not in self._operations:
+                raise refuse("page_token", "not a token of this list, or too old; list from the start")
+            start = names.index(page_token)
+        shown = names[start : start + page_size]
+        following = names[start + page_size : start + page_size + 1]
+        return [self._operations[name].message for name in shown], (following[0] if following else "")
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Let what runs finish for so long, then cancel it."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # the stub is untyped
+    """google.longrunning.Operations over one book."""
+
+    def __init__(self, book: OperationBook) -> None:
+        self._book = book
+
+    async def GetOperation(self, request: Any, context: Context) -> Any:  # noqa: N802
+        return self._book.get(request.name).message
+
+    async def ListOperations(self, request: Any, context: Context) -> Any:  # noqa: N802
+        if request.filter:
+            raise refuse("filter", "filters are not supported; leave it empty")
+        page_size = page_size_of(request.page_size, request.page_token)
+        operations, next_token = self._book.page(page_size, request.page_token)
+        return operations_pb2.ListOperationsResponse(operations=operations, next_page_token=next_token)
+
+    async def WaitOperation(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """The operation when it is done, or as it stands after the timeout."""
+        operation = self._book.get(request.name)
+        timeout_s = MAX_WAIT_S
+        if request.HasField("timeout"):
+            timeout_s = min(request.timeout.ToNanoseconds() / 1e9, MAX_WAIT_S)
+            if timeout_s < 0:
+                raise refuse("timeout", f"{timeout_s:g} s; at least 0")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(operation.done.wait(), timeout_s)
+        return operation.message
+
+    async def CancelOperation(self, request: Any, context: Context) -> empty_pb2.Empty:  # noqa: N802
+        """Best effort: a deletion has begun already and goes on."""
+        operation = self._book.get(request.name)
+        if operation.is_cancellable and operation.task is not None:
+            operation.task.cancel()
+        return empty_pb2.Empty()
+
+    async def DeleteOperation(self, request: Any, context: Context) -> empty_pb2.Empty:  # noqa: N802
+        self._book.forget(request.name)
+        return empty_pb2.Empty()

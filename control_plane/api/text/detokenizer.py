@@ -1,0 +1,170 @@
+"""Token ids to text, one token at a time.
+
+The pieces that a Detokenizer returns, joined, equal `tokenizer.decode(all ids, skip_special_tokens=True)`, and no
+piece splits a code point. The text after k tokens depends on those k tokens alone, not on how they were chunked.
+The cost per token does not grow with the number of tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    """Text of one sequence."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes final; may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """The text still held back; nothing may be pushed after it."""
+        ...
+
+
+class DetokenizerFactory:
+    """Makes detokenisers for one tokenizer; keeps what they share."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = _decoder_kinds(tokenizer)
+        # Cases: 1. byte-level alone: bytes can be mapped token by token. 2. byte fallback: runs of <0xHH> tokens are
+        # decoded as a whole, so a run is held until it ends. 3. a decoder chain with byte-level in it: text that
+        # ends in U+FFFD may be an unfinished code point. 4. others work on whole characters.
+        self._is_byte_level = kinds == ["ByteLevel"]
+        self._has_byte_fallback = "ByteFallback" in kinds
+        self._may_end_unfinished = "ByteLevel" in kinds
+        self._special_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_token_ids = frozenset(
+            token_id
+            for value in range(256)
+            if self._has_byte_fallback and (token_id := tokenizer.token_to_id(f"<0x{value:02X}>")) is not None
+        )
+        self._bytes_by_id: dict[int, bytes] = {}
+
+    def make(self) -> Detokenizer:
+        """A detokeniser at the start of a sequence."""
+        return _ByteLevelDetokenizer(self) if self._is_byte_level else _WindowDetokenizer(self)
+
+    def is_skipped(self, token_id: int) -> bool:
+        """Whether decode() leaves this id out: special, or not in the vocabulary."""
+        return token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None
+
+    def is_byte_token(self, token_id: int) -> bool:
+        return token_id in self._byte_token_ids
+
+    @property
+    def may_end_unfinished(self) -> bool:
+        return self._may_end_unfinished
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes of one token of a byte-level vocabulary; empty for one that decode() leaves out."""
+        known = self._bytes_by_id.get(token_id)
+        if known is None:
+            token = "" if self.is_skipped(token_id) else str(self._tokenizer.id_to_token(token_id))
+            known = self._bytes_by_id[token_id] = _byte_level_bytes(token)
+        return known
+
+
+class _ByteLevelDetokenizer:
+    """For byte-level BPE: tokens are byte strings, text is their UTF-8 with U+FFFD for what is malformed."""
+
+    def __init__(self, factory: DetokenizerFactory) -> None:
+        self._bytes_of = factory.bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._bytes_of(token_id))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """For every other decoder: the text of a short window with the new tokens, less that without them.
+
+    The window starts at tokens whose text was emitted, so that what a decoder does to the first token of a
+    sequence (a stripped space) happens to both texts alike.
+    """
+
+    def __init__(self, factory: DetokenizerFactory) -> None:
+        self._factory = factory
+        self._context: list[int] = []  # ids whose text was emitted; empty, or such that _context_text is not empty
+        self._context_text = ""
+        self._pending: list[int] = []  # ids after the context whose text was not emitted yet
+
+    def push(self, token_id: int) -> str:
+        if self._factory.is_skipped(token_id):
+            return ""
+        if self._factory.is_byte_token(token_id):
+            self._pending.append(token_id)
+            return ""
+        text = ""
+        if self._pending and self._factory.is_byte_token(self._pending[-1]):  # the run of byte tokens ends here
+            text = self._emit(is_last=False)
+        self._pending.append(token_id)
+        return text + self._emit(is_last=False)
+
+    def finish(self) -> str:
+        return self._emit(is_last=True) if self._pending else ""
+
+    def _emit(self, *, is_last: bool) -> str:
+        whole = self._factory.decode(self._context + self._pending)
+        if not is_last and self._factory.may_end_unfinished and whole.endswith(REPLACEMENT):
+            return ""
+        new = whole[len(self._context_text) :]
+        if new:
+            # The pending tokens alone are context enough if they have a text of their own.
+            alone = self._factory.decode(self._pending)
+            if alone:
+                self._context, self._context_text = self._pending, alone
+            else:
+                self._context, self._context_text = self._context + self._pending, whole
+            self._pending = []
+        elif self._context:
+            self._pending = []  # tokens without text change nothing behind them
+        return new
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
+    """Names of the decoders in the chain, in order."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder")
+
+    def walk(node: dict[str, object] | None) -> list[str]:
+        if node is None:
+            return []
+        if node["type"] == "Sequence":
+            parts = node["decoders"]
+            assert isinstance(parts, list)
+            return [kind for part in parts for kind in walk(part)]
+        return [str(node["type"])]
+
+    return walk(decoder)
+
+
+def _byte_by_char() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE: printable Latin-1 bytes stand for themselves, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(rest)}
+
+
+_BYTE_BY_CHAR = _byte_by_char()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    # As the library does: a token with any other character (an added one) stands for its own UTF-8.
+    if all(char in _BYTE_BY_CHAR for char in token):
+        return bytes(_BYTE_BY_CHAR[char] for char in token)
+    return token.encode()

@@ -1,0 +1,113 @@
+"""Checks shared by the services: what a client may send, each refusal naming field, value and limit.
+
+Plain functions over plain values; `Violations` gathers everything wrong with one request before it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from control_plane.errors import FieldViolation, InvalidRequest
+
+ADAPTER_PREFIX = "adapters/"
+MAX_DISPLAY_NAME_BYTES = 256
+MAX_LABELS = 64
+MAX_LABEL_VALUE_BYTES = 256
+MAX_REQUEST_ID_BYTES = 128
+MAX_PAGE_SIZE = 1000
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_TOKEN_CHARS = 512
+
+_ADAPTER_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
+_PRINTABLE = re.compile(r"[ -~]*")
+
+
+class Violations:
+    """Gathers violations; `raise_if_any` refuses the request with all of them."""
+
+    def __init__(self) -> None:
+        self._found: list[FieldViolation] = []
+
+    def add(self, field: str, description: str) -> None:
+        self._found.append(FieldViolation(field, description))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def raise_if_any(self) -> None:
+        if self._found:
+            raise InvalidRequest(*self._found)
+
+
+def refuse(field: str, description: str) -> InvalidRequest:
+    """The error for one thing wrong with one field."""
+    return InvalidRequest(FieldViolation(field, description))
+
+
+def quoted(value: str) -> str:
+    """A client's own value for an error text: escaped and short."""
+    return repr(value if len(value) <= 64 else value[:61] + "...")
+
+
+def check_adapter_id(adapter_id: str, field: str, violations: Violations) -> None:
+    """An id of an adapter: safe as a file name, a Redis key and a label."""
+    if not _ADAPTER_ID.fullmatch(adapter_id) or ".." in adapter_id:
+        violations.add(
+            field, f"{quoted(adapter_id)} is not an adapter id: [a-z0-9][a-z0-9._-]{{0,62}} without two dots in a row"
+        )
+
+
+def adapter_id_of(name: str, field: str = "name") -> str:
+    """The id in a resource name "adapters/{id}". Raises InvalidRequest."""
+    if not name.startswith(ADAPTER_PREFIX):
+        raise refuse(field, f"{quoted(name)} is not a resource name of the form adapters/{{id}}")
+    adapter_id = name.removeprefix(ADAPTER_PREFIX)
+    violations = Violations()
+    check_adapter_id(adapter_id, field, violations)
+    violations.raise_if_any()
+    return adapter_id
+
+
+def check_digest(digest: str, field: str, violations: Violations) -> None:
+    if not _DIGEST.fullmatch(digest):
+        violations.add(field, f"{quoted(digest)} is not a digest of 64 lower-case hexadecimal digits")
+
+
+def check_request_id(request_id: str, violations: Violations, field: str = "request_id") -> None:
+    if len(request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        violations.add(field, f"{len(request_id.encode())} bytes; at most {MAX_REQUEST_ID_BYTES}")
+    elif not _PRINTABLE.fullmatch(request_id):
+        violations.add(field, f"{quoted(request_id)} holds other than printable ASCII characters")
+
+
+def check_display_name(display_name: str, field: str, violations: Violations) -> None:
+    num_bytes = len(display_name.encode())
+    if num_bytes > MAX_DISPLAY_NAME_BYTES:
+        violations.add(field, f"{num_bytes} bytes; at most {MAX_DISPLAY_NAME_BYTES}")
+
+
+def check_labels(labels: Mapping[str, str], field: str, violations: Violations) -> None:
+    if len(labels) > MAX_LABELS:
+        violations.add(field, f"{len(labels)} labels; at most {MAX_LABELS}")
+        return
+    for key, value in labels.items():
+        if not _LABEL_KEY.fullmatch(key):
+            violations.add(field, f"key {quoted(key)} does not match [a-z][a-z0-9_-]{{0,62}}")
+        if len(value.encode()) > MAX_LABEL_VALUE_BYTES:
+            violations.add(
+                f"{field}[{quoted(key)}]", f"value of {len(value.encode())} bytes; at most {MAX_LABEL_VALUE_BYTES}"
+            )
+
+
+def page_size_of(page_size: int, page_token: str) -> int:
+    """The page size in effect. Raises InvalidRequest."""
+    violations = Violations()
+    if page_size > MAX_PAGE_SIZE or page_size < 0:
+        violations.add("page_size", f"{page_size}; at most {MAX_PAGE_SIZE}")
+    if len(page_token) > MAX_PAGE_TOKEN_CHARS:
+        violations.add("page_token", f"{len(page_token)} characters; send next_page_token of the page before as it is")
+    violations.raise_if_any()
+    return page_size or DEFAULT_PAGE_SIZE

@@ -1,0 +1,67 @@
+"""Between the plain values of the control plane and the protobuf messages of the client port."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf import duration_pb2, timestamp_pb2
+from motet.v1 import adapters_pb2, types_pb2
+
+from control_plane.api.parts import Record, Version
+from control_plane.scheduler.types import FinishReason
+
+FINISH_REASONS = {
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
+}
+_STATES = {
+    "active": adapters_pb2.ADAPTER_STATE_ACTIVE,
+    "deleting": adapters_pb2.ADAPTER_STATE_DELETING,
+    "failed": adapters_pb2.ADAPTER_STATE_FAILED,
+}
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """A non-negative duration, to the microsecond."""
+    message = duration_pb2.Duration()
+    message.FromMicroseconds(max(round(seconds * 1e6), 0))
+    return message
+
+
+def timestamp(wall_s: float) -> timestamp_pb2.Timestamp:
+    """A moment of the wall clock, to the microsecond."""
+    message = timestamp_pb2.Timestamp()
+    message.FromMicroseconds(round(wall_s * 1e6))
+    return message
+
+
+def version_message(version: Version, *, with_modules: bool = False) -> adapters_pb2.AdapterVersion:
+    return adapters_pb2.AdapterVersion(
+        digest=version.digest,
+        kind=version.kind,
+        max_rank=version.max_rank,
+        target_modules=version.target_modules if with_modules else (),
+        dtype=version.dtype,
+        size_bytes=version.size_bytes,
+        create_time=timestamp(version.create_time_s),
+    )
+
+
+def adapter_message(
+    record: Record, *, with_modules: bool = False, placements: Sequence[adapters_pb2.AdapterPlacement] = ()
+) -> adapters_pb2.Adapter:
+    active = next((version for version in record.versions if version.digest == record.active_digest), None)
+    return adapters_pb2.Adapter(
+        name=f"adapters/{record.adapter_id}",
+        uid=record.uid,
+        display_name=record.display_name,
+        labels=dict(record.labels),
+        state=_STATES[str(getattr(record.state, "value", record.state)).lower()],
+        state_reason=record.state_reason,
+        active_version=None if active is None else version_message(active, with_modules=with_modules),
+        pinned=record.is_pinned,
+        placements=placements,
+        create_time=timestamp(record.create_time_s),
+        update_time=timestamp(record.update_time_s),
+        etag=record.etag,
+    )
