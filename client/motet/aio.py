@@ -1,0 +1,328 @@
+"""The asyncio client, twin of `client.py`. Drives what `calls.py`, `generation.py` and `uploads.py` decide."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed
+
+from motet import calls
+from motet.channel import RetryPolicy, channel_options
+from motet.errors import DeadlineExceeded, error_from_rpc
+from motet.generation import GenerationState
+from motet.requests import GenerateOptions, Prompt, generate_request
+from motet.types import Adapter, AdapterVersion, Chunk, Finished, Generation, ServerStatus, Started
+from motet.uploads import AdapterUpload, Progress
+from motet.v1 import adapters_pb2, generation_pb2
+from motet.wire import adapter_from
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A connection to a Motet server, for one event loop. Make it inside the loop; close it, or use `async with`."""
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float = 10.0,
+        retry: RetryPolicy | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        generator: random.Random | None = None,
+    ) -> None:
+        """Arguments as of Client."""
+        self._retry = retry or RetryPolicy()
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        self._generator = generator or random.Random()
+        channel_settings = channel_options(self._retry, tuple(options))
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=channel_settings)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=channel_settings)
+        self.adapters = AsyncAdapters(self)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float = 600.0,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerationStream:
+        """A stream of chunks, asked for at once; not to be awaited. Arguments as of Client.generate."""
+        request = generate_request(prompt, options)
+        state = GenerationState(
+            request, timeout_s=timeout_s, retry=self._retry, clock=self._clock, generator=self._generator
+        )
+        method = self._channel.unary_stream(
+            calls.GENERATE,
+            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=generation_pb2.GenerateResponse.FromString,
+        )
+        return AsyncGenerationStream(state, method, self._sleep)
+
+    async def status(self) -> ServerStatus:
+        """The system at this moment."""
+        return await self.send(calls.get_status())
+
+    async def send(self, call: calls.UnaryCall[T]) -> T:
+        """The answer to one unary call."""
+        method = self._channel.unary_unary(
+            call.method,
+            request_serializer=lambda request: request.SerializeToString(),
+            response_deserializer=call.response_type.FromString,
+        )
+        try:
+            return call.read(await method(call.request, timeout=self._timeout_s))
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+
+    async def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
+        """Sends one upload; `adapters.register` is the convenient way."""
+        method = self._channel.stream_unary(
+            calls.UPLOAD_ADAPTER,
+            request_serializer=adapters_pb2.UploadAdapterRequest.SerializeToString,
+            response_deserializer=adapters_pb2.UploadAdapterResponse.FromString,
+        )
+        call = method(timeout=timeout_s)  # type: ignore[call-arg]  # the stubs miss that messages may be written later
+        messages = upload.messages()
+        try:
+            # Written rather than given as an iterator: reading the disk stays off the loop and its errors reach us.
+            with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError):  # ended early: its status tells
+                while (message := await asyncio.to_thread(next, messages, None)) is not None:
+                    await call.write(message)
+                await call.done_writing()
+            return adapter_from((await call).adapter)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        finally:
+            call.cancel()
+
+    async def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
+        """The operation at its end. Raises the error that it ended with, DeadlineExceeded if it did not end."""
+        deadline_s = self._clock() + timeout_s
+        num_polls = 0
+        while not operation.done:
+            if self._clock() >= deadline_s:
+                raise DeadlineExceeded(f"{operation.name} has not ended within timeout_s={timeout_s:g}; it goes on")
+            await self._sleep(calls.poll_interval_s(num_polls))
+            operation = await self.send(calls.get_operation(operation.name))
+            num_polls += 1
+        calls.check_operation(operation)
+        return operation
+
+    async def close(self) -> None:
+        """Ends every call and the connection."""
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class AsyncAdapters:
+    """The adapter registry of a server: `client.adapters`. What each does is said at `client.Adapters`."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def register(
+        self,
+        name: str,
+        directory: str | Path,
+        *,
+        display_name: str = "",
+        labels: Mapping[str, str] | None = None,
+        validate_only: bool = False,
+        progress: Progress | None = None,
+        timeout_s: float = 600.0,
+    ) -> Adapter:
+        """Uploads a PEFT adapter directory. `progress(bytes sent, bytes in all)` is called from another thread."""
+        upload = await asyncio.to_thread(
+            AdapterUpload,
+            name,
+            directory,
+            display_name=display_name,
+            labels=labels,
+            validate_only=validate_only,
+            progress=progress,
+        )
+        return await self._client.upload(upload, timeout_s)
+
+    async def register_from_root(
+        self,
+        name: str,
+        source: str,
+        *,
+        display_name: str = "",
+        labels: Mapping[str, str] | None = None,
+        validate_only: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Adapter:
+        """Registers "{root}/{path}" below one of the directories that the server's operator lists."""
+        call = calls.create_adapter(name, source, display_name, labels, validate_only=validate_only)
+        operation = await self._client.wait_operation(await self._client.send(call), timeout_s)
+        return calls.adapter_of_operation(operation)
+
+    async def list(self, *, page_size: int = 100) -> AsyncIterator[Adapter]:
+        """All adapters, ordered by name, fetched a page at a time."""
+        page_token = ""
+        while True:
+            page = await self._client.send(calls.list_adapters(page_size, page_token))
+            for adapter in page.items:
+                yield adapter
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def versions(self, name: str, *, page_size: int = 100) -> AsyncIterator[AdapterVersion]:
+        """The versions of one adapter, newest first, fetched a page at a time."""
+        page_token = ""
+        while True:
+            page = await self._client.send(calls.list_versions(name, page_size, page_token))
+            for version in page.items:
+                yield version
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def get(self, name: str) -> Adapter:
+        """One adapter, placements and target modules included."""
+        return await self._client.send(calls.get_adapter(name))
+
+    async def pin(self, name: str) -> Adapter:
+        """Keeps the adapter in the host cache and, once loaded, on the devices."""
+        return await self._client.send(calls.pin_adapter(name))
+
+    async def unpin(self, name: str) -> Adapter:
+        """Takes the pin back."""
+        return await self._client.send(calls.unpin_adapter(name))
+
+    async def activate(self, name: str, digest: str, *, etag: str = "") -> Adapter:
+        """Makes a registered version the one that new requests get."""
+        return await self._client.send(calls.activate_version(name, digest, etag))
+
+    async def update(
+        self,
+        name: str,
+        *,
+        display_name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        etag: str = "",
+    ) -> Adapter:
+        """Changes what is not None; `labels` replaces all labels."""
+        return await self._client.send(calls.update_adapter(name, display_name, labels, etag))
+
+    async def delete(self, name: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0) -> None:
+        """Deletes an adapter. Running streams finish; with `wait`, returns when every tier is cleared."""
+        operation = await self._client.send(calls.delete_adapter(name, etag))
+        if wait:
+            await self._client.wait_operation(operation, timeout_s)
+
+
+class AsyncGenerationStream(AsyncIterator[Chunk]):
+    """Chunks of one request, in order. Closing it, leaving its `async with`, a cancelled read or dropping it
+    cancels the request. Leaving an `async for` alone does not while the stream is still referred to."""
+
+    def __init__(
+        self,
+        state: GenerationState,
+        method: grpc.aio.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._state = state
+        self._method = method
+        self._sleep = sleep
+        self._is_closed = False
+        self._open()
+
+    @property
+    def started(self) -> Started | None:
+        """What the server made of the request; set from the first chunk on."""
+        return self._state.started
+
+    @property
+    def finished(self) -> Finished | None:
+        """How it ended; set with the last chunk."""
+        return self._state.finished
+
+    async def __anext__(self) -> Chunk:
+        while not self._is_closed:
+            try:
+                while isinstance(response := await self._call.read(), generation_pb2.GenerateResponse):
+                    chunk = self._state.fold(response)
+                    if chunk is not None:
+                        return chunk
+                self._state.check_ended()
+                self._is_closed = True
+            except grpc.RpcError as error:
+                await self._continue_after(error)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._is_closed and not (task and task.cancelling()):  # aclose() by another task
+                    break
+                self._cancel()
+                raise
+            except BaseException:
+                self._cancel()
+                raise
+        raise StopAsyncIteration
+
+    async def text(self) -> str:
+        """The whole text, after waiting for the end."""
+        async for _ in self:
+            pass
+        return self._state.text()
+
+    async def result(self) -> Generation:
+        """The whole answer, after waiting for the end. Raises Cancelled if the stream was closed before it."""
+        async for _ in self:
+            pass
+        return self._state.result()
+
+    async def aclose(self) -> None:
+        """Cancels the request if it still runs. Idempotent."""
+        self._cancel()
+
+    def _open(self) -> None:
+        request, timeout_s = self._state.next_request()
+        self._call = self._method(request, timeout=timeout_s)
+
+    async def _continue_after(self, rpc_error: grpc.RpcError) -> None:
+        try:
+            await self._sleep(self._state.backoff_s(error_from_rpc(rpc_error)))
+        except BaseException:
+            self._is_closed = True
+            raise
+        if not self._is_closed:
+            self._open()
+
+    def _cancel(self) -> None:
+        self._is_closed = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the call with it
+                self._cancel()

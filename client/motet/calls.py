@@ -1,0 +1,163 @@
+"""Every unary call of the SDK as data: which method, which message, how to read the answer.
+
+The sync and the async client only send them, so that nothing is written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+
+from motet.errors import error_from_status, invalid_field
+from motet.types import Adapter, AdapterVersion, ServerStatus
+from motet.v1 import adapters_pb2, status_pb2
+from motet.wire import adapter_from, status_from, version_from
+
+T = TypeVar("T")
+
+GENERATE = "/motet.v1.GenerationService/Generate"
+UPLOAD_ADAPTER = "/motet.v1.AdapterService/UploadAdapter"
+_ADAPTERS = "/motet.v1.AdapterService/"
+
+
+@dataclass(frozen=True)
+class UnaryCall(Generic[T]):
+    """One call to be sent."""
+
+    method: str  # full path, "/package.Service/Method"
+    request: Message
+    response_type: type[Message]
+    read: Callable[[Any], T]  # turns the response into what the caller gets
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """One page of a list."""
+
+    items: list[T]
+    next_page_token: str  # empty at the end
+
+
+def resource_name(name: str) -> str:
+    """ "adapters/{id}" for either spelling."""
+    if not name.removeprefix("adapters/"):
+        raise invalid_field("name", "is empty; give the adapter's name")
+    return name if name.startswith("adapters/") else f"adapters/{name}"
+
+
+def get_adapter(name: str) -> UnaryCall[Adapter]:
+    return _adapter_call("GetAdapter", adapters_pb2.GetAdapterRequest(name=resource_name(name)))
+
+
+def pin_adapter(name: str) -> UnaryCall[Adapter]:
+    return _adapter_call("PinAdapter", adapters_pb2.PinAdapterRequest(name=resource_name(name)))
+
+
+def unpin_adapter(name: str) -> UnaryCall[Adapter]:
+    return _adapter_call("UnpinAdapter", adapters_pb2.UnpinAdapterRequest(name=resource_name(name)))
+
+
+def activate_version(name: str, digest: str, etag: str) -> UnaryCall[Adapter]:
+    request = adapters_pb2.ActivateAdapterVersionRequest(name=resource_name(name), digest=digest, etag=etag)
+    return _adapter_call("ActivateAdapterVersion", request)
+
+
+def update_adapter(
+    name: str, display_name: str | None, labels: Mapping[str, str] | None, etag: str
+) -> UnaryCall[Adapter]:
+    """Changes what is not None."""
+    adapter = adapters_pb2.Adapter(name=resource_name(name), etag=etag)
+    paths = []
+    if display_name is not None:
+        adapter.display_name = display_name
+        paths.append("display_name")
+    if labels is not None:
+        adapter.labels.update(labels)
+        paths.append("labels")
+    if not paths:
+        raise invalid_field("update_mask", "nothing to change; give display_name or labels")
+    request = adapters_pb2.UpdateAdapterRequest(adapter=adapter, update_mask=FieldMask(paths=paths))
+    return _adapter_call("UpdateAdapter", request)
+
+
+def list_adapters(page_size: int, page_token: str) -> UnaryCall[Page[Adapter]]:
+    return UnaryCall(
+        _ADAPTERS + "ListAdapters",
+        adapters_pb2.ListAdaptersRequest(page_size=page_size, page_token=page_token),
+        adapters_pb2.ListAdaptersResponse,
+        lambda response: Page([adapter_from(item) for item in response.adapters], response.next_page_token),
+    )
+
+
+def list_versions(name: str, page_size: int, page_token: str) -> UnaryCall[Page[AdapterVersion]]:
+    return UnaryCall(
+        _ADAPTERS + "ListAdapterVersions",
+        adapters_pb2.ListAdapterVersionsRequest(name=resource_name(name), page_size=page_size, page_token=page_token),
+        adapters_pb2.ListAdapterVersionsResponse,
+        lambda response: Page([version_from(item) for item in response.versions], response.next_page_token),
+    )
+
+
+def create_adapter(
+    name: str, source: str, display_name: str, labels: Mapping[str, str] | None, *, validate_only: bool
+) -> UnaryCall[operations_pb2.Operation]:
+    request = adapters_pb2.CreateAdapterRequest(
+        adapter_id=name.removeprefix("adapters/"),
+        source=source,
+        display_name=display_name,
+        labels=dict(labels or {}),
+        validate_only=validate_only,
+    )
+    return _operation_call(_ADAPTERS + "CreateAdapter", request)
+
+
+def delete_adapter(name: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
+    request = adapters_pb2.DeleteAdapterRequest(name=resource_name(name), etag=etag)
+    return _operation_call(_ADAPTERS + "DeleteAdapter", request)
+
+
+def get_operation(name: str) -> UnaryCall[operations_pb2.Operation]:
+    request = operations_pb2.GetOperationRequest(name=name)
+    return _operation_call("/google.longrunning.Operations/GetOperation", request)
+
+
+def get_status() -> UnaryCall[ServerStatus]:
+    return UnaryCall(
+        "/motet.v1.StatusService/GetStatus",
+        status_pb2.GetStatusRequest(),
+        status_pb2.GetStatusResponse,
+        status_from,
+    )
+
+
+def check_operation(operation: operations_pb2.Operation) -> None:
+    """Raises the error that an operation ended with, if it did."""
+    if operation.WhichOneof("result") == "error":
+        raise error_from_status(operation.error)
+
+
+def adapter_of_operation(operation: operations_pb2.Operation) -> Adapter:
+    """The adapter that an ended create operation made."""
+    adapter = adapters_pb2.Adapter()
+    operation.response.Unpack(adapter)
+    return adapter_from(adapter)
+
+
+def poll_interval_s(num_polls: int) -> float:
+    """Time between two looks at an operation: 50 ms at first, up to 1 s."""
+    return min(0.05 * 1.5**num_polls, 1.0)
+
+
+def _adapter_call(method: str, request: Message) -> UnaryCall[Adapter]:
+    # Every response of these methods has the one field `adapter`.
+    response_type: type[Message] = getattr(adapters_pb2, f"{method}Response")
+    return UnaryCall(_ADAPTERS + method, request, response_type, lambda response: adapter_from(response.adapter))
+
+
+def _operation_call(method: str, request: Message) -> UnaryCall[operations_pb2.Operation]:
+    return UnaryCall(method, request, operations_pb2.Operation, lambda operation: operation)

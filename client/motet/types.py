@@ -1,0 +1,237 @@
+"""What the SDK takes and returns: frozen dataclasses, no protobuf, no behaviour beyond reading.
+
+`wire.py` builds them from messages.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str  # such as "system", "user", "assistant": what the checkpoint's chat template knows
+    content: str
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    UNSPECIFIED = "unspecified"  # a reason this SDK does not know
+    LENGTH = "length"  # max_tokens or the end of the context was reached
+    STOP_TOKEN = "stop_token"  # an end-of-sequence token or one of stop_token_ids
+    STOP_STRING = "stop_string"  # one of the stop strings
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    completion_tokens: int  # tokens generated, those before a broken stream included
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one request went, seen by the server. After a broken stream: of its last part."""
+
+    queue_time_s: float
+    time_to_first_token_s: float
+    total_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the server made of the request. Known from the first chunk on."""
+
+    request_id: str
+    adapter: str  # "adapters/{id}"; empty for the base model
+    adapter_digest: str  # version that answers, fixed for the whole stream; empty for the base model
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens taken from the prefix cache
+    queue_time_s: float
+    temperature: float  # in effect, no unit; 0 is greedy
+    top_k: int | None  # in effect; None keeps all
+    top_p: float  # in effect, no unit
+    seed: int  # in effect
+    max_tokens: int  # in effect
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a generation ended."""
+
+    finish_reason: FinishReason
+    stop_string: str  # the one that ended it; empty for other reasons
+    usage: Usage
+    timings: Timings
+    seed: int  # seed in effect
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What came next in a stream. The last one has no tokens and says how it ended."""
+
+    text: str  # may lag behind token_ids: unfinished code points and possible stop strings are held back
+    token_ids: tuple[int, ...]
+    token_offset: int  # position of token_ids[0] among the generated tokens
+    adapter_digest: str  # version that answered; empty for the base model
+    index: int = 0  # which sequence of the request
+    finish_reason: FinishReason | None = None  # set on the last chunk only
+    usage: Usage | None = None  # set on the last chunk only
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    started: Started
+    finished: Finished
+
+
+class AdapterState(enum.StrEnum):
+    """Where an adapter stands in its life."""
+
+    UNSPECIFIED = "unspecified"  # a state this SDK does not know
+    ACTIVE = "active"
+    DELETING = "deleting"
+    FAILED = "failed"
+
+
+class AdapterTier(enum.StrEnum):
+    """A memory tier that can hold an adapter."""
+
+    UNSPECIFIED = "unspecified"  # a tier this SDK does not know
+    STORE = "store"
+    HOST_CACHE = "host_cache"
+    ARENA = "arena"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlacement:
+    """One place where an adapter's active version lies."""
+
+    tier: AdapterTier
+    worker_id: str  # for ARENA; empty otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One immutable version of an adapter."""
+
+    digest: str  # 64 lower-case hexadecimal digits
+    kind: str  # "lora" or "rslora"
+    max_rank: int
+    dtype: str
+    size_bytes: int
+    target_modules: tuple[str, ...]  # filled by get() and register() only
+    create_time: datetime | None  # UTC
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A named LoRA fine-tune of the base model."""
+
+    id: str  # without the "adapters/" prefix
+    uid: str  # of this registration of the name
+    display_name: str
+    labels: Mapping[str, str]
+    state: AdapterState
+    state_reason: str  # for people; empty when active
+    active_version: AdapterVersion | None  # what new requests get
+    pinned: bool
+    placements: tuple[AdapterPlacement, ...]  # filled by get() only
+    create_time: datetime | None  # UTC
+    update_time: datetime | None  # UTC
+    etag: str  # give it back to make a change conditional
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """The base model."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and completion together
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker."""
+
+    worker_id: str
+    device: str
+    epoch: int
+    num_steps: int
+    num_plans_in_flight: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_held: int
+    num_blocks_cached: int
+    block_size: int  # tokens
+    arena_bytes: int
+    arena_used_bytes: int
+    num_adapters_loaded: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    num_tokens_sampled: int
+    step_time_ms: float
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """Requests in the system."""
+
+    num_requests: int
+    num_waiting: int
+    num_running: int
+    num_accepted: int  # since start, like those below
+    num_finished: int
+    num_rejected: int
+    num_migrated: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """Adapters by tier."""
+
+    num_registered: int
+    num_stored: int
+    num_host_cached: int
+    host_cache_bytes: int
+    host_cache_budget_bytes: int
+    host_cache_available: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LimitStatus:
+    """Limits a client may meet."""
+
+    max_waiting_requests: int
+    max_adapter_bytes: int
+    max_chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """The system at one moment."""
+
+    server_version: str
+    model: ModelStatus
+    workers: tuple[WorkerStatus, ...]
+    queues: QueueStatus
+    adapters: AdapterStatus
+    limits: LimitStatus

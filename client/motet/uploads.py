@@ -1,0 +1,118 @@
+"""Turns a PEFT adapter directory into the messages of an upload, streamed from disk.
+
+Everything that can be wrong with the directory is found before the first message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.errors import InvalidArgument, MotetError, invalid_field
+from motet.v1 import adapters_pb2
+
+CHUNK_BYTES = 512 * 1024
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE_FILE = "adapter_model.bin"
+
+Progress = Callable[[int, int], None]  # (bytes sent, bytes in all)
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    size_bytes: int
+    sha256: str
+
+
+class AdapterUpload:
+    """One upload. `failure` tells afterwards what broke on this side, if anything did."""
+
+    def __init__(
+        self,
+        name: str,
+        directory: str | Path,
+        *,
+        display_name: str = "",
+        labels: Mapping[str, str] | None = None,
+        validate_only: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Reads and hashes the files: seconds for gigabytes. Raises InvalidArgument if they cannot be an adapter."""
+        self.failure: MotetError | None = None
+        self._progress = progress
+        self._files = [_describe(path) for path in _adapter_files(Path(directory))]
+        self._total_bytes = sum(file.size_bytes for file in self._files)
+        self._header = adapters_pb2.UploadHeader(
+            adapter_id=name.removeprefix("adapters/"),
+            display_name=display_name,
+            labels=dict(labels or {}),
+            files=[
+                adapters_pb2.UploadFile(name=file.path.name, size_bytes=file.size_bytes, sha256=file.sha256)
+                for file in self._files
+            ],
+            validate_only=validate_only,
+            request_id=uuid.uuid4().hex,
+        )
+
+    def messages(self) -> Iterator[adapters_pb2.UploadAdapterRequest]:
+        """Header first, then chunks in order."""
+        yield adapters_pb2.UploadAdapterRequest(header=self._header)
+        num_sent = 0
+        for file_index, file in enumerate(self._files):
+            for offset in range(0, file.size_bytes, CHUNK_BYTES):
+                data = self._read(file, offset)
+                chunk = adapters_pb2.UploadChunk(file_index=file_index, offset=offset, data=data)
+                yield adapters_pb2.UploadAdapterRequest(chunk=chunk)
+                num_sent += len(data)
+                if self._progress is not None:
+                    self._progress(num_sent, self._total_bytes)
+
+    def _read(self, file: _File, offset: int) -> bytes:
+        # Opened per chunk, so that an abandoned upload leaves no open file behind.
+        expected = min(CHUNK_BYTES, file.size_bytes - offset)
+        try:
+            with file.path.open("rb") as opened:
+                opened.seek(offset)
+                data = opened.read(expected)
+            if len(data) != expected:
+                raise OSError(f"{expected} bytes expected at {offset}, {len(data)} there")
+        except OSError as error:
+            self.failure = InvalidArgument(f"{file.path.name} changed during the upload: {error}")
+            raise self.failure from error
+        return data
+
+
+def _adapter_files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise invalid_field("directory", f"{directory} is not a directory; give the one PEFT's save_pretrained wrote")
+    config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
+    if not weights.is_file() and (directory / _PICKLE_FILE).is_file():
+        raise invalid_field(
+            "directory",
+            f"{directory} has its weights only as {_PICKLE_FILE}, a pickle, which can run code and is refused; "
+            f"load the adapter with PEFT where you trust it and save it again with "
+            f"model.save_pretrained(DIR, safe_serialization=True)",
+            reason="ADAPTER_INVALID",
+        )
+    for path in (config, weights):
+        if not path.is_file():
+            raise invalid_field(
+                "directory",
+                f"{directory} has no {path.name}; an adapter is {CONFIG_FILE} and {WEIGHTS_FILE}",
+                reason="ADAPTER_INVALID",
+            )
+    return [config, weights]
+
+
+def _describe(path: Path) -> _File:
+    try:
+        with path.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            return _File(path, opened.tell(), digest)
+    except OSError as error:
+        raise invalid_field("directory", f"{path.name} cannot be read: {error.strerror}") from error

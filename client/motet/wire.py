@@ -1,0 +1,133 @@
+"""Turns messages of the protocol into the SDK's dataclasses. The only place that knows both."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from motet import types
+from motet.v1 import adapters_pb2, generation_pb2, status_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    _Plain = TypeVar("_Plain", bound=DataclassInstance)
+
+_FINISH_REASONS = {
+    types_pb2.FINISH_REASON_LENGTH: types.FinishReason.LENGTH,
+    types_pb2.FINISH_REASON_STOP_TOKEN: types.FinishReason.STOP_TOKEN,
+    types_pb2.FINISH_REASON_STOP_STRING: types.FinishReason.STOP_STRING,
+}
+_STATES = {
+    adapters_pb2.ADAPTER_STATE_ACTIVE: types.AdapterState.ACTIVE,
+    adapters_pb2.ADAPTER_STATE_DELETING: types.AdapterState.DELETING,
+    adapters_pb2.ADAPTER_STATE_FAILED: types.AdapterState.FAILED,
+}
+_TIERS = {
+    adapters_pb2.ADAPTER_TIER_STORE: types.AdapterTier.STORE,
+    adapters_pb2.ADAPTER_TIER_HOST_CACHE: types.AdapterTier.HOST_CACHE,
+    adapters_pb2.ADAPTER_TIER_ARENA: types.AdapterTier.ARENA,
+}
+
+
+def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
+    """What the server made of a request."""
+    sampling = message.sampling
+    return types.Started(
+        request_id=message.request_id,
+        adapter=message.adapter,
+        adapter_digest=message.adapter_digest,
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        queue_time_s=_seconds(message.queue_time),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        seed=sampling.seed,
+        max_tokens=message.stopping.max_tokens,
+    )
+
+
+def finished_from(message: generation_pb2.GenerationFinished) -> types.Finished:
+    """How a generation ended."""
+    return types.Finished(
+        finish_reason=_FINISH_REASONS.get(message.reason, types.FinishReason.UNSPECIFIED),
+        stop_string=message.stop_string,
+        usage=types.Usage(
+            prompt_tokens=message.usage.prompt_tokens,
+            cached_tokens=message.usage.cached_tokens,
+            completion_tokens=message.usage.completion_tokens,
+        ),
+        timings=types.Timings(
+            queue_time_s=_seconds(message.timings.queue_time),
+            time_to_first_token_s=_seconds(message.timings.time_to_first_token),
+            total_time_s=_seconds(message.timings.total_time),
+        ),
+        seed=message.seed,
+    )
+
+
+def adapter_from(message: adapters_pb2.Adapter) -> types.Adapter:
+    """One adapter."""
+    return types.Adapter(
+        id=message.name.removeprefix("adapters/"),
+        uid=message.uid,
+        display_name=message.display_name,
+        labels=MappingProxyType(dict(message.labels)),
+        state=_STATES.get(message.state, types.AdapterState.UNSPECIFIED),
+        state_reason=message.state_reason,
+        active_version=version_from(message.active_version) if message.HasField("active_version") else None,
+        pinned=message.pinned,
+        placements=tuple(
+            types.AdapterPlacement(_TIERS.get(place.tier, types.AdapterTier.UNSPECIFIED), place.worker_id)
+            for place in message.placements
+        ),
+        create_time=_time(message.create_time),
+        update_time=_time(message.update_time),
+        etag=message.etag,
+    )
+
+
+def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
+    """One version of an adapter."""
+    return types.AdapterVersion(
+        digest=message.digest,
+        kind=message.kind,
+        max_rank=message.max_rank,
+        dtype=message.dtype,
+        size_bytes=message.size_bytes,
+        target_modules=tuple(message.target_modules),
+        create_time=_time(message.create_time),
+    )
+
+
+def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
+    """The system at one moment."""
+    return types.ServerStatus(
+        server_version=message.server_version,
+        model=_same_fields(types.ModelStatus, message.model),
+        workers=tuple(_same_fields(types.WorkerStatus, worker) for worker in message.workers),
+        queues=_same_fields(types.QueueStatus, message.queues),
+        adapters=_same_fields(types.AdapterStatus, message.adapters),
+        limits=_same_fields(types.LimitStatus, message.limits),
+    )
+
+
+def _same_fields(plain: type[_Plain], message: Any) -> _Plain:
+    """A dataclass whose fields are named and typed as the message's."""
+    return plain(**{field.name: getattr(message, field.name) for field in dataclasses.fields(plain)})
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToTimedelta().total_seconds()
+
+
+def _time(timestamp: Timestamp) -> datetime | None:
+    if not timestamp.seconds and not timestamp.nanos:
+        return None
+    return timestamp.ToDatetime(tzinfo=UTC)
