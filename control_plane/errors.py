@@ -176,6 +176,12 @@ class NotFinite(MotetError):
     reason = "LOGITS_NOT_FINITE"
 
 
+class PoisonedRequest(MotetError):
+    """Workers died whenever they computed the request; it is not tried again."""
+
+    reason = "POISONED_REQUEST"
+
+
 class DeadlineExceeded(MotetError):
     """The request's deadline passed."""
 
@@ -196,6 +202,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     NotFinite: grpc.StatusCode.ABORTED,
+    PoisonedRequest: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     MotetError: grpc.StatusCode.INTERNAL,
 }
