@@ -1,0 +1,377 @@
+"""Which adapter lies in which slot of the worker, who uses it, what is loaded and evicted next.
+
+A slot goes EMPTY -> LOADING -> READY -> EVICTING -> EMPTY; commands go out on the left arrows, the worker's reports
+move it on. A lease is one request that holds a row with the slot; such a request stays until its last unanswered plan
+was answered, so a slot without leases is named by no plan and may be evicted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from control_plane.scheduler.errors import SlotReportMismatch
+from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, SlotCommand
+
+# An adapter that waits for a slot lets this many requests with other adapters be admitted; then slots are drained
+# for it. Small enough that a cold adapter waits for about one full batch, large enough that a load is paid for.
+STARVATION_ADMISSIONS = 32
+# Loads of one adapter that may fail (retryably) before the requests that wait for it fail: the first and 3 more.
+MAX_LOAD_ATTEMPTS = 4
+# Adapters looked at beyond the first that does not fit, so that a step costs the same however many wait.
+PREFETCH_LOOKAHEAD = 16
+
+
+class SlotState(enum.Enum):
+    """What is in a slot."""
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+    EVICTING = "evicting"
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot of the worker's table."""
+
+    slot_idx: int
+    state: SlotState = SlotState.EMPTY
+    generation: int = 0  # counts up with every load
+    ref: AdapterRef | None = None  # None exactly while EMPTY
+    num_leases: int = 0  # requests that hold a row with it
+    was_leased: bool = False  # since it was loaded: what nobody used yet is not taken away again
+    is_draining: bool = False  # closed to admissions, so that a starving adapter gets it
+
+    @property
+    def adapter(self) -> AdapterRef:
+        """The adapter in it; the slot must not be empty."""
+        assert self.ref is not None, f"slot {self.slot_idx} is empty"
+        return self.ref
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    """An adapter that requests in the waiting queue have."""
+
+    ref: AdapterRef
+    num_waiting: int = 0  # requests
+    num_failures: int = 0  # loads that failed in a row
+    admissions_before: int = 0  # admissions with an adapter until it began to wait for a slot
+
+
+class AdapterSlots:
+    """The slot table of one worker."""
+
+    def __init__(self, num_slots: int, arena_bytes: int) -> None:
+        self.arena_bytes = arena_bytes
+        self.slots = [Slot(idx) for idx in range(num_slots)]
+        self.used_bytes = 0  # of slots that are not EMPTY
+        self.is_blocked = False  # at the last `place`, some adapter found neither room nor an idle slot to evict
+        self._evicting_bytes = 0
+        self._num_evicting = 0
+        self._empty = list(range(num_slots - 1, -1, -1))  # a stack
+        self._by_digest: dict[str, Slot] = {}  # LOADING and READY
+        # Invariant: READY slots without leases, least recently used first.
+        self._idle: OrderedDict[int, Slot] = OrderedDict()
+        self._wants: dict[str, Want] = {}  # num_waiting > 0
+        # Invariant: the wants that are in no LOADING or READY slot, in the order in which they began to lack one.
+        self._unplaced: dict[str, Want] = {}
+        self._draining: list[Slot] = []
+        self._retired: set[str] = set()  # digests to evict as soon as they are idle
+        self._commands: list[SlotCommand] = []
+        self._admissible_again: list[str] = []
+        self._num_admissions = 0  # leases given in all
+        self._is_dirty = False  # something changed that `place` should look at
+
+    # ---- what requests want ----
+
+    def want(self, ref: AdapterRef) -> None:
+        """A request with this adapter waits for admission."""
+        want = self._wants.get(ref.digest)
+        if want is None:
+            want = self._wants[ref.digest] = Want(ref)
+            self._is_dirty = True
+        want.num_waiting += 1
+        want.ref = ref
+        slot = self._by_digest.get(ref.digest)
+        if slot is not None:
+            self.set_pinned(ref.digest, is_pinned=ref.is_pinned)  # the newest word on it
+        elif ref.digest not in self._unplaced:
+            self._join_unplaced(want)
+
+    def unwant(self, digest: str) -> None:
+        """A request with this adapter waits no more."""
+        want = self._wants[digest]
+        want.num_waiting -= 1
+        if want.num_waiting == 0:
+            del self._wants[digest]
+            self._unplaced.pop(digest, None)
+            self._is_dirty = True
+
+    def is_admissible(self, digest: str | None) -> bool:
+        """Whether a request with this adapter may take a row: the base always, an adapter in an open ready slot."""
+        if digest is None:
+            return True
+        slot = self._by_digest.get(digest)
+        return slot is not None and slot.state is SlotState.READY and not slot.is_draining
+
+    def lease(self, digest: str) -> Slot:
+        """A request takes a row with this adapter, which must be admissible."""
+        slot = self._by_digest[digest]
+        assert self.is_admissible(digest), f"adapter {digest} is leased but not ready"
+        self._idle.pop(slot.slot_idx, None)
+        slot.num_leases += 1
+        slot.was_leased = True
+        self._num_admissions += 1
+        return slot
+
+    def release(self, slot_idx: int) -> None:
+        """A request gave its row back."""
+        slot = self.slots[slot_idx]
+        assert slot.num_leases > 0, f"slot {slot_idx} is released but has no lease"
+        slot.num_leases -= 1
+        if slot.num_leases == 0:
+            self._idle[slot_idx] = slot
+            self._is_dirty = True
+
+    def retire(self, digest: str) -> None:
+        """Evict this adapter whenever nobody uses or wants it, pinned or not."""
+        self._retired.add(digest)
+        self._is_dirty = True
+
+    def unretire(self, digest: str) -> None:
+        """Treat the adapter like any other again."""
+        self._retired.discard(digest)
+
+    def set_pinned(self, digest: str, *, is_pinned: bool) -> None:
+        """Keep the adapter in its slot, if it lies in one, or allow its eviction again."""
+        slot = self._by_digest.get(digest)
+        if slot is None or slot.adapter.is_pinned == is_pinned:
+            return
+        slot.ref = replace(slot.adapter, is_pinned=is_pinned)
+        if slot.is_draining:
+            slot.is_draining = False
+            self._draining.remove(slot)
+            self._admissible_again.append(digest)
+        self._is_dirty = True
+
+    # ---- what the worker reports ----
+
+    def ready(self, slot_idx: int, generation: int) -> None:
+        """The load succeeded."""
+        slot = self._reported(slot_idx, generation, SlotState.LOADING)
+        slot.state = SlotState.READY
+        self._idle[slot_idx] = slot
+        want = self._wants.get(slot.adapter.digest)
+        if want is not None:
+            want.num_failures = 0
+        self._admissible_again.append(slot.adapter.digest)
+        self._is_dirty = True
+
+    def empty(self, slot_idx: int, generation: int) -> None:
+        """The eviction is done."""
+        slot = self._reported(slot_idx, generation, SlotState.EVICTING)
+        self._evicting_bytes -= slot.adapter.arena_bytes
+        self._num_evicting -= 1
+        self._clear(slot)
+
+    def failed(self, slot_idx: int, generation: int, *, is_retryable: bool) -> str | None:
+        """The load failed; the digest if it will not be tried again, None if it will be or nobody waits for it."""
+        slot = self._reported(slot_idx, generation, SlotState.LOADING)
+        digest = slot.adapter.digest
+        del self._by_digest[digest]
+        self._clear(slot)
+        want = self._wants.get(digest)
+        if want is None:
+            return None
+        want.num_failures += 1
+        self._join_unplaced(want)
+        return None if is_retryable and want.num_failures < MAX_LOAD_ATTEMPTS else digest
+
+    # ---- what is done about it ----
+
+    def place(self) -> list[tuple[str, str]]:
+        """Decide on loads and evictions; returns (digest, reason) of wanted adapters that can never get in.
+
+        Wanted adapters are placed in the order in which they began to wait. One that finds no room lets those behind
+        it pass, until it was overtaken STARVATION_ADMISSIONS times: then slots are drained for it, and nothing else
+        is loaded before it.
+        """
+        head = next(iter(self._unplaced.values()), None)
+        is_starving = head is not None and self._num_admissions - head.admissions_before >= STARVATION_ADMISSIONS
+        if not self._is_dirty and is_starving == bool(self._draining):
+            return []
+        self._is_dirty = self.is_blocked = False
+        self._evict([self._by_digest[d] for d in sorted(self._retired) if self._is_unused(d)])
+        if not is_starving:
+            self._stop_draining()
+        given_up: list[tuple[str, str]] = []
+        # Room once all evictions on the way are answered, less what earlier wants of this loop reserve of it.
+        free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
+        free_slots = len(self._empty) + self._num_evicting
+        pinned = [slot.adapter.arena_bytes for slot in self._by_digest.values() if slot.adapter.is_pinned]
+        for want in list(islice(self._unplaced.values(), PREFETCH_LOOKAHEAD)):
+            if len(pinned) == len(self.slots) or sum(pinned) + want.ref.arena_bytes > self.arena_bytes:
+                given_up.append((want.ref.digest, "pinned adapters leave no room for it in the arena"))
+                continue
+            if is_starving and want is head:
+                self._drain_for(want.ref, free_bytes, free_slots)
+            victims = self._idle_victims(want.ref.arena_bytes - free_bytes, 1 - free_slots)
+            if victims is None:
+                self.is_blocked = True
+                if free_slots < 1 or (is_starving and want is head):
+                    break
+                continue
+            free_bytes += self._evict(victims) - want.ref.arena_bytes
+            free_slots += len(victims) - 1
+            if self._empty and self.used_bytes + want.ref.arena_bytes <= self.arena_bytes:
+                self._load(want.ref)
+        return given_up
+
+    def drain_commands(self) -> list[SlotCommand]:
+        """Commands to send, in order; forgotten here."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def drain_admissible_again(self) -> list[str]:
+        """Adapters that became admissible since the last call."""
+        digests, self._admissible_again = self._admissible_again, []
+        return digests
+
+    def ready_digests(self) -> set[str]:
+        """Adapters that plans may use."""
+        return {digest for digest, slot in self._by_digest.items() if slot.state is SlotState.READY}
+
+    def has_digest(self, digest: str) -> bool:
+        """Whether any slot loads, holds or gives up this adapter."""
+        return digest in self._by_digest or any(
+            slot.state is SlotState.EVICTING and slot.adapter.digest == digest for slot in self.slots
+        )
+
+    def check_invariants(self, leases: dict[int, int], waiting: dict[str, int]) -> None:
+        """Raise AssertionError if the books disagree with `leases` by slot and `waiting` requests by digest."""
+        for slot in self.slots:
+            assert (slot.ref is None) == (slot.state is SlotState.EMPTY), f"slot {slot.slot_idx} misstates its adapter"
+            assert slot.num_leases == leases.get(slot.slot_idx, 0), f"slot {slot.slot_idx} miscounts its leases"
+            assert slot.num_leases == 0 or slot.state is SlotState.READY, f"slot {slot.slot_idx} is leased, not ready"
+        used = [slot for slot in self.slots if slot.ref is not None]
+        evicting = [slot for slot in used if slot.state is SlotState.EVICTING]
+        assert self.used_bytes == sum(slot.adapter.arena_bytes for slot in used) <= self.arena_bytes, "arena bytes"
+        assert self._evicting_bytes == sum(slot.adapter.arena_bytes for slot in evicting), "bytes being evicted"
+        assert self._num_evicting == len(evicting), "slots being evicted are miscounted"
+        assert sorted(self._empty) == [s.slot_idx for s in self.slots if s.ref is None], "empty slots are miscounted"
+        placed = [slot for slot in used if slot.state is not SlotState.EVICTING]
+        assert len(placed) == len(self._by_digest), "an adapter lies in two slots"
+        assert all(self._by_digest[slot.adapter.digest] is slot for slot in placed), "the index by digest is wrong"
+        idle = {slot.slot_idx for slot in placed if slot.state is SlotState.READY and slot.num_leases == 0}
+        assert set(self._idle) == idle, "idle slots are miscounted"
+        assert {d: want.num_waiting for d, want in self._wants.items()} == waiting, "wanted adapters are miscounted"
+        assert set(self._unplaced) == set(self._wants) - set(self._by_digest), "an adapter is wanted but not placed"
+        assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
+        assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
+
+    # ---- helpers ----
+
+    def _join_unplaced(self, want: Want) -> None:
+        want.admissions_before = self._num_admissions
+        self._unplaced[want.ref.digest] = want
+        self._is_dirty = True
+
+    def _reported(self, slot_idx: int, generation: int, expected: SlotState) -> Slot:
+        if not 0 <= slot_idx < len(self.slots):
+            raise SlotReportMismatch(f"slot {slot_idx}: the worker has {len(self.slots)} slots")
+        slot = self.slots[slot_idx]
+        if slot.generation != generation or slot.state is not expected:
+            raise SlotReportMismatch(
+                f"slot {slot_idx}: a report on generation {generation} while {expected.value} was expected, "
+                f"but it is {slot.state.value} in generation {slot.generation}"
+            )
+        return slot
+
+    def _load(self, ref: AdapterRef) -> None:
+        slot = self.slots[self._empty.pop()]
+        slot.state = SlotState.LOADING
+        slot.generation += 1
+        slot.ref = ref
+        slot.was_leased = False
+        self.used_bytes += ref.arena_bytes
+        self._by_digest[ref.digest] = slot
+        del self._unplaced[ref.digest]
+        self._commands.append(LoadSlot(slot.slot_idx, slot.generation, ref.digest))
+        self._is_dirty = True
+
+    def _evict(self, slots: Iterable[Slot]) -> int:
+        """Send eviction commands for idle slots; the bytes that will be free."""
+        num_bytes = 0
+        for slot in slots:
+            ref = slot.adapter
+            slot.state = SlotState.EVICTING
+            num_bytes += ref.arena_bytes
+            self._num_evicting += 1
+            del self._idle[slot.slot_idx]
+            del self._by_digest[ref.digest]
+            if slot.is_draining:
+                slot.is_draining = False
+                self._draining.remove(slot)
+            self._commands.append(EvictSlot(slot.slot_idx, slot.generation, ref.digest))
+            if ref.digest in self._wants:
+                self._join_unplaced(self._wants[ref.digest])
+        self._evicting_bytes += num_bytes
+        return num_bytes
+
+    def _clear(self, slot: Slot) -> None:
+        self.used_bytes -= slot.adapter.arena_bytes
+        slot.state = SlotState.EMPTY
+        slot.ref = None
+        self._empty.append(slot.slot_idx)
+        self._is_dirty = True
+
+    def _is_unused(self, digest: str) -> bool:
+        slot = self._by_digest.get(digest)
+        return slot is not None and slot.slot_idx in self._idle and digest not in self._wants
+
+    def _is_evictable(self, slot: Slot) -> bool:
+        """Whether an idle slot may go: not pinned, and not about to be used by those who wait for it."""
+        return not slot.adapter.is_pinned and (slot.is_draining or slot.adapter.digest not in self._wants)
+
+    def _idle_victims(self, num_bytes: int, num_slots: int) -> list[Slot] | None:
+        """Least recently used idle slots that give so many bytes and slots, or None if they cannot."""
+        victims: list[Slot] = []
+        candidates = filter(self._is_evictable, self._idle.values())
+        while num_bytes > 0 or num_slots > 0:
+            slot = next(candidates, None)
+            if slot is None:
+                return None
+            victims.append(slot)
+            num_bytes -= slot.adapter.arena_bytes
+            num_slots -= 1
+        return victims
+
+    def _drain_for(self, ref: AdapterRef, free_bytes: int, free_slots: int) -> None:
+        """Close slots to admissions until, once idle, they make room: those with the fewest users first."""
+        going = [slot for slot in self._by_digest.values() if slot.is_draining]
+        going += [slot for slot in self._idle.values() if not slot.is_draining and self._is_evictable(slot)]
+        num_bytes = ref.arena_bytes - free_bytes - sum(slot.adapter.arena_bytes for slot in going)
+        num_slots = 1 - free_slots - len(going)
+        open_slots = [
+            slot
+            for slot in self._by_digest.values()
+            if slot.state is SlotState.READY and slot.was_leased and not slot.adapter.is_pinned and slot not in going
+        ]
+        for slot in sorted(open_slots, key=lambda slot: (slot.num_leases, slot.slot_idx)):
+            if num_bytes <= 0 and num_slots <= 0:
+                break
+            slot.is_draining = True
+            self._draining.append(slot)
+            num_bytes -= slot.adapter.arena_bytes
+            num_slots -= 1
+
+    def _stop_draining(self) -> None:
+        for slot in self._draining:
+            slot.is_draining = False
+            self._admissible_again.append(slot.adapter.digest)
+        self._draining.clear()

@@ -1,0 +1,90 @@
+"""The worker's KV blocks: who is free, how many tables hold each, which unheld ones are kept for the prefix cache.
+
+Knows nothing of tokens or hashes. The prefix cache marks blocks as cached; an unheld cached block stays until the
+pool needs it, oldest first, and the cache hears of it through `on_evict`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+
+class BlockPool:
+    """Blocks with reference counts."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        # Invariant: a block is free, evictable or held (ref_counts > 0), exactly one of the three.
+        self.ref_counts = array("i", [0]) * num_blocks  # block_id -> tables that hold it
+        self.free: list[int] = list(range(num_blocks - 1, -1, -1))  # a stack: no holder, not cached
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # no holder, cached; oldest first
+        self.is_cached = bytearray(num_blocks)  # block_id -> 1 if the prefix cache knows it
+        self.on_evict: Callable[[int], None] = _nobody_caches
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken."""
+        return len(self.free) + len(self.evictable)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks in some table."""
+        return self.num_blocks - self.num_available
+
+    def take_one(self) -> int | None:
+        """A block for one holder, or None if all are held. Unheld cached blocks go last, oldest first."""
+        if self.free:
+            block_id = self.free.pop()
+        elif self.evictable:
+            block_id, _ = self.evictable.popitem(last=False)
+            self.is_cached[block_id] = 0
+            self.on_evict(block_id)
+        else:
+            return None
+        self.ref_counts[block_id] = 1
+        return block_id
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Blocks for one holder. The caller made sure that so many are available."""
+        blocks: list[int] = []
+        for _ in range(num_blocks):
+            block_id = self.take_one()
+            assert block_id is not None, f"{num_blocks} blocks taken where only {len(blocks)} were available"
+            blocks.append(block_id)
+        return blocks
+
+    def share(self, block_id: int) -> None:
+        """One more table holds a cached block."""
+        assert self.is_cached[block_id], f"block {block_id} is shared but not in the prefix cache"
+        if self.ref_counts[block_id] == 0:
+            del self.evictable[block_id]
+        self.ref_counts[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """One table less holds these blocks; given in table order, the tail is evicted first later."""
+        for block_id in reversed(list(block_ids)):
+            assert self.ref_counts[block_id] > 0, f"block {block_id} is released but nobody holds it"
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] == 0:
+                if self.is_cached[block_id]:
+                    self.evictable[block_id] = None
+                else:
+                    self.free.append(block_id)
+
+    def mark_cached(self, block_id: int) -> None:
+        """The prefix cache knows this held block from now on."""
+        assert self.ref_counts[block_id] > 0, f"block {block_id} enters the prefix cache but nobody holds it"
+        self.is_cached[block_id] = 1
+
+    def unmark_cached(self, block_id: int) -> None:
+        """The prefix cache forgot this block."""
+        self.is_cached[block_id] = 0
+        if self.ref_counts[block_id] == 0:
+            del self.evictable[block_id]
+            self.free.append(block_id)
+
+
+def _nobody_caches(block_id: int) -> None:
+    raise AssertionError(f"block {block_id} was marked as cached but no cache listens")

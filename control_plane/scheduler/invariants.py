@@ -1,0 +1,104 @@
+"""The books of a scheduler, recomputed from what its sequences hold and compared with what its parts say.
+
+For tests and the random walk: it looks at everything, so it is no part of a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from control_plane.scheduler.sequence import Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from control_plane.scheduler.scheduler import Scheduler
+
+_ROW_STATES = (SequenceState.RUNNING, SequenceState.DRAINING)
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Raise AssertionError with a sentence if any book does not balance."""
+    _check_places(scheduler)
+    _check_blocks(scheduler)
+    _check_flights(scheduler)
+    scheduler.waiting.check_invariants()
+    scheduler.cache.check_invariants()
+    scheduler.rows.check_invariants([sequence.row for sequence in scheduler.running])
+    leases = Counter(sequence.slot_idx for sequence in scheduler.running if sequence.slot_idx is not None)
+    waiting = Counter(sequence.digest for sequence in scheduler.waiting if sequence.digest is not None)
+    scheduler.slots.check_invariants(dict(leases), dict(waiting))
+    for sequence in scheduler.running:
+        _check_running(scheduler, sequence)
+
+
+def _check_places(scheduler: Scheduler) -> None:
+    """Each live request is in exactly one place, and who ended only holds what an unanswered plan names."""
+    waiting, running = list(scheduler.waiting), scheduler.running
+    assert [s.order for s in running] == sorted(s.order for s in running), "running requests are out of order"
+    assert all(s.state is SequenceState.WAITING for s in waiting), "a request in the waiting queue is not waiting"
+    assert all(s.state in _ROW_STATES for s in running), "a request that holds a row is in no state to hold one"
+    held = [s for s in scheduler.sequences.values() if s.state is SequenceState.HELD]
+    places = Counter(id(s) for s in (*waiting, *running, *held) if not s.is_ended)
+    assert places == Counter(id(s) for s in scheduler.sequences.values()), "a live request is in no queue, or in two"
+    assert all(s.is_paused for s in held), "a request is held back although its reader reads"
+    assert not any(s.is_paused for s in waiting), "a paused request may be admitted"
+    for sequence in running:
+        is_leaving = sequence.state is SequenceState.DRAINING
+        assert not is_leaving or sequence.num_in_flight > 0, "a request holds a row that no unanswered plan names"
+        assert is_leaving or not sequence.is_ended, "a request ended but may still be planned"
+    for sequence in (*waiting, *held):
+        assert not sequence.block_ids and sequence.num_in_flight == 0, "a waiting request holds blocks or plans"
+
+
+def _check_blocks(scheduler: Scheduler) -> None:
+    """Blocks are conserved, reference counts equal table membership, and no writable block is shared."""
+    pool, size = scheduler.pool, scheduler.limits.block_size
+    holders = Counter(block_id for sequence in scheduler.running for block_id in sequence.block_ids)
+    assert list(pool.ref_counts) == [holders[b] for b in range(pool.num_blocks)], "reference counts are not the holders"
+    places = Counter(pool.free) + Counter(pool.evictable.keys()) + Counter(holders.keys())
+    assert places == Counter(range(pool.num_blocks)), "a block is lost, or free and held at once"
+    assert all(pool.is_cached[b] for b in pool.evictable), "a block that the cache forgot is kept for it"
+    assert not any(pool.is_cached[b] for b in pool.free), "a free block is in the prefix cache"
+    for sequence in scheduler.running:
+        for block_id in sequence.block_ids[sequence.num_computed // size :]:
+            assert pool.ref_counts[block_id] == 1, f"block {block_id} is shared and written"
+            assert not pool.is_cached[block_id], f"block {block_id} is in the prefix cache and not computed"
+
+
+def _check_flights(scheduler: Scheduler) -> None:
+    """Plans are within budgets, name a row once, and only rows that are still held by whom they named."""
+    flights = scheduler.flights
+    assert len(flights) <= scheduler.limits.plan_depth, "more plans are unanswered than agreed"
+    named: Counter[int] = Counter()
+    planned: Counter[int] = Counter()
+    running = {id(sequence) for sequence in scheduler.running}
+    for flight in flights:
+        tokens = [(s, 1) for s in flight.decodes] + [(s, n) for s, n, _ in flight.prefills]
+        assert 0 < sum(n for _, n in tokens) <= scheduler.limits.max_step_tokens, "a plan breaks the token budget"
+        rows = [s.row for s, _ in tokens]
+        assert len(set(rows)) == len(rows), "a plan names a row twice"
+        assert [s.row for s in flight.decodes] == sorted(s.row for s in flight.decodes), "decodes are not by row"
+        for sequence, num_tokens in tokens:
+            assert id(sequence) in running, "an unanswered plan names a request that gave its row back"
+            named[id(sequence)] += 1
+            planned[id(sequence)] += num_tokens
+    for sequence in scheduler.running:
+        assert sequence.num_in_flight == named[id(sequence)], "unanswered plans of a request are miscounted"
+        ahead = sequence.num_planned - sequence.num_computed
+        assert sequence.is_ended or ahead == planned[id(sequence)], "planned tokens are not those of unanswered plans"
+
+
+def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
+    """Progress of one request that holds a row."""
+    size, limits = scheduler.limits.block_size, scheduler.limits
+    assert sequence.num_computed <= sequence.num_planned <= sequence.max_planned, "a request is planned beyond its end"
+    assert sequence.num_planned <= len(sequence.block_ids) * size, "tokens are planned without a block"
+    most = max(sequence.prefill_end, sequence.num_planned)
+    assert len(sequence.block_ids) == -(-most // size), "a request holds blocks that it does not need"
+    assert sequence.num_known <= limits.max_model_len, "a request outgrew the context"
+    assert len(sequence.generated) <= sequence.max_generated, "a request has more tokens than asked for"
+    assert sequence.is_decoding == (sequence.num_planned >= sequence.prefill_end), "decoding before the prefill's end"
+    assert (sequence.digest is None) == (sequence.slot_idx is None), "a request runs without its adapter's slot"
+    if sequence.slot_idx is not None:
+        in_slot = scheduler.slots.slots[sequence.slot_idx].adapter.digest
+        assert in_slot == sequence.digest, "a request runs with another adapter's slot"

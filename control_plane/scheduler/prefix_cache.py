@@ -1,0 +1,117 @@
+"""Which full blocks hold which tokens: the prefix cache.
+
+A block's key is a chained SHA-256 over all tokens up to its end, rooted in (adapter digest or base, cache salt): equal
+keys mean equal tokens under the same weights for the same partition. Only full blocks whose KV was computed enter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+
+from control_plane.scheduler.block_pool import BlockPool
+from control_plane.scheduler.sequence import Sequence
+
+
+def chain_root(digest: str | None, cache_salt: bytes) -> bytes:
+    """First link of the chain. Lengths are hashed too, so that no digest and salt run into each other."""
+    name = b"base" if digest is None else b"adapter:" + digest.encode()
+    return hashlib.sha256(b"motet prefix %d:%b %d:%b" % (len(name), name, len(cache_salt), cache_salt)).digest()
+
+
+def chain_next(parent: bytes, token_ids: list[int]) -> bytes:
+    """Key of a block with these tokens after the block (or root) with key `parent`."""
+    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+
+
+class PrefixCache:
+    """Index of computed full blocks by key."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        # Invariant: the three maps name the same blocks, and those are the pool's cached blocks.
+        self._block_by_key: dict[bytes, int] = {}
+        self._key_by_block: dict[int, tuple[bytes, str | None]] = {}  # block_id -> (key, adapter digest)
+        self._blocks_by_digest: dict[str | None, set[int]] = {}
+        pool.on_evict = self._remove
+
+    def __len__(self) -> int:
+        return len(self._block_by_key)
+
+    def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        """Chain on until the sequence has the keys of its first `num_blocks` blocks; their tokens must be known."""
+        hashes, size = sequence.block_hashes, self._block_size
+        while len(hashes) < num_blocks:
+            idx = len(hashes)
+            parent = hashes[-1] if hashes else sequence.cache_root
+            hashes.append(chain_next(parent, sequence.tokens_between(idx * size, (idx + 1) * size)))
+
+    def count_hits(self, sequence: Sequence, max_blocks: int) -> tuple[int, int]:
+        """(leading blocks found, how many of those nobody holds), at most `max_blocks`."""
+        num_hits = num_unheld = 0
+        for key in sequence.block_hashes:
+            block_id = self._block_by_key.get(key)
+            if block_id is None or num_hits == max_blocks:
+                break
+            num_hits += 1
+            num_unheld += self._pool.ref_counts[block_id] == 0
+        return num_hits, num_unheld
+
+    def take_hits(self, sequence: Sequence, num_hits: int) -> list[int]:
+        """The blocks that `count_hits` found, each held once more."""
+        blocks = [self._block_by_key[key] for key in sequence.block_hashes[:num_hits]]
+        for block_id in blocks:
+            self._pool.share(block_id)
+        return blocks
+
+    def register(self, sequence: Sequence, *, keep: bool) -> None:
+        """Enter the sequence's blocks that answered plans filled. The first block with a key stays the one.
+
+        With `keep` False nothing enters: the adapter is being purged.
+        """
+        num_full = sequence.num_computed // self._block_size
+        self.extend_hashes(sequence, num_full)
+        for idx in range(sequence.num_registered, num_full):
+            key, block_id = sequence.block_hashes[idx], sequence.block_ids[idx]
+            if keep and key not in self._block_by_key:
+                self._block_by_key[key] = block_id
+                self._key_by_block[block_id] = (key, sequence.digest)
+                self._blocks_by_digest.setdefault(sequence.digest, set()).add(block_id)
+                self._pool.mark_cached(block_id)
+        sequence.num_registered = num_full
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Take these blocks out; whoever holds them goes on holding them."""
+        for block_id in block_ids:
+            if block_id in self._key_by_block:
+                self._remove(block_id)
+                self._pool.unmark_cached(block_id)
+
+    def purge(self, digest: str | None) -> None:
+        """Take out every block of an adapter."""
+        self.forget(sorted(self._blocks_by_digest.get(digest, ())))
+
+    def has_digest(self, digest: str | None) -> bool:
+        """Whether any block of the adapter is in."""
+        return digest in self._blocks_by_digest
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the maps and the pool disagree."""
+        by_block = {block_id: key for block_id, (key, _) in self._key_by_block.items()}
+        assert {b: k for k, b in self._block_by_key.items()} == by_block, "prefix cache maps disagree"
+        marked = {block_id for block_id, flag in enumerate(self._pool.is_cached) if flag}
+        assert marked == set(by_block), "blocks marked as cached are not the blocks in the prefix cache"
+        by_digest: dict[str | None, set[int]] = {}
+        for block_id, (_, digest) in self._key_by_block.items():
+            by_digest.setdefault(digest, set()).add(block_id)
+        assert by_digest == self._blocks_by_digest, "the prefix cache's index by digest is wrong"
+
+    def _remove(self, block_id: int) -> None:
+        key, digest = self._key_by_block.pop(block_id)
+        del self._block_by_key[key]
+        blocks = self._blocks_by_digest[digest]
+        blocks.discard(block_id)
+        if not blocks:
+            del self._blocks_by_digest[digest]

@@ -1,0 +1,41 @@
+"""Rows of the worker's state: which are taken, and which must be told to the worker as freed.
+
+A freed row may be taken again at once: the plan that gives it to another request, or an earlier one, frees it first.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+
+class RowPool:
+    """Rows, lowest first."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows))  # a heap
+        self._untold: list[int] = []  # freed since the last plan
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be taken."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """The lowest free row; there must be one."""
+        return heapq.heappop(self._free)
+
+    def give_back(self, row: int) -> None:
+        """The row's request left it."""
+        heapq.heappush(self._free, row)
+        self._untold.append(row)
+
+    def tell_freed(self) -> list[int]:
+        """Rows freed since the last call, for the plan that is made."""
+        freed, self._untold = self._untold, []
+        return freed
+
+    def check_invariants(self, held_rows: list[int]) -> None:
+        """Raise AssertionError unless free and held rows are all rows, each once."""
+        assert sorted(self._free + held_rows) == list(range(self.num_rows)), "a row is lost or used twice"
+        assert len(set(self._untold)) == len(self._untold), "a row is freed twice in one plan"

@@ -1,0 +1,105 @@
+"""One live request inside the scheduler: what is known, planned and computed of it, and what it holds.
+
+Only scheduler.py moves a sequence from one state to another.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from control_plane.scheduler.types import FinishReason, Request, ScheduledRow
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is; each live request is in exactly one place."""
+
+    WAITING = "waiting"  # in the waiting queue
+    HELD = "held"  # no row, and its reader is slow: out of the queue until it reads again
+    RUNNING = "running"  # holds a row, may be planned
+    DRAINING = "draining"  # holds a row, is planned no more; leaves with the last unanswered plan that names it
+    GONE = "gone"  # holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request and its progress.
+
+    Token positions: [0, num_computed) answered, [num_computed, num_planned) in unanswered plans. While it decodes,
+    the value of the last planned token may be unknown here; the worker feeds it back itself.
+    """
+
+    request: Request
+    order: tuple[float, int]  # (arrival_s, serial): total order of arrival
+    cache_root: bytes  # first link of the block hash chain: (adapter or base, salt)
+    max_generated: int  # generated tokens at which max_tokens or the context ends it
+    generated: list[int]  # accepted tokens
+    state: SequenceState = SequenceState.WAITING
+    is_paused: bool = False
+    is_ended: bool = False  # DRAINING and never to come back
+    block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
+    first_scheduled_s: float | None = None
+
+    # While it holds a row (RUNNING or DRAINING); reset by `leave_row`.
+    row: int = 0
+    decode_row: ScheduledRow | None = None  # made once: a decoding row looks the same in every plan
+    slot_idx: int | None = None  # leased adapter slot; None: no adapter
+    block_ids: list[int] = field(default_factory=list)  # block table
+    prefill_end: int = 0  # known tokens when it took the row; it decodes from there
+    num_planned: int = 0  # tokens whose KV is computed or in unanswered plans
+    num_computed: int = 0  # tokens whose KV is computed by answered plans
+    num_registered: int = 0  # leading blocks that were offered to the prefix cache
+    num_in_flight: int = 0  # unanswered plans that name it
+    is_decoding: bool = False  # its prefill is planned to the end
+    has_progressed: bool = False  # gained a token since it took the row
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of its adapter, None for the base model."""
+        adapter = self.request.adapter
+        return None if adapter is None else adapter.digest
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose values are known: prompt and accepted ones."""
+        return len(self.request.prompt_token_ids) + len(self.generated)
+
+    @property
+    def max_planned(self) -> int:
+        """Tokens to compute in all; the last token that is sampled is never fed."""
+        return len(self.request.prompt_token_ids) + self.max_generated - 1
+
+    def known_tokens(self) -> list[int]:
+        """Prompt, then what was generated."""
+        return [*self.request.prompt_token_ids, *self.generated]
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Known tokens of positions [start, end)."""
+        prompt = self.request.prompt_token_ids
+        num_prompt = len(prompt)
+        if end <= num_prompt:
+            return list(prompt[start:end])
+        if start >= num_prompt:
+            return self.generated[start - num_prompt : end - num_prompt]
+        return [*prompt[start:], *self.generated[: end - num_prompt]]
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Append a sampled token; the reason if the request ends with it."""
+        self.generated.append(token_id)
+        self.has_progressed = True
+        if token_id in self.request.stop_token_ids:
+            return FinishReason.STOP_TOKEN
+        if len(self.generated) >= self.max_generated:
+            return FinishReason.LENGTH
+        return None
+
+    def leave_row(self) -> None:
+        """Forget everything that belonged to the row; blocks, row and lease must be given back by the caller."""
+        self.row = 0
+        self.decode_row = None
+        self.slot_idx = None
+        self.block_ids = []
+        self.prefill_end = self.num_planned = self.num_computed = self.num_registered = 0
+        self.is_decoding = self.has_progressed = False
