@@ -1,0 +1,151 @@
+"""kernels.sampling: what is drawn, and what the draw may depend on."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from kernels.sampling import SamplingRows, sample
+from kernels.sampling.cases import CASES, Case
+from kernels.sampling.reference import gumbel
+
+
+def make_rows(
+    num_rows: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seeds: list[int] | None = None,
+    position: int = 0,
+) -> SamplingRows:
+    return SamplingRows(
+        temperature=torch.full((num_rows,), temperature),
+        top_k=torch.full((num_rows,), top_k),
+        top_p=torch.full((num_rows,), top_p),
+        seed=torch.tensor(seeds if seeds is not None else list(range(num_rows))),
+        position=torch.full((num_rows,), position),
+    )
+
+
+def make_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def splitmix64(state: int) -> int:
+    mask = (1 << 64) - 1
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & mask
+    return state ^ (state >> 31)
+
+
+def test_noise_is_splitmix64_in_exact_arithmetic() -> None:
+    """The tensor code equals Python's unbounded integers, for seeds that use the sign bit too."""
+    golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    for seed, position in ((0, 0), (1, 5), ((1 << 64) - 1, 2), (1 << 63, 1_000_000)):
+        signed = seed - (1 << 64) if seed >= 1 << 63 else seed
+        noise = gumbel(torch.tensor([signed]), torch.tensor([position]), 4)[0]
+        key = splitmix64((splitmix64((seed + golden) & mask) + (position + 1) * golden) & mask)
+        for token_id in range(4):
+            bits = splitmix64((key + (token_id + 1) * golden) & mask)
+            uniform = torch.tensor(((bits >> 11) + 0.5) * 2.0**-53, dtype=torch.float64)
+            torch.testing.assert_close(noise[token_id], -torch.log(-torch.log(uniform)), rtol=1e-14, atol=0)
+
+
+def test_draws_stay_what_they_are_for_ever() -> None:
+    """A client that keeps its seed keeps its text over releases and machines."""
+    tokens = sample(make_logits(64, 97), make_rows(64, top_k=40, top_p=0.9, position=3))
+    digest = hashlib.sha256(bytes(tokens.tolist())).hexdigest()
+    assert digest[:16] == "1a5555ba608f7e4e"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_draw_of_a_row_is_the_same_alone_and_in_any_batch(case: Case) -> None:
+    logits = make_logits(case.num_rows, case.vocab_size)
+    rows = make_rows(case.num_rows, temperature=0.8, top_p=0.95)
+    together = sample(logits, rows)
+    for row in range(min(case.num_rows, 4)):
+        alone = SamplingRows(
+            rows.temperature[row : row + 1],
+            rows.top_k[row : row + 1],
+            rows.top_p[row : row + 1],
+            rows.seed[row : row + 1],
+            rows.position[row : row + 1],
+        )
+        assert sample(logits[row : row + 1], alone).item() == together[row].item()
+
+
+def test_greedy_rows_are_argmax_whatever_their_neighbours() -> None:
+    logits = make_logits(6, 50)
+    rows = make_rows(6)
+    rows.temperature[::2] = 0
+    tokens = sample(logits, rows)
+    assert torch.equal(tokens[::2], logits[::2].argmax(-1))
+    assert torch.equal(sample(logits, None), logits.argmax(-1))
+
+
+def test_top_k_one_and_tiny_top_p_are_argmax() -> None:
+    logits = make_logits(16, 300)
+    assert torch.equal(sample(logits, make_rows(16, top_k=1)), logits.argmax(-1))
+    assert torch.equal(sample(logits, make_rows(16, top_p=1e-6)), logits.argmax(-1))
+    assert torch.equal(sample(logits, make_rows(16, temperature=1e-30)), logits.argmax(-1))
+
+
+def frequencies(logits: torch.Tensor, num_draws: int, **sampling: float) -> torch.Tensor:
+    rows = make_rows(num_draws, **sampling)  # type: ignore[arg-type]  # ints and floats by name
+    tokens = sample(logits.expand(num_draws, -1), rows)
+    return torch.bincount(tokens, minlength=logits.shape[0]).double() / num_draws
+
+
+def test_frequencies_follow_the_softmax_of_what_is_kept() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+    num_draws = 40_000
+    expected = (logits / 0.7).double().softmax(-1)
+    assert (frequencies(logits, num_draws, temperature=0.7) - expected).abs().max() < 0.01
+    kept = expected[:3] / expected[:3].sum()
+    seen = frequencies(logits, num_draws, temperature=0.7, top_k=3)
+    assert (seen[:3] - kept).abs().max() < 0.01 and seen[3:].sum() == 0
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    for top_p, num_kept in ((0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)):
+        seen = frequencies(logits, 2000, top_p=top_p)
+        assert int((seen > 0).sum()) == num_kept, top_p
+
+
+def test_top_p_counts_only_what_top_k_left() -> None:
+    """Of {0.4, 0.3} the first has 0.57: a nucleus of 0.5 keeps it alone."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    seen = frequencies(logits, 1000, top_p=0.5, top_k=2)
+    assert seen.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_equal_logits_are_kept_together() -> None:
+    seen = frequencies(torch.tensor([1.0, 1.0, 1.0, -9.0]), 3000, top_k=1)
+    assert (seen[:3] > 0.28).all() and seen[3] == 0
+
+
+def test_other_seed_or_position_draws_anew() -> None:
+    logits = make_logits(1, 1000).expand(50, -1) * 0.1
+    assert len(set(sample(logits, make_rows(50)).tolist())) > 40
+    by_position = [sample(logits[:1], make_rows(1, position=p)).item() for p in range(50)]
+    assert len(set(by_position)) > 40
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="logits is"):
+        sample(torch.zeros(3), None)
+    with pytest.raises(ValueError, match=r"seed is .* want torch.int64 \[2\]"):
+        sample(torch.zeros(2, 5), make_rows(2, seeds=[1, 2, 3]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_draws_what_the_cpu_draws() -> None:
+    logits = make_logits(256, 32_000)
+    rows = make_rows(256, temperature=0.9, top_k=50, top_p=0.9, position=7)
+    on_gpu = SamplingRows(*(getattr(rows, name).cuda() for name in SamplingRows.__slots__))
+    assert torch.equal(sample(logits.cuda(), on_gpu).cpu(), sample(logits, rows))
