@@ -1,0 +1,57 @@
+"""What a client is told when the fleet could not bring its request to an end."""
+
+from __future__ import annotations
+
+from control_plane.errors import (
+    AdapterLoadFailed,
+    ContextTooLong,
+    DeadlineExceeded,
+    FieldViolation,
+    MotetError,
+    NotFinite,
+    PoisonedRequest,
+    WorkerLost,
+)
+from control_plane.fleet.jobs import Job
+from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits
+from control_plane.scheduler.types import FinishReason, Request, RequestOutput
+
+
+def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
+    """The request is larger than every worker that is attached."""
+    if isinstance(refusal, AdapterNeverFits):
+        return AdapterLoadFailed(f"adapter {_digest(request)} is larger than the adapter memory of every worker")
+    num_prompt = len(request.prompt_token_ids)
+    return ContextTooLong(
+        FieldViolation(
+            "max_tokens",
+            f"prompt of {num_prompt} tokens and max_tokens {request.max_tokens}: {refusal}",
+        )
+    )
+
+
+def error_of(output: RequestOutput, request: Request) -> MotetError:
+    """The error for an output that ended without reaching its length or a stop token.
+
+    What a worker said about a failed load stays in the log: it may name paths and addresses.
+    """
+    if output.finish_reason is FinishReason.DEADLINE:
+        return DeadlineExceeded("the request's deadline passed")
+    if output.finish_reason is FinishReason.ADAPTER_FAILED:
+        return AdapterLoadFailed(f"adapter {_digest(request)} could not be loaded by its worker; try again")
+    assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is no error"
+    return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
+
+
+def lost(job: Job) -> MotetError:
+    """The request lost its worker too often, or for too long."""
+    return WorkerLost(f"the request lost its worker {job.num_migrations} times; send it again")
+
+
+def poisoned(job: Job) -> MotetError:
+    """The request is what its workers died of."""
+    return PoisonedRequest(f"{job.num_deaths} workers died while they computed this request; do not send it again")
+
+
+def _digest(request: Request) -> str:
+    return request.adapter.digest[:12] if request.adapter else "none"

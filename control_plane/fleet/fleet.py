@@ -1,0 +1,423 @@
+"""All workers as one: places requests, carries their tokens to streams, and moves them off a lost worker.
+
+Owns the sessions and every unfinished request. Called by the API (submit, retire, drain), by the worker service
+(attach) and by the sessions (outputs, end). Everything happens on one event loop; time comes from the clock, and
+whatever is due by time is done in `tick`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+from motet.v1 import plan_pb2
+
+from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer, Unavailable
+from control_plane.fleet import placement
+from control_plane.fleet.failures import error_of, lost, never_fits, poisoned
+from control_plane.fleet.hello import BaseModelLike, check_hello
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
+from control_plane.fleet.retirement import Retirement
+from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.settings import FleetSettings, QueueSnapshot, WorkerSnapshot
+from control_plane.scheduler.errors import RequestNeverFits
+from control_plane.scheduler.types import FinishReason, Request, RequestId, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class WeightsLike(Protocol):
+    """What the fleet needs of the host cache."""
+
+    @property
+    def worker_url(self) -> str:
+        """Where workers read adapters; empty: nowhere."""
+
+    async def ensure_cached(self, digest: str) -> None:
+        """Bring an adapter into the host cache."""
+
+
+class Fleet:
+    """Every attached worker and every unfinished request. Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        base_model: BaseModelLike,
+        weights: WeightsLike,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        ticks_by_itself: bool = True,
+    ) -> None:
+        self.settings = settings
+        self._base_model = base_model
+        self._weights = weights
+        self._incarnation = incarnation  # of the control plane; counts up at every start
+        self._clock = clock
+        self._sessions: dict[str, WorkerSession] = {}  # by worker id
+        self._jobs: dict[RequestId, Job] = {}
+        # Invariant: a job is here exactly if it is in _jobs and has no session. Arrival order.
+        self._waiting: dict[RequestId, Job] = {}
+        self._trials: dict[int, Job] = {}  # epoch -> the suspect on trial there
+        self._full: dict[RequestId, Job] = {}  # jobs whose stream is full
+        self._quarantined_until_s: dict[str, float] = {}  # worker id -> monotonic seconds
+        self._request_ids = itertools.count(1)
+        self._session_ids = itertools.count(1)
+        self._no_worker_since_s = clock()  # meaningful while there is no session
+        self._retirement = Retirement(self._sessions, self._jobs)
+        self._caching: dict[str, asyncio.Task[None]] = {}
+        self._workers_changed: list[Callable[[], None]] = []
+        self._is_draining = self._is_closed = False
+        self._idle = asyncio.Event()
+        self._drain_until_s: float | None = None
+        self._num_accepted = self._num_finished = self._num_rejected = self._num_migrated = 0
+        self._last_tick_s = clock()
+        self._tick_handle: asyncio.TimerHandle | None = None
+        if ticks_by_itself:
+            self._tick_later()
+
+    def __repr__(self) -> str:
+        return f"Fleet(workers={sorted(self._sessions)}, requests={len(self._jobs)}, waiting={len(self._waiting)})"
+
+    # ---- requests ----
+
+    def next_request_id(self) -> RequestId:
+        """An id that no other request of this process has."""
+        return RequestId(next(self._request_ids))
+
+    def submit(self, request: Request) -> JobStream:
+        """Take a request on; its tokens come through the stream.
+
+        Raises Draining, NoWorker, QueueFull, ContextTooLong or AdapterLoadFailed (larger than any arena).
+        """
+        self._check_admission()
+        request_id = request.request_id
+        assert request_id not in self._jobs, f"request id {request_id} is in use"
+        stream = JobStream(lambda: self._on_read(request_id), lambda: self._cancel(request_id))
+        job = Job(request, stream)
+        self._jobs[request_id] = job
+        self._waiting[request_id] = job
+        error = self._place(job)
+        if error is not None:
+            self._forget(job)
+            raise error
+        self._num_accepted += 1
+        return stream
+
+    def _check_admission(self) -> None:
+        if self._is_draining:
+            raise Draining("the server is shutting down; try another one or try again in a moment")
+        if not self._sessions and self._clock() - self._no_worker_since_s >= self.settings.worker_grace_s:
+            raise NoWorker("no worker is attached; try again in a moment")
+        limit = self.settings.max_waiting_requests
+        if self._num_waiting() >= limit:
+            for session in list(self._sessions.values()):
+                session.pump()  # what arrived in this turn of the loop may run already
+            if self._num_waiting() >= limit:
+                self._num_rejected += 1
+                raise QueueFull(f"{limit} requests wait already, the most this server holds; try again in a moment")
+
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + sum(s.scheduler.stats().num_waiting for s in self._sessions.values())
+
+    def _place(self, job: Job) -> MotetError | None:
+        """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
+        adapter = job.request.adapter
+        sessions = placement.by_preference(self._sessions.values(), adapter.digest if adapter else None)
+        is_suspect = placement.is_suspect(job)
+        if is_suspect:
+            sessions = [session for session in sessions if session.epoch not in self._trials]
+        refusal: RequestNeverFits | None = None
+        for session in sessions:
+            try:
+                session.add(job.request)
+            except RequestNeverFits as error:
+                refusal = error
+                continue
+            job.session, job.num_tokens_here = session, 0
+            if job.full_since_s is not None:
+                session.pause(job.request.request_id)
+            if is_suspect:
+                self._trials[session.epoch] = job
+            del self._waiting[job.request.request_id]
+            return None
+        return never_fits(job.request, refusal) if refusal is not None else None
+
+    def _place_waiting(self) -> None:
+        for job in list(self._waiting.values()):
+            error = self._place(job)
+            if error is not None:
+                self._fail(job, error)
+
+    # ---- tokens ----
+
+    def on_outputs(self, session: WorkerSession, outputs: list[RequestOutput]) -> None:
+        """Carry what a scheduler returned to the streams."""
+        for output in outputs:
+            job = self._jobs.get(output.request_id)
+            if job is None or job.session is not session:
+                continue  # cancelled meanwhile
+            self._deliver(job, output)
+        if session.epoch in self._trials and placement.is_cleared(
+            self._trials[session.epoch], self.settings.plan_depth
+        ):
+            self._end_trial(self._trials[session.epoch])
+
+    def _deliver(self, job: Job, output: RequestOutput) -> None:
+        if not job.has_run and output.first_scheduled_s is not None:
+            job.has_run = True
+            job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
+        job.num_tokens_here += len(output.token_ids)
+        reason = output.finish_reason
+        if reason is None or reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
+            job.stream.push(output.token_ids, reason)
+            if reason is not None:
+                self._finish(job)
+            elif job.full_since_s is None and job.stream.num_unread_tokens >= MAX_UNREAD_TOKENS:
+                job.full_since_s = self._clock()
+                self._full[output.request_id] = job
+                assert job.session is not None, "tokens of a request without a session"
+                job.session.pause(output.request_id)
+            return
+        if output.token_ids:
+            job.stream.push(output.token_ids, None)
+        self._fail(job, error_of(output, job.request))
+
+    def _on_read(self, request_id: RequestId) -> None:
+        job = self._full.pop(request_id, None)
+        if job is not None:
+            job.full_since_s = None
+            if job.session is not None:
+                job.session.unpause(request_id)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        job = self._jobs.get(request_id)
+        if job is not None:
+            if job.session is not None:
+                job.session.cancel(request_id)
+            self._finish(job)
+
+    def _fail(self, job: Job, error: MotetError) -> None:
+        """End a job with an error; its session, if any, has dropped it already or is told by the caller."""
+        job.stream.fail(error)
+        self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        self._num_finished += 1
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        request_id = job.request.request_id
+        del self._jobs[request_id]
+        self._waiting.pop(request_id, None)
+        self._full.pop(request_id, None)
+        if not self._jobs:
+            self._idle.set()
+        if job.session is not None and self._trials.get(job.session.epoch) is job:
+            self._end_trial(job)
+        self._retirement.check_soon()
+
+    def _end_trial(self, job: Job) -> None:
+        assert job.session is not None, "a trial without a worker"
+        del self._trials[job.session.epoch]
+        job.num_deaths = 0
+        self._place_waiting()
+
+    # ---- workers ----
+
+    @property
+    def num_workers(self) -> int:
+        """Workers attached."""
+        return len(self._sessions)
+
+    def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
+        """A session for the worker that said this; an earlier one under its id is fenced.
+
+        Raises InvalidRequest, BaseModelMismatch, Draining, or Unavailable for a worker that sent garbage lately.
+        """
+        if self._is_closed:
+            raise Draining("the control plane is shutting down")
+        check_hello(hello, self._base_model)
+        wait_s = self._quarantined_until_s.pop(hello.worker_id, 0.0) - self._clock()
+        if wait_s > 0:
+            self._quarantined_until_s[hello.worker_id] = self._clock() + wait_s
+            raise Unavailable(f"worker {hello.worker_id} sent garbage; it may attach in {wait_s:.1f} s")
+        epoch = (self._incarnation << 32) | next(self._session_ids)
+        session = WorkerSession(hello, epoch, self.settings, self, self._weights.worker_url, self._clock)
+        former = self._sessions.get(hello.worker_id)
+        self._sessions[hello.worker_id] = session
+        logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
+        if former is not None:
+            reason = f"another worker attached as {hello.worker_id}; give each its own --worker-id"
+            former.end(grpc.StatusCode.ALREADY_EXISTS, reason)
+        self._place_waiting()
+        self._tell_workers_changed()
+        return session
+
+    def on_ended(self, session: WorkerSession) -> None:
+        """Move the requests of a session that is over."""
+        if self._sessions.get(session.worker_id) is session:
+            del self._sessions[session.worker_id]
+        if not self._sessions:
+            self._no_worker_since_s = self._clock()
+        if session.sent_garbage:
+            self._quarantined_until_s[session.worker_id] = self._clock() + self.settings.quarantine_s
+        convict = self._trials.pop(session.epoch, None)
+        running = session.running_request_ids()
+        moved = {request.request_id: request for request in session.scheduler.drain_requests()}
+        num_moved = 0
+        for job in [job for job in self._jobs.values() if job.session is session]:
+            request = moved.get(job.request.request_id)
+            job.session = None
+            num_moved += 1
+            if request is None or self._is_closed:
+                self._fail(job, lost(job))
+                continue
+            job.request = request
+            if request.request_id in running:
+                job.num_migrations += 1
+                job.num_deaths += session.is_death
+                self._num_migrated += 1
+            if job is convict and session.is_death:
+                self._fail(job, poisoned(job))
+            elif job.num_migrations > placement.MAX_MIGRATIONS:
+                self._fail(job, lost(job))
+            else:
+                self._waiting[request.request_id] = job
+        logger.warning("worker lost worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, num_moved)
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.arrival_s))
+        self._place_waiting()
+        self._retirement.check_soon()
+        self._tell_workers_changed()
+
+    def on_load(self, digest: str) -> None:
+        """Have the adapter in the host cache by the time its worker looks there; the load does not wait for it."""
+        if digest not in self._caching:
+            task = asyncio.get_running_loop().create_task(self._ensure_cached(digest))
+            self._caching[digest] = task
+            task.add_done_callback(lambda _: self._caching.pop(digest, None))
+
+    async def _ensure_cached(self, digest: str) -> None:
+        try:
+            await self._weights.ensure_cached(digest)
+        except MotetError as error:
+            # The worker asks FetchAdapter next and reports what it gets.
+            logger.warning("adapter not cached digest=%s: %s", digest, error)
+        except Exception:  # the task's edge
+            logger.exception("adapter not cached digest=%s", digest)
+
+    def on_changed(self) -> None:
+        """See whether an adapter that is being retired is out of use."""
+        self._retirement.check_soon()
+
+    def on_workers_changed(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called after a worker attached or was lost."""
+        self._workers_changed.append(callback)
+
+    def _tell_workers_changed(self) -> None:
+        for callback in self._workers_changed:
+            callback()
+
+    # ---- adapters ----
+
+    def placements(self, digest: str) -> list[str]:
+        """Ids of the workers that hold the adapter's weights."""
+        return sorted(s.worker_id for s in self._sessions.values() if digest in s.scheduler.resident_digests())
+
+    async def retire(self, digest: str) -> None:
+        """Drop an adapter from every worker; returns once nothing uses or holds it."""
+        await self._retirement.retire(digest)
+
+    # ---- time ----
+
+    def tick(self) -> None:
+        """Do what is due: heartbeats, deadlines, slow readers, the grace without workers, the end of a drain."""
+        now_s = self._clock()
+        # A process that was stopped must not take its own absence for its workers' silence.
+        was_asleep = now_s - self._last_tick_s > self.settings.dead_after_ms / 2000 + TICK_S
+        self._last_tick_s = now_s
+        for session in list(self._sessions.values()):
+            session.tick(now_s, was_asleep=was_asleep)
+        for job in list(self._waiting.values()):
+            if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
+                self._fail(job, DeadlineExceeded("the deadline passed before a worker could take the request"))
+        if not self._sessions and now_s - self._no_worker_since_s >= self.settings.worker_grace_s:
+            for job in list(self._waiting.values()):
+                error = lost(job) if job.has_run else NoWorker("no worker attached in time; try again in a moment")
+                self._fail(job, error)
+        for job in list(self._full.values()):
+            assert job.full_since_s is not None, "a full stream without a time"
+            if now_s - job.full_since_s >= self.settings.slow_reader_timeout_s:
+                self._end_slow_reader(job)
+        if self._drain_until_s is not None and now_s >= self._drain_until_s:
+            self._idle.set()
+
+    def _end_slow_reader(self, job: Job) -> None:
+        if job.session is not None:
+            job.session.cancel(job.request.request_id)
+        timeout_s = self.settings.slow_reader_timeout_s
+        self._fail(job, SlowConsumer(f"{MAX_UNREAD_TOKENS} tokens were not read for {timeout_s:g} s; read faster"))
+
+    def _tick_later(self) -> None:
+        self._tick_handle = asyncio.get_running_loop().call_later(TICK_S, self._tick_and_again)
+
+    def _tick_and_again(self) -> None:
+        try:
+            self.tick()
+        except Exception:  # the loop's edge: the next tick must come
+            logger.exception("tick failed")
+        self._tick_later()
+
+    # ---- the end ----
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing more, and return when every request has ended or after the time; those left are ended."""
+        self._is_draining = True
+        self._drain_until_s = self._clock() + timeout_s
+        if self._jobs and timeout_s > 0:
+            self._idle.clear()
+            await self._idle.wait()
+        for job in list(self._jobs.values()):
+            if job.session is not None:
+                job.session.cancel(job.request.request_id)
+            self._fail(job, Draining("the server shut down before the request ended; send it again"))
+
+    async def close(self) -> None:
+        """End every request and session; workers reconnect to whoever listens next."""
+        await self.drain(0)
+        self._is_closed = True
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        for session in list(self._sessions.values()):
+            session.end(grpc.StatusCode.UNAVAILABLE, "the control plane is shutting down")
+        tasks = list(self._caching.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- numbers ----
+
+    def worker_snapshots(self) -> list[WorkerSnapshot]:
+        """Every attached worker, ordered by id."""
+        return [self._sessions[worker_id].snapshot() for worker_id in sorted(self._sessions)]
+
+    def queue_snapshot(self) -> QueueSnapshot:
+        """Requests over all workers."""
+        num_waiting = self._num_waiting()
+        return QueueSnapshot(
+            num_requests=len(self._jobs),
+            num_waiting=num_waiting,
+            num_running=sum(s.scheduler.stats().num_running for s in self._sessions.values()),
+            num_accepted=self._num_accepted,
+            num_finished=self._num_finished,
+            num_rejected=self._num_rejected,
+            num_migrated=self._num_migrated,
+        )

@@ -1,0 +1,75 @@
+"""Whether a worker may attach: its Hello against the base model and the protocol."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from motet.v1 import plan_pb2
+
+from control_plane.errors import BaseModelMismatch, FieldViolation, InvalidRequest
+from control_plane.fleet.wire import PROTOCOL
+
+_WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
+_INT32_MAX = 2**31 - 1
+# Field -> lowest and highest value. Ids travel as int32.
+_BOUNDS = {
+    "num_blocks": (1, _INT32_MAX),
+    "block_size": (1, 1 << 16),
+    "max_rows": (1, 1 << 20),
+    "max_step_tokens": (1, _INT32_MAX),
+    "arena_bytes": (0, 1 << 50),
+    "num_slots": (1, 1 << 20),
+    "max_model_len": (2, _INT32_MAX),
+    "vocab_size": (1, _INT32_MAX),
+}
+
+
+class BaseModelLike(Protocol):
+    """What the fleet needs to know of the base model."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the checkpoint, 64 lower-case hexadecimal digits."""
+
+    @property
+    def dtype(self) -> str:
+        """Serving dtype: "float32", "bfloat16" or "float16"."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+
+
+def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
+    """Raise InvalidRequest or BaseModelMismatch, with every value that is wrong, if the worker may not attach."""
+    violations = []
+    if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
+        raise BaseModelMismatch(
+            f"the worker speaks protocol {hello.protocol_min} to {hello.protocol_max}, the control plane {PROTOCOL}; "
+            "run both from the same version"
+        )
+    if not _WORKER_ID.fullmatch(hello.worker_id):
+        violations.append(
+            FieldViolation("hello.worker_id", f"{hello.worker_id[:80]!r} is not 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        )
+    for name, (lowest, highest) in _BOUNDS.items():
+        value = getattr(hello, name)
+        if not lowest <= value <= highest:
+            violations.append(FieldViolation(f"hello.{name}", f"{value} is not in {lowest}..{highest}"))
+    if violations:
+        raise InvalidRequest(*violations)
+    if hello.model_fingerprint != base_model.fingerprint:
+        raise BaseModelMismatch(
+            f"worker {hello.worker_id} holds checkpoint {hello.model_fingerprint[:12]}, this control plane serves "
+            f"{base_model.fingerprint[:12]}; start both with the same checkpoint"
+        )
+    if hello.dtype != base_model.dtype:
+        raise BaseModelMismatch(
+            f"worker {hello.worker_id} computes in {hello.dtype!r}, this control plane serves {base_model.dtype!r}; "
+            "start both with the same --dtype"
+        )
+    if hello.vocab_size != base_model.vocab_size:
+        raise BaseModelMismatch(
+            f"worker {hello.worker_id} has {hello.vocab_size} logits, the base model {base_model.vocab_size}"
+        )

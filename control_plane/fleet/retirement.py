@@ -1,0 +1,45 @@
+"""Adapters on their way out: asks every worker to forget one, and knows when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from control_plane.fleet.jobs import Job
+from control_plane.fleet.session import WorkerSession
+from control_plane.scheduler.types import RequestId
+
+
+class Retirement:
+    """Digests that are being retired. `sessions` and `jobs` are the fleet's own, read only."""
+
+    def __init__(self, sessions: Mapping[str, WorkerSession], jobs: Mapping[RequestId, Job]) -> None:
+        self._sessions = sessions
+        self._jobs = jobs
+        self._gone: dict[str, asyncio.Event] = {}  # digest -> set when nothing uses or holds it
+        self._is_check_due = False
+
+    async def retire(self, digest: str) -> None:
+        """Return once no request uses the adapter and no worker holds it. Several callers may wait for one digest."""
+        gone = self._gone.setdefault(digest, asyncio.Event())
+        self._check()
+        await gone.wait()
+
+    def check_soon(self) -> None:
+        """Look again after this turn of the loop: something ended."""
+        if self._gone and not self._is_check_due:
+            self._is_check_due = True
+            asyncio.get_running_loop().call_soon(self._check)
+
+    def _check(self) -> None:
+        self._is_check_due = False
+        for digest in list(self._gone):
+            for session in self._sessions.values():
+                session.purge_digest(digest)
+            if not self._is_used(digest):
+                self._gone.pop(digest).set()
+
+    def _is_used(self, digest: str) -> bool:
+        return any(
+            job.request.adapter is not None and job.request.adapter.digest == digest for job in self._jobs.values()
+        ) or any(session.scheduler.has_digest(digest) for session in self._sessions.values())

@@ -1,0 +1,107 @@
+"""WorkerService: joins the plan stream's gRPC ends to the fleet's sessions, and hands out packed adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+from motet.v1 import plan_pb2, plan_pb2_grpc
+
+from control_plane.errors import MotetError, status_of
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.session import WorkerSession
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+PIECE_BYTES = 1 << 20
+
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+_AttachContext = grpc.aio.ServicerContext[plan_pb2.AttachRequest, plan_pb2.AttachResponse]
+_FetchContext = grpc.aio.ServicerContext[plan_pb2.FetchAdapterRequest, plan_pb2.FetchAdapterResponse]
+
+
+class PackedAdapterLike(Protocol):
+    """One adapter's packed bytes."""
+
+    @property
+    def manifest(self) -> bytes:
+        """Canonical JSON; its SHA-256 is the digest."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Whole chunks in the manifest's order."""
+
+
+class WeightsSourceLike(Protocol):
+    """Where packed adapters come from."""
+
+    async def open_packed(self, digest: str) -> PackedAdapterLike:
+        """The adapter, from whichever tier has it. Raises MotetError."""
+
+
+class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
+    """The servicer of the worker port."""
+
+    def __init__(self, fleet: Fleet, weights: WeightsSourceLike) -> None:
+        self._fleet = fleet
+        self._weights = weights
+
+    async def Attach(self, _requests: object, context: _AttachContext) -> None:  # noqa: N802 - the RPC's name
+        """One session, from the worker's Hello to the end of either side."""
+        try:
+            first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_TIMEOUT_S:g} s")
+        if first is _EOF or first.WhichOneof("message") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
+        try:
+            session = self._fleet.attach(first.hello)
+        except MotetError as error:
+            logger.warning("worker refused worker_id=%s: %s", first.hello.worker_id[:80], error)
+            await context.abort(status_of(error), str(error))
+        tasks = [
+            asyncio.create_task(self._read(session, context)),
+            asyncio.create_task(self._write(session, context)),
+        ]
+        try:
+            await session.ended.wait()
+        finally:
+            # 1. The session ended: the stream follows. 2. The stream broke or the server stops: the session follows.
+            session.end(grpc.StatusCode.UNAVAILABLE, "the stream was cut", is_death=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if session.end_code is not None:
+            await context.abort(session.end_code, session.end_reason)
+
+    async def _read(self, session: WorkerSession, context: _AttachContext) -> None:
+        try:
+            while (message := await context.read()) is not _EOF:
+                session.receive(message)
+            session.end(None, "the worker left")
+        except Exception as error:  # whatever gRPC raises for a broken stream
+            session.end(grpc.StatusCode.UNAVAILABLE, f"the stream broke: {type(error).__name__}", is_death=True)
+
+    async def _write(self, session: WorkerSession, context: _AttachContext) -> None:
+        try:
+            while messages := await session.outgoing():
+                for message in messages:
+                    await context.write(message)
+        except Exception as error:  # as above
+            session.end(grpc.StatusCode.UNAVAILABLE, f"the stream broke: {type(error).__name__}", is_death=True)
+
+    async def FetchAdapter(self, request: plan_pb2.FetchAdapterRequest, context: _FetchContext) -> None:  # noqa: N802
+        """The manifest, then the chunks in pieces."""
+        try:
+            packed = await self._weights.open_packed(request.digest)
+            await context.write(plan_pb2.FetchAdapterResponse(manifest=packed.manifest))
+            async for chunk in packed.chunks():
+                for start in range(0, len(chunk), PIECE_BYTES):
+                    await context.write(plan_pb2.FetchAdapterResponse(data=chunk[start : start + PIECE_BYTES]))
+        except MotetError as error:
+            logger.warning("adapter not served worker_id=%s digest=%s: %s", request.worker_id, request.digest, error)
+            await context.abort(status_of(error), str(error))

@@ -1,0 +1,309 @@
+"""One attached worker: its scheduler, its half of the plan stream, its heartbeats.
+
+Driven by events alone: a received message, a change by the fleet, a tick. It does no I/O: messages to be sent pile
+up in `outgoing`, which the service writes to the stream. Every result is applied and answered by the next plan before
+`receive` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+from motet.v1 import plan_pb2
+
+from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
+from control_plane.fleet.wire import PROTOCOL, GarbageResult, PlanEncoder, limits_of
+from control_plane.scheduler.errors import ResultMismatch, SlotReportMismatch
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.types import LoadSlot, Request, RequestId, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_NUM_STEP_TIMES = 32
+_SlotStateKind = plan_pb2.SlotState.State
+
+
+class SessionOwner(Protocol):
+    """What a session reports to."""
+
+    def on_outputs(self, session: WorkerSession, outputs: list[RequestOutput]) -> None:
+        """Requests of the session gained tokens or ended."""
+
+    def on_load(self, digest: str) -> None:
+        """The worker is told to load this adapter."""
+
+    def on_changed(self) -> None:
+        """A slot changed or a step was answered."""
+
+    def on_ended(self, session: WorkerSession) -> None:
+        """The session is over; its requests are to be moved. Called once."""
+
+
+class WorkerSession:
+    """The control plane's view of one connection to a worker."""
+
+    def __init__(
+        self,
+        hello: plan_pb2.Hello,
+        epoch: int,
+        settings: FleetSettings,
+        owner: SessionOwner,
+        host_cache_url: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.worker_id = hello.worker_id
+        self.epoch = epoch
+        self.max_rows = hello.max_rows
+        self.limits = limits_of(hello, settings.plan_depth)
+        self.scheduler = Scheduler(self.limits)
+        self._device = hello.device
+        self._settings = settings
+        self._owner = owner
+        self._clock = clock
+        self._encoder = PlanEncoder(epoch, hello.vocab_size)
+        self._request_by_row: dict[int, RequestId] = {}
+        self._is_pump_due = False
+
+        self._outgoing: list[plan_pb2.AttachResponse] = []
+        self._wake = asyncio.Event()  # outgoing is not empty, or the session ended
+        self.ended = asyncio.Event()
+        self.end_code: grpc.StatusCode | None = None
+        self.end_reason = ""
+        self.is_death = False  # the worker broke off, fell silent or sent garbage
+
+        self._last_heard_s = self._last_ping_s = clock()
+        self._num_pings = 0
+        self._num_steps = 0
+        self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
+        self._resident_bytes = 0
+        self._num_stale_slot_states = 0
+        self._send(
+            plan_pb2.AttachResponse(
+                welcome=plan_pb2.Welcome(
+                    protocol=PROTOCOL,
+                    epoch=epoch,
+                    heartbeat_interval_ms=settings.heartbeat_interval_ms,
+                    dead_after_ms=settings.dead_after_ms,
+                    plan_depth=settings.plan_depth,
+                    host_cache_url=host_cache_url,
+                )
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"WorkerSession(worker_id={self.worker_id}, epoch={self.epoch}, end={self.end_reason or None})"
+
+    @property
+    def num_stale_messages(self) -> int:
+        """Results and slot states of another epoch, or answered before: dropped."""
+        return self._encoder.num_stale_results + self._num_stale_slot_states
+
+    # ---- the fleet's side ----
+
+    def add(self, request: Request) -> None:
+        """Take a request on. Raises RequestNeverFits."""
+        self.scheduler.add(request, self._clock())
+        self._pump_soon()
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Drop a request; its blocks and slot are free once no plan in flight uses them."""
+        self.scheduler.cancel(request_id, self._clock())
+        self._pump_soon()
+
+    def pause(self, request_id: RequestId) -> None:
+        """Schedule it no more until `unpause`."""
+        self.scheduler.pause(request_id)
+
+    def unpause(self, request_id: RequestId) -> None:
+        """Schedule it again."""
+        self.scheduler.unpause(request_id)
+        self._pump_soon()
+
+    def purge_digest(self, digest: str) -> None:
+        """Forget an adapter as far as no live request uses it."""
+        self.scheduler.purge_digest(digest)
+        self._pump_soon()
+
+    def running_request_ids(self) -> set[RequestId]:
+        """Requests that hold a row of the worker, just ended ones included."""
+        return set(self._request_by_row.values())
+
+    def tick(self, now_s: float, *, was_asleep: bool = False) -> None:
+        """Send a ping that is due, end requests whose deadline passed, notice a silent worker.
+
+        `was_asleep`: this process did not run for a while, so that silence proves nothing.
+        """
+        if was_asleep:
+            self._last_heard_s = now_s
+        silent_s = now_s - self._last_heard_s
+        if silent_s >= self._settings.dead_after_ms / 1000:
+            self.end(grpc.StatusCode.UNAVAILABLE, f"silent for {silent_s:.1f} s", is_death=True)
+            return
+        if now_s - self._last_ping_s >= self._settings.heartbeat_interval_ms / 1000:
+            self._last_ping_s = now_s
+            self._num_pings += 1
+            self._send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._num_pings)))
+        outputs = self.scheduler.expire(now_s)
+        if outputs:
+            self._owner.on_outputs(self, outputs)
+            self._pump_soon()
+
+    def end(self, code: grpc.StatusCode | None, reason: str, *, is_death: bool = False) -> None:
+        """End the session once; None: the stream ends without an error."""
+        if self.ended.is_set():
+            return
+        self.end_code, self.end_reason, self.is_death = code, reason, is_death
+        self.ended.set()
+        self._wake.set()
+        logger.info("worker session ended worker_id=%s epoch=%d: %s", self.worker_id, self.epoch, reason)
+        self._owner.on_ended(self)
+
+    # ---- the stream's side ----
+
+    async def outgoing(self) -> list[plan_pb2.AttachResponse]:
+        """Everything to be sent, in order; waits for it. Empty once the session ended."""
+        while not self._outgoing and not self.ended.is_set():
+            self._wake.clear()
+            await self._wake.wait()
+        messages, self._outgoing = self._outgoing, []
+        return [] if self.ended.is_set() else messages
+
+    def receive(self, message: plan_pb2.AttachRequest) -> None:
+        """Take one message of the worker; whatever follows from it is in `outgoing` on return."""
+        if self.ended.is_set():
+            return
+        self._last_heard_s = self._clock()
+        try:
+            self._handle(message)
+        except (GarbageResult, ResultMismatch, SlotReportMismatch) as error:
+            self.end(grpc.StatusCode.ABORTED, f"garbage from the worker: {error}", is_death=True)
+        except Exception:  # the loop's edge: this worker's requests move on, the other workers live
+            logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
+            self.end(grpc.StatusCode.ABORTED, "the control plane's books of this session broke", is_death=True)
+
+    @property
+    def sent_garbage(self) -> bool:
+        """Whether it ended because nothing the worker says can be trusted."""
+        return self.end_code is grpc.StatusCode.ABORTED
+
+    def _handle(self, message: plan_pb2.AttachRequest) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "step_result":
+            self._on_result(message.step_result)
+        elif kind == "slot_state":
+            self._on_slot_state(message.slot_state)
+        elif kind == "heartbeat":
+            self._resident_bytes = message.heartbeat.resident_bytes
+        elif kind == "fault":
+            fault = message.fault
+            logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, fault.reason)
+            self.end(None, f"fault in step {fault.step_id}", is_death=True)
+        else:
+            raise GarbageResult(f"unexpected message {kind}")
+
+    def _on_result(self, message: plan_pb2.StepResult) -> None:
+        result = self._encoder.decode_result(message)
+        if result is None:
+            return
+        self._num_steps += 1
+        self._step_times_us.append(message.step_time_us)
+        outputs = self.scheduler.apply(result, self._clock())
+        self.pump()  # before delivering: the worker waits, the readers are woken later anyway
+        if outputs:
+            self._owner.on_outputs(self, outputs)
+        self._owner.on_changed()
+
+    def _on_slot_state(self, message: plan_pb2.SlotState) -> None:
+        if message.epoch != self.epoch:
+            self._num_stale_slot_states += 1
+            return
+        slot, generation = message.slot, message.generation
+        if message.state == _SlotStateKind.STATE_READY:
+            self.scheduler.slot_ready(slot, generation)
+        elif message.state == _SlotStateKind.STATE_EMPTY:
+            self.scheduler.slot_empty(slot, generation)
+        elif message.state == _SlotStateKind.STATE_FAILED:
+            logger.warning("adapter load failed worker_id=%s slot=%d: %s", self.worker_id, slot, message.reason)
+            outputs = self.scheduler.slot_failed(
+                slot, generation, message.reason, is_retryable=message.retryable, now_s=self._clock()
+            )
+            self._owner.on_outputs(self, outputs)
+        else:
+            raise GarbageResult(f"slot {slot}: state {message.state}")
+        self.pump()
+        self._owner.on_changed()
+
+    # ---- plans ----
+
+    def pump(self) -> None:
+        """Send every slot command and every plan that the credits allow."""
+        self._is_pump_due = False
+        if self.ended.is_set():
+            return
+        now_s = self._clock()
+        self._send_commands()
+        while (plan := self.scheduler.plan(now_s)) is not None:
+            self._send_commands()
+            for row in plan.freed_rows:
+                self._request_by_row.pop(row, None)
+            for new in plan.new_rows:
+                self._request_by_row[new.row] = new.request_id
+            self._send(self._encoder.encode(plan))
+
+    def _pump_soon(self) -> None:
+        """Pump once after everything that happens in this turn of the loop: a burst of requests makes one plan."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump_if_due)
+
+    def _pump_if_due(self) -> None:
+        if self._is_pump_due:
+            try:
+                self.pump()
+            except Exception:  # the loop's edge, as in `receive`
+                logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
+                self.end(grpc.StatusCode.ABORTED, "the control plane's books of this session broke", is_death=True)
+
+    def _send_commands(self) -> None:
+        for command in self.scheduler.slot_commands():
+            if isinstance(command, LoadSlot):
+                self._owner.on_load(command.digest)
+            self._send(self._encoder.encode_command(command))
+
+    def _send(self, message: plan_pb2.AttachResponse) -> None:
+        self._outgoing.append(message)
+        self._wake.set()
+
+    # ---- numbers ----
+
+    def snapshot(self) -> WorkerSnapshot:
+        """The worker at this moment."""
+        stats = self.scheduler.stats()
+        step_times = self._step_times_us
+        return WorkerSnapshot(
+            worker_id=self.worker_id,
+            device=self._device,
+            epoch=self.epoch,
+            num_steps=self._num_steps,
+            num_plans_in_flight=stats.num_plans_in_flight,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_blocks=stats.num_blocks,
+            num_blocks_held=stats.num_blocks_held,
+            num_blocks_cached=stats.num_blocks_cached,
+            block_size=self.limits.block_size,
+            arena_bytes=self.limits.arena_bytes,
+            arena_used_bytes=stats.arena_used_bytes,
+            num_adapters_loaded=stats.num_adapters_loaded,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_tokens_sampled=stats.num_tokens_sampled,
+            step_time_ms=sum(step_times) / len(step_times) / 1000 if step_times else 0.0,
+            resident_bytes=self._resident_bytes,
+        )

@@ -1,0 +1,185 @@
+"""The control plane's end of the plan stream's encoding: scheduler data to protobuf and back.
+
+The scheduler lists every scheduled row of a step; what travels is the difference to what the worker knows. The
+encoder keeps a mirror of the worker's rows for that, and of what each unanswered step must answer. Both are pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+from motet.v1 import plan_pb2
+
+from control_plane.scheduler.types import LoadSlot, NewRow, SlotCommand, StepPlan, StepResult, WorkerLimits
+
+PROTOCOL = 1
+
+_INT32 = np.dtype("<i4")
+
+
+class GarbageResult(Exception):
+    """The worker's answer contradicts what it was told to do: nothing it says can be trusted."""
+
+
+class PlanEncoder:
+    """Turns the plans of one session into differences, and checks the results against them."""
+
+    def __init__(self, epoch: int, vocab_size: int) -> None:
+        self._epoch = epoch
+        self._vocab_size = vocab_size
+        # Invariant: a row the worker knows is in exactly one of these three.
+        self._tokens_left: dict[int, int] = {}  # row in prefill -> known tokens not yet computed
+        self._decoding: set[int] = set()
+        self._paused: set[int] = set()
+        self._expected: deque[bytes] = deque()  # per unanswered step: rows that sample, in order, packed
+        self._num_answered = 0  # steps; they count up from 1, so this is also the last answered step's id
+        self.num_stale_results = 0  # of another epoch, or answered before: dropped
+
+    def encode(self, plan: StepPlan) -> plan_pb2.AttachResponse:
+        """The message that carries `plan`, which must follow the plans encoded before."""
+        next_step_id = self._num_answered + len(self._expected) + 1
+        assert plan.step_id == next_step_id, f"step {plan.step_id} where {next_step_id} is next"
+        for row in plan.freed_rows:
+            self._forget(row)
+        for new in plan.new_rows:
+            assert not self._is_known(new.row), f"row {new.row} begins and was not freed"
+            self._tokens_left[new.row] = len(new.token_ids) - new.num_computed_tokens
+
+        decodes = [item.row for item in plan.scheduled if item.is_decode]
+        prefills = [(item.row, item.num_tokens) for item in plan.scheduled if not item.is_decode]
+        scheduled = set(decodes)
+        paused = sorted(self._decoding - scheduled)
+        resumed = sorted(scheduled & self._paused)
+        unknown = scheduled - self._decoding - self._paused
+        assert not unknown, f"step {plan.step_id} decodes rows {sorted(unknown)}, which have not finished their prefill"
+        self._paused.update(paused)
+        self._paused.difference_update(resumed)
+        self._decoding = scheduled
+
+        sampling = decodes
+        for row, num_tokens in prefills:
+            left = self._tokens_left[row] - num_tokens
+            assert left >= 0, f"step {plan.step_id} prefills {-left} tokens too many of row {row}"
+            self._tokens_left[row] = left
+            if left == 0:
+                del self._tokens_left[row]
+                self._decoding.add(row)
+                sampling.append(row)
+        self._expected.append(_packed(sampling))
+        return plan_pb2.AttachResponse(
+            step_plan=plan_pb2.StepPlan(
+                step_id=plan.step_id,
+                epoch=self._epoch,
+                freed_rows=_packed(plan.freed_rows),
+                new_rows=[_encode_new_row(row) for row in plan.new_rows],
+                appended_blocks=_packed_pairs(plan.appended_blocks),
+                paused_rows=_packed(paused),
+                resumed_rows=_packed(resumed),
+                prefills=_packed_pairs(prefills),
+                block_copies=_packed_pairs(plan.block_copies),
+            )
+        )
+
+    def decode_result(self, message: plan_pb2.StepResult) -> StepResult | None:
+        """The result of the oldest unanswered step, or None if it is of another epoch or was answered before.
+
+        Raises GarbageResult if it answers a step that was not sent, leaves out or makes up a row, or names a token
+        outside the vocabulary.
+        """
+        if message.epoch != self._epoch:
+            self.num_stale_results += 1
+            return None
+        if message.step_id <= self._num_answered:
+            self.num_stale_results += 1
+            return None
+        if not self._expected or message.step_id != self._num_answered + 1:
+            raise GarbageResult(f"result of step {message.step_id} after that of step {self._num_answered}")
+        rows = message.rows
+        if len(message.token_ids) != len(rows) or len(rows) % 4 or len(message.failed_rows) % 4:
+            raise GarbageResult(
+                f"step {message.step_id}: {len(rows)} bytes of rows, {len(message.token_ids)} of tokens, "
+                f"{len(message.failed_rows)} of failed rows"
+            )
+        failed_rows = np.frombuffer(message.failed_rows, dtype=_INT32).tolist()
+        if rows != _without(self._expected[0], failed_rows):
+            raise GarbageResult(f"step {message.step_id}: rows other than those that sample in it")
+        tokens = np.frombuffer(message.token_ids, dtype=_INT32)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            raise GarbageResult(f"step {message.step_id}: token outside 0..{self._vocab_size - 1}")
+        self._expected.popleft()
+        self._num_answered += 1
+        row_ids = np.frombuffer(rows, dtype=_INT32).tolist()
+        return StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows)
+
+    def encode_command(self, command: SlotCommand) -> plan_pb2.AttachResponse:
+        """The message that carries a slot command."""
+        if isinstance(command, LoadSlot):
+            load = plan_pb2.LoadAdapter(
+                slot=command.slot, generation=command.generation, digest=command.digest, epoch=self._epoch
+            )
+            return plan_pb2.AttachResponse(load_adapter=load)
+        evict = plan_pb2.EvictAdapter(slot=command.slot, generation=command.generation, epoch=self._epoch)
+        return plan_pb2.AttachResponse(evict_adapter=evict)
+
+    def _is_known(self, row: int) -> bool:
+        return row in self._tokens_left or row in self._decoding or row in self._paused
+
+    def _forget(self, row: int) -> None:
+        assert self._is_known(row), f"row {row} is freed and was not in use"
+        self._tokens_left.pop(row, None)
+        self._decoding.discard(row)
+        self._paused.discard(row)
+
+
+def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
+    """What the scheduler of a session may use."""
+    return WorkerLimits(
+        num_blocks=hello.num_blocks,
+        block_size=hello.block_size,
+        max_rows=hello.max_rows,
+        max_step_tokens=hello.max_step_tokens,
+        num_slots=hello.num_slots,
+        arena_bytes=hello.arena_bytes,
+        max_model_len=hello.max_model_len,
+        plan_depth=plan_depth,
+    )
+
+
+def _encode_new_row(row: NewRow) -> plan_pb2.NewRow:
+    sampling = row.sampling
+    return plan_pb2.NewRow(
+        row=row.row,
+        token_ids=_packed(row.token_ids),
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_computed_tokens=row.num_computed_tokens,
+        block_ids=_packed(row.block_ids),
+        slot=row.slot,
+        slot_generation=row.slot_generation,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+    )
+
+
+def _packed(values: list[int]) -> bytes:
+    return np.array(values, dtype=_INT32).tobytes() if values else b""
+
+
+def _packed_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
+    return _packed(list(chain.from_iterable(pairs)))
+
+
+def _without(rows: bytes, failed_rows: list[int]) -> bytes:
+    """`rows` without the failed ones, which must be among them."""
+    if not failed_rows:
+        return rows
+    remaining = np.frombuffer(rows, dtype=_INT32).tolist()
+    for row in failed_rows:
+        if row not in remaining:
+            raise GarbageResult(f"row {row} failed and was not to sample")
+        remaining.remove(row)
+    return _packed(remaining)
