@@ -1,0 +1,265 @@
+"""The adapter arena: loads packed adapters into slots, and hands each step the weights it multiplies with.
+
+Loader threads call `load`; everything else belongs to the compute thread. A load writes pages that nobody reads and
+becomes visible in one assignment at its end, so that a step sees all of an adapter or nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from data_plane.adapters.packed import Manifest, read_chunk, read_manifest
+from data_plane.adapters.pages import PagePool
+from data_plane.adapters.sites import Site
+from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
+from data_plane.adapters.step import LoraStep
+from data_plane.adapters.working_set import WorkingSet
+from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable, ArenaFull, StaleSlot
+from data_plane.plan import AdapterSource
+from kernels.lora import PagedSite, Route
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterArena:
+    """Slots over a byte budget (data_plane.plan.AdapterSlots)."""
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        num_slots: int,
+        arena_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        base_fingerprint: str,
+    ) -> None:
+        if not sites:
+            raise ValueError("sites is empty: the model has no linear that adapters may target")
+        if num_slots < 1 or arena_bytes < 0:
+            raise ValueError(f"num_slots is {num_slots} and arena_bytes {arena_bytes}, want at least 1 and 0")
+        self._sites = {site.name: site for site in sites}
+        self._num_slots = num_slots
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._base_fingerprint = base_fingerprint
+        self._pool = PagePool(sites, arena_bytes, dtype, self._device)
+        self._table = SlotTable(sites, num_slots, self._pool.num_pages, self._device)
+        self._working_set = WorkingSet(sites, self._pool, arena_bytes)
+        # Guards the pool's free list, _loads, _ready and _unlisted.
+        self._lock = threading.Lock()
+        # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
+        self._loads: dict[int, Load] = {}
+        self._ready: dict[int, ResidentAdapter] = {}
+        self._unlisted: list[ResidentAdapter] = []  # published, not yet in the slot table
+        self._reserved: dict[Load, npt.NDArray[np.int64]] = {}  # pages of loads, cancelled ones included
+
+    # ---- loader threads ----
+
+    def load(self, slot: int, generation: int, digest: str, source: AdapterSource) -> None:
+        """Fill an empty slot (see AdapterSlots). Returns when plans may name it.
+
+        A load that is cancelled by `evict` or `clear` raises AdapterLoadError and gives its pages back.
+        """
+        load = self._begin(slot, generation, digest)
+        try:
+            data, chunks = source.open(digest)
+            manifest = read_manifest(data, digest)
+            weights, num_pages = self._plan(manifest)
+            page_ids = self._reserve(load, num_pages)
+            self._pool.zero(page_ids)
+            size_bytes = self._write(load, manifest, chunks, weights, page_ids)
+            self._publish(load, page_ids, weights, size_bytes)
+        except BaseException as error:
+            self._abandon(load)
+            if isinstance(error, AdapterLoadError) or not isinstance(error, Exception):
+                raise
+            raise AdapterLoadError(f"adapter {digest}: {type(error).__name__} while loading: {error}") from error
+        logger.info("adapter ready slot=%d generation=%d digest=%s pages=%d", slot, generation, digest, num_pages)
+
+    def _begin(self, slot: int, generation: int, digest: str) -> Load:
+        if not 0 <= slot < self._num_slots:
+            raise AdapterLoadError(f"slot {slot} is not one of the {self._num_slots} slots")
+        load = Load(slot, generation, digest)
+        with self._lock:
+            if slot in self._loads or slot in self._ready:
+                raise AdapterLoadError(f"slot {slot} is not empty; evict what it holds first")
+            self._loads[slot] = load
+        return load
+
+    def _plan(self, manifest: Manifest) -> tuple[dict[str, SiteWeights], int]:
+        """Where each module goes, and how many pages that takes."""
+        where = f"adapter {manifest.digest}"
+        if manifest.base_fingerprint != self._base_fingerprint:
+            raise AdapterMismatch(
+                f"{where}: base_fingerprint is {manifest.base_fingerprint}, this worker serves {self._base_fingerprint}"
+            )
+        if manifest.dtype != self._dtype:
+            raise AdapterMismatch(f"{where}: dtype is {manifest.dtype}, this worker serves {self._dtype}")
+        weights: dict[str, SiteWeights] = {}
+        first = 0
+        for module in (module for chunk in manifest.chunks for module in chunk.modules):
+            site = self._sites.get(module.name)
+            if site is None:
+                raise AdapterMismatch(f"{where}: the model has no linear {module.name}")
+            expected, got = (site.in_features, site.out_features), (module.in_features, module.out_features)
+            if expected != got:
+                raise AdapterMismatch(f"{where}: {module.name} is (in, out) {got}, the model's is {expected}")
+            num_a_pages = self._pool.num_pages_of(module.rank, module.in_features)
+            num_b_pages = self._pool.num_pages_of(module.rank, module.out_features)
+            weights[module.name] = SiteWeights(module.rank, module.scaling, first, num_a_pages, num_b_pages)
+            first += num_a_pages + num_b_pages
+        return weights, first
+
+    def _reserve(self, load: Load, num_pages: int) -> npt.NDArray[np.int64]:
+        with self._lock:
+            page_ids = self._pool.take(num_pages)
+            if page_ids is None:
+                needed, free = num_pages * self._pool.page_bytes, self._pool.num_free * self._pool.page_bytes
+                raise ArenaFull(
+                    f"adapter {load.digest} needs {needed} bytes, {free} of the arena are free; "
+                    "evict another or raise --arena-bytes"
+                )
+            self._reserved[load] = page_ids
+        return page_ids
+
+    def _write(
+        self,
+        load: Load,
+        manifest: Manifest,
+        chunks: object,
+        weights: dict[str, SiteWeights],
+        page_ids: npt.NDArray[np.int64],
+    ) -> int:
+        """Copy every chunk into the pages; the bytes of the matrices."""
+        size_bytes = 0
+        received = iter(chunks)  # type: ignore[call-overload]
+        for chunk in manifest.chunks:
+            if load.is_cancelled:
+                raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
+            data = next(received, None)
+            if data is None:
+                raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
+            for module, a, b in read_chunk(manifest, chunk, data):
+                entry = weights[module.name]
+                middle = entry.first + entry.num_a_pages
+                self._pool.write(page_ids[entry.first : middle], a)
+                self._pool.write(page_ids[middle : middle + entry.num_b_pages], b)
+                size_bytes += a.nbytes + b.nbytes
+        return size_bytes
+
+    def _publish(
+        self, load: Load, page_ids: npt.NDArray[np.int64], weights: dict[str, SiteWeights], size_bytes: int
+    ) -> None:
+        on_device = torch.from_numpy(page_ids).to(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the compute stream does not wait for this one
+        adapter = ResidentAdapter(load.slot, load.generation, load.digest, page_ids, on_device, weights, size_bytes)
+        with self._lock:
+            if load.is_cancelled:
+                raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
+            del self._loads[load.slot]
+            del self._reserved[load]
+            self._ready[load.slot] = adapter
+            self._unlisted.append(adapter)
+
+    def _abandon(self, load: Load) -> None:
+        with self._lock:
+            page_ids = self._reserved.pop(load, None)
+            if page_ids is not None:
+                self._pool.give_back(page_ids)
+            if self._loads.get(load.slot) is load:
+                del self._loads[load.slot]
+
+    # ---- compute thread ----
+
+    def check(self, slot: int, generation: int) -> None:
+        """Raise StaleSlot unless the slot is ready with this generation."""
+        adapter = self._ready.get(slot)
+        if adapter is None or adapter.generation != generation:
+            holds = "is not ready" if adapter is None else f"holds generation {adapter.generation}"
+            raise StaleSlot(f"slot {slot} {holds}, the plan names generation {generation}")
+
+    def evict(self, slot: int, generation: int) -> None:
+        """Empty the slot, or cancel its load (see AdapterSlots)."""
+        with self._lock:
+            load = self._loads.get(slot)
+            if load is not None and load.generation == generation:
+                load.is_cancelled = True
+                del self._loads[slot]
+                return
+            self.check(slot, generation)
+            self._remove(self._ready.pop(slot))
+        logger.info("adapter evicted slot=%d generation=%d", slot, generation)
+
+    def _remove(self, adapter: ResidentAdapter) -> None:
+        self._pool.give_back(adapter.page_ids)
+        if adapter in self._unlisted:
+            self._unlisted.remove(adapter)
+        self._table.remove(adapter.slot)
+
+    def used_bytes(self) -> int:
+        """Bytes of the arena in use, those of loads in progress included."""
+        return self._pool.num_used * self._pool.page_bytes
+
+    def clear(self) -> None:
+        """Empty every slot and cancel every load."""
+        with self._lock:
+            for load in self._loads.values():
+                load.is_cancelled = True
+            self._loads.clear()
+            for adapter in self._ready.values():
+                self._remove(adapter)
+            self._ready.clear()
+        self._working_set.clear()
+
+    def begin_step(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
+        """What the step's linears add, or None when no token has an adapter.
+
+        token_slots is int32 [num_tokens], -1 for none, best given on the host; slots_in_step names each slot of it.
+        Raises StaleSlot for a slot that is not ready.
+        """
+        if self._unlisted:
+            self._list_published()
+        if not slots_in_step:
+            return None
+        adapters: list[ResidentAdapter] = []
+        for slot in slots_in_step:
+            adapter = self._ready.get(slot)
+            if adapter is None:
+                raise StaleSlot(f"slot {slot} is not ready")
+            adapters.append(adapter)
+        route = Route.build(token_slots, self._device)
+        if not route.segments:
+            return None
+        unnamed = {segment.slot for segment in route.segments}.difference(slots_in_step)
+        if unnamed:
+            raise StaleSlot(f"tokens name the slots {sorted(unnamed)}, the step does not")
+        self._working_set.ensure(adapters)
+        return LoraStep(adapters, self._working_set, route)
+
+    def paged_site(self, name: str) -> PagedSite:
+        """One site's weights of all slots as they lie in the arena. Valid until the next load, evict or clear."""
+        if self._unlisted:
+            self._list_published()
+        return self._table.site(self._sites[name], self._pool.pages)
+
+    def _list_published(self) -> None:
+        with self._lock:
+            for adapter in self._unlisted:
+                self._table.put(adapter)
+            self._unlisted.clear()
+
+    def check_invariants(self) -> None:
+        """Assert that pages and slots balance."""
+        with self._lock:
+            held = [adapter.page_ids for adapter in self._ready.values()] + list(self._reserved.values())
+            self._pool.check(held)
+            assert not self._loads.keys() & self._ready.keys(), "a slot is loading and ready"
+            assert all(slot == adapter.slot for slot, adapter in self._ready.items()), "an adapter is in a wrong slot"

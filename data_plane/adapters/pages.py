@@ -1,0 +1,113 @@
+"""The arena's memory: pages of 8 ranks by W columns, and who has which.
+
+W is the greatest common divisor of all widths of the model's linears (1024 for a typical 8B decoder), so that every
+matrix is a whole number of pages of one kind. One kind of page means one byte budget without fragmentation: an
+adapter fits exactly if its bytes do, which is what the control plane counts. Not thread-safe: the arena locks.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from data_plane.adapters.sites import Site
+from kernels.lora import PAGE_RANKS
+
+
+class PagePool:
+    """Pages and their free list."""
+
+    def __init__(self, sites: Sequence[Site], arena_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tile_width = math.gcd(*(width for site in sites for width in (site.in_features, site.out_features)))
+        self.page_bytes = PAGE_RANKS * self.tile_width * dtype.itemsize
+        self.num_pages = arena_bytes // self.page_bytes
+        # Untouched pages of a large CPU tensor take no memory yet; nothing is read that was not written.
+        self.pages = torch.empty(self.num_pages, PAGE_RANKS, self.tile_width, dtype=dtype, device=device)
+        # Invariant: sorted, no two runs touch, and sum of lengths + num_used == num_pages.
+        self._free: list[tuple[int, int]] = [(0, self.num_pages)] if self.num_pages else []  # (start, length)
+        self.num_used = 0
+
+    @property
+    def num_free(self) -> int:
+        return self.num_pages - self.num_used
+
+    def num_pages_of(self, rank: int, width: int) -> int:
+        """Pages of one matrix [rank, width]."""
+        return -(-rank // PAGE_RANKS) * (width // self.tile_width)
+
+    def take(self, num_pages: int) -> npt.NDArray[np.int64] | None:
+        """Ids of free pages, or None if there are too few. Prefers the smallest run that holds all of them.
+
+        Without such a run the longest runs are joined, so that the pages lie in few pieces.
+        """
+        if num_pages > self.num_free:
+            return None
+        if num_pages == 0:
+            return np.zeros(0, dtype=np.int64)
+        fitting = [run for run in self._free if run[1] >= num_pages]
+        chosen = [min(fitting, key=lambda run: run[1])] if fitting else sorted(self._free, key=lambda run: -run[1])
+        ids: list[npt.NDArray[np.int64]] = []
+        missing = num_pages
+        for start, length in chosen:
+            taken = min(length, missing)
+            index = bisect_left(self._free, (start, length))
+            self._free[index : index + 1] = [(start + taken, length - taken)] if taken < length else []
+            ids.append(np.arange(start, start + taken, dtype=np.int64))
+            missing -= taken
+            if missing == 0:
+                break
+        self.num_used += num_pages
+        return np.sort(np.concatenate(ids))
+
+    def give_back(self, page_ids: npt.NDArray[np.int64]) -> None:
+        """Return pages that `take` gave."""
+        ordered = np.sort(page_ids)
+        for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
+            if len(run):
+                self._insert(int(run[0]), len(run))
+        self.num_used -= len(page_ids)
+
+    def _insert(self, start: int, length: int) -> None:
+        index = bisect_left(self._free, (start, 0))
+        if index < len(self._free) and self._free[index][0] < start + length:
+            raise AssertionError(f"page {self._free[index][0]} is given back twice")
+        if index and sum(self._free[index - 1]) > start:
+            raise AssertionError(f"page {start} is given back twice")
+        if index < len(self._free) and self._free[index][0] == start + length:
+            length += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == start:
+            previous_start, previous_length = self._free.pop(index - 1)
+            start, length = previous_start, previous_length + length
+        insort(self._free, (start, length))
+
+    def zero(self, page_ids: npt.NDArray[np.int64]) -> None:
+        """Clear pages before their next owner writes them."""
+        self.pages.index_fill_(0, torch.from_numpy(page_ids).to(self.pages.device), 0)
+
+    def write(self, page_ids: npt.NDArray[np.int64], matrix: torch.Tensor) -> None:
+        """Put a matrix [rank, width] into its pages, the rows up to the next multiple of 8 as zeros."""
+        rank, width = matrix.shape
+        num_groups, num_tiles = -(-rank // PAGE_RANKS), width // self.tile_width
+        padded = matrix.new_zeros(num_groups * PAGE_RANKS, width)
+        padded[:rank] = matrix
+        tiles = padded.view(num_groups, PAGE_RANKS, num_tiles, self.tile_width).transpose(1, 2)
+        flat = tiles.reshape(-1, PAGE_RANKS, self.tile_width)
+        self.pages.index_copy_(0, torch.from_numpy(page_ids).to(self.pages.device), flat.to(self.pages.device))
+
+    def read(self, page_ids: torch.Tensor, rank: int, width: int) -> torch.Tensor:
+        """The matrix [rank, width] of pages, page_ids int64 on the device."""
+        num_tiles = width // self.tile_width
+        tiles = self.pages.index_select(0, page_ids).view(-1, num_tiles, PAGE_RANKS, self.tile_width)
+        return tiles.transpose(1, 2).reshape(-1, width)[:rank]
+
+    def check(self, held: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Assert that free pages and the given ones are all pages, each once."""
+        free = [np.arange(start, start + length) for start, length in self._free]
+        every = np.sort(np.concatenate([*free, *held, np.zeros(0, dtype=np.int64)]))
+        assert np.array_equal(every, np.arange(self.num_pages)), "a page is lost or held twice"
+        assert sum(len(ids) for ids in held) == self.num_used, "num_used is not what is held"

@@ -1,0 +1,127 @@
+"""Slots: what is in each, and the table on the device that kernels read.
+
+The table's tensors keep their addresses for the life of the arena, so that captured graphs may hold them. Only the
+compute thread edits the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from data_plane.adapters.sites import Site
+from kernels.lora import PagedSite
+
+
+class SlotPhase(Enum):
+    """EMPTY -> LOADING -> READY -> EMPTY; a failed or cancelled load goes back to EMPTY."""
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWeights:
+    """Where one site's weights of one adapter lie."""
+
+    rank: int
+    scaling: float
+    first: int  # index of A's first page within the adapter's pages
+    num_a_pages: int
+    num_b_pages: int  # they follow A's
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentAdapter:
+    """An adapter in a slot; never changes after it is published."""
+
+    slot: int
+    generation: int
+    digest: str
+    page_ids: npt.NDArray[np.int64]
+    page_ids_device: torch.Tensor  # int64, the same
+    weights: dict[str, SiteWeights]  # by site name
+    size_bytes: int  # of all its matrices without page rounding
+
+
+class Load:
+    """One load in progress. `is_cancelled` is set by the compute thread, read by the loader."""
+
+    def __init__(self, slot: int, generation: int, digest: str) -> None:
+        self.slot = slot
+        self.generation = generation
+        self.digest = digest
+        self.is_cancelled = False
+
+
+class SlotTable:
+    """The slot table on the device."""
+
+    def __init__(self, sites: Sequence[Site], num_slots: int, num_pages: int, device: torch.device) -> None:
+        self._sites = {site.name: index for index, site in enumerate(sites)}
+        shape = (len(sites), num_slots)
+        self.page_ids = torch.zeros(num_pages, dtype=torch.int32, device=device)
+        self.first = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.scaling = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
+        # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
+        self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
+
+    def site(self, site: Site, pages: torch.Tensor) -> PagedSite:
+        """One site's view, for kernels."""
+        index = self._sites[site.name]
+        return PagedSite(
+            pages,
+            self.page_ids,
+            self.first[index],
+            self.rank[index],
+            self.scaling[index],
+            site.in_features,
+            site.out_features,
+        )
+
+    def put(self, adapter: ResidentAdapter) -> None:
+        """Enter an adapter into its slot, which is empty."""
+        assert adapter.slot not in self._rows, f"slot {adapter.slot} is taken"
+        start = max((begin + len(held.page_ids) for begin, held in self._rows.values()), default=0)
+        if start + len(adapter.page_ids) > len(self.page_ids):
+            start = self._compact()
+        self._write(adapter, start)
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot's row; a slot without one is left alone."""
+        if self._rows.pop(slot, None) is not None:
+            self.rank[:, slot] = 0
+            self.generation[slot] = 0
+
+    def _compact(self) -> int:
+        """Move all rows to the front; the first free index."""
+        start = 0
+        for _, adapter in sorted(self._rows.values(), key=lambda row: row[0]):
+            self._write(adapter, start)
+            start += len(adapter.page_ids)
+        return start
+
+    def _write(self, adapter: ResidentAdapter, start: int) -> None:
+        device = self.page_ids.device
+        columns = np.zeros((2, len(self._sites)), dtype=np.float32)
+        first = np.zeros(len(self._sites), dtype=np.int32)
+        for name, weights in adapter.weights.items():
+            index = self._sites[name]
+            first[index] = start + weights.first
+            columns[0, index] = weights.rank
+            columns[1, index] = weights.scaling
+        slot = adapter.slot
+        self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
+        self.first[:, slot] = torch.from_numpy(first).to(device)
+        self.rank[:, slot] = torch.from_numpy(columns[0].astype(np.int32)).to(device)
+        self.scaling[:, slot] = torch.from_numpy(columns[1]).to(device)
+        self.generation[slot] = adapter.generation
+        self._rows[slot] = (start, adapter)

@@ -1,0 +1,60 @@
+"""add_lora on stacked weights: two dense products over all slots, or two per slot.
+
+Written for the CPU, runs on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.lora.layout import Route, StackedSite
+
+# The dense form computes every token against every stacked rank and masks; the grouped form computes only what is
+# needed but in two small products per slot. Dense while the wasted products stay below this many per slot.
+DENSE_WASTE_PER_SEGMENT = 1024
+
+
+def add_lora(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
+    """See the package."""
+    if use_dense(site, route):
+        add_dense(y, x, site, route)
+    else:
+        add_grouped(y, x, site, route)
+
+
+def use_dense(site: StackedSite, route: Route) -> bool:
+    """Which form is faster, by the count of (token, rank) pairs that dense wastes."""
+    rows = site.columns.rows_by_slot
+    useful = sum(
+        segment.num_tokens * (rows[segment.slot].stop - rows[segment.slot].start)
+        for segment in route.segments
+        if segment.slot in rows
+    )
+    wasted = len(route.row_slots) * site.a.shape[0] - useful
+    return bool(wasted <= DENSE_WASTE_PER_SEGMENT * len(route.segments))
+
+
+def add_dense(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
+    """y += (mask * scaling * (x @ A_all.T)) @ B_all over the rows that have an adapter.
+
+    Hidden products are overwritten rather than multiplied by zero: another adapter's infinity stays its own.
+    """
+    shrunk = torch.mm(x[route.rows], site.a.T).mul_(site.columns.scaling)
+    shrunk.masked_fill_(route.hidden(site.columns), 0)
+    if isinstance(route.rows, slice):
+        y[route.rows].addmm_(shrunk, site.b)
+    else:
+        y[route.rows] = y[route.rows].addmm_(shrunk, site.b)
+
+
+def add_grouped(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
+    """The same, slot by slot."""
+    for segment in route.segments:
+        columns = site.columns.rows_by_slot.get(segment.slot)
+        if columns is None:
+            continue
+        shrunk = torch.mm(x[segment.rows], site.a[columns].T).mul_(site.columns.scaling_by_slot[segment.slot])
+        if isinstance(segment.rows, slice):
+            y[segment.rows].addmm_(shrunk, site.b[columns])
+        else:
+            y[segment.rows] = y[segment.rows].addmm_(shrunk, site.b[columns])

@@ -1,0 +1,127 @@
+"""How adapter weights lie in memory and which token takes which: the arguments of `add_lora`.
+
+Two forms of one site's weights (a site is one linear of the model):
+
+PagedSite, where they live. The arena is one tensor of pages [num_pages, 8, W], W dividing every width of the model.
+A page holds 8 ranks of W columns. The matrix A [rank, in] of a slot is cut in ceil(rank / 8) groups of 8 rows and
+in / W tiles of columns; the ids of its pages stand in page_ids from first[slot] on, group by group, and those of B
+[rank, out] follow at once. Rows past the rank are zero.
+
+    rank 12, in 64, out 32, W 32: A takes pages (group 0: tiles 0 1)(group 1: tiles 0 1), B (group 0)(group 1)
+
+StackedSite, a copy for dense products: the A of several slots one below the other, and their B.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PAGE_RANKS = 8  # rows of one page
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSite:
+    """One site's weights in the arena, for all slots. Every tensor keeps its address for the life of the arena."""
+
+    pages: torch.Tensor  # [num_pages, 8, W]
+    page_ids: torch.Tensor  # int32 [num_pages], shared by all sites and slots
+    first: torch.Tensor  # int32 [num_slots]: index into page_ids
+    rank: torch.Tensor  # int32 [num_slots]; 0 where the slot's adapter does not target the site, or there is none
+    scaling: torch.Tensor  # float32 [num_slots]
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What each row of a stack is. Sites with equal ranks and scalings share one object, and so its masks."""
+
+    slot: torch.Tensor  # int32 [R]; -2 for rows of nobody
+    scaling: torch.Tensor  # float32 [R]
+    rows_by_slot: dict[int, slice]
+    scaling_by_slot: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedSite:
+    """The weights of some slots, stacked by rank."""
+
+    a: torch.Tensor  # [R, in]
+    b: torch.Tensor  # [R, out]
+    columns: Columns
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one slot."""
+
+    slot: int
+    rows: slice | torch.Tensor  # of the step's tokens; a slice where they lie side by side
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which token takes which slot, computed once per step for all sites."""
+
+    token_slots: torch.Tensor  # int32 [num_tokens] on the device; -1: no adapter
+    rows: slice | torch.Tensor  # the tokens that have an adapter
+    row_slots: torch.Tensor  # int32: their slots
+    segments: list[Segment]
+    _hidden: dict[Columns, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, token_slots: torch.Tensor, device: torch.device) -> Route:
+        """Route of int32 [num_tokens], best given on the host."""
+        host = token_slots.cpu().numpy()
+        on_device = token_slots.to(device)
+        rows = _rows(np.flatnonzero(host >= 0), device)
+        order = np.argsort(host, kind="stable")
+        ordered = host[order]
+        bounds = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
+        segments = [
+            Segment(int(ordered[start]), _rows(order[start:end], device), end - start)
+            for start, end in itertools.pairwise(bounds)
+            if end > start and ordered[start] >= 0
+        ]
+        return cls(on_device, rows, on_device[rows], segments)
+
+    def hidden(self, columns: Columns) -> torch.Tensor:
+        """[rows with an adapter, R]: True where a row's slot is not the column's."""
+        if columns not in self._hidden:
+            self._hidden[columns] = self.row_slots[:, None] != columns.slot[None, :]
+        return self._hidden[columns]
+
+
+def _rows(indices: npt.NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
+    """A slice if the sorted indices have no gap."""
+    if len(indices) == 0:
+        return slice(0, 0)
+    if int(indices[-1]) - int(indices[0]) + 1 == len(indices):
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return torch.from_numpy(indices).to(device)
+
+
+def stack_columns(members: Sequence[tuple[int, int, float]], device: torch.device) -> Columns:
+    """Columns of members (slot or -2, rank, scaling), in the order of the stack."""
+    rows_by_slot: dict[int, slice] = {}
+    start = 0
+    for slot, rank, _ in members:
+        if slot >= 0:
+            rows_by_slot[slot] = slice(start, start + rank)
+        start += rank
+    ranks = [rank for _, rank, _ in members]
+    slots = np.repeat(np.array([slot for slot, _, _ in members], dtype=np.int32), ranks)
+    scalings = np.repeat(np.array([scaling for _, _, scaling in members], dtype=np.float32), ranks)
+    return Columns(
+        torch.from_numpy(slots).to(device),
+        torch.from_numpy(scalings).to(device),
+        rows_by_slot,
+        {slot: scaling for slot, _, scaling in members if slot >= 0},
+    )

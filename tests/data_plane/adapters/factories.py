@@ -1,0 +1,166 @@
+"""Packed adapters and arenas for tests, written from docs/protocol.md and not with the code under test."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from safetensors.torch import save
+
+from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.sites import Site
+from data_plane.errors import AdapterUnavailable
+
+BASE = "b" * 64
+SITES = tuple(
+    Site(f"model.layers.{layer}.{name}", in_features, out_features)
+    for layer in range(2)
+    for name, in_features, out_features in (("q", 32, 48), ("v", 32, 16), ("up", 32, 80), ("down", 80, 32))
+)
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass
+class Packed:
+    """An adapter as every tier holds it, and its matrices for the oracle."""
+
+    digest: str
+    manifest: bytes
+    chunks: list[bytes]
+    weights: dict[str, tuple[torch.Tensor, torch.Tensor, float]]  # site name -> A [rank, in], B [rank, out], scaling
+
+    @property
+    def arena_bytes(self) -> int:
+        """By the formula of docs/protocol.md."""
+        return sum(
+            -(-a.shape[0] // 8) * 8 * (a.shape[1] + b.shape[1]) * a.element_size() for a, b, _ in self.weights.values()
+        )
+
+
+@dataclass
+class DictSource:
+    """An AdapterSource over a dictionary."""
+
+    adapters: dict[str, Packed] = field(default_factory=dict)
+
+    def add(self, *adapters: Packed) -> DictSource:
+        self.adapters.update({adapter.digest: adapter for adapter in adapters})
+        return self
+
+    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+        if digest not in self.adapters:
+            raise AdapterUnavailable(f"adapter {digest} is nowhere")
+        return self.adapters[digest].manifest, iter(self.adapters[digest].chunks)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def pack(
+    ranks: Mapping[str, int] | int,
+    *,
+    sites: Sequence[Site] = SITES,
+    scaling: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    base: str = BASE,
+    changes: Mapping[str, object] | None = None,
+) -> Packed:
+    """An adapter of one rank on every site, or of the given ranks by site name. `changes` go into the manifest."""
+    if isinstance(ranks, int):
+        ranks = {site.name: ranks for site in sites}
+    by_name = {site.name: site for site in sites}
+    weights: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+    chunks: list[bytes] = []
+    entries: list[dict[str, object]] = []
+    for layer in sorted({name.split(".")[2] for name in ranks}):
+        tensors: dict[str, torch.Tensor] = {}
+        modules: list[dict[str, object]] = []
+        for name in sorted(name for name in ranks if name.split(".")[2] == layer):
+            site, rank = by_name[name], ranks[name]
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            a = torch.randn(rank, site.in_features, generator=generator).to(dtype)
+            b = torch.randn(rank, site.out_features, generator=generator).to(dtype)
+            weights[name] = (a, b, scaling)
+            tensors[f"{name}.a"], tensors[f"{name}.b"] = a, b
+            modules.append(
+                {
+                    "a_sha256": sha256(raw_bytes(a)),
+                    "b_sha256": sha256(raw_bytes(b)),
+                    "in_features": site.in_features,
+                    "out_features": site.out_features,
+                    "name": name,
+                    "rank": rank,
+                    "scaling": scaling,
+                }
+            )
+        chunks.append(save(tensors))
+        entries.append(
+            {
+                "modules": modules,
+                "name": f"layers.{layer}",
+                "sha256": sha256(chunks[-1]),
+                "size_bytes": len(chunks[-1]),
+            }
+        )
+    fields = {
+        "base_fingerprint": base,
+        "chunks": entries,
+        "dtype": DTYPE_NAMES[dtype],
+        "format": 1,
+        "kind": "lora",
+        **(changes or {}),
+    }
+    manifest = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    return Packed(sha256(manifest), manifest, chunks, weights)
+
+
+def make_arena(
+    *, num_slots: int = 4, arena_bytes: int = 1 << 20, sites: Sequence[Site] = SITES, dtype: torch.dtype = torch.float32
+) -> AdapterArena:
+    """An arena whose memory is NaN before it is written."""
+    arena = AdapterArena(
+        sites, num_slots=num_slots, arena_bytes=arena_bytes, dtype=dtype, device="cpu", base_fingerprint=BASE
+    )
+    arena._pool.pages.fill_(float("nan"))
+    return arena
+
+
+def expected_delta(
+    site: str, x: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
+) -> torch.Tensor:
+    """What the step adds to a site's output, from the packed matrices, in fp32."""
+    rows = []
+    for row, slot in enumerate(token_slots):
+        weights = in_slots[slot].weights.get(site) if slot >= 0 else None
+        if weights is None:
+            width = next(s.out_features for s in SITES if s.name == site)
+            rows.append(torch.zeros(width))
+        else:
+            a, b, scaling = weights
+            rows.append(scaling * ((x[row].float() @ a.float().T) @ b.float()))
+    return torch.stack(rows)
+
+
+def run_step(arena: AdapterArena, token_slots: Sequence[int], in_slots: Mapping[int, Packed], *, seed: int = 0) -> None:
+    """Run a step over every site and compare with the packed matrices."""
+    step = arena.begin_step(
+        torch.tensor(list(token_slots), dtype=torch.int32), sorted({slot for slot in token_slots if slot >= 0})
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for site in SITES:
+        x = torch.randn(len(token_slots), site.in_features, generator=generator)
+        y = torch.randn(len(token_slots), site.out_features, generator=generator)
+        expected = y + expected_delta(site.name, x, token_slots, in_slots)
+        if step is not None:
+            step.apply(site.name, x, y)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
