@@ -72,6 +72,7 @@ class OperationBook:
         operation.task = asyncio.create_task(self._run(operation, work), name=message.name)
         self._tasks.add(operation.task)
         operation.task.add_done_callback(self._tasks.discard)
+        operation.task.add_done_callback(lambda _task: _end(operation))
         self._forget_oldest()
         return message
 
@@ -81,16 +82,10 @@ class OperationBook:
             message.response.Pack(await work())
         except MotetError as error:
             message.error.CopyFrom(status_proto(error))
-        except asyncio.CancelledError:
-            message.error.code = grpc.StatusCode.CANCELLED.value[0]
-            message.error.message = "cancelled before it was done; nothing was changed"
         except Exception as error:
             correlation_id = secrets.token_hex(8)
             logger.error("operation failed name=%s correlation_id=%s", message.name, correlation_id, exc_info=error)
             message.error.CopyFrom(internal_status(correlation_id))
-        finally:
-            message.done = True
-            operation.done.set()
 
     def _forget_oldest(self) -> None:
         num_over = len(self._operations) - self._max_kept
@@ -134,23 +129,33 @@ class OperationBook:
             await asyncio.wait(self._tasks)
 
 
+def _end(operation: _Operation) -> None:
+    """Mark it done. A task that was cancelled, perhaps before its first line, left neither response nor error."""
+    message = operation.message
+    if message.WhichOneof("result") is None:
+        message.error.code = grpc.StatusCode.CANCELLED.value[0]
+        message.error.message = "cancelled before it was done"
+    message.done = True
+    operation.done.set()
+
+
 class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # the stub is untyped
     """google.longrunning.Operations over one book."""
 
     def __init__(self, book: OperationBook) -> None:
         self._book = book
 
-    async def GetOperation(self, request: Any, context: Context) -> Any:  # noqa: N802
+    async def GetOperation(self, request: Any, _context: Context) -> Any:  # noqa: N802
         return self._book.get(request.name).message
 
-    async def ListOperations(self, request: Any, context: Context) -> Any:  # noqa: N802
+    async def ListOperations(self, request: Any, _context: Context) -> Any:  # noqa: N802
         if request.filter:
             raise refuse("filter", "filters are not supported; leave it empty")
         page_size = page_size_of(request.page_size, request.page_token)
         operations, next_token = self._book.page(page_size, request.page_token)
         return operations_pb2.ListOperationsResponse(operations=operations, next_page_token=next_token)
 
-    async def WaitOperation(self, request: Any, context: Context) -> Any:  # noqa: N802
+    async def WaitOperation(self, request: Any, _context: Context) -> Any:  # noqa: N802
         """The operation when it is done, or as it stands after the timeout."""
         operation = self._book.get(request.name)
         timeout_s = MAX_WAIT_S
@@ -162,13 +167,13 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
             await asyncio.wait_for(operation.done.wait(), timeout_s)
         return operation.message
 
-    async def CancelOperation(self, request: Any, context: Context) -> empty_pb2.Empty:  # noqa: N802
+    async def CancelOperation(self, request: Any, _context: Context) -> empty_pb2.Empty:  # noqa: N802
         """Best effort: a deletion has begun already and goes on."""
         operation = self._book.get(request.name)
         if operation.is_cancellable and operation.task is not None:
             operation.task.cancel()
         return empty_pb2.Empty()
 
-    async def DeleteOperation(self, request: Any, context: Context) -> empty_pb2.Empty:  # noqa: N802
+    async def DeleteOperation(self, request: Any, _context: Context) -> empty_pb2.Empty:  # noqa: N802
         self._book.forget(request.name)
         return empty_pb2.Empty()

@@ -68,13 +68,15 @@ class RequestMemory:
         entry = self._entries[key] = _Entry(fingerprint, self._clock() + self._ttl_s, asyncio.Event())
         try:
             self._make_room()
-            entry.answer = await call()
+            answer = await call()
         except BaseException:
             del self._entries[key]
             raise
+        else:
+            entry.answer = answer
+            return answer
         finally:
             entry.done.set()
-        return cast("T", entry.answer)
 
     def _expire(self) -> None:
         now_s = self._clock()

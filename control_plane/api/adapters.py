@@ -1,0 +1,285 @@
+"""AdapterService: registers, lists, pins and deletes adapters.
+
+Translates between messages and the registry, the host cache and the fleet, in the order that keeps every tier
+consistent. One audit line per mutation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+from google.protobuf import empty_pb2
+from motet.v1 import adapters_pb2, adapters_pb2_grpc
+
+from control_plane.api import wire
+from control_plane.api.adapter_roots import AdapterRoots
+from control_plane.api.gate import DrainGate
+from control_plane.api.operations import OperationBook
+from control_plane.api.parts import Fleet, Record, Registry, Weights
+from control_plane.api.pins import Pins
+from control_plane.api.request_memory import RequestMemory
+from control_plane.api.upload import UploadReceiver
+from control_plane.api.validation import (
+    Violations,
+    adapter_id_of,
+    check_adapter_id,
+    check_digest,
+    check_display_name,
+    check_labels,
+    check_request_id,
+    page_size_of,
+)
+from control_plane.errors import MotetError
+
+logger = logging.getLogger(__name__)
+audit = logging.getLogger("motet.audit")
+
+SERVICE_NAME = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
+    """See protos/motet/v1/adapters.proto."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        weights: Weights,
+        fleet: Fleet,
+        gate: DrainGate,
+        book: OperationBook,
+        pins: Pins,
+        uploads: UploadReceiver,
+        roots: AdapterRoots,
+        memory: RequestMemory,
+    ) -> None:
+        self._registry = registry
+        self._weights = weights
+        self._fleet = fleet
+        self._gate = gate
+        self._book = book
+        self._pins = pins
+        self._uploads = uploads
+        self._roots = roots
+        self._memory = memory
+
+    # The stubs name the methods.
+    # ruff: noqa: N802
+
+    async def UploadAdapter(
+        self, request_iterator: AsyncIterator[adapters_pb2.UploadAdapterRequest], context: Context
+    ) -> adapters_pb2.UploadAdapterResponse:
+        """Receive, check, register."""
+        self._gate.check()
+        with _Audit("upload", context) as line:
+            async with self._uploads.open(aiter(request_iterator)) as upload:
+                header = upload.header
+                line.adapter_id = header.adapter_id
+
+                async def register() -> adapters_pb2.UploadAdapterResponse:
+                    files = await upload.receive()
+                    record = await self._registry.register(
+                        header.adapter_id,
+                        files,
+                        display_name=header.display_name,
+                        labels=dict(header.labels),
+                        validate_only=header.validate_only,
+                    )
+                    if not header.validate_only:
+                        await self._pins.follow(record)
+                    line.digest = record.active_digest
+                    return adapters_pb2.UploadAdapterResponse(adapter=wire.adapter_message(record, with_modules=True))
+
+                return await self._memory.once(
+                    "UploadAdapter",
+                    header.request_id,
+                    header.SerializeToString(deterministic=True),
+                    register,
+                    field="header.request_id",
+                )
+
+    async def CreateAdapter(self, request: adapters_pb2.CreateAdapterRequest, context: Context) -> Any:
+        """Register from an operator's root, as an operation."""
+        self._gate.check()
+        violations = Violations()
+        check_adapter_id(request.adapter_id, "adapter_id", violations)
+        check_display_name(request.display_name, "display_name", violations)
+        check_labels(request.labels, "labels", violations)
+        check_request_id(request.request_id, violations)
+        violations.raise_if_any()
+        files = await asyncio.to_thread(self._roots.files, request.source)
+        peer = context.peer()
+
+        async def work() -> adapters_pb2.Adapter:
+            with _Audit("create", peer, request.adapter_id) as line:
+                record = await self._registry.register(
+                    request.adapter_id,
+                    files,
+                    display_name=request.display_name,
+                    labels=dict(request.labels),
+                    validate_only=request.validate_only,
+                )
+                if not request.validate_only:
+                    await self._pins.follow(record)
+                line.digest = record.active_digest
+                return wire.adapter_message(record, with_modules=True)
+
+        async def start() -> Any:
+            return self._book.start(request.adapter_id, "create", work, is_cancellable=True)
+
+        fingerprint = request.SerializeToString(deterministic=True)
+        return await self._memory.once("CreateAdapter", request.request_id, fingerprint, start)
+
+    async def GetAdapter(
+        self, request: adapters_pb2.GetAdapterRequest, _context: Context
+    ) -> adapters_pb2.GetAdapterResponse:
+        """One adapter with modules and placements."""
+        record = self._registry.get(adapter_id_of(request.name))
+        return adapters_pb2.GetAdapterResponse(
+            adapter=wire.adapter_message(record, with_modules=True, placements=self._placements(record))
+        )
+
+    async def ListAdapters(
+        self, request: adapters_pb2.ListAdaptersRequest, _context: Context
+    ) -> adapters_pb2.ListAdaptersResponse:
+        """A page of adapters."""
+        size = page_size_of(request.page_size, request.page_token)
+        records, next_token = self._registry.list_page(size, request.page_token)
+        return adapters_pb2.ListAdaptersResponse(
+            adapters=[wire.adapter_message(record) for record in records], next_page_token=next_token
+        )
+
+    async def ListAdapterVersions(
+        self, request: adapters_pb2.ListAdapterVersionsRequest, _context: Context
+    ) -> adapters_pb2.ListAdapterVersionsResponse:
+        """A page of one adapter's versions."""
+        adapter_id = adapter_id_of(request.name)
+        size = page_size_of(request.page_size, request.page_token)
+        versions, next_token = self._registry.versions_page(adapter_id, size, request.page_token)
+        return adapters_pb2.ListAdapterVersionsResponse(
+            versions=[wire.version_message(version) for version in versions], next_page_token=next_token
+        )
+
+    async def UpdateAdapter(
+        self, request: adapters_pb2.UpdateAdapterRequest, context: Context
+    ) -> adapters_pb2.UpdateAdapterResponse:
+        """Change labels, display name or both."""
+        self._gate.check()
+        adapter = request.adapter
+        adapter_id = adapter_id_of(adapter.name, "adapter.name")
+        mask = set(request.update_mask.paths)
+        violations = Violations()
+        if not mask:
+            violations.add("update_mask", 'empty; name "labels", "display_name" or both')
+        for path in sorted(mask - {"labels", "display_name"}):
+            violations.add("update_mask", f'{path[:64]!r} cannot be changed; only "labels" and "display_name" can')
+        check_display_name(adapter.display_name, "adapter.display_name", violations)
+        check_labels(adapter.labels, "adapter.labels", violations)
+        violations.raise_if_any()
+        with _Audit("update", context, adapter_id):
+            record = await self._registry.update(
+                adapter_id,
+                display_name=adapter.display_name if "display_name" in mask else None,
+                labels=dict(adapter.labels) if "labels" in mask else None,
+                etag=adapter.etag,
+            )
+        return adapters_pb2.UpdateAdapterResponse(adapter=wire.adapter_message(record))
+
+    async def ActivateAdapterVersion(
+        self, request: adapters_pb2.ActivateAdapterVersionRequest, context: Context
+    ) -> adapters_pb2.ActivateAdapterVersionResponse:
+        """Flip the name to another version."""
+        self._gate.check()
+        adapter_id = adapter_id_of(request.name)
+        violations = Violations()
+        check_digest(request.digest, "digest", violations)
+        violations.raise_if_any()
+        with _Audit("activate", context, adapter_id, request.digest):
+            record = await self._registry.activate(adapter_id, request.digest, request.etag)
+            await self._pins.follow(record)
+        return adapters_pb2.ActivateAdapterVersionResponse(adapter=wire.adapter_message(record))
+
+    async def PinAdapter(
+        self, request: adapters_pb2.PinAdapterRequest, context: Context
+    ) -> adapters_pb2.PinAdapterResponse:
+        """Keep it in the host cache."""
+        self._gate.check()
+        adapter_id = adapter_id_of(request.name)
+        with _Audit("pin", context, adapter_id):
+            record = await self._pins.pin(adapter_id)
+        return adapters_pb2.PinAdapterResponse(adapter=wire.adapter_message(record))
+
+    async def UnpinAdapter(
+        self, request: adapters_pb2.UnpinAdapterRequest, context: Context
+    ) -> adapters_pb2.UnpinAdapterResponse:
+        """Take the pin back."""
+        self._gate.check()
+        adapter_id = adapter_id_of(request.name)
+        with _Audit("unpin", context, adapter_id):
+            record = await self._pins.unpin(adapter_id)
+        return adapters_pb2.UnpinAdapterResponse(adapter=wire.adapter_message(record))
+
+    async def DeleteAdapter(self, request: adapters_pb2.DeleteAdapterRequest, context: Context) -> Any:
+        """Refuse new requests at once; the operation ends when every tier is clear."""
+        self._gate.check()
+        adapter_id = adapter_id_of(request.name)
+        self._book.check_room()
+        with _Audit("delete", context, adapter_id):
+            digests = await self._registry.begin_delete(adapter_id, request.etag)
+
+        async def work() -> empty_pb2.Empty:
+            await self.clear(adapter_id, digests)
+            return empty_pb2.Empty()
+
+        return self._book.start(adapter_id, "delete", work, is_cancellable=False)
+
+    async def clear(self, adapter_id: str, digests: Sequence[str]) -> None:
+        """Take a name that is being deleted out of every tier; `digests` are those that no other name uses."""
+        await self._pins.forget(adapter_id)
+        for digest in digests:
+            await self._fleet.retire(digest)
+            await self._weights.drop(digest)
+        await self._registry.finish_delete(adapter_id)
+        logger.info("adapter deleted adapter_id=%s num_digests=%d", adapter_id, len(digests))
+
+    def _placements(self, record: Record) -> list[adapters_pb2.AdapterPlacement]:
+        digest = record.active_digest
+        if not digest:
+            return []
+        placements = [adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_STORE)]
+        if self._weights.is_cached(digest):
+            placements.append(adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_HOST_CACHE))
+        placements += [
+            adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_ARENA, worker_id=worker_id)
+            for worker_id in self._fleet.placements(digest)
+        ]
+        return placements
+
+
+class _Audit:
+    """Writes one line when a mutation ends: who, what, which digest, how it went."""
+
+    def __init__(self, verb: str, caller: Context | str, adapter_id: str = "", digest: str = "") -> None:
+        self._verb = verb
+        self._peer = caller if isinstance(caller, str) else caller.peer()
+        self.adapter_id = adapter_id
+        self.digest = digest
+
+    def __enter__(self) -> _Audit:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        result = "ok" if kind is None else error.reason if isinstance(error, MotetError) else kind.__name__
+        audit.info(
+            "verb=%s adapter_id=%s digest=%s peer=%s result=%s",
+            self._verb,
+            self.adapter_id,
+            self.digest,
+            self._peer,
+            result,
+        )

@@ -1,0 +1,99 @@
+"""Keeps the host cache's pins equal to what the registry says: the active version of every pinned name.
+
+The registry is the durable truth; what is pinned in the cache is derived from it, again at every start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+from control_plane.api.parts import Record, Registry, Weights
+from control_plane.errors import MotetError
+
+logger = logging.getLogger(__name__)
+
+
+class Pins:
+    """Pins of the host cache by adapter name."""
+
+    def __init__(self, registry: Registry, weights: Weights) -> None:
+        self._registry = registry
+        self._weights = weights
+        # Invariant: _num_names[digest] names hold a pin on the digest, and the cache has it pinned if that is not 0.
+        self._digest_by_id: dict[str, str] = {}
+        self._num_names: Counter[str] = Counter()
+        self._lock = asyncio.Lock()
+
+    async def pin(self, adapter_id: str) -> Record:
+        """Pin the active version. Raises PinBudgetExceeded and changes nothing where it does not fit."""
+        async with self._lock:
+            had_pin = adapter_id in self._digest_by_id
+            await self._hold(adapter_id, self._registry.get(adapter_id).active_digest)
+            try:
+                return await self._registry.set_pinned(adapter_id)
+            except BaseException:
+                if not had_pin:
+                    await self._release(adapter_id)
+                raise
+
+    async def unpin(self, adapter_id: str) -> Record:
+        """Take the pin back; not pinned is not an error."""
+        async with self._lock:
+            record = await self._registry.clear_pinned(adapter_id)
+            await self._release(adapter_id)
+            return record
+
+    async def follow(self, record: Record) -> None:
+        """After the active version changed: move the pin of a pinned name.
+
+        Where the new version does not fit the pin budget the name stays pinned in the registry and this says so in
+        the log: the version is served all the same.
+        """
+        if not record.is_pinned:
+            return
+        async with self._lock:
+            try:
+                await self._hold(record.adapter_id, record.active_digest)
+            except MotetError as error:
+                await self._release(record.adapter_id)
+                logger.warning("pin not moved adapter_id=%s reason=%s", record.adapter_id, error.reason)
+
+    async def forget(self, adapter_id: str) -> None:
+        """The name is being deleted."""
+        async with self._lock:
+            await self._release(adapter_id)
+
+    async def restore(self) -> None:
+        """Pin again what the registry says is pinned; run at start, beside serving."""
+        token = ""
+        while True:
+            records, token = self._registry.list_page(1000, token)
+            for record in records:
+                await self.follow(record)
+            if not token:
+                return
+
+    async def _hold(self, adapter_id: str, digest: str) -> None:
+        before = self._digest_by_id.get(adapter_id)
+        if before == digest:
+            return
+        if self._num_names[digest] == 0:
+            await self._weights.pin(digest)
+        self._num_names[digest] += 1
+        self._digest_by_id[adapter_id] = digest
+        if before is not None:
+            await self._drop_one(before)
+
+    async def _release(self, adapter_id: str) -> None:
+        digest = self._digest_by_id.pop(adapter_id, None)
+        if digest is not None:
+            await self._drop_one(digest)
+
+    async def _drop_one(self, digest: str) -> None:
+        self._num_names[digest] -= 1
+        assert self._num_names[digest] >= 0, f"pins of {digest} do not balance"
+        if self._num_names[digest] == 0:
+            del self._num_names[digest]
+            await self._weights.unpin(digest)

@@ -1,0 +1,117 @@
+"""StatusService and grpc.health.v1: what the system is, how it fares, whether it takes work."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from motet.v1 import status_pb2, status_pb2_grpc
+
+from control_plane.api import adapters, generation
+from control_plane.api.parts import Fleet, Registry, Weights
+
+SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
+SERVER_VERSION = "0.0.0"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """The base model, for people and for workers' operators."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int  # tokens
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits a client may meet."""
+
+    max_waiting_requests: int
+    max_adapter_bytes: int
+    max_chunk_bytes: int
+
+
+class StatusService(status_pb2_grpc.StatusServiceServicer):
+    """See protos/motet/v1/status.proto."""
+
+    def __init__(
+        self, *, model: ModelIdentity, limits: Limits, fleet: Fleet, registry: Registry, weights: Weights
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._fleet = fleet
+        self._registry = registry
+        self._weights = weights
+
+    async def GetStatus(  # noqa: N802 - the stub's name
+        self, _request: status_pb2.GetStatusRequest, _context: Context
+    ) -> status_pb2.GetStatusResponse:
+        """Everything at one moment: no await between the reads."""
+        registry, cache = self._registry.stats(), self._weights.stats()
+        workers = sorted(self._fleet.worker_snapshots(), key=lambda worker: worker.worker_id)
+        return status_pb2.GetStatusResponse(
+            server_version=SERVER_VERSION,
+            model=status_pb2.ModelStatus(**dataclasses.asdict(self._model)),
+            workers=[status_pb2.WorkerStatus(**_fields(worker)) for worker in workers],
+            queues=status_pb2.QueueStatus(**_fields(self._fleet.queue_snapshot())),
+            adapters=status_pb2.AdapterStatus(
+                num_registered=registry.num_registered,
+                num_stored=registry.num_stored,
+                num_host_cached=cache.num_adapters,
+                host_cache_bytes=cache.used_bytes,
+                host_cache_budget_bytes=cache.budget_bytes,
+                host_cache_available=cache.is_available,
+            ),
+            limits=status_pb2.LimitStatus(**dataclasses.asdict(self._limits)),
+        )
+
+
+def _fields(snapshot: Any) -> dict[str, Any]:
+    # The snapshots are dataclasses with the very fields of the messages; a difference is an error at once.
+    return dataclasses.asdict(snapshot)
+
+
+class HealthSink(Protocol):
+    """grpc_health.v1.health.aio.HealthServicer, which the type stubs lack."""
+
+    async def set(self, service: str, status: Any) -> None: ...
+    async def enter_graceful_shutdown(self) -> None: ...
+
+
+class HealthReporter:
+    """Keeps the health service in step: "" is the process, GenerationService needs a worker."""
+
+    def __init__(self, servicer: HealthSink, num_workers: Callable[[], int]) -> None:
+        self._servicer = servicer
+        self._num_workers = num_workers
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Set every service for the first time."""
+        await self._servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._servicer.set(adapters.SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        await self._set_generation()
+
+    def on_workers_changed(self) -> None:
+        """For Fleet.on_workers_changed."""
+        task = asyncio.get_running_loop().create_task(self._set_generation())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """NOT_SERVING everywhere, for good."""
+        await self._servicer.enter_graceful_shutdown()
+
+    async def _set_generation(self) -> None:
+        is_serving = self._num_workers() > 0
+        status = health_pb2.HealthCheckResponse
+        await self._servicer.set(generation.SERVICE_NAME, status.SERVING if is_serving else status.NOT_SERVING)
