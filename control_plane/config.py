@@ -1,0 +1,238 @@
+"""Settings of the control plane: flags, their MOTET_* environment defaults, and the checked dataclass.
+
+Read by server.py and by the command line for its help. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from control_plane.telemetry import LOG_LEVELS
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+HOST_CACHES = ("redis", "memory")
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_ROOT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_LOWEST: dict[str, float] = {
+    "host_cache_bytes": 0,
+    "max_waiting_requests": 1,
+    "plan_depth": 1,
+    "heartbeat_interval_ms": 1,
+    "worker_grace_s": 0,
+    "max_model_len": 2,
+    "max_adapter_bytes": 1,
+    "slow_reader_timeout_s": 0,
+    "drain_timeout_s": 0,
+    "max_streams_per_connection": 1,
+    "max_concurrent_rpcs": 1,
+}
+
+
+class ConfigError(Exception):
+    """A setting that the control plane cannot run with; names flag, value and limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Everything that a control plane is told."""
+
+    model_dir: Path  # Hugging Face checkpoint directory
+    data_dir: Path = Path("motet-data")  # store, embedded Redis, uploads under way
+    store: str | None = None  # fsspec URL of the artifact store; None: DATA_DIR/store
+    listen: str = "127.0.0.1:50051"  # HOST:PORT for clients; port 0 takes a free one
+    worker_listen: str = "127.0.0.1:50052"  # HOST:PORT for workers; port 0 takes a free one
+    redis_url: str | None = None  # None: an embedded Redis
+    worker_redis_url: str | None = None  # told to workers; None: the embedded Redis's read-only user, or nothing
+    host_cache: str = "redis"  # redis or memory
+    host_cache_bytes: int = 2 << 30  # budget of the host cache, bytes
+    dtype: str = "auto"  # auto (the checkpoint's), float32, bfloat16, float16
+    max_waiting_requests: int = 1024  # requests waiting over all workers, a count
+    plan_depth: int = 2  # plans sent to a worker and not answered, a count
+    heartbeat_interval_ms: int = 500  # milliseconds
+    dead_after_ms: int = 2000  # a worker silent for so long is dead, milliseconds
+    worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
+    max_model_len: int | None = None  # longest context, tokens; None: the model's
+    max_adapter_bytes: int = 1 << 30  # largest adapter, bytes
+    adapter_roots: tuple[tuple[str, Path], ...] = ()  # (name, directory) pairs that CreateAdapter may read
+    slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
+    drain_timeout_s: float = 30.0  # how long running streams may finish at shutdown, seconds
+    max_streams_per_connection: int = 100  # requests of one connection at once; more wait at the client, a count
+    max_concurrent_rpcs: int = 4096  # requests at once over all connections; more are refused, a count
+    no_reflection: bool = False  # leave the gRPC reflection service out
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name, lowest in _LOWEST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= lowest:  # NaN fails this too
+                raise ConfigError(f"{flag_of(name)}: {value} is below {lowest:g}")
+        choices = (("dtype", DTYPES), ("host_cache", HOST_CACHES), ("log_level", LOG_LEVELS))
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{flag_of(name)}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
+        for name in ("listen", "worker_listen"):
+            host, _, port = getattr(self, name).rpartition(":")
+            if not host or not port.isdigit() or int(port) > 65535:
+                raise ConfigError(f"{flag_of(name)}: {getattr(self, name)!r} is not HOST:PORT with a port up to 65535")
+        if self.listen == self.worker_listen and not self.listen.endswith(":0"):
+            raise ConfigError(f"--worker-listen: {self.worker_listen} is --listen too; the two ports must differ")
+        if self.dead_after_ms < 2 * self.heartbeat_interval_ms:
+            raise ConfigError(
+                f"--dead-after-ms: {self.dead_after_ms} is below two heartbeat intervals of {self.heartbeat_interval_ms}"
+            )
+        if not (self.model_dir / "config.json").is_file():
+            raise ConfigError(f"--model: {self.model_dir} holds no config.json; give a checkpoint directory")
+        self._check_urls()
+        self._check_roots()
+
+    def _check_urls(self) -> None:
+        for name in ("redis_url", "worker_redis_url"):
+            url = getattr(self, name)
+            if url is not None and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+                raise ConfigError(f"{flag_of(name)}: must begin with redis://, rediss:// or unix://")
+            if url is not None and self.host_cache == "memory":
+                raise ConfigError(f"{flag_of(name)}: needs --host-cache redis")
+
+    def _check_roots(self) -> None:
+        names = [name for name, _ in self.adapter_roots]
+        for name, path in self.adapter_roots:
+            if not _ROOT_NAME.fullmatch(name):
+                raise ConfigError(f"--adapter-root: name {name!r} does not match [a-z0-9][a-z0-9._-]{{0,62}}")
+            if names.count(name) > 1:
+                raise ConfigError(f"--adapter-root: name {name!r} is given twice")
+            if not path.is_dir():
+                raise ConfigError(f"--adapter-root: {path} is not a directory")
+
+    @property
+    def store_url(self) -> str:
+        """Where the artifact store lies."""
+        return self.store if self.store is not None else str(self.data_dir.resolve() / "store")
+
+    def describe(self) -> str:
+        """Every setting on one line, for the log, without secrets."""
+        return " ".join(f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))
+
+
+def flag_of(field_name: str) -> str:
+    """The flag that sets a field of ServerConfig."""
+    special = {"model_dir": "--model", "adapter_roots": "--adapter-root"}
+    return special.get(field_name, "--" + field_name.replace("_", "-"))
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "1048576", "512KiB", "64MiB" or "2GiB". Raises ValueError otherwise."""
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is no byte size; write 1048576, 512KiB, 64MiB or 2GiB")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def redacted_url(url: str) -> str:
+    """The URL with user, password and query hidden."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{'***@' if '@' in parts.netloc else ''}{host}{parts.path}{'?***' if parts.query else ''}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of the control plane. MOTET_<FLAG> in the environment is a flag's default."""
+
+    def add(flag: str, kind: Callable[[str], Any], default: str | None, text: str, **more: Any) -> None:
+        value = os.environ.get("MOTET_" + flag.strip("-").upper().replace("-", "_"), default)
+        required = bool(more.pop("required", False)) and value is None
+        parser.add_argument(flag, type=kind, default=value, required=required, help=text, **more)
+
+    add("--model", Path, None, "checkpoint directory (required)", metavar="DIR", dest="model_dir", required=True)
+    add("--data-dir", Path, "motet-data", "state of this server (default ./motet-data)", metavar="DIR")
+    add("--store", str, None, "artifact store, a directory or fsspec URL (default DATA_DIR/store)", metavar="URL")
+    add("--listen", str, "127.0.0.1:50051", "clients' address (default 127.0.0.1:50051)", metavar="HOST:PORT")
+    add("--worker-listen", str, "127.0.0.1:50052", "workers' address (default 127.0.0.1:50052)", metavar="HOST:PORT")
+    add("--redis-url", str, None, "host cache (default: an embedded Redis)", metavar="URL")
+    add(
+        "--worker-redis-url",
+        str,
+        None,
+        "where workers read the host cache (default: the embedded Redis's read-only user; none with --redis-url)",
+        metavar="URL",
+    )
+    add("--host-cache", str, "redis", "redis or memory, for machines without redis-py (default redis)")
+    add("--host-cache-bytes", _byte_size, "2GiB", "budget of the host cache, bytes with KiB/MiB/GiB (default 2GiB)")
+    add("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (default auto: the checkpoint's)")
+    add("--max-waiting-requests", int, "1024", "requests that may wait, a count; more are refused (default 1024)")
+    add("--plan-depth", int, "2", "plans sent to a worker and not answered, a count (default 2)")
+    add("--heartbeat-interval-ms", int, "500", "time between heartbeats, milliseconds (default 500)")
+    add("--dead-after-ms", int, "2000", "a worker silent for so long is dead, milliseconds (default 2000)")
+    add("--worker-grace-s", float, "30", "how long requests wait when no worker is attached, seconds (default 30)")
+    add("--max-model-len", int, None, "longest context, tokens (default: the model's)")
+    add("--max-adapter-bytes", _byte_size, "1GiB", "largest adapter, bytes with KiB/MiB/GiB (default 1GiB)")
+    add(
+        "--slow-reader-timeout-s",
+        float,
+        "30",
+        "end a stream whose client reads nothing for so long, seconds (default 30)",
+    )
+    add("--drain-timeout-s", float, "30", "how long running streams may finish at shutdown, seconds (default 30)")
+    add(
+        "--max-streams-per-connection",
+        int,
+        "100",
+        "requests of one connection at once, a count; more wait at the client (default 100)",
+    )
+    add(
+        "--max-concurrent-rpcs",
+        int,
+        "4096",
+        "requests of all connections at once, a count; more are refused (default 4096)",
+    )
+    add("--log-level", str, "info", "debug, info, warning or error (default info)")
+    roots = os.environ.get("MOTET_ADAPTER_ROOT", "")
+    parser.add_argument(
+        "--adapter-root",
+        dest="adapter_roots",
+        action="append",
+        type=_adapter_root,
+        metavar="NAME=DIR",
+        default=[_adapter_root(item) for item in roots.split(",") if item],
+        help="directory that CreateAdapter may read, by name; repeatable, in the environment separated by commas",
+    )
+    parser.add_argument(
+        "--no-reflection",
+        action="store_true",
+        default=os.environ.get("MOTET_NO_REFLECTION", "").lower() in ("1", "true", "yes"),
+        help="leave the gRPC reflection service out",
+    )
+
+
+def from_args(namespace: argparse.Namespace) -> ServerConfig:
+    """The checked configuration. Raises ConfigError naming the flag, the value and the limit."""
+    values = {field.name: getattr(namespace, field.name) for field in fields(ServerConfig)}
+    return ServerConfig(**{**values, "adapter_roots": tuple(values["adapter_roots"])})
+
+
+def _byte_size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _adapter_root(text: str) -> tuple[str, Path]:
+    name, sign, path = text.partition("=")
+    if not (name and sign and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR")
+    return name, Path(path)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str) and "://" in value:
+        return redacted_url(value)
+    if isinstance(value, tuple):
+        return ",".join(f"{name}={path}" for name, path in value) or "none"
+    return str(value)

@@ -1,0 +1,16 @@
+"""Logging of the control plane: one line per change of state on stderr; stdout carries the ready line alone."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def configure_logging(level: str) -> None:
+    """Send every record of `level` and above to stderr. The audit log is written at every level."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("motet.audit").setLevel(logging.INFO)
