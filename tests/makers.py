@@ -79,7 +79,7 @@ def make_checkpoint(
 
     model_type, defaults = _CONFIGS[arch]
     config = AutoConfig.for_model(model_type, **(defaults | sizes))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -106,8 +106,8 @@ def make_adapter(
     """Write a random LoRA adapter for `checkpoint` with PEFT and return `directory`.
 
     For a mixture of experts "all-linear" means the attention linears: with PEFT's own meaning it would wrap the
-    stacked expert weights too, which are no linears. `scale_b` is the standard deviation of B: 0 gives an adapter that changes nothing. `config` are further fields of
-    LoraConfig.
+    stacked expert weights too, which are no linears. `scale_b` is the standard deviation of B: 0 gives an adapter
+    that changes nothing. `config` are further fields of LoraConfig.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -134,15 +134,15 @@ def make_adapter(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
             elif ".lora_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale_b)
-    model.save_pretrained(directory)
+    model.save_pretrained(str(directory))
     return directory
 
 
 def make_tokenizer(directory: Path, *, vocab_size: int = 256) -> Path:
     """Write a byte-level BPE tokenizer.json, its config and a chat template into `directory` and return it.
 
-    Token 0 is "</s>" (end of sequence), 1 is "<s>"; the 254 commonest bytes follow, then merges up to `vocab_size`.
-    With the default size the two rarest byte symbols have no token of their own: they become "<s>".
+    Token 0 is "</s>" (end of sequence), 1 is "<s>"; then one token for each byte that UTF-8 can contain first (0xC0
+    and 0xC1 never occur), which makes 256; a larger `vocab_size` adds a few merges.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -159,8 +159,8 @@ def make_tokenizer(directory: Path, *, vocab_size: int = 256) -> Path:
         vocab[left + right] = len(vocab)
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<s>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>", "<s>"])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
