@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.packed import Manifest, read_chunk, read_manifest
+from data_plane.adapters.manifest import Manifest, read_manifest
+from data_plane.adapters.packed import TORCH_DTYPES, read_chunk
 from data_plane.adapters.pages import PagePool
 from data_plane.adapters.sites import Site
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
@@ -100,7 +101,7 @@ class AdapterArena:
             raise AdapterMismatch(
                 f"{where}: base_fingerprint is {manifest.base_fingerprint}, this worker serves {self._base_fingerprint}"
             )
-        if manifest.dtype != self._dtype:
+        if TORCH_DTYPES[manifest.dtype] != self._dtype:
             raise AdapterMismatch(f"{where}: dtype is {manifest.dtype}, this worker serves {self._dtype}")
         weights: dict[str, SiteWeights] = {}
         first = 0
@@ -133,17 +134,16 @@ class AdapterArena:
         self,
         load: Load,
         manifest: Manifest,
-        chunks: object,
+        chunks: Iterator[bytes],
         weights: dict[str, SiteWeights],
         page_ids: npt.NDArray[np.int64],
     ) -> int:
         """Copy every chunk into the pages; the bytes of the matrices."""
         size_bytes = 0
-        received = iter(chunks)  # type: ignore[call-overload]
         for chunk in manifest.chunks:
             if load.is_cancelled:
                 raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
-            data = next(received, None)
+            data = next(chunks, None)
             if data is None:
                 raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
             for module, a, b in read_chunk(manifest, chunk, data):

@@ -1,97 +1,18 @@
-"""Reads packed adapters (docs/protocol.md): the manifest, and each chunk's tensors. Trusts nothing it is given."""
+"""Reads the chunks of packed adapters (docs/protocol.md). Trusts nothing it is given."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
+from data_plane.adapters.manifest import ChunkEntry, Manifest, ModuleEntry
 from data_plane.errors import AdapterCorrupt, AdapterMismatch
 
-FORMAT = 1
-KINDS = ("lora", "rslora")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# A manifest has about 300 bytes per module; 10 000 modules are a very large model.
-MAX_MANIFEST_BYTES = 16 << 20
-
-_MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
-_CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
-_MODULE_KEYS = {"a_sha256", "b_sha256", "in_features", "name", "out_features", "rank", "scaling"}
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleEntry:
-    """One module of a chunk."""
-
-    name: str  # module path in the transformers model
-    rank: int
-    scaling: float
-    in_features: int
-    out_features: int
-    a_sha256: str
-    b_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkEntry:
-    """One chunk: a safetensors file."""
-
-    name: str
-    sha256: str
-    size_bytes: int
-    modules: tuple[ModuleEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What an adapter version consists of."""
-
-    digest: str
-    base_fingerprint: str
-    kind: str
-    dtype: torch.dtype
-    chunks: tuple[ChunkEntry, ...]
-
-
-def read_manifest(data: bytes, digest: str) -> Manifest:
-    """The manifest whose SHA-256 is the digest. Raises AdapterCorrupt for anything else."""
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise AdapterCorrupt(f"adapter {digest}: manifest of {len(data)} bytes > {MAX_MANIFEST_BYTES}")
-    actual = hashlib.sha256(data).hexdigest()
-    if actual != digest:
-        raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {actual}")
-    try:
-        raw = json.loads(data)
-        fields = _fields(raw, _MANIFEST_KEYS, "manifest")
-        if fields["format"] != FORMAT:
-            raise ValueError(f"format is {fields['format']!r}, this worker reads {FORMAT}")
-        if fields["kind"] not in KINDS:
-            raise ValueError(f"kind is {fields['kind']!r}, want one of {', '.join(KINDS)}")
-        if fields["dtype"] not in DTYPES:
-            raise ValueError(f"dtype is {fields['dtype']!r}, want one of {', '.join(DTYPES)}")
-        chunks = tuple(_chunk(entry) for entry in _list(fields["chunks"], "chunks"))
-        names = [module.name for chunk in chunks for module in chunk.modules]
-        if len(set(names)) != len(names):
-            raise ValueError("a module is named twice")
-        return Manifest(digest, _hash(fields["base_fingerprint"]), fields["kind"], DTYPES[fields["dtype"]], chunks)
-    except (ValueError, RecursionError) as error:
-        raise AdapterCorrupt(f"adapter {digest}: {error}") from error
-
-
-def verify_chunk(chunk: ChunkEntry, data: bytes, digest: str) -> None:
-    """Raise AdapterCorrupt if the bytes are not the chunk's."""
-    if len(data) != chunk.size_bytes:
-        raise AdapterCorrupt(f"adapter {digest}: chunk {chunk.name} has {len(data)} bytes, want {chunk.size_bytes}")
-    actual = hashlib.sha256(data).hexdigest()
-    if actual != chunk.sha256:
-        raise AdapterCorrupt(f"adapter {digest}: chunk {chunk.name} hashes to {actual}, want {chunk.sha256}")
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_chunk(
@@ -102,6 +23,7 @@ def read_chunk(
     Raises AdapterCorrupt, or AdapterMismatch for a weight that is not finite.
     """
     where = f"adapter {manifest.digest}: chunk {chunk.name}"
+    dtype = TORCH_DTYPES[manifest.dtype]
     try:
         tensors = load_safetensors(data)
     except SafetensorError as error:
@@ -113,71 +35,13 @@ def read_chunk(
         a, b = tensors[f"{module.name}.a"], tensors[f"{module.name}.b"]
         sides = (("a", a, module.in_features, module.a_sha256), ("b", b, module.out_features, module.b_sha256))
         for side, tensor, width, sha256 in sides:
-            if tensor.dtype != manifest.dtype or tensor.shape != (module.rank, width):
+            if tensor.dtype != dtype or tensor.shape != (module.rank, width):
                 raise AdapterCorrupt(
                     f"{where}: {module.name}.{side} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"want {manifest.dtype} {(module.rank, width)}"
+                    f"want {dtype} {(module.rank, width)}"
                 )
             if hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest() != sha256:
                 raise AdapterCorrupt(f"{where}: {module.name}.{side} does not hash to {sha256}")
             if not bool(torch.isfinite(tensor).all()):
                 raise AdapterMismatch(f"{where}: {module.name}.{side} holds a value that is not finite")
         yield module, a, b
-
-
-def _chunk(raw: Any) -> ChunkEntry:
-    fields = _fields(raw, _CHUNK_KEYS, "chunk")
-    modules = tuple(_module(entry) for entry in _list(fields["modules"], "modules"))
-    if not modules:
-        raise ValueError(f"chunk {fields['name']!r} has no module")
-    return ChunkEntry(
-        _text(fields["name"]), _hash(fields["sha256"]), _count(fields["size_bytes"], "size_bytes"), modules
-    )
-
-
-def _module(raw: Any) -> ModuleEntry:
-    fields = _fields(raw, _MODULE_KEYS, "module")
-    scaling = fields["scaling"]
-    if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not math.isfinite(scaling):
-        raise ValueError(f"scaling is {scaling!r}, want a finite number")
-    return ModuleEntry(
-        name=_text(fields["name"]),
-        rank=_count(fields["rank"], "rank"),
-        scaling=float(scaling),
-        in_features=_count(fields["in_features"], "in_features"),
-        out_features=_count(fields["out_features"], "out_features"),
-        a_sha256=_hash(fields["a_sha256"]),
-        b_sha256=_hash(fields["b_sha256"]),
-    )
-
-
-def _fields(raw: Any, keys: set[str], what: str) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise ValueError(f"a {what} is {type(raw).__name__}, want an object")
-    if raw.keys() != keys:
-        raise ValueError(f"keys {sorted(raw.keys() ^ keys)[:4]} of a {what} are missing or unknown")
-    return raw
-
-
-def _list(raw: Any, what: str) -> list[Any]:
-    if not isinstance(raw, list):
-        raise ValueError(f"{what} is {type(raw).__name__}, want a list")
-    return raw
-
-
-def _text(raw: Any) -> str:
-    if not isinstance(raw, str) or not raw:
-        raise ValueError(f"a name is {raw!r}, want text")
-    return raw
-
-
-def _count(raw: Any, what: str) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int) or not 1 <= raw < 1 << 48:
-        raise ValueError(f"{what} is {raw!r}, want a positive integer")
-    return raw
-
-
-def _hash(raw: Any) -> str:
-    if not isinstance(raw, str) or len(raw) != 64 or set(raw) - set("0123456789abcdef"):
-        raise ValueError(f"a hash is {raw!r}, want 64 lower-case hexadecimal digits")
-    return raw

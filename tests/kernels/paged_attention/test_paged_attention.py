@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_reference_equals_eager_attention_of_transformers(has_sinks: bool, windo
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
     hidden = (distance < 0) | (distance >= (window or 1000))
     mask = torch.zeros(1, 1, 40, 40).masked_fill(hidden, torch.finfo(torch.float32).min)
-    module = SimpleNamespace(num_key_value_groups=2, training=False, sinks=inputs.sinks)
+    module: Any = SimpleNamespace(num_key_value_groups=2, training=False, sinks=inputs.sinks)
     query = inputs.query.transpose(0, 1)[None]
     if has_sinks:
         expected, _ = modeling_gpt_oss.eager_attention_forward(
@@ -139,7 +140,7 @@ def test_query_of_a_fused_projection_is_read_by_its_strides() -> None:
     fused[:, 20:84] = inputs.query.flatten(1)
     inputs.query.fill_(float("nan"))
     strided = Inputs(
-        fused[:, 20:84].unflatten(1, (4, 16)),
+        fused[:, 20:84].view(-1, 4, 16),
         inputs.key_cache,
         inputs.value_cache,
         inputs.block_tables,

@@ -1,0 +1,167 @@
+"""Where packed adapters come from: the host cache first, the control plane when that fails. No torch here.
+
+Every source verifies what it hands on, so a loader never sees bytes that are not the adapter's. Called from loader
+threads; all calls block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from motet.v1 import plan_pb2, plan_pb2_grpc
+
+from data_plane.adapters.manifest import Manifest, read_manifest, verify_chunk
+from data_plane.errors import AdapterCorrupt, AdapterUnavailable
+from data_plane.plan import AdapterSource
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = (4 << 20) - 64  # docs/protocol.md, host cache keys
+# A part takes milliseconds on a healthy network; after this the control plane is asked instead.
+CONNECT_TIMEOUT_S = 0.5
+READ_TIMEOUT_S = 2.0
+FETCH_TIMEOUT_S = 120.0  # one whole adapter through the control plane, from the artifact store if need be
+
+
+class HostCacheSource:
+    """Reads the host cache with a read-only user. Raises ImportError where redis-py is not installed."""
+
+    def __init__(
+        self, url: str, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, read_timeout_s: float = READ_TIMEOUT_S
+    ) -> None:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        self._redis_error = redis.RedisError
+        self._client: redis.Redis | None = None
+        try:
+            self._client = redis.Redis.from_url(
+                url,
+                socket_connect_timeout=connect_timeout_s,
+                socket_timeout=read_timeout_s,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:  # the url's text may hold a password: not logged
+            logger.warning("host cache url cannot be read: adapters come through the control plane (%s)", type(error))
+
+    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+        """See AdapterSource."""
+        data = self._get(f"motet:a:{digest}:manifest", digest)
+        return data, self._chunks(read_manifest(data, digest))
+
+    def _chunks(self, manifest: Manifest) -> Iterator[bytes]:
+        for index, chunk in enumerate(manifest.chunks):
+            num_parts = -(-chunk.size_bytes // PART_BYTES)
+            data = b"".join(
+                self._get(f"motet:a:{manifest.digest}:{index}:{part}", manifest.digest) for part in range(num_parts)
+            )
+            verify_chunk(chunk, data, manifest.digest)
+            yield data
+
+    def _get(self, key: str, digest: str) -> bytes:
+        if self._client is None:
+            raise AdapterUnavailable(f"adapter {digest}: the host cache has no usable url")
+        try:
+            value = self._client.get(key)
+        except (self._redis_error, OSError) as error:
+            raise AdapterUnavailable(f"adapter {digest}: host cache: {type(error).__name__}") from error
+        if not isinstance(value, bytes):
+            raise AdapterUnavailable(f"adapter {digest}: the host cache has no {key}")
+        return value
+
+
+class ControlPlaneSource:
+    """Asks the control plane, which reads the artifact store and refills the host cache."""
+
+    def __init__(
+        self, stub: plan_pb2_grpc.WorkerServiceStub, worker_id: str, *, timeout_s: float = FETCH_TIMEOUT_S
+    ) -> None:
+        self._stub = stub
+        self._worker_id = worker_id
+        self._timeout_s = timeout_s
+
+    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+        """See AdapterSource."""
+        pieces = self._pieces(digest)
+        first = next(pieces, None)
+        if first is None or first.WhichOneof("part") != "manifest":
+            pieces.close()
+            raise AdapterUnavailable(f"adapter {digest}: the control plane sent no manifest")
+        return first.manifest, self._chunks(read_manifest(first.manifest, digest), pieces)
+
+    def _pieces(self, digest: str) -> _Pieces:
+        request = plan_pb2.FetchAdapterRequest(digest=digest, worker_id=self._worker_id)
+        return _Pieces(self._stub.FetchAdapter(request, timeout=self._timeout_s), digest)
+
+    def _chunks(self, manifest: Manifest, pieces: _Pieces) -> Iterator[bytes]:
+        try:
+            for chunk in manifest.chunks:
+                data = bytearray()
+                while len(data) < chunk.size_bytes:
+                    piece = next(pieces, None)
+                    if piece is None or not piece.data:
+                        raise AdapterUnavailable(
+                            f"adapter {manifest.digest}: the control plane ended within chunk {chunk.name}"
+                        )
+                    data += piece.data
+                whole = bytes(data)
+                verify_chunk(chunk, whole, manifest.digest)
+                yield whole
+        finally:
+            pieces.close()
+
+
+class _Pieces:
+    """The messages of one FetchAdapter call; a broken call is AdapterUnavailable."""
+
+    def __init__(self, call: Any, digest: str) -> None:
+        self._call = call  # iterator of FetchAdapterResponse and grpc.Call at once; grpc has no type for that
+        self._digest = digest
+
+    def __iter__(self) -> _Pieces:
+        return self
+
+    def __next__(self) -> plan_pb2.FetchAdapterResponse:
+        try:
+            piece: plan_pb2.FetchAdapterResponse = next(self._call)
+            return piece
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            raise AdapterUnavailable(f"adapter {self._digest}: FetchAdapter ended with {code}") from error
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+class FallbackSource:
+    """Reads `first`, and goes on with `then` at the chunk where `first` fails: both hold the same bytes."""
+
+    def __init__(self, first: AdapterSource, then: AdapterSource) -> None:
+        self._first = first
+        self._then = then
+
+    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+        """See AdapterSource."""
+        try:
+            manifest, chunks = self._first.open(digest)
+        except (AdapterUnavailable, AdapterCorrupt) as error:
+            logger.info("adapter comes from the second source digest=%s reason=%s", digest, error)
+            return self._then.open(digest)
+        return manifest, self._chunks(digest, chunks)
+
+    def _chunks(self, digest: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        num_read = 0
+        try:
+            for data in chunks:
+                num_read += 1
+                yield data
+        except (AdapterUnavailable, AdapterCorrupt) as error:
+            logger.info("adapter goes on from the second source digest=%s chunk=%d reason=%s", digest, num_read, error)
+            _, rest = self._then.open(digest)
+            for index, data in enumerate(rest):
+                if index >= num_read:
+                    yield data

