@@ -170,6 +170,10 @@ class WorkerSession:
         while not self._outgoing and not self.ended.is_set():
             self._wake.clear()
             await self._wake.wait()
+        return self.take_outgoing()
+
+    def take_outgoing(self) -> list[plan_pb2.AttachResponse]:
+        """What is to be sent by now; nothing once the session ended."""
         messages, self._outgoing = self._outgoing, []
         return [] if self.ended.is_set() else messages
 

@@ -1,0 +1,320 @@
+"""What tests of the fleet are built from: a clock, a base model, packed adapters, and workers at both distances.
+
+`LoopbackWorker` executes a session's plans in memory, step by step, under the test's control. `GrpcRig` serves a fleet
+over a real port to plan clients in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import grpc
+from motet.v1 import plan_pb2, plan_pb2_grpc
+
+from control_plane.errors import StoreUnavailable
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.jobs import JobStream
+from control_plane.fleet.service import WorkerService
+from control_plane.fleet.settings import FleetSettings
+from control_plane.scheduler.types import AdapterRef, Request
+from data_plane.plan import Capacities, StepOutput
+from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
+from data_plane.wire import decode_plan, encode_hello, encode_output
+from data_plane.worker import source_factory
+from tests.fakes.hash_engine import HashEngine, HashEngineFaults, oracle
+
+FINGERPRINT = hashlib.sha256(b"base").hexdigest()
+CAPACITIES = Capacities(
+    model_fingerprint=FINGERPRINT,
+    dtype="float32",
+    device="hash",
+    num_blocks=256,
+    block_size=4,
+    max_rows=16,
+    max_step_tokens=64,
+    arena_bytes=1 << 20,
+    num_slots=4,
+    max_model_len=2048,
+    vocab_size=256,
+)
+
+
+class FakeClock:
+    """Monotonic seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now_s += seconds
+
+
+@dataclass(frozen=True)
+class FakeBaseModel:
+    fingerprint: str = FINGERPRINT
+    dtype: str = "float32"
+    vocab_size: int = 256
+
+
+@dataclass(frozen=True)
+class FakePacked:
+    """One packed adapter in memory."""
+
+    manifest: bytes
+    chunk_bytes: tuple[bytes, ...]
+
+    @property
+    def ref(self) -> AdapterRef:
+        """The adapter as requests name it: one module of rank 8, 16 by 16, float32."""
+        return AdapterRef(hashlib.sha256(self.manifest).hexdigest(), arena_bytes=8 * 32 * 4)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for chunk in self.chunk_bytes:
+            yield chunk
+
+
+def make_packed(name: str, *, chunk_bytes: int = 64) -> FakePacked:
+    """A packed adapter that differs from those of other names. Its chunk is opaque: hash workers only hash it."""
+    chunk = (name.encode() * chunk_bytes)[:chunk_bytes]
+    module = {
+        "a_sha256": hashlib.sha256(b"a").hexdigest(),
+        "b_sha256": hashlib.sha256(b"b").hexdigest(),
+        "in_features": 16,
+        "name": f"model.layers.0.{name}",
+        "out_features": 16,
+        "rank": 8,
+        "scaling": 1.0,
+    }
+    entry = {
+        "modules": [module],
+        "name": "layers.0",
+        "sha256": hashlib.sha256(chunk).hexdigest(),
+        "size_bytes": len(chunk),
+    }
+    manifest = {"base_fingerprint": FINGERPRINT, "chunks": [entry], "dtype": "float32", "format": 1, "kind": "lora"}
+    return FakePacked(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode(), (chunk,))
+
+
+class FakeWeights:
+    """The host cache as the fleet and the service see it."""
+
+    worker_url = ""
+
+    def __init__(self) -> None:
+        self.packed: dict[str, FakePacked] = {}
+        self.cached: list[str] = []  # digests that ensure_cached was asked for
+
+    def add(self, name: str, *, chunk_bytes: int = 64) -> AdapterRef:
+        """Make an adapter available."""
+        packed = make_packed(name, chunk_bytes=chunk_bytes)
+        self.packed[packed.ref.digest] = packed
+        return packed.ref
+
+    async def ensure_cached(self, digest: str) -> None:
+        self.cached.append(digest)
+
+    async def open_packed(self, digest: str) -> FakePacked:
+        if digest not in self.packed:
+            raise StoreUnavailable(f"adapter {digest[:12]} is not in the store")
+        return self.packed[digest]
+
+
+def make_fleet(clock: Callable[[], float], **settings: float) -> Fleet:
+    """A fleet that only ticks when the test says so."""
+    return Fleet(
+        FleetSettings(**settings),  # type: ignore[arg-type]  # fields are int or float
+        FakeBaseModel(),
+        FakeWeights(),
+        incarnation=1,
+        clock=clock,
+        ticks_by_itself=False,
+    )
+
+
+def make_request(
+    fleet: Fleet, prompt: list[int], max_tokens: int, adapter: AdapterRef | None = None, **fields: object
+) -> Request:
+    """A request of now."""
+    request = Request(fleet.next_request_id(), tuple(prompt), max_tokens, adapter=adapter, arrival_s=fleet._clock())
+    return replace(request, **fields)  # type: ignore[arg-type]  # the caller's fields are Request's
+
+
+def expected(request: Request) -> list[int]:
+    """All tokens that the request must yield."""
+    digest = request.adapter.digest if request.adapter else ""
+    return oracle(FINGERPRINT, digest, request.prompt_token_ids, request.max_tokens)
+
+
+async def read_all(stream: JobStream) -> list[int]:
+    """Every token of the stream. Raises what the stream raises."""
+    return [token async for event in stream for token in event.token_ids]
+
+
+class PackedSource:
+    """An AdapterSource over packed adapters in memory."""
+
+    def __init__(self, packed: dict[str, FakePacked]) -> None:
+        self._packed = packed
+
+    def open(self, digest: str):  # type: ignore[no-untyped-def]  # AdapterSource's signature
+        return self._packed[digest].manifest, iter(self._packed[digest].chunk_bytes)
+
+
+class LoopbackWorker:
+    """A worker of a fleet in the test's own task: nothing happens until the test calls `turn`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        worker_id: str = "w0",
+        *,
+        capacities: Capacities = CAPACITIES,
+        faults: HashEngineFaults | None = None,
+    ) -> None:
+        self.engine = HashEngine(capacities, faults)
+        self.fleet = fleet
+        self.session = fleet.attach(encode_hello(capacities, worker_id).hello)
+        self.answers: list[plan_pb2.AttachRequest] = []  # executed and not sent
+        self.plans: list[plan_pb2.StepPlan] = []  # every plan received
+        self.num_answered = 0
+
+    async def turn(self) -> None:
+        """Take what was sent, execute it, and answer everything."""
+        await self.receive()
+        self.answer()
+
+    async def receive(self) -> None:
+        """Take what was sent and execute it; the answers wait."""
+        await asyncio.sleep(0)  # lets a pump that is due happen
+        for message in self.session.take_outgoing():
+            self._execute(plan_pb2.AttachResponse.FromString(message.SerializeToString()))
+
+    def answer(self, num_answers: int | None = None) -> None:
+        """Send the oldest answers, or all."""
+        count = len(self.answers) if num_answers is None else num_answers
+        due, self.answers = self.answers[:count], self.answers[count:]
+        for message in due:
+            self.num_answered += 1
+            self.session.receive(message)
+
+    async def run(self, until: Callable[[], bool], max_turns: int = 5000) -> None:
+        """Turn until the condition holds."""
+        for _ in range(max_turns):
+            if until():
+                return
+            await self.turn()
+        raise AssertionError(f"not within {max_turns} turns")
+
+    def _execute(self, message: plan_pb2.AttachResponse) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "step_plan":
+            self.plans.append(message.step_plan)
+            output: StepOutput = self.engine.execute(decode_plan(message.step_plan))
+            self.answers.append(encode_output(output, self.session.epoch))
+        elif kind == "load_adapter":
+            load = message.load_adapter
+            weights = self.fleet._weights
+            assert isinstance(weights, FakeWeights)
+            self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(weights.packed))
+            self.answers.append(self._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY))
+        elif kind == "evict_adapter":
+            evict = message.evict_adapter
+            self.engine.slots.evict(evict.slot, evict.generation)
+            self.answers.append(self._slot_state(evict.slot, evict.generation, plan_pb2.SlotState.STATE_EMPTY))
+
+    def _slot_state(
+        self, slot: int, generation: int, state: plan_pb2.SlotState.State.ValueType
+    ) -> plan_pb2.AttachRequest:
+        return plan_pb2.AttachRequest(
+            slot_state=plan_pb2.SlotState(slot=slot, generation=generation, state=state, epoch=self.session.epoch)
+        )
+
+
+class ThreadedWorker:
+    """A plan client with a hash engine in a thread."""
+
+    def __init__(
+        self, address: str, worker_id: str, engine: HashEngine, make_source: SourceFactory | None = None
+    ) -> None:
+        self.engine = engine
+        self.exit_code: int | None = None
+        settings = PlanClientSettings(control_plane=address, worker_id=worker_id)
+        self.client = PlanClient(engine, settings, make_source=make_source or source_factory(worker_id))
+        self._thread = threading.Thread(target=self._run, name=f"worker-{worker_id}")
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ask it to end and wait for it."""
+        self.client.stop()
+        await self.join()
+
+    async def join(self) -> None:
+        """Wait for its end."""
+        await asyncio.to_thread(self._thread.join, 30)
+        assert not self._thread.is_alive(), "the worker did not end"
+
+    def _run(self) -> None:
+        self.exit_code = self.client.run()
+
+
+class GrpcRig:
+    """A fleet behind a real worker port, in the test's loop. An async context manager; workers end with it."""
+
+    def __init__(self, **settings: float) -> None:
+        self.weights = FakeWeights()
+        self.fleet = Fleet(
+            FleetSettings(**settings),  # type: ignore[arg-type]  # fields are int or float
+            FakeBaseModel(),
+            self.weights,
+            incarnation=1,
+        )
+        self.workers: list[ThreadedWorker] = []
+        self._server = grpc.aio.server()
+        plan_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.fleet, self.weights), self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._changed = asyncio.Event()
+        self.fleet.on_workers_changed(self._changed.set)
+
+    async def __aenter__(self) -> GrpcRig:
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            await worker.stop()
+        await self.fleet.close()
+        await self._server.stop(None)
+
+    async def add_worker(
+        self,
+        worker_id: str,
+        *,
+        capacities: Capacities = CAPACITIES,
+        faults: HashEngineFaults | None = None,
+        port: int | None = None,
+    ) -> ThreadedWorker:
+        """A worker, once it is attached; `port` goes through a proxy."""
+        num_workers = self.fleet.num_workers
+        worker = ThreadedWorker(f"127.0.0.1:{port or self.port}", worker_id, HashEngine(capacities, faults))
+        self.workers.append(worker)
+        await self.until(lambda: self.fleet.num_workers > num_workers)
+        return worker
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Wait for something that attaching or losing a worker brings about."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()

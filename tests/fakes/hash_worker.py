@@ -1,0 +1,86 @@
+"""A worker process with a hash engine: `python -m tests.fakes.hash_worker --control-plane HOST:PORT --model DIR`.
+
+The real plan client, signals and ready line; only the engine is a fake. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from motet.fingerprint import checkpoint_fingerprint
+
+from data_plane.config import WorkerConfig, parse_bytes
+from data_plane.plan import Capacities
+from data_plane.telemetry import configure_logging
+from data_plane.worker import run_worker
+from tests.fakes.hash_engine import DEFAULT_VOCAB_SIZE, HashEngine, HashEngineFaults
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until told to stop; the exit code."""
+    args = _parser().parse_args(argv)
+    model = json.loads((args.model / "config.json").read_text(encoding="utf-8")) if args.model else {}
+    capacities = Capacities(
+        model_fingerprint=args.fingerprint or checkpoint_fingerprint(args.model),
+        dtype=args.dtype or model.get("dtype") or model.get("torch_dtype") or "float32",
+        device="hash",
+        num_blocks=args.num_blocks,
+        block_size=args.block_size,
+        max_rows=args.max_rows,
+        max_step_tokens=args.token_budget,
+        arena_bytes=args.arena_bytes,
+        num_slots=args.num_slots,
+        max_model_len=args.max_model_len or model.get("max_position_embeddings") or 4096,
+        vocab_size=args.vocab_size or model.get("vocab_size") or DEFAULT_VOCAB_SIZE,
+    )
+    faults = HashEngineFaults(
+        step_time_s=args.step_time_ms / 1000, crash_token=args.crash_token, on_crash=lambda: os._exit(9)
+    )
+    config = WorkerConfig(
+        control_plane=args.control_plane,
+        model_dir=args.model or Path(),
+        worker_id=args.worker_id,
+        load_threads=args.load_threads,
+        exit_when_disconnected_s=args.exit_when_disconnected_s,
+        log_level=args.log_level,
+    )
+    configure_logging(config.log_level)
+    engine = HashEngine(capacities, faults)
+    engine.hash_slots.failing.update(dict.fromkeys(args.fail_digest, False))
+    return run_worker(engine, config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hash_worker", description=__doc__)
+    parser.add_argument("--control-plane", required=True, metavar="HOST:PORT")
+    identity = parser.add_mutually_exclusive_group(required=True)
+    identity.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint whose fingerprint and sizes are claimed"
+    )
+    identity.add_argument("--fingerprint", default="", metavar="HEX")
+    parser.add_argument("--worker-id", default="hash")
+    parser.add_argument("--dtype", default="")
+    parser.add_argument("--num-blocks", type=int, default=4096)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--token-budget", type=int, default=1024)
+    parser.add_argument("--max-rows", type=int, default=256)
+    parser.add_argument("--arena-bytes", type=parse_bytes, default=1 << 30)
+    parser.add_argument("--num-slots", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=0, help="tokens (default: the model's, or 4096)")
+    parser.add_argument("--vocab-size", type=int, default=0, help="tokens (default: the model's, or 256)")
+    parser.add_argument("--load-threads", type=int, default=2)
+    parser.add_argument("--step-time-ms", type=float, default=0.0, help="least time of a step")
+    parser.add_argument("--crash-token", type=int, default=None, help="feeding this token ends the process at once")
+    parser.add_argument("--fail-digest", action="append", default=[], help="loads of this adapter fail; repeatable")
+    parser.add_argument("--exit-when-disconnected-s", type=float, default=None)
+    parser.add_argument("--log-level", default="warning")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
