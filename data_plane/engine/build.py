@@ -1,0 +1,93 @@
+"""Builds the real engine from a worker's settings: device, model, arena, KV cache, capacities."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from motet.fingerprint import checkpoint_fingerprint
+from transformers.utils import logging as transformers_logging
+
+from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.sites import Site
+from data_plane.config import WorkerConfig
+from data_plane.engine.engine import TorchEngine
+from data_plane.engine.kv_cache import KVCache, block_bytes, fitting_blocks
+from data_plane.errors import ConfigError, UnsupportedModel
+from data_plane.layers.attention import PagedAttention
+from data_plane.layers.lora_linear import LoraLinear
+from data_plane.models.limits import model_length
+from data_plane.models.loader import LoadedModel, load_model
+from data_plane.plan import Capacities
+
+
+def build_engine(config: WorkerConfig) -> TorchEngine:
+    """An engine that serves the checkpoint in config.model_dir. Raises ConfigError naming the flag to change."""
+    torch.set_num_threads(config.num_threads)
+    transformers_logging.disable_progress_bar()  # stderr is for the log
+    device = _device(config.device)
+    try:
+        fingerprint = checkpoint_fingerprint(config.model_dir)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: {error}") from error
+    loaded = load_model(config.model_dir, config.dtype, device)
+    sites = _sites(loaded)
+    arena = AdapterArena(
+        sites,
+        num_slots=config.num_slots,
+        arena_bytes=config.arena_bytes,
+        dtype=loaded.dtype,
+        device=device,
+        base_fingerprint=fingerprint,
+    )
+    num_blocks = config.num_blocks or _num_blocks(config, loaded, device)
+    layers = loaded.probe.attention_layers
+    cache = KVCache(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=device)
+    for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
+        PagedAttention(loaded.context, keys, values).attach(layer.module)
+    capacities = Capacities(
+        model_fingerprint=fingerprint,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_rows=config.max_rows,
+        max_step_tokens=config.step_tokens(device.type),
+        arena_bytes=config.arena_bytes,
+        num_slots=config.num_slots,
+        max_model_len=model_length(config.max_model_len, loaded.context_limit, num_blocks, config.block_size),
+        vocab_size=loaded.probe.vocab_size,
+    )
+    return TorchEngine(loaded, cache, arena, capacities)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: cuda was asked for and torch finds no CUDA device; use --device cpu")
+    return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
+
+
+def _sites(loaded: LoadedModel) -> list[Site]:
+    sites = [
+        Site(module.site_name, module.in_features, module.out_features)
+        for module in loaded.model.modules()
+        if isinstance(module, LoraLinear)
+    ]
+    if not sites:
+        raise UnsupportedModel(
+            f"model type {loaded.model.config.model_type}: no linear layer that adapters could target"
+        )
+    return sites
+
+
+def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device) -> int:
+    """Blocks for --num-blocks left out: what fits, at most what all rows of the longest context can use."""
+    length = config.max_model_len or loaded.context_limit
+    return fitting_blocks(
+        block_bytes(loaded.probe.attention_layers, config.block_size, loaded.dtype),
+        arena_bytes=config.arena_bytes,
+        device=device,
+        most=config.max_rows * -(-length // config.block_size),
+    )

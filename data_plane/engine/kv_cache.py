@@ -1,0 +1,91 @@
+"""The paged KV cache of all layers, and how many blocks the machine has room for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from data_plane.errors import ConfigError
+from data_plane.models.probe import AttentionLayer
+from data_plane.plan import Int32Array
+
+logger = logging.getLogger(__name__)
+
+# Part of the memory left after weights and arena that the KV cache takes: the rest is for activations, and on the
+# CPU for the other processes of the machine.
+CPU_SHARE = 0.4
+CUDA_SHARE = 0.85
+
+
+class KVCache:
+    """Keys and values of every layer. Block i of each layer belongs to block id i."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def zeros(layer: AttentionLayer, dim: int) -> torch.Tensor:
+            return torch.zeros(num_blocks, block_size, layer.num_kv_heads, dim, dtype=dtype, device=device)
+
+        self.keys = [zeros(layer, layer.key_dim) for layer in layers]
+        self.values = [zeros(layer, layer.value_dim) for layer in layers]
+
+    def copy_blocks(self, copies: Int32Array) -> None:
+        """Copy blocks (source, destination), all sources read before any destination is written."""
+        if len(copies) == 0:
+            return
+        pairs = torch.from_numpy(copies.astype("int64")).to(self.keys[0].device)
+        for cache in (*self.keys, *self.values):
+            cache[pairs[:, 1]] = cache[pairs[:, 0]]
+
+    def make_finite(self, block_ids: Int32Array) -> None:
+        """Turn what is not finite in the blocks into zero.
+
+        Whoever gets such a block next masks the old entries by weights of zero, and zero times NaN is NaN.
+        """
+        index = torch.from_numpy(block_ids.astype("int64")).to(self.keys[0].device)
+        for cache in (*self.keys, *self.values):
+            cache[index] = cache[index].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    values_per_token = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    return values_per_token * block_size * dtype.itemsize
+
+
+def fitting_blocks(bytes_per_block: int, *, arena_bytes: int, device: torch.device, most: int) -> int:
+    """Blocks that free memory holds beside the arena, at most `most`. Raises ConfigError if not one fits."""
+    if device.type == "cuda":
+        free, share = torch.cuda.mem_get_info(device)[0], CUDA_SHARE
+    else:
+        free, share = _free_host_bytes(), CPU_SHARE
+    num_blocks = int(max(free - arena_bytes, 0) * share) // bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"--num-blocks: {free} bytes are free and --arena-bytes takes {arena_bytes}; no KV block of "
+            f"{bytes_per_block} bytes fits; lower --arena-bytes"
+        )
+    return min(num_blocks, most)
+
+
+def _free_host_bytes() -> int:
+    """What this process may still take: the machine's available memory, or less where a cgroup limits it."""
+    free = int(psutil.virtual_memory().available)
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((root / "memory.current").read_text()))
+    except (OSError, ValueError):
+        logger.debug("no cgroup memory limit to read")
+    return max(free, 0)

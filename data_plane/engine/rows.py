@@ -1,0 +1,163 @@
+"""The rows of a worker: what it keeps of each request between steps, as arrays, and how plans change it.
+
+Everything a plan says is checked here before anything of it reaches the model; what contradicts the rows is a
+PlanRefused. No torch: values live on the host, the last sampled tokens alone are kept beside the model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from data_plane.errors import PlanRefused
+from data_plane.plan import Int32Array, NewRow, StepPlan
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Rows:
+    """State of all rows, by row number."""
+
+    def __init__(self, *, max_rows: int, max_blocks: int, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        self.max_rows = max_rows
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.is_used = np.zeros(max_rows, dtype=np.bool_)
+        self.is_paused = np.zeros(max_rows, dtype=np.bool_)
+        # Invariant of used rows: num_computed <= num_known <= num_computed + 1 once the prefill has ended. A row is
+        # decoding when one known token, the last sampled, is not computed.
+        self.is_decoding = np.zeros(max_rows, dtype=np.bool_)
+        self.num_known = np.zeros(max_rows, dtype=np.int64)  # tokens given or sampled
+        self.num_computed = np.zeros(max_rows, dtype=np.int64)  # leading tokens whose KV is in the cache
+        self.num_prompt = np.zeros(max_rows, dtype=np.int64)  # tokens of the prompt; the rest was generated
+        self.block_table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.num_row_blocks = np.zeros(max_rows, dtype=np.int64)
+        self.slot = np.full(max_rows, -1, dtype=np.int32)  # adapter slot, -1 for none
+        self.slot_generation = np.zeros(max_rows, dtype=np.int64)
+        self.temperature = np.zeros(max_rows, dtype=np.float32)
+        self.top_k = np.zeros(max_rows, dtype=np.int64)
+        self.top_p = np.ones(max_rows, dtype=np.float32)
+        self.seed = np.zeros(max_rows, dtype=np.int64)  # the unsigned seed's 64 bits
+        # KV of such a row may hold values that are not finite: nothing finite was sampled from it.
+        self.is_suspect = np.zeros(max_rows, dtype=np.bool_)
+        self.token_ids: dict[int, Int32Array] = {}  # given tokens of rows whose prefill has not ended
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self.is_used[:] = False
+        self.is_paused[:] = False
+        self.is_decoding[:] = False
+        self.is_suspect[:] = False
+        self.token_ids.clear()
+
+    def blocks_of(self, row: int) -> Int32Array:
+        """The row's block ids."""
+        return self.block_table[row, : self.num_row_blocks[row]]
+
+    def free(self, rows: Int32Array) -> None:
+        """End rows."""
+        self._check_rows("freed_rows", rows)
+        for row in rows.tolist():
+            if not self.is_used[row]:
+                raise PlanRefused(f"freed_rows names row {row}, which is not used")
+            self.is_used[row] = self.is_paused[row] = self.is_decoding[row] = self.is_suspect[row] = False
+            self.token_ids.pop(row, None)
+
+    def add(self, new: NewRow) -> None:
+        """Begin a row."""
+        row, num_tokens, num_row_blocks = new.row, len(new.token_ids), len(new.block_ids)
+        if not 0 <= row < self.max_rows:
+            raise PlanRefused(f"new row {row} is not one of the {self.max_rows} rows")
+        if self.is_used[row]:
+            raise PlanRefused(f"new row {row} is used already")
+        if num_row_blocks > self.block_table.shape[1]:
+            raise PlanRefused(f"new row {row} has {num_row_blocks} blocks, at most {self.block_table.shape[1]} fit")
+        if not 0 <= new.num_computed_tokens < num_tokens:
+            raise PlanRefused(
+                f"new row {row} has {new.num_computed_tokens} of {num_tokens} tokens computed; "
+                "at least one is left to compute"
+            )
+        if not 0 < new.num_prompt_tokens <= num_tokens:
+            raise PlanRefused(f"new row {row} has {num_tokens} tokens, {new.num_prompt_tokens} of them the prompt")
+        if new.num_computed_tokens > num_row_blocks * self.block_size:
+            raise PlanRefused(f"new row {row} has {new.num_computed_tokens} tokens computed in {num_row_blocks} blocks")
+        if new.token_ids.min() < 0 or new.token_ids.max() >= self.vocab_size:
+            raise PlanRefused(f"new row {row} has a token id outside [0, {self.vocab_size})")
+        self._check_blocks(f"new row {row}", new.block_ids)
+        sampling = new.sampling
+        if not (sampling.temperature >= 0 and np.isfinite(sampling.temperature)):
+            raise PlanRefused(f"new row {row} has temperature {sampling.temperature}, want a finite number >= 0")
+        if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            raise PlanRefused(f"new row {row} has top_p {sampling.top_p} and top_k {sampling.top_k}")
+        self.is_used[row] = self.is_suspect[row] = True
+        self.is_paused[row] = self.is_decoding[row] = False
+        self.num_known[row] = num_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.block_table[row, :num_row_blocks] = new.block_ids
+        self.num_row_blocks[row] = num_row_blocks
+        self.slot[row] = -1 if new.slot is None else new.slot
+        self.slot_generation[row] = new.slot_generation
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = min(sampling.top_k, self.vocab_size)
+        self.top_p[row] = sampling.top_p
+        self.seed[row] = np.uint64(sampling.seed).astype(np.int64)
+        self.token_ids[row] = new.token_ids
+
+    def append_blocks(self, pairs: Int32Array) -> None:
+        """Append (row, block id) pairs to the tables."""
+        self._check_used("appended_blocks", pairs[:, 0])
+        self._check_blocks("appended_blocks", pairs[:, 1])
+        for row, block_id in pairs.tolist():
+            end = self.num_row_blocks[row]
+            if end == self.block_table.shape[1]:
+                raise PlanRefused(f"appended_blocks gives row {row} more than the {end} blocks that a context takes")
+            self.block_table[row, end] = block_id
+            self.num_row_blocks[row] = end + 1
+
+    def pause(self, plan: StepPlan) -> None:
+        """Apply paused_rows, then resumed_rows."""
+        for name, rows, is_paused in (
+            ("paused_rows", plan.paused_rows, True),
+            ("resumed_rows", plan.resumed_rows, False),
+        ):
+            self._check_used(name, rows)
+            if (self.is_paused[rows] == is_paused).any():
+                row = int(rows[self.is_paused[rows] == is_paused][0])
+                raise PlanRefused(f"{name} names row {row}, which is {'paused' if is_paused else 'not paused'} already")
+            self.is_paused[rows] = is_paused
+
+    def check_copies(self, copies: Int32Array) -> None:
+        """Refuse block copies out of range or onto one block twice."""
+        self._check_blocks("block_copies", copies.reshape(-1))
+        if len(np.unique(copies[:, 1])) != len(copies):
+            raise PlanRefused("block_copies writes one block twice")
+
+    def check_prefills(self, prefills: Int32Array) -> None:
+        """Refuse prefills of unknown tokens."""
+        rows, counts = prefills[:, 0], prefills[:, 1]
+        self._check_used("prefills", rows)
+        if len(np.unique(rows)) != len(rows):
+            raise PlanRefused("prefills names one row twice")
+        left = self.num_known[rows] - self.num_computed[rows]
+        wrong = (counts < 1) | (counts > left) | self.is_decoding[rows]
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise PlanRefused(
+                f"prefills gives row {rows[at]} {counts[at]} tokens; {left[at]} of its known tokens are not computed"
+                f"{' and it is decoding' if self.is_decoding[rows[at]] else ''}"
+            )
+
+    def _check_rows(self, name: str, rows: Int32Array) -> None:
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
+            raise PlanRefused(f"{name} names a row outside [0, {self.max_rows})")
+
+    def _check_used(self, name: str, rows: Int32Array) -> None:
+        self._check_rows(name, rows)
+        if not self.is_used[rows].all():
+            raise PlanRefused(f"{name} names row {int(rows[~self.is_used[rows]][0])}, which is not used")
+
+    def _check_blocks(self, name: str, block_ids: Int32Array) -> None:
+        if len(block_ids) and (block_ids.min() < 0 or block_ids.max() >= self.num_blocks):
+            raise PlanRefused(f"{name} names a block outside [0, {self.num_blocks})")

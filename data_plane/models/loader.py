@@ -1,0 +1,129 @@
+"""Loads a checkpoint with transformers, checks that it can be served, and puts our layers into it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from data_plane.errors import ConfigError, UnsupportedModel
+from data_plane.layers.attention import ATTENTION_NAME
+from data_plane.layers.context import StepContext
+from data_plane.layers.lora_linear import replace_linears
+from data_plane.models.limits import context_limit
+from data_plane.models.probe import PROBE_NAME, ModelProbe, Recorder, probe_model, register_probe
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose linears take adapters and whose attention waits for its cache."""
+
+    model: PreTrainedModel
+    probe: ModelProbe
+    context: StepContext
+    context_limit: int  # tokens that the model computes
+    dtype: torch.dtype
+
+    @torch.inference_mode()
+    def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Logits [len(kept), vocab] of the tokens at `kept` (int64) of a packed step; ids are int64 [num_tokens].
+
+        The step was begun in `context`; its KV is written on the way.
+        """
+        output = self.model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=kept,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel:
+    """The checkpoint in `model_dir`, ready for its KV cache. Raises ConfigError, UnsupportedModel among them.
+
+    dtype "auto" is the checkpoint's own. Only safetensors are read and no code of the checkpoint is run.
+    """
+    config = _read_config(model_dir)
+    torch_dtype = resolve_dtype(config, dtype)
+    if getattr(config.get_text_config(), "alibi", False):
+        raise UnsupportedModel(f"model type {config.model_type}: ALiBi attention is not served")
+    model = _read_weights(model_dir, config, torch_dtype).to(device).eval()  # type: ignore[arg-type]  # HF's stubs
+    model.requires_grad_(False)
+    limit = context_limit(config)
+    try:
+        probe = probe_model(model, limit)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"model type {config.model_type}: a forward pass of packed tokens failed: {error}"
+        ) from error
+    model.set_attn_implementation(ATTENTION_NAME)
+    context = StepContext()
+    replace_linears(model, probe.linear_names, context)
+    logger.info(
+        "model loaded type=%s dtype=%s device=%s layers=%d linears=%d",
+        config.model_type,
+        torch_dtype,
+        device,
+        len(probe.attention_layers),
+        len(probe.linear_names),
+    )
+    return LoadedModel(model, probe, context, limit, torch_dtype)
+
+
+def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
+    """The element type to serve in."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    if own not in DTYPES.values():
+        raise ConfigError(f"config.json: dtype {own} is not served; set --dtype float32, bfloat16 or float16")
+    assert isinstance(own, torch.dtype)
+    return own
+
+
+def _read_config(model_dir: Path) -> PretrainedConfig:
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"--model: {model_dir} holds no config.json")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise UnsupportedModel(f"--model: transformers cannot read {model_dir / 'config.json'}: {error}") from error
+    return config
+
+
+def _read_weights(model_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model on the CPU; refused if any weight is missing from the checkpoint."""
+    register_probe(Recorder())
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PROBE_NAME,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise UnsupportedModel(f"model type {config.model_type}: cannot be loaded: {error}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info.get(kind):
+            raise ConfigError(
+                f"--model: {model_dir}: {kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:5])}"
+            )
+    if info.get("unexpected_keys"):
+        logger.warning("checkpoint holds weights the model lacks keys=%s", sorted(info["unexpected_keys"])[:5])
+    assert isinstance(model, PreTrainedModel)
+    return model
