@@ -293,6 +293,8 @@ class Scheduler:
             order=(request.arrival_s, self._next_serial),
             cache_root=chain_root(None if adapter is None else adapter.digest, request.cache_salt),
             max_generated=max_generated,
+            max_planned=num_prompt + max_generated - 1,
+            stop_token_ids=request.stop_token_ids,
             generated=list(request.generated_token_ids),
         )
         self._next_serial += 1
@@ -365,6 +367,7 @@ class Scheduler:
         sequence.prefill_end = len(token_ids)
         sequence.num_planned = sequence.num_computed = num_cached
         sequence.num_registered = num_hits
+        sequence.register_at = num_cached + size
         slot = None if sequence.request.adapter is None else self.slots.lease(sequence.request.adapter.digest)
         sequence.slot_idx = None if slot is None else slot.slot_idx
         sequence.state = SequenceState.RUNNING
@@ -445,9 +448,17 @@ class Scheduler:
             sequence.num_computed += num_tokens
             reason = sequence.accept(token_id)
             self._num_tokens_sampled += 1
-            outputs.append(self._output(sequence, [token_id], reason))
-            if sequence.num_computed >= (sequence.num_registered + 1) * self.limits.block_size:
-                self.cache.register(sequence, keep=sequence.digest not in self._purged)
+            outputs.append(
+                RequestOutput(
+                    sequence.request.request_id,
+                    [token_id],
+                    reason,
+                    sequence.num_cached_tokens,
+                    sequence.first_scheduled_s,
+                )
+            )
+            if sequence.num_computed >= sequence.register_at:
+                self._register(sequence)
             if reason is not None:
                 self._end(sequence)
                 return
@@ -459,9 +470,13 @@ class Scheduler:
         sequence.num_in_flight -= 1
         if not sequence.is_ended:
             sequence.num_computed += num_tokens
-            self.cache.register(sequence, keep=sequence.digest not in self._purged)
+            self._register(sequence)
         if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
             self._leave(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
+        self.cache.register(sequence, keep=sequence.digest not in self._purged)
+        sequence.register_at = (sequence.num_registered + 1) * self.limits.block_size
 
     def _check_result(self, result: StepResult) -> None:
         if not self.flights:

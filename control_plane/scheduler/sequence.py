@@ -33,6 +33,8 @@ class Sequence:
     order: tuple[float, int]  # (arrival_s, serial): total order of arrival
     cache_root: bytes  # first link of the block hash chain: (adapter or base, salt)
     max_generated: int  # generated tokens at which max_tokens or the context ends it
+    max_planned: int  # tokens to compute in all; the last token that is sampled is never fed
+    stop_token_ids: frozenset[int]  # the request's, at hand for every token
     generated: list[int]  # accepted tokens
     state: SequenceState = SequenceState.WAITING
     is_paused: bool = False
@@ -51,6 +53,7 @@ class Sequence:
     num_planned: int = 0  # tokens whose KV is computed or in unanswered plans
     num_computed: int = 0  # tokens whose KV is computed by answered plans
     num_registered: int = 0  # leading blocks that were offered to the prefix cache
+    register_at: int = 0  # computed tokens at which the next block is full
     num_in_flight: int = 0  # unanswered plans that name it
     is_decoding: bool = False  # its prefill is planned to the end
     has_progressed: bool = False  # gained a token since it took the row
@@ -65,11 +68,6 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens whose values are known: prompt and accepted ones."""
         return len(self.request.prompt_token_ids) + len(self.generated)
-
-    @property
-    def max_planned(self) -> int:
-        """Tokens to compute in all; the last token that is sampled is never fed."""
-        return len(self.request.prompt_token_ids) + self.max_generated - 1
 
     def known_tokens(self) -> list[int]:
         """Prompt, then what was generated."""
@@ -89,7 +87,7 @@ class Sequence:
         """Append a sampled token; the reason if the request ends with it."""
         self.generated.append(token_id)
         self.has_progressed = True
-        if token_id in self.request.stop_token_ids:
+        if token_id in self.stop_token_ids:
             return FinishReason.STOP_TOKEN
         if len(self.generated) >= self.max_generated:
             return FinishReason.LENGTH
@@ -101,5 +99,5 @@ class Sequence:
         self.decode_row = None
         self.slot_idx = None
         self.block_ids = []
-        self.prefill_end = self.num_planned = self.num_computed = self.num_registered = 0
+        self.prefill_end = self.num_planned = self.num_computed = self.num_registered = self.register_at = 0
         self.is_decoding = self.has_progressed = False

@@ -1,0 +1,122 @@
+"""Short makers for scheduler tests."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.types import (
+    AdapterRef,
+    LoadSlot,
+    Request,
+    RequestId,
+    RequestOutput,
+    SlotCommand,
+    StepPlan,
+    WorkerLimits,
+)
+from tests.fakes.model_worker import ModelWorker
+
+
+def make_limits(**changes: Any) -> WorkerLimits:
+    """A small worker: 16 blocks of 4 tokens, 4 rows, 32 tokens a step, 2 slots of 100 bytes in all."""
+    values: dict[str, Any] = {
+        "num_blocks": 16,
+        "block_size": 4,
+        "max_rows": 4,
+        "max_step_tokens": 32,
+        "num_slots": 2,
+        "arena_bytes": 100,
+        "max_model_len": 64,
+        "plan_depth": 1,
+    }
+    return WorkerLimits(**(values | changes))
+
+
+def make_adapter(name: str, arena_bytes: int = 50, *, is_pinned: bool = False) -> AdapterRef:
+    """An adapter with a digest made from its name."""
+    return AdapterRef(hashlib.sha256(name.encode()).hexdigest(), arena_bytes, is_pinned)
+
+
+def make_request(request_id: int, prompt: list[int] | int = 4, max_tokens: int = 4, **changes: Any) -> Request:
+    """A request; an int as prompt is a length, the tokens then are the request's own. Arrives in order of ids."""
+    tokens = [request_id] * prompt if isinstance(prompt, int) else prompt
+    changes.setdefault("arrival_s", float(request_id))
+    return Request(RequestId(request_id), tuple(tokens), max_tokens, **changes)
+
+
+class Bench:
+    """A scheduler joined to a model worker, moved by hand; keeps the outputs."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = make_limits(**limits)
+        self.scheduler = Scheduler(self.limits)
+        self.worker = ModelWorker(self.limits)
+        self.sent: list[StepPlan] = []
+        self.plans: list[StepPlan] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, RequestOutput] = {}
+        self.commands: list[SlotCommand] = []
+
+    def add(self, *requests: Request) -> None:
+        """Queue requests."""
+        for request in requests:
+            self.scheduler.add(request, request.arrival_s)
+            self.tokens[request.request_id] = list(request.generated_token_ids)
+
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
+        """Make one plan and keep it for `answer`."""
+        plan = self.scheduler.plan(now_s)
+        if plan is not None:
+            self.sent.append(plan)
+            self.plans.append(plan)
+        self.scheduler.check_invariants()
+        return plan
+
+    def answer(self) -> list[RequestOutput]:
+        """Execute and answer the oldest plan."""
+        outputs = self.scheduler.apply(self.worker.execute(self.sent.pop(0)), 0.0)
+        self.keep(outputs)
+        self.scheduler.check_invariants()
+        return outputs
+
+    def keep(self, outputs: list[RequestOutput]) -> None:
+        """Book outputs by request."""
+        for output in outputs:
+            assert output.request_id not in self.ends, "output after the end"
+            self.tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output
+
+    def obey(self) -> list[SlotCommand]:
+        """Carry out slot commands until none is left; returns them."""
+        done: list[SlotCommand] = []
+        while commands := self.scheduler.slot_commands():
+            for command in commands:
+                self.worker.obey(command)
+                report = self.scheduler.slot_ready if isinstance(command, LoadSlot) else self.scheduler.slot_empty
+                report(command.slot, command.generation)
+            done += commands
+        self.scheduler.check_invariants()
+        return done
+
+    def step(self) -> StepPlan | None:
+        """Slots, one plan, its answer."""
+        self.obey()
+        plan = self.plan()
+        if self.sent:
+            self.answer()
+        return plan
+
+    def run(self, max_steps: int = 500) -> None:
+        """Until everything ended."""
+        for _ in range(max_steps):
+            if self.scheduler.num_unfinished == 0 and not self.sent:
+                return
+            self.step()
+        raise AssertionError(f"{self.scheduler.num_unfinished} requests did not end in {max_steps} steps")
+
+    def running_ids(self) -> list[int]:
+        """Requests that hold a row, in order of arrival."""
+        return [sequence.request.request_id for sequence in self.scheduler.running]

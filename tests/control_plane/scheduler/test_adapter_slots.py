@@ -1,0 +1,242 @@
+"""Prefetch, leases, eviction, retries, pins and the starvation bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from control_plane.scheduler.adapter_slots import MAX_LOAD_ATTEMPTS, STARVATION_ADMISSIONS
+from control_plane.scheduler.errors import SlotReportMismatch
+from control_plane.scheduler.types import EvictSlot, FinishReason, LoadSlot, RequestId, RequestOutput
+from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
+from tests.fakes.model_worker import oracle
+
+ONE, TWO, THREE = make_adapter("one"), make_adapter("two"), make_adapter("three")
+
+
+def test_an_adapter_is_asked_for_when_its_request_is_queued() -> None:
+    bench = Bench()
+    bench.add(make_request(1, adapter=ONE))
+    assert bench.scheduler.slot_commands() == [LoadSlot(0, 1, ONE.digest)]
+    assert bench.scheduler.slot_commands() == []
+
+
+def test_a_request_whose_adapter_loads_does_not_block_those_behind_it() -> None:
+    bench = Bench()
+    bench.add(make_request(1, adapter=ONE), make_request(2))
+    bench.scheduler.slot_commands()
+    plan = bench.plan()
+    assert plan is not None and [new.request_id for new in plan.new_rows] == [2]
+
+
+def test_adapters_and_base_run_in_one_step_each_with_its_own_slot() -> None:
+    bench = Bench()
+    requests = [make_request(1, [5, 5]), make_request(2, [5, 5], adapter=ONE), make_request(3, [5, 5], adapter=TWO)]
+    bench.add(*requests)
+    bench.obey()
+    plan = bench.plan()
+    assert plan is not None
+    assert [(new.slot, new.slot_generation) for new in plan.new_rows] == [(None, 0), (0, 1), (1, 1)]
+    bench.run()
+    assert [bench.tokens[i] for i in (1, 2, 3)] == [oracle(request, 64) for request in requests]
+    assert len({tuple(bench.tokens[i]) for i in (1, 2, 3)}) == 3
+
+
+def test_the_least_recently_used_idle_adapter_is_evicted() -> None:
+    bench = Bench()
+    for request_id, adapter in enumerate([ONE, TWO, ONE], start=1):
+        bench.add(make_request(request_id, adapter=adapter))
+        bench.run()
+    bench.add(make_request(4, adapter=THREE))
+    assert bench.obey() == [EvictSlot(1, 1, TWO.digest), LoadSlot(1, 2, THREE.digest)]
+    assert bench.scheduler.resident_digests() == {ONE.digest, THREE.digest}
+
+
+def test_a_slot_is_not_reused_before_the_worker_says_that_it_is_empty() -> None:
+    bench = Bench(num_slots=1)
+    bench.add(make_request(1, adapter=ONE))
+    bench.run()
+    bench.add(make_request(2, adapter=TWO))
+    assert bench.scheduler.slot_commands() == [EvictSlot(0, 1, ONE.digest)]
+    assert bench.scheduler.slot_commands() == []
+    bench.scheduler.slot_empty(0, 1)
+    assert bench.scheduler.slot_commands() == [LoadSlot(0, 2, TWO.digest)]
+
+
+def test_a_slot_that_an_unanswered_plan_names_is_not_evicted() -> None:
+    bench = Bench(num_slots=1, plan_depth=2)
+    bench.add(make_request(1, adapter=ONE, max_tokens=20))
+    bench.obey()
+    bench.plan()
+    bench.plan()
+    bench.scheduler.cancel(RequestId(1), 0.0)
+    bench.add(make_request(2, adapter=TWO))
+    bench.answer()
+    assert bench.scheduler.slot_commands() == []
+    bench.answer()
+    assert bench.scheduler.slot_commands() == [EvictSlot(0, 1, ONE.digest)]
+
+
+def test_bytes_are_a_limit_as_slots_are() -> None:
+    bench = Bench(num_slots=3)
+    small = make_adapter("small", 20)
+    bench.add(make_request(1, adapter=ONE), make_request(2, adapter=TWO), make_request(3, adapter=small))
+    assert [command.digest for command in bench.obey()] == [ONE.digest, TWO.digest]
+    bench.run()
+    assert len(bench.ends) == 3
+
+
+def test_a_large_adapter_lets_small_ones_pass_but_gets_in() -> None:
+    bench = Bench(num_slots=3)
+    big, small = make_adapter("big", 100), make_adapter("small", 10)
+    bench.add(make_request(1, adapter=ONE, max_tokens=8), make_request(2, adapter=big), make_request(3, adapter=small))
+    assert [command.digest for command in bench.scheduler.slot_commands()] == [ONE.digest, small.digest]
+    bench.scheduler.slot_ready(0, 1)
+    bench.scheduler.slot_ready(1, 1)
+    bench.worker.slots = {0: (1, ONE.digest), 1: (1, small.digest)}
+    bench.run()
+    assert len(bench.ends) == 3
+
+
+def test_a_pinned_adapter_survives_eviction() -> None:
+    bench = Bench()
+    pinned = make_adapter("pinned", is_pinned=True)
+    for request_id, adapter in enumerate([pinned, ONE, TWO, THREE], start=1):
+        bench.add(make_request(request_id, adapter=adapter))
+        bench.run()
+    assert pinned.digest in bench.scheduler.resident_digests()
+
+
+def test_a_request_that_pinned_adapters_leave_no_room_for_ends_at_once() -> None:
+    bench = Bench()
+    bench.add(
+        make_request(1, adapter=make_adapter("a", is_pinned=True)),
+        make_request(2, adapter=make_adapter("b", is_pinned=True)),
+    )
+    bench.run()
+    bench.add(make_request(3, adapter=ONE))
+    bench.obey()
+    (output,) = bench.scheduler.expire(0.0)
+    assert output.finish_reason is FinishReason.ADAPTER_FAILED and "pinned" in output.message
+    bench.scheduler.unpin(make_adapter("a").digest)
+    bench.add(make_request(4, adapter=ONE))
+    bench.run()
+    assert len(bench.tokens[4]) == 4
+
+
+def test_a_retryable_load_failure_is_tried_three_times_more() -> None:
+    bench = Bench()
+    bench.add(make_request(1, adapter=ONE), make_request(2, adapter=ONE))
+    outputs: list[RequestOutput] = []
+    for attempt in range(MAX_LOAD_ATTEMPTS):
+        assert outputs == []
+        (command,) = bench.scheduler.slot_commands()
+        assert command == LoadSlot(0, attempt + 1, ONE.digest)
+        outputs = bench.scheduler.slot_failed(0, attempt + 1, "bytes are gone", is_retryable=True, now_s=0.0)
+    assert [(o.request_id, o.finish_reason, o.message) for o in outputs] == [
+        (1, FinishReason.ADAPTER_FAILED, "bytes are gone"),
+        (2, FinishReason.ADAPTER_FAILED, "bytes are gone"),
+    ]
+    assert bench.scheduler.slot_commands() == []
+
+
+def test_a_load_failure_that_is_not_retryable_ends_the_requests_at_once() -> None:
+    bench = Bench()
+    bench.add(make_request(1, adapter=ONE), make_request(2))
+    bench.scheduler.slot_commands()
+    outputs = bench.scheduler.slot_failed(0, 1, "other modules", is_retryable=False, now_s=0.0)
+    assert [output.request_id for output in outputs] == [1]
+    bench.run()
+    assert len(bench.tokens[2]) == 4
+
+
+def test_a_report_that_contradicts_the_slot_is_refused() -> None:
+    bench = Bench()
+    with pytest.raises(SlotReportMismatch, match="slot 9"):
+        bench.scheduler.slot_ready(9, 1)
+    bench.add(make_request(1, adapter=ONE))
+    bench.scheduler.slot_commands()
+    with pytest.raises(SlotReportMismatch, match="generation 2"):
+        bench.scheduler.slot_ready(0, 2)
+    with pytest.raises(SlotReportMismatch):
+        bench.scheduler.slot_empty(0, 1)
+
+
+def test_a_paused_reader_does_not_keep_a_slot_from_others() -> None:
+    bench = Bench(num_slots=1)
+    first = make_request(1, adapter=ONE, max_tokens=8)
+    bench.add(first)
+    bench.step()
+    bench.step()
+    bench.scheduler.pause(RequestId(1))
+    bench.add(make_request(2, adapter=TWO))
+    for _ in range(8):
+        bench.step()
+    assert 2 in bench.ends
+    bench.scheduler.unpause(RequestId(1))
+    bench.run()
+    assert bench.tokens[1] == oracle(first, 64)
+
+
+def test_purging_forgets_blocks_at_once_and_the_slot_once_unused() -> None:
+    bench = Bench()
+    bench.add(make_request(1, prompt=9, adapter=ONE), make_request(2, prompt=9, adapter=ONE, max_tokens=8))
+    while 1 not in bench.ends:
+        bench.step()
+    bench.scheduler.purge_digest(ONE.digest)
+    assert bench.scheduler.has_digest(ONE.digest)
+    assert not bench.scheduler.cache.has_digest(ONE.digest)
+    bench.run()
+    bench.obey()
+    assert len(bench.tokens[2]) == 8
+    assert not bench.scheduler.has_digest(ONE.digest)
+    bench.add(make_request(3, adapter=ONE))
+    bench.run()
+    assert bench.scheduler.resident_digests() == {ONE.digest}
+
+
+def test_purging_is_not_undone_by_a_preemption() -> None:
+    bench = Bench(num_blocks=8)
+    bench.add(make_request(1, prompt=12, max_tokens=18), make_request(2, prompt=12, max_tokens=14, adapter=ONE))
+    bench.step()
+    bench.scheduler.purge_digest(ONE.digest)
+    bench.run()
+    bench.obey()
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert not bench.scheduler.has_digest(ONE.digest)
+
+
+@pytest.mark.parametrize("num_cold", [1, 50])
+def test_a_cold_adapter_gets_in_though_hot_ones_hold_every_slot_at_ten_times_the_load(num_cold: int) -> None:
+    """With `num_cold` adapters in line, the first of them is overtaken by at most the bound and one batch."""
+    bench = Bench(max_rows=6, num_blocks=64, plan_depth=2)
+    hot = [make_adapter("hot 0"), make_adapter("hot 1")]
+    next_id = 1
+    for _ in range(40):
+        bench.add(make_request(next_id, adapter=hot[next_id % 2], max_tokens=3))
+        next_id += 1
+    bench.step()
+    cold = [make_adapter(f"cold {idx}") for idx in range(num_cold)]
+    cold_ids = list(range(1000, 1000 + num_cold))
+    bench.add(
+        *[make_request(i, adapter=a, max_tokens=3, arrival_s=next_id) for i, a in zip(cold_ids, cold, strict=True)]
+    )
+    num_admitted_at_arrival = sum(len(plan.new_rows) for plan in bench.plans)
+    overtaken: list[int] = []  # admissions before each cold request got in
+    seen = 0
+    for _ in range(20_000):
+        if len(overtaken) == num_cold:
+            break
+        for _ in range(10):
+            if bench.scheduler.stats().num_waiting < 60:
+                bench.add(make_request(next_id, adapter=hot[next_id % 2], max_tokens=3))
+                next_id = next_id + 1 if next_id != 999 else 2000
+        bench.step()
+        admitted = [new.request_id for plan in bench.plans for new in plan.new_rows]
+        for position in range(seen, len(admitted)):
+            if admitted[position] in cold_ids:
+                overtaken.append(position - num_admitted_at_arrival)
+        seen = len(admitted)
+    assert len(overtaken) == num_cold, "a cold adapter starved"
+    in_one_turn = STARVATION_ADMISSIONS + 2 * bench.limits.max_rows
+    assert overtaken[0] <= in_one_turn
+    assert all(count <= in_one_turn * turn for turn, count in enumerate(overtaken, start=1))

@@ -1,0 +1,99 @@
+"""Reference counts, eviction order and refusals of the block pool; a state machine against a plain model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from control_plane.scheduler.block_pool import BlockPool
+
+
+def test_releasing_a_block_that_nobody_holds_is_a_bug() -> None:
+    pool = BlockPool(2)
+    block_id = pool.take_one()
+    assert block_id is not None
+    pool.release([block_id])
+    with pytest.raises(AssertionError, match="nobody holds"):
+        pool.release([block_id])
+
+
+def test_an_empty_pool_gives_nothing() -> None:
+    pool = BlockPool(1)
+    assert pool.take_one() == 0
+    assert pool.take_one() is None
+
+
+def test_cached_blocks_are_taken_last_and_the_cache_is_told() -> None:
+    pool = BlockPool(3)
+    evicted: list[int] = []
+    pool.on_evict = evicted.append
+    blocks = pool.take(2)
+    pool.mark_cached(blocks[0])
+    pool.release(blocks)
+    taken = pool.take(3)
+    assert evicted == [blocks[0]] == [taken[-1]]
+
+
+def test_a_block_outside_the_cache_cannot_be_shared() -> None:
+    pool = BlockPool(1)
+    pool.take(1)
+    with pytest.raises(AssertionError, match="not in the prefix cache"):
+        pool.share(0)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Tables that take, share, cache and release blocks in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(7)
+        self.pool.on_evict = lambda block_id: self.cached.remove(block_id)
+        self.tables: list[list[int]] = []
+        self.cached: set[int] = set()
+
+    @rule(num_blocks=st.integers(0, 3))
+    def take(self, num_blocks: int) -> None:
+        if num_blocks <= self.pool.num_available:
+            self.tables.append(self.pool.take(num_blocks))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data())
+    def cache(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(sorted({block_id for table in self.tables for block_id in table})))
+        self.pool.mark_cached(block_id)
+        self.cached.add(block_id)
+
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(sorted(self.cached)))
+        self.pool.share(block_id)
+        self.tables.append([block_id])
+
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(sorted(self.cached)))
+        self.pool.unmark_cached(block_id)
+        self.cached.discard(block_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        holders = Counter(block_id for table in self.tables for block_id in table)
+        assert list(self.pool.ref_counts) == [holders[block_id] for block_id in range(7)]
+        assert set(self.pool.evictable) == self.cached - set(holders)
+        assert sorted(self.pool.free) == sorted(set(range(7)) - self.cached - set(holders))
+        assert self.pool.num_held == len(holders)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True)

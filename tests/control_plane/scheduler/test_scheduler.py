@@ -1,0 +1,297 @@
+"""Batching, chunked prefill, preemption, cancellation, deadlines, pauses: one story each."""
+
+from __future__ import annotations
+
+import pytest
+
+from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, ResultMismatch
+from control_plane.scheduler.types import FinishReason, RequestId, ScheduledRow, StepResult
+from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
+from tests.fakes.model_worker import oracle
+
+
+def test_one_request_gets_the_tokens_of_the_oracle() -> None:
+    bench = Bench()
+    request = make_request(1, prompt=6, max_tokens=9)
+    bench.add(request)
+    bench.run()
+    assert bench.tokens[1] == oracle(request, 64)
+    assert bench.ends[1].finish_reason is FinishReason.LENGTH
+
+
+def test_requests_join_and_leave_a_running_batch() -> None:
+    bench = Bench()
+    bench.add(make_request(1, max_tokens=3), make_request(2, max_tokens=8))
+    bench.step()
+    bench.add(make_request(3, max_tokens=2))
+    plan = bench.step()
+    assert plan is not None
+    assert plan.scheduled == [ScheduledRow(0, 1, True), ScheduledRow(1, 1, True), ScheduledRow(2, 4, False)]
+    bench.run()
+    assert sorted(bench.ends) == [1, 2, 3]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    bench = Bench(max_step_tokens=5)
+    bench.add(make_request(1, prompt=4, max_tokens=12))
+    bench.step()
+    bench.add(make_request(2, prompt=10, max_tokens=2))
+    chunks = [bench.step() for _ in range(3)]
+    assert [plan.scheduled[1].num_tokens for plan in chunks if plan] == [4, 4, 2]
+    assert all(plan is not None and plan.scheduled[0] == ScheduledRow(0, 1, True) for plan in chunks)
+    assert len(bench.tokens[2]) == 1
+
+
+def test_a_decode_goes_before_a_prefill_when_the_budget_is_one_token() -> None:
+    bench = Bench(max_step_tokens=1)
+    bench.add(make_request(1, prompt=1, max_tokens=5), make_request(2, prompt=2, max_tokens=1))
+    bench.run()
+    assert list(bench.ends) == [1, 2]
+
+
+def test_a_stop_token_ends_a_request_and_is_delivered() -> None:
+    bench = Bench()
+    tokens = oracle(make_request(1, max_tokens=10), 64)
+    bench.add(make_request(1, max_tokens=10, stop_token_ids=frozenset([tokens[3]])))
+    bench.run()
+    assert bench.tokens[1] == tokens[: tokens.index(tokens[3]) + 1]
+    assert bench.ends[1].finish_reason is FinishReason.STOP_TOKEN
+
+
+def test_a_request_ends_with_length_where_the_context_is_full() -> None:
+    bench = Bench(max_model_len=10)
+    bench.add(make_request(1, prompt=6, max_tokens=100))
+    bench.run()
+    assert len(bench.tokens[1]) == 4
+    assert bench.ends[1].finish_reason is FinishReason.LENGTH
+
+
+def test_tokens_that_cannot_be_needed_are_never_planned_ahead() -> None:
+    bench = Bench(plan_depth=3)
+    bench.add(make_request(1, prompt=4, max_tokens=2))
+    assert bench.plan() is not None
+    assert bench.plan() is not None
+    assert bench.plan() is None
+
+
+def test_what_never_fits_is_refused_with_the_numbers() -> None:
+    bench = Bench()
+    with pytest.raises(RequestNeverFits) as too_many_blocks:
+        Bench(max_model_len=200).add(make_request(1, prompt=60, max_tokens=10))
+    assert (too_many_blocks.value.num_blocks_needed, too_many_blocks.value.num_blocks) == (18, 16)
+    with pytest.raises(ContextNeverFits, match="context of 64"):
+        bench.add(make_request(2, prompt=64))
+    with pytest.raises(AdapterNeverFits, match="101 bytes"):
+        bench.add(make_request(3, adapter=make_adapter("big", 101)))
+    bench.add(make_request(4, prompt=60, max_tokens=5))  # 64 tokens, the last of them never stored
+    bench.run()
+    assert len(bench.tokens[4]) == 4
+
+
+def test_a_request_that_fills_the_whole_pool_runs() -> None:
+    bench = Bench(num_blocks=4, max_model_len=100)
+    bench.add(make_request(1, prompt=15, max_tokens=2), make_request(2, prompt=3, max_tokens=2))
+    bench.run()
+    assert sorted(bench.ends) == [1, 2]
+
+
+def test_preemption_takes_the_latest_arrival_and_changes_no_token() -> None:
+    bench = Bench(num_blocks=6)
+    requests = [make_request(i, prompt=4, max_tokens=12) for i in (1, 2, 3)]
+    bench.add(*requests)
+    for _ in range(6):
+        bench.step()
+    assert bench.running_ids() == [1, 2]
+    assert bench.scheduler.stats().num_preemptions == 1
+    bench.run()
+    assert [bench.tokens[i] for i in (1, 2, 3)] == [oracle(request, 64) for request in requests]
+
+
+def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
+    bench = Bench(num_blocks=6, block_size=2, max_rows=5)
+    bench.add(*[make_request(i, prompt=2, max_tokens=10) for i in range(1, 6)])
+    tokens_at_preemption: dict[int, list[int]] = {i: [] for i in range(1, 6)}
+    before: set[int] = set()
+    while bench.scheduler.num_unfinished:
+        bench.step()
+        held = set(bench.running_ids())
+        for request_id in before - held - set(bench.ends):
+            tokens_at_preemption[request_id].append(len(bench.tokens[request_id]))
+        before = held
+    preempted = [counts for counts in tokens_at_preemption.values() if len(counts) > 1]
+    assert preempted, "nobody was preempted twice: the story is not told"
+    assert all(counts == sorted(set(counts)) for counts in preempted)
+
+
+def test_a_preempted_request_keeps_tokens_of_plans_in_flight() -> None:
+    bench = Bench(num_blocks=4, block_size=2, plan_depth=2, max_rows=2)
+    requests = [make_request(i, prompt=2, max_tokens=6) for i in (1, 2)]
+    bench.add(*requests)
+    bench.run()
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert [bench.tokens[i] for i in (1, 2)] == [oracle(request, 64) for request in requests]
+
+
+def test_a_cancelled_request_says_nothing_more_and_holds_nothing() -> None:
+    bench = Bench(plan_depth=2)
+    bench.add(make_request(1, max_tokens=20), make_request(2, max_tokens=3))
+    bench.plan()
+    bench.plan()
+    bench.scheduler.cancel(RequestId(1), 0.0)
+    bench.scheduler.cancel(RequestId(1), 0.0)
+    assert bench.scheduler.stats().num_blocks_held == 4, "unanswered plans name its blocks"
+    bench.run()
+    assert bench.tokens[1] == [] and list(bench.ends) == [2]
+    assert bench.scheduler.stats().num_blocks_held == 0
+
+
+def test_the_row_of_an_ended_request_is_freed_once_its_last_plan_is_answered() -> None:
+    bench = Bench(plan_depth=2, max_rows=1)
+    tokens = oracle(make_request(1, max_tokens=10), 64)
+    bench.add(make_request(1, max_tokens=10, stop_token_ids=frozenset([tokens[0]])), make_request(2, max_tokens=1))
+    bench.plan()
+    bench.plan()
+    bench.answer()
+    assert 1 in bench.ends
+    assert bench.plan() is None, "the wasted decode is unanswered, the only row still named"
+    bench.answer()
+    plan = bench.plan()
+    assert plan is not None and plan.freed_rows == [0] and plan.new_rows[0].row == 0
+
+
+def test_freed_rows_alone_make_no_plan() -> None:
+    bench = Bench()
+    bench.add(make_request(1, max_tokens=1))
+    bench.step()
+    assert bench.plan() is None
+    assert bench.scheduler.stats().num_blocks_held == 0
+    bench.add(make_request(2, max_tokens=1))
+    plan = bench.plan()
+    assert plan is not None and plan.freed_rows == [0]
+
+
+def test_a_deadline_ends_requests_waiting_and_running() -> None:
+    bench = Bench(max_rows=1)
+    bench.add(make_request(1, max_tokens=20, deadline_s=5.0), make_request(2, deadline_s=4.0), make_request(3))
+    bench.step()
+    bench.keep(bench.scheduler.expire(3.9))
+    assert not bench.ends
+    bench.keep(bench.scheduler.expire(5.0))
+    assert {i: end.finish_reason for i, end in bench.ends.items()} == {
+        1: FinishReason.DEADLINE,
+        2: FinishReason.DEADLINE,
+    }
+    bench.run()
+    assert len(bench.tokens[3]) == 4
+
+
+def test_a_request_past_its_deadline_is_never_scheduled() -> None:
+    bench = Bench()
+    bench.add(make_request(1, deadline_s=1.0))
+    assert bench.plan(now_s=1.0) is None
+    assert [output.finish_reason for output in bench.scheduler.expire(1.0)] == [FinishReason.DEADLINE]
+
+
+def test_a_paused_row_is_not_scheduled_until_it_is_read_again() -> None:
+    bench = Bench()
+    request = make_request(1, max_tokens=6)
+    bench.add(request, make_request(2, max_tokens=6))
+    bench.step()
+    bench.scheduler.pause(RequestId(1))
+    plan = bench.step()
+    assert plan is not None and [scheduled.row for scheduled in plan.scheduled] == [1]
+    bench.scheduler.unpause(RequestId(1))
+    bench.run()
+    assert bench.tokens[1] == oracle(request, 64)
+
+
+def test_a_paused_request_that_waits_is_not_admitted() -> None:
+    bench = Bench()
+    bench.add(make_request(1), make_request(2))
+    bench.scheduler.pause(RequestId(1))
+    bench.step()
+    assert bench.running_ids() == [2]
+    assert bench.scheduler.stats().num_paused == 1
+    bench.scheduler.unpause(RequestId(1))
+    bench.run()
+    assert len(bench.tokens[1]) == 4
+
+
+def test_paused_requests_give_way_to_those_short_of_blocks_or_rows() -> None:
+    bench = Bench(num_blocks=8, max_rows=1)
+    request = make_request(1, prompt=20, max_tokens=6)
+    bench.add(request)
+    bench.step()
+    bench.scheduler.pause(RequestId(1))
+    bench.add(make_request(2, prompt=20, max_tokens=2))
+    bench.step()
+    assert bench.running_ids() == [2]
+    bench.scheduler.unpause(RequestId(1))
+    bench.run()
+    assert bench.tokens[1] == oracle(request, 64)
+
+
+def test_drained_requests_go_on_elsewhere_with_the_same_tokens() -> None:
+    first, second = Bench(plan_depth=2, max_rows=2), Bench()
+    requests = [make_request(i, prompt=5, max_tokens=9) for i in (2, 1, 3)]
+    first.add(*requests)
+    for _ in range(3):
+        first.step()
+    moved = first.scheduler.drain_requests()
+    assert [request.request_id for request in moved] == [1, 2, 3]
+    second.add(*moved)
+    second.run()
+    assert [second.tokens[r.request_id] for r in requests] == [oracle(request, 64) for request in requests]
+
+
+def test_rows_whose_logits_are_not_finite_end_alone() -> None:
+    bench = Bench()
+    bench.add(make_request(1), make_request(2))
+    plan = bench.plan()
+    assert plan is not None
+    result = bench.worker.execute(plan)
+    outputs = bench.scheduler.apply(StepResult(1, [1], result.token_ids[1:], failed_rows=[0]), 0.0)
+    bench.sent.clear()
+    bench.keep(outputs)
+    assert bench.ends[1].finish_reason is FinishReason.NOT_FINITE
+    bench.run()
+    assert len(bench.tokens[2]) == 4
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        StepResult(2, [0], [5]),
+        StepResult(1, [1], [5]),
+        StepResult(1, [], []),
+        StepResult(1, [0], [5, 6]),
+        StepResult(1, [0], [5], failed_rows=[3]),
+    ],
+)
+def test_a_result_that_does_not_answer_the_oldest_plan_is_refused(result: StepResult) -> None:
+    bench = Bench()
+    with pytest.raises(ResultMismatch, match="no plan is unanswered"):
+        bench.scheduler.apply(result, 0.0)
+    bench.add(make_request(1))
+    bench.plan()
+    with pytest.raises(ResultMismatch):
+        bench.scheduler.apply(result, 0.0)
+    bench.answer()
+
+
+def test_first_scheduling_and_counts_are_told() -> None:
+    bench = Bench()
+    bench.add(make_request(1, prompt=5, max_tokens=1))
+    bench.plan(now_s=7.5)
+    stats = bench.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_blocks_held, stats.num_plans_in_flight) == (1, 0, 2, 1)
+    outputs = bench.answer()
+    assert outputs[0].first_scheduled_s == 7.5
+    assert bench.scheduler.stats().num_tokens_sampled == 1
+
+
+def test_order_is_by_arrival_even_for_requests_that_came_from_elsewhere() -> None:
+    bench = Bench(max_rows=1)
+    bench.add(make_request(5, max_tokens=1), make_request(2, max_tokens=1), make_request(9, max_tokens=1))
+    bench.run()
+    assert list(bench.ends) == [2, 5, 9]

@@ -1,0 +1,214 @@
+"""A random walk over one scheduler and a model worker: arrivals, cancels, pauses, deadlines, failures, late results.
+
+Everything follows from the seed. Used by test_random_walk.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from dataclasses import replace
+
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.types import (
+    AdapterRef,
+    EvictSlot,
+    FinishReason,
+    LoadSlot,
+    Request,
+    RequestId,
+    RequestOutput,
+    SlotCommand,
+    StepPlan,
+    StepResult,
+    WorkerLimits,
+)
+from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, oracle
+
+FULL_CHECK_EVERY = 8  # steps
+
+
+class Walk:
+    """One seeded run."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.limits = WorkerLimits(
+            num_blocks=rng.choice([6, 9, 16, 40]),
+            block_size=rng.choice([1, 2, 4]),
+            max_rows=rng.choice([1, 3, 6, 12]),
+            max_step_tokens=rng.choice([1, 4, 7, 16, 64]),
+            num_slots=rng.choice([1, 2, 3, 6]),
+            arena_bytes=rng.choice([100, 200]),
+            max_model_len=rng.choice([12, 24, 200]),
+            plan_depth=rng.choice([1, 2, 3]),
+        )
+        self.scheduler = Scheduler(self.limits)
+        self.worker = ModelWorker(self.limits)
+        names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(rng.choice([1, 3, 8]))]
+        self.adapters = [AdapterRef(name, rng.choice([10, 30, 60, 100])) for name in names]
+        self.failure_rate = rng.choice([0.0, 0.0, 0.3])
+        self.not_finite_rate = rng.choice([0.0, 0.0, 0.01])
+        self.max_live = rng.choice([3, 10, 30])
+        self.now_s = 0.0
+        self.next_id = 1
+        self.live: dict[RequestId, Request] = {}
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.expected: dict[RequestId, list[int]] = {}
+        self.paused: set[RequestId] = set()
+        self.sent: deque[StepPlan] = deque()  # plans on the wire
+        self.commands: deque[SlotCommand] = deque()  # commands on the wire
+        self.free_before: set[int] = set()
+        self.num_plans = 0
+        self.num_finished = 0
+        self.ended_by: dict[FinishReason, int] = {}
+        self.trace = hashlib.sha256()
+
+    def run(self, num_plans: int) -> None:
+        """Walk until so many plans were made, then let everything end and look for what is left."""
+        while self.num_plans < num_plans:
+            self.step()
+        for request_id in sorted(self.paused):
+            self.scheduler.unpause(request_id)
+        self.paused.clear()
+        self.failure_rate = 0.0
+        for _ in range(100_000):
+            if not self.live and not self.sent and not self.commands:
+                break
+            self.exchange()
+        assert not self.live, f"{len(self.live)} requests never ended"
+        self.scheduler.check_invariants()
+        stats = self.scheduler.stats()
+        assert (stats.num_blocks_held, stats.num_waiting, stats.num_running) == (0, 0, 0)
+
+    def step(self) -> None:
+        """Something happens outside, then something on the wire."""
+        rng = self.rng
+        if len(self.live) < self.max_live and rng.random() < 0.5:
+            self.arrive()
+        if self.live and rng.random() < 0.1:
+            request_id = rng.choice(sorted(self.live))
+            draw = rng.random()
+            if draw < 0.3:
+                self.scheduler.cancel(request_id, self.now_s)
+                self.forget(request_id)
+            elif request_id in self.paused:
+                self.paused.discard(request_id)
+                self.scheduler.unpause(request_id)
+            else:
+                self.paused.add(request_id)
+                self.scheduler.pause(request_id)
+        if rng.random() < 0.01:
+            self.scheduler.purge_digest(rng.choice(self.adapters).digest)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """One move of the fleet or the worker, then the checks."""
+        rng = self.rng
+        self.now_s += rng.random()
+        draw = rng.random()
+        if draw < 0.5:
+            self.make_plan()
+        elif draw < 0.9 and self.sent:
+            self.answer_plan()
+        elif draw < 0.98:
+            self.obey_command()
+        else:
+            self.take(self.scheduler.expire(self.now_s))
+        self.commands.extend(self.scheduler.slot_commands())
+        free = set(self.scheduler.pool.free)
+        self.worker.poison(sorted(free - self.free_before))
+        self.free_before = free
+        if self.num_plans % FULL_CHECK_EVERY == 0:
+            self.scheduler.check_invariants()
+
+    def arrive(self) -> None:
+        """A request that fits; prompts share prefixes."""
+        rng, limits = self.rng, self.limits
+        most = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+        length = rng.randint(1, max(1, min(most - 1, 30)))
+        prompt = ([7] * 12 + [rng.randrange(VOCAB_SIZE) for _ in range(30)])[-length:]
+        if rng.random() < 0.5:
+            prompt = ([1, 2, 3, 4, 5, 6, 7, 8] * 5)[:length]
+        max_tokens = rng.randint(1, max(1, most - length))
+        request = Request(
+            request_id=RequestId(self.next_id),
+            prompt_token_ids=tuple(prompt),
+            max_tokens=min(max_tokens, 40) if most < 200 else rng.choice([1, 5, 40]),
+            adapter=None if rng.random() < 0.3 else rng.choice(self.adapters[: rng.randint(1, len(self.adapters))]),
+            stop_token_ids=frozenset(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 2]))),
+            cache_salt=rng.choice([b"", b"", b"salt"]),
+            arrival_s=self.now_s,
+            deadline_s=self.now_s + rng.uniform(1, 60) if rng.random() < 0.1 else None,
+        )
+        expected = self.expected[request.request_id] = oracle(request, limits.max_model_len)
+        if len(expected) > 2 and rng.random() < 0.1:  # came from a worker that was lost
+            request = replace(request, generated_token_ids=tuple(expected[: rng.randrange(1, len(expected) - 1)]))
+        self.next_id += 1
+        self.live[request.request_id] = request
+        self.tokens[request.request_id] = list(request.generated_token_ids)
+        self.scheduler.add(request, self.now_s)
+
+    def make_plan(self) -> None:
+        """Ask for a plan; it is executed when its turn comes."""
+        plan = self.scheduler.plan(self.now_s)
+        if plan is not None:
+            self.num_plans += 1
+            self.trace.update(repr(plan).encode())
+            self.sent.append(plan)
+
+    def answer_plan(self) -> None:
+        """The worker executes the oldest plan and answers; now and then a row's logits are not finite."""
+        result = self.worker.execute(self.sent.popleft())
+        if result.rows and self.rng.random() < self.not_finite_rate:
+            idx = self.rng.randrange(len(result.rows))
+            result = StepResult(
+                step_id=result.step_id,
+                rows=result.rows[:idx] + result.rows[idx + 1 :],
+                token_ids=result.token_ids[:idx] + result.token_ids[idx + 1 :],
+                failed_rows=[result.rows[idx]],
+            )
+        self.take(self.scheduler.apply(result, self.now_s))
+
+    def obey_command(self) -> None:
+        """The worker executes the oldest command, or fails to load."""
+        if not self.commands:
+            return
+        command = self.commands.popleft()
+        if isinstance(command, EvictSlot):
+            self.worker.obey(command)
+            self.scheduler.slot_empty(command.slot, command.generation)
+        elif isinstance(command, LoadSlot) and self.rng.random() < self.failure_rate:
+            is_retryable = self.rng.random() < 0.8
+            self.take(
+                self.scheduler.slot_failed(
+                    command.slot, command.generation, "broken", is_retryable=is_retryable, now_s=self.now_s
+                )
+            )
+        else:
+            self.worker.obey(command)
+            self.scheduler.slot_ready(command.slot, command.generation)
+
+    def take(self, outputs: list[RequestOutput]) -> None:
+        """Deliver outputs; whoever ends normally must have exactly the oracle's tokens."""
+        for output in outputs:
+            assert output.request_id in self.live, f"request {output.request_id} has output after its end"
+            tokens = self.tokens[output.request_id]
+            tokens.extend(output.token_ids)
+            expected = self.expected[output.request_id]
+            assert tokens == expected[: len(tokens)], f"request {output.request_id} got wrong tokens"
+            if output.finish_reason is None:
+                continue
+            self.ended_by[output.finish_reason] = self.ended_by.get(output.finish_reason, 0) + 1
+            if output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
+                assert tokens == expected, f"request {output.request_id} ended too early"
+                self.num_finished += 1
+            self.forget(output.request_id)
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request is over."""
+        del self.live[request_id]
+        del self.tokens[request_id]
+        del self.expected[request_id]
+        self.paused.discard(request_id)
