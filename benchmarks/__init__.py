@@ -1,0 +1,1 @@
+"""Programs that show and measure the running system."""
