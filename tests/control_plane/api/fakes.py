@@ -1,0 +1,405 @@
+"""Small typed fakes of the registry, the host cache and the fleet, and a real gRPC server over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.longrunning import operations_pb2_grpc  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from control_plane.api import adapters, generation, listeners, operations, status
+from control_plane.api.adapter_roots import AdapterRoots
+from control_plane.api.gate import DrainGate
+from control_plane.api.pins import Pins
+from control_plane.api.request_memory import RequestMemory
+from control_plane.api.text.codec import TextCodec
+from control_plane.api.upload import UploadReceiver
+from control_plane.errors import AdapterNotFound, PinBudgetExceeded
+from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
+from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
+
+DIGEST = "a" * 64
+OTHER_DIGEST = "b" * 64
+
+
+@dataclass(frozen=True)
+class FakeVersion:
+    digest: str
+    kind: str = "lora"
+    max_rank: int = 8
+    dtype: str = "float32"
+    size_bytes: int = 1000
+    target_modules: tuple[str, ...] = ("model.layers.0.self_attn.q_proj",)
+    create_time_s: float = 1.5
+
+
+@dataclass(frozen=True)
+class FakeRecord:
+    adapter_id: str
+    versions: tuple[FakeVersion, ...]
+    active_digest: str
+    display_name: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    uid: str = "u1"
+    state: str = "active"
+    state_reason: str = ""
+    is_pinned: bool = False
+    create_time_s: float = 1.5
+    update_time_s: float = 2.5
+    etag: str = "e1"
+
+
+@dataclass(frozen=True)
+class FakeResolved:
+    adapter_id: str
+    ref: AdapterRef
+
+
+@dataclass(frozen=True)
+class FakeRegistryStats:
+    num_registered: int
+    num_stored: int
+
+
+class FakeRegistry:
+    """Records in a dict; `calls` tells what was asked, `files` what was registered."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FakeRecord] = {}
+        self.calls: list[tuple[object, ...]] = []
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.gate: asyncio.Event | None = None  # register waits for it
+        self.error: Exception | None = None
+
+    def add(self, adapter_id: str, *digests: str) -> FakeRecord:
+        versions = tuple(FakeVersion(digest) for digest in digests or (DIGEST,))
+        self.records[adapter_id] = FakeRecord(adapter_id, versions, versions[0].digest)
+        return self.records[adapter_id]
+
+    def get(self, adapter_id: str) -> FakeRecord:
+        if adapter_id not in self.records:
+            near = ", ".join(sorted(self.records)[:3])
+            raise AdapterNotFound(f"no adapter {adapter_id}; nearest: {near}", resource=f"adapters/{adapter_id}")
+        return self.records[adapter_id]
+
+    def resolve(self, adapter_id: str, digest: str = "") -> FakeResolved:
+        record = self.get(adapter_id)
+        return FakeResolved(adapter_id, AdapterRef(digest or record.active_digest, 4096))
+
+    def list_page(self, page_size: int, page_token: str) -> tuple[list[FakeRecord], str]:
+        names = [name for name in sorted(self.records) if name > page_token]
+        more = names[page_size - 1] if len(names) > page_size else ""
+        return [self.records[name] for name in names[:page_size]], more
+
+    def versions_page(self, adapter_id: str, page_size: int, page_token: str) -> tuple[Sequence[FakeVersion], str]:
+        return self.get(adapter_id).versions[:page_size], ""
+
+    async def register(
+        self,
+        adapter_id: str,
+        files: Mapping[str, Path],
+        *,
+        display_name: str = "",
+        labels: Mapping[str, str] = {},  # noqa: B006
+        validate_only: bool = False,
+    ) -> FakeRecord:
+        self.calls.append(("register", adapter_id, validate_only))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.files[adapter_id] = {name: path.read_bytes() for name, path in files.items()}
+        record = FakeRecord(adapter_id, (FakeVersion(DIGEST),), DIGEST, display_name, dict(labels))
+        if not validate_only:
+            self.records[adapter_id] = record
+        return record
+
+    async def update(
+        self,
+        adapter_id: str,
+        *,
+        display_name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        etag: str = "",
+    ) -> FakeRecord:
+        self.calls.append(("update", adapter_id, display_name, labels, etag))
+        record = self.get(adapter_id)
+        if display_name is not None:
+            record = replace(record, display_name=display_name)
+        if labels is not None:
+            record = replace(record, labels=labels)
+        self.records[adapter_id] = record
+        return record
+
+    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> FakeRecord:
+        self.records[adapter_id] = replace(self.get(adapter_id), active_digest=digest)
+        return self.records[adapter_id]
+
+    async def set_pinned(self, adapter_id: str) -> FakeRecord:
+        if self.error is not None:
+            raise self.error
+        self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=True)
+        return self.records[adapter_id]
+
+    async def clear_pinned(self, adapter_id: str) -> FakeRecord:
+        self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=False)
+        return self.records[adapter_id]
+
+    async def begin_delete(self, adapter_id: str, etag: str = "") -> list[str]:
+        record = self.get(adapter_id)
+        self.calls.append(("begin_delete", adapter_id, etag))
+        del self.records[adapter_id]
+        return [version.digest for version in record.versions]
+
+    async def finish_delete(self, adapter_id: str) -> None:
+        self.calls.append(("finish_delete", adapter_id))
+
+    def stats(self) -> FakeRegistryStats:
+        return FakeRegistryStats(len(self.records), len(self.records))
+
+
+@dataclass(frozen=True)
+class FakeCacheStats:
+    num_adapters: int = 1
+    used_bytes: int = 10
+    budget_bytes: int = 100
+    is_available: bool = True
+
+
+class FakeWeights:
+    """Counts pins; `calls` tells the order."""
+
+    def __init__(self, calls: list[tuple[object, ...]]) -> None:
+        self.calls = calls
+        self.pinned: list[str] = []
+        self.max_pinned = 10
+
+    async def drop(self, digest: str) -> None:
+        self.calls.append(("drop", digest))
+
+    async def pin(self, digest: str) -> None:
+        if len(self.pinned) >= self.max_pinned:
+            raise PinBudgetExceeded("pins would exceed the budget of 100 bytes; unpin another adapter")
+        assert digest not in self.pinned
+        self.pinned.append(digest)
+
+    async def unpin(self, digest: str) -> None:
+        self.pinned.remove(digest)
+
+    def is_cached(self, digest: str) -> bool:
+        return digest == DIGEST
+
+    def stats(self) -> FakeCacheStats:
+        return FakeCacheStats()
+
+
+@dataclass(frozen=True)
+class FakeEvent:
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 2
+    queue_time_s: float = 0.25
+
+
+class ScriptedJob:
+    """Yields what the test put into `events`; an exception in the script is raised."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[FakeEvent | Exception] = asyncio.Queue()
+        self.is_cancelled = asyncio.Event()
+
+    def script(self, *events: FakeEvent | Exception) -> None:
+        for event in events:
+            self.events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[FakeEvent]:
+        while True:
+            event = await self.events.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def cancel(self) -> None:
+        self.is_cancelled.set()
+
+
+class FakeFleet:
+    """Hands out scripted jobs: `on_submit` gets each job with its request."""
+
+    def __init__(self, calls: list[tuple[object, ...]]) -> None:
+        self.calls = calls
+        self.requests: list[Request] = []
+        self.jobs: list[ScriptedJob] = []
+        self.on_submit: Callable[[ScriptedJob, Request], None] = lambda job, request: None
+        self.submitted = asyncio.Event()
+        self.retire_gate: asyncio.Event | None = None
+        self.num_workers = 1
+        self._ids = itertools.count(1)
+        self._callbacks: list[Callable[[], None]] = []
+
+    def next_request_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    def submit(self, request: Request) -> ScriptedJob:
+        job = ScriptedJob()
+        self.on_submit(job, request)
+        self.requests.append(request)
+        self.jobs.append(job)
+        self.submitted.set()
+        return job
+
+    def placements(self, digest: str) -> list[str]:
+        return ["w0"] if digest == DIGEST else []
+
+    async def retire(self, digest: str) -> None:
+        if self.retire_gate is not None:
+            await self.retire_gate.wait()
+        self.calls.append(("retire", digest))
+
+    def worker_snapshots(self) -> list[WorkerSnapshot]:
+        names = [f.name for f in WorkerSnapshot.__dataclass_fields__.values()]
+        numbers: dict[str, Any] = {name: index for index, name in enumerate(names)}
+        return [WorkerSnapshot(**{**numbers, "worker_id": name, "device": "cpu"}) for name in ("w1", "w0")]
+
+    def queue_snapshot(self) -> QueueSnapshot:
+        return QueueSnapshot(
+            num_requests=3, num_waiting=1, num_running=2, num_accepted=9, num_finished=5, num_rejected=1, num_migrated=0
+        )
+
+    def on_workers_changed(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """All 256 bytes, a few merges that split code points badly, one special and two added tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    for token in ("Ġa", "ðŁ", "ðŁĺ", "Ģð", "he", "ll"):
+        vocab[token] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("l", "l"), ("Ġ", "a"), ("ð", "Ł")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_tokens(["ñ ñ", "é"])
+    return tokenizer
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """Words that begin with a metaspace; the decoder strips the first one."""
+    words = ["▁", "▁▁", "▁he", "llo", "▁wor", "ld", "😀", "é", "�", "<unk>", "a", "▁a"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama 2: metaspace words and byte tokens."""
+    words = [f"<0x{value:02X}>" for value in range(256)] + ["▁", "▁▁", "▁he", "llo", "😀", "é", "a"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+class Api:
+    """Every client-facing service over fakes, behind the real interceptor and a real channel."""
+
+    def __init__(self, directory: Path, codec: TextCodec, *, vocab_size: int = 300, max_model_len: int = 64) -> None:
+        self.directory = directory
+        self.registry = FakeRegistry()
+        self.calls = self.registry.calls
+        self.weights = FakeWeights(self.calls)
+        self.fleet = FakeFleet(self.calls)
+        self.gate = DrainGate()
+        self.book = operations.OperationBook(wall_clock=lambda: 7.0)
+        self.pins = Pins(self.registry, self.weights)
+        self.now_s = 100.0
+        self.uploads_dir = directory / "uploads"
+        self.root = directory / "root"
+        self.root.mkdir()
+        self.uploads = UploadReceiver(self.uploads_dir, max_adapter_bytes=4 << 20, max_open=2, idle_timeout_s=5.0)
+        self.generation = generation.GenerationService(
+            model=generation.ModelFacts(vocab_size, max_model_len, (1,)),
+            codec=codec,
+            registry=self.registry,
+            fleet=self.fleet,
+            gate=self.gate,
+            clock=lambda: self.now_s,
+            draw_seed=lambda: 1234,
+        )
+        self.adapters = adapters.AdapterService(
+            registry=self.registry,
+            weights=self.weights,
+            fleet=self.fleet,
+            gate=self.gate,
+            book=self.book,
+            pins=self.pins,
+            uploads=self.uploads,
+            roots=AdapterRoots({"team": self.root}),
+            memory=RequestMemory(clock=lambda: self.now_s),
+        )
+        self.status = status.StatusService(
+            model=status.ModelIdentity("tiny", "f" * 64, vocab_size, max_model_len, "float32"),
+            limits=status.Limits(8, 4 << 20, 1 << 20),
+            fleet=self.fleet,
+            registry=self.registry,
+            weights=self.weights,
+        )
+        self.channel: grpc.aio.Channel
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Api]:
+        server = listeners.client_server(max_streams_per_connection=100, max_concurrent_rpcs=100)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(operations.OperationsService(self.book), server)
+        address = listeners.bind(server, "127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address) as self.channel:
+                yield self
+        finally:
+            await server.stop(None)
+            await self.book.close(timeout_s=0)
+
+    def stub(self, kind: Any) -> Any:
+        return kind(self.channel)
+
+
+def details(error: grpc.aio.AioRpcError) -> tuple[Any, list[str], list[Any]]:
+    """ErrorInfo, fields of BadRequest, the other details."""
+    metadata = dict(error.trailing_metadata() or ())
+    packed_status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    assert packed_status.message == error.details()
+    assert packed_status.code == error.code().value[0]
+    info, fields, others = error_details_pb2.ErrorInfo(), [], []
+    for packed in packed_status.details:
+        bad, resource, retry = (
+            error_details_pb2.BadRequest(),
+            error_details_pb2.ResourceInfo(),
+            error_details_pb2.RetryInfo(),
+        )
+        if packed.Unpack(bad):
+            fields = [violation.field for violation in bad.field_violations]
+        elif packed.Unpack(resource):
+            others.append(resource)
+        elif packed.Unpack(retry):
+            others.append(retry)
+        else:
+            assert packed.Unpack(info)
+    assert info.domain == "motet"
+    return info, fields, others

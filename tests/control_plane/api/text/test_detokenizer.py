@@ -1,0 +1,102 @@
+"""Incremental text equals decode(all ids), whatever the tokens and however they are chunked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from control_plane.api.text.detokenizer import DetokenizerFactory
+from control_plane.api.text.stream import TextStream
+from tests.control_plane.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
+
+
+def wordpiece_tokenizer() -> Tokenizer:
+    words = ["[UNK]", "hello", "##ing", "wor", "##ld", ".", ",", "'", "do", "not", "n't"]
+    tokenizer = Tokenizer(models.WordPiece(vocab={word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(["[CLS]"])
+    return tokenizer
+
+
+def sequence_byte_level_tokenizer() -> Tokenizer:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])  # type: ignore[assignment]
+    return tokenizer
+
+
+def bare_tokenizer() -> Tokenizer:
+    return Tokenizer(models.WordLevel(vocab={"a": 0, "b": 1, "c": 2}, unk_token="a"))
+
+
+TOKENIZERS = {
+    "byte level": byte_level_tokenizer(),
+    "metaspace": metaspace_tokenizer(),
+    "byte fallback": byte_fallback_tokenizer(),
+    "wordpiece": wordpiece_tokenizer(),
+    "byte level in a sequence": sequence_byte_level_tokenizer(),
+    "no decoder": bare_tokenizer(),
+}
+FACTORIES = {name: DetokenizerFactory(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_pieces_join_to_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    # A few ids more than there are: logits are often padded.
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=40))
+    detokenizer = FACTORIES[name].make()
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["byte level", "metaspace", "byte fallback"])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_text_after_k_tokens_does_not_depend_on_chunks(name: str, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, TOKENIZERS[name].get_vocab_size() - 1), min_size=1, max_size=30))
+    stops = data.draw(st.lists(st.text("ahelo é", min_size=1, max_size=3), max_size=3))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=6)) | {len(ids)})
+    one, many = TextStream(FACTORIES[name].make(), stops), TextStream(FACTORIES[name].make(), stops)
+    whole = one.push(ids)
+    text, start, num_tokens, stop = "", 0, 0, None
+    for cut in cuts:
+        piece = many.push(ids[start:cut])
+        text, num_tokens, start = text + piece.text, num_tokens + piece.num_tokens, cut
+        if piece.stop_string is not None:
+            stop = piece.stop_string
+            break
+    assert (text, num_tokens, stop) == (whole.text, whole.num_tokens, whole.stop_string)
+
+
+def test_an_emoji_split_over_tokens_arrives_whole() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    ids = [tokenizer.token_to_id(token) for token in ("he", "ðŁ", "ĺ", "Ģ", "ll")]
+    detokenizer = FACTORIES["byte level"].make()
+    assert [detokenizer.push(token_id) for token_id in ids] == ["he", "", "", "😀", "ll"]
+
+
+def test_byte_tokens_are_held_until_their_run_ends() -> None:
+    """A run of byte tokens that is malformed anywhere decodes to replacement characters as a whole."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    ids = [tokenizer.token_to_id(token) for token in ("<0xC3>", "<0xA9>", "<0xFF>", "a")]
+    detokenizer = FACTORIES["byte fallback"].make()
+    assert [detokenizer.push(token_id) for token_id in ids] == ["", "", "", "\ufffd\ufffd\ufffda"]
+
+
+def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
+    class CountingFactory(DetokenizerFactory):
+        longest = 0
+
+        def decode(self, token_ids: list[int]) -> str:
+            self.longest = max(self.longest, len(token_ids))
+            return super().decode(token_ids)
+
+    factory = CountingFactory(TOKENIZERS["metaspace"])
+    detokenizer = factory.make()
+    for index in range(5000):
+        detokenizer.push(index % 13)
+    assert factory.longest <= 6
