@@ -160,7 +160,7 @@ class PlanClient:
                 return None
             outbox: SimpleQueue[plan_pb2.AttachRequest | None] = SimpleQueue()
             outbox.put(encode_hello(self._engine.capacities, self._settings.worker_id))
-            call = plan_pb2_grpc.WorkerServiceStub(channel).Attach(iter(outbox.get, None))
+            call = _stub(channel).Attach(iter(outbox.get, None))
             reader = threading.Thread(target=self._read, args=(call, inbox), name="plan-reader", daemon=True)
             welcome_timer = threading.Timer(WELCOME_TIMEOUT_S, call.cancel)
             welcome_timer.daemon = True
@@ -176,15 +176,13 @@ class PlanClient:
                 refusal = self._check_welcome(first)
                 if refusal is not None:
                     return refusal
-                source = self._make_source(
-                    plan_pb2_grpc.WorkerServiceStub(weights_channel), first.welcome.host_cache_url
-                )
+                source = self._make_source(_stub(weights_channel), first.welcome.host_cache_url)
                 return self._serve(first.welcome, inbox, outbox, source, call)
             finally:
                 welcome_timer.cancel()
                 welcome_timer.join()
                 outbox.put(None)
-                call.cancel()
+                call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
                 reader.join()
 
     def _read(self, call: grpc.CallIterator[plan_pb2.AttachResponse], inbox: SimpleQueue[_InboxItem]) -> None:
@@ -242,7 +240,7 @@ class PlanClient:
             session.closed.set()
             outbox.put(None)
             # 1. Nothing more reaches the stream. 2. Loads that hang on it fail. 3. The engine forgets everything.
-            call.cancel()
+            call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
             watch.join()
             session.loaders.shutdown(wait=True, cancel_futures=True)
             self._engine.reset()
@@ -345,7 +343,7 @@ class PlanClient:
                 slot=slot,
                 generation=generation,
                 digest=digest,
-                state=plan_pb2.SlotState.State.Value(state),
+                state=state,
                 arena_used_bytes=self._engine.slots.used_bytes(),
                 epoch=session.epoch,
             )
@@ -359,7 +357,7 @@ class PlanClient:
             silent_s = self._clock() - self._heard_s
             if silent_s >= session.dead_after_s:
                 inbox.put(_Ended(f"the control plane was silent for {silent_s:.1f} s"))
-                call.cancel()
+                call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
                 return
             session.outbox.put(
                 plan_pb2.AttachRequest(
@@ -371,6 +369,10 @@ class PlanClient:
                     )
                 )
             )
+
+
+def _stub(channel: grpc.Channel) -> plan_pb2_grpc.WorkerServiceStub:
+    return plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
 
 
 def resident_bytes() -> int:

@@ -232,9 +232,7 @@ class LoopbackWorker:
             self.engine.slots.evict(evict.slot, evict.generation)
             self.answers.append(self._slot_state(evict.slot, evict.generation, plan_pb2.SlotState.STATE_EMPTY))
 
-    def _slot_state(
-        self, slot: int, generation: int, state: plan_pb2.SlotState.State.ValueType
-    ) -> plan_pb2.AttachRequest:
+    def _slot_state(self, slot: int, generation: int, state: plan_pb2.SlotState.State) -> plan_pb2.AttachRequest:
         return plan_pb2.AttachRequest(
             slot_state=plan_pb2.SlotState(slot=slot, generation=generation, state=state, epoch=self.session.epoch)
         )
@@ -280,7 +278,10 @@ class GrpcRig:
         )
         self.workers: list[ThreadedWorker] = []
         self._server = grpc.aio.server()
-        plan_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.fleet, self.weights), self._server)
+        service = WorkerService(self.fleet, self.weights)
+        plan_pb2_grpc.add_WorkerServiceServicer_to_server(  # type: ignore[no-untyped-call]  # generated without types
+            service, self._server
+        )
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._changed = asyncio.Event()
         self.fleet.on_workers_changed(self._changed.set)

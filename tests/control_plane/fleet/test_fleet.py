@@ -1,0 +1,553 @@
+"""The fleet with workers in memory and a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+
+import grpc
+import pytest
+from motet.v1 import plan_pb2
+
+from control_plane.errors import (
+    AdapterLoadFailed,
+    ContextTooLong,
+    DeadlineExceeded,
+    Draining,
+    MotetError,
+    NoWorker,
+    PoisonedRequest,
+    QueueFull,
+    SlowConsumer,
+    Unavailable,
+    WorkerLost,
+)
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
+from control_plane.scheduler.types import FinishReason
+from data_plane.wire import encode_hello
+from tests.fakes.fleet_rig import (
+    CAPACITIES,
+    FakeClock,
+    FakeWeights,
+    LoopbackWorker,
+    expected,
+    make_fleet,
+    make_request,
+    read_all,
+)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def weights_of(fleet: Fleet) -> FakeWeights:
+    weights = fleet._weights
+    assert isinstance(weights, FakeWeights)
+    return weights
+
+
+async def run_all(worker: LoopbackWorker, streams: list[JobStream]) -> list[list[int]]:
+    """Turn the worker until every stream has ended; their tokens."""
+    readers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    await worker.run(lambda: all(reader.done() for reader in readers))
+    return [await reader for reader in readers]
+
+
+def lose(worker: LoopbackWorker) -> None:
+    """The worker dies: its stream breaks."""
+    worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+
+
+def assert_nothing_held(worker: LoopbackWorker) -> None:
+    snapshot = worker.session.snapshot()
+    assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
+    assert snapshot.num_plans_in_flight == 0
+    worker.session.scheduler.check_invariants()
+
+
+# ---- tokens ----
+
+
+async def test_mixed_adapters_in_one_batch_give_the_oracles_tokens(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    adapters = [None, *(weights_of(fleet).add(f"a{i}") for i in range(6))]  # more than the four slots
+    requests = [make_request(fleet, [i, 5], 20 + i, adapters[i % 7]) for i in range(28)]
+    answers = await run_all(worker, [fleet.submit(request) for request in requests])
+    assert answers == [expected(request) for request in requests]
+    assert_nothing_held(worker)
+    assert sorted(set(weights_of(fleet).cached)) == sorted(adapter.digest for adapter in adapters if adapter)
+
+
+async def test_adapters_share_no_prefix_and_one_adapter_does(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    adapter = weights_of(fleet).add("a")
+    prompt = list(range(1, 30))
+    for ref in (None, adapter, adapter, None):
+        request = make_request(fleet, prompt, 6, ref)
+        assert await run_all(worker, [fleet.submit(request)]) == [expected(request)]
+    snapshot = worker.session.snapshot()
+    assert snapshot.prefix_hit_tokens == 2 * 28
+
+
+async def test_preempted_requests_still_give_the_oracles_tokens(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_blocks=24))
+    requests = [make_request(fleet, [i, 2, 3], 60) for i in range(6)]
+    answers = await run_all(worker, [fleet.submit(request) for request in requests])
+    assert answers == [expected(request) for request in requests]
+    assert worker.session.snapshot().num_preemptions > 0
+    assert_nothing_held(worker)
+
+
+async def test_a_plan_is_sent_before_the_result_of_the_one_before(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    fleet.submit(make_request(fleet, [1, 2], 50))
+    await worker.receive()
+    assert [plan.step_id for plan in worker.plans] == [1, 2]
+    for step_id in range(1, 20):
+        worker.answer(1)  # result n arrives after plan n + 1 was sent, and brings plan n + 2
+        assert worker.session.snapshot().num_plans_in_flight == 2
+        await worker.receive()
+        assert worker.plans[-1].step_id == step_id + 2
+
+
+async def test_a_burst_of_requests_makes_one_plan(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    for i in range(10):
+        fleet.submit(make_request(fleet, [i], 5))
+    await worker.receive()
+    assert len(worker.plans[0].new_rows) == 10
+
+
+async def test_events_coalesce_what_is_pending_and_say_why_they_end(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    request = make_request(fleet, [1, 2], 12)
+    stop = replace(request, request_id=fleet.next_request_id(), stop_token_ids=frozenset([expected(request)[4]]))
+    clock.advance(0.25)
+    streams = [fleet.submit(request), fleet.submit(stop)]
+    await worker.run(lambda: fleet.queue_snapshot().num_requests == 0)
+    for stream, num_tokens, reason in zip(
+        streams, (12, 5), (FinishReason.LENGTH, FinishReason.STOP_TOKEN), strict=True
+    ):
+        events = [event async for event in stream]
+        assert [(event.token_ids, event.finish_reason) for event in events] == [
+            (expected(request)[:num_tokens], reason)
+        ]
+        assert events[0].queue_time_s == 0.25
+
+
+# ---- losing workers ----
+
+
+async def test_requests_of_a_lost_worker_go_on_elsewhere_without_losing_or_repeating_a_token(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    first, second = LoopbackWorker(fleet, "w0"), LoopbackWorker(fleet, "w1")
+    adapter = weights_of(fleet).add("a")
+    requests = [make_request(fleet, [i, 9], 50, adapter if i % 2 else None) for i in range(12)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    for _ in range(15):
+        await first.turn()
+        await second.turn()
+    await first.receive()  # executed and never answered
+    lose(first)
+    await second.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+    assert fleet.queue_snapshot().num_migrated == 6
+    assert_nothing_held(second)
+
+
+async def test_requests_wait_for_a_worker_after_the_last_one_is_lost(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, worker_grace_s=30)
+    workers = [LoopbackWorker(fleet, "w0"), LoopbackWorker(fleet, "w1")]
+    requests = [make_request(fleet, [i, 4], 40) for i in range(8)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    for _ in range(10):
+        for worker in workers:
+            await worker.turn()
+    for worker in workers:
+        lose(worker)
+    clock.advance(29)
+    fleet.tick()
+    assert fleet.queue_snapshot().num_waiting == 8
+    again = LoopbackWorker(fleet, "w1")
+    await again.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+    assert again.session.epoch > workers[1].session.epoch > 1 << 32
+
+
+async def test_grace_without_workers_ends_in_no_worker_or_worker_lost(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, worker_grace_s=5)
+    worker = LoopbackWorker(fleet)
+    running = fleet.submit(make_request(fleet, [1], 40))
+    for _ in range(3):
+        await worker.turn()
+    lose(worker)
+    waiting = fleet.submit(make_request(fleet, [1], 40))
+    clock.advance(5)
+    fleet.tick()
+    with pytest.raises(WorkerLost):
+        await read_all(running)
+    with pytest.raises(NoWorker):
+        await read_all(waiting)
+    with pytest.raises(NoWorker):
+        fleet.submit(make_request(fleet, [1], 40))
+
+
+async def test_silent_worker_is_dead_after_two_seconds_and_its_late_result_is_dropped(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    silent, other = LoopbackWorker(fleet, "w0"), LoopbackWorker(fleet, "w1")
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await silent.turn()
+    await silent.receive()
+    for _ in range(20):
+        assert fleet.num_workers == 2
+        clock.advance(0.1)
+        await other.turn()
+        other.session.receive(heartbeat())
+        fleet.tick()
+    assert fleet.num_workers == 1
+    silent.answer()
+    await other.run(reader.done)
+    assert await reader == expected(request)
+    # The stopped worker comes back with an answer of its old epoch: it is dropped and counted.
+    back = LoopbackWorker(fleet, "w0")
+    stale = encode_stale_result(silent)
+    back.session.receive(stale)
+    assert back.session.num_stale_messages == 1
+    assert fleet.num_workers == 2
+
+
+async def test_a_sleep_of_the_control_plane_is_not_taken_for_its_workers_silence(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    LoopbackWorker(fleet)
+    clock.advance(60)
+    fleet.tick()
+    assert fleet.num_workers == 1
+
+
+async def test_pings_go_out_every_interval(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    worker.session.take_outgoing()
+    for _ in range(30):
+        clock.advance(0.1)
+        worker.session.receive(heartbeat())
+        fleet.tick()
+    pings = [m.ping.sequence for m in worker.session.take_outgoing() if m.WhichOneof("message") == "ping"]
+    assert pings == list(range(1, len(pings) + 1))
+    assert 5 <= len(pings) <= 6
+
+
+async def test_a_second_worker_of_one_id_fences_the_first(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    first = LoopbackWorker(fleet, "w0")
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await first.turn()
+    second = LoopbackWorker(fleet, "w0")
+    assert first.session.end_code is grpc.StatusCode.ALREADY_EXISTS
+    await second.run(reader.done)
+    assert await reader == expected(request)
+    assert fleet.num_workers == 1
+
+
+async def test_a_worker_that_sends_garbage_is_quarantined_and_its_requests_move_on(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, quarantine_s=5)
+    bad = LoopbackWorker(fleet, "bad")
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await bad.turn()
+    await bad.receive()
+    bad.answers[0].step_result.token_ids = (256).to_bytes(4, "little")  # outside the vocabulary
+    bad.answer(1)
+    assert fleet.num_workers == 0
+    with pytest.raises(Unavailable, match="garbage"):
+        LoopbackWorker(fleet, "bad")
+    good = LoopbackWorker(fleet, "good")
+    await good.run(reader.done)
+    assert await reader == expected(request)
+    clock.advance(5)
+    LoopbackWorker(fleet, "bad")
+    assert fleet.num_workers == 2
+
+
+async def test_a_request_that_kills_its_workers_is_convicted_and_the_others_finish(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    poison = make_request(fleet, [1, 66], 30)
+    innocents = [make_request(fleet, [i, 2], 60) for i in range(10, 18)]
+    streams = [fleet.submit(request) for request in [*innocents[:4], poison, *innocents[4:]]]
+    readers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    kills = 0
+    worker = LoopbackWorker(fleet)
+    for _ in range(2000):
+        if all(reader.done() for reader in readers):
+            break
+        if any(row.tokens[:2] == [1, 66] for row in worker.engine._rows.values()):
+            kills += 1
+            lose(worker)
+            worker = LoopbackWorker(fleet)
+        await worker.turn()
+    assert kills == 3
+    with pytest.raises(PoisonedRequest):
+        await readers[4]
+    rest = readers[:4] + readers[5:]
+    assert [await reader for reader in rest] == [expected(request) for request in innocents]
+    assert fleet.queue_snapshot().num_requests == 0
+
+
+async def test_a_request_is_moved_three_times_and_then_lost(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    stream = fleet.submit(make_request(fleet, [1], 500))
+    reader = asyncio.create_task(read_all(stream))
+    for _ in range(4):
+        assert not reader.done()
+        worker = LoopbackWorker(fleet)
+        for _ in range(8):  # far enough to be beyond suspicion
+            await worker.turn()
+        lose(worker)
+    with pytest.raises(WorkerLost, match="4 times"):
+        await reader
+
+
+# ---- readers ----
+
+
+async def test_slow_reader_is_paused_and_goes_on_without_loss(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    request = make_request(fleet, [1], 700)
+    stream = fleet.submit(request)
+    for _ in range(400):
+        await worker.turn()
+    num_unread = stream.num_unread_tokens
+    assert MAX_UNREAD_TOKENS <= num_unread <= MAX_UNREAD_TOKENS + 2
+    assert worker.session.scheduler.stats().num_paused == 1
+    tokens: list[int] = []
+    while len(tokens) < 700:
+        tokens += (await anext(stream)).token_ids
+        for _ in range(400):
+            await worker.turn()
+    assert tokens == expected(request)
+    assert_nothing_held(worker)
+
+
+async def test_reader_that_never_reads_is_ended_and_frees_everything(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, slow_reader_timeout_s=30)
+    worker = LoopbackWorker(fleet)
+    stream = fleet.submit(make_request(fleet, [1], 700))
+    other = make_request(fleet, [2], 40)
+    assert (await run_all(worker, [fleet.submit(other)])) == [expected(other)]
+    for _ in range(400):
+        await worker.turn()
+    for _ in range(30):
+        clock.advance(1)
+        worker.session.receive(heartbeat())
+        fleet.tick()
+    for _ in range(3):
+        await worker.turn()
+    assert_nothing_held(worker)
+    with pytest.raises(SlowConsumer):
+        await read_all(stream)
+
+
+async def test_full_stream_stays_paused_on_the_worker_it_moves_to(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    first = LoopbackWorker(fleet, "w0")
+    request = make_request(fleet, [1], 400)
+    stream = fleet.submit(request)
+    for _ in range(300):
+        await first.turn()
+    num_unread = stream.num_unread_tokens
+    lose(first)
+    second = LoopbackWorker(fleet, "w1")
+    for _ in range(10):
+        await second.turn()
+    assert stream.num_unread_tokens == num_unread
+    assert await run_all(second, [stream]) == [expected(request)]
+
+
+async def test_cancelled_requests_free_blocks_and_slots(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    adapter = weights_of(fleet).add("a")
+    streams = [fleet.submit(make_request(fleet, [i], 500, adapter)) for i in range(20)]  # 16 rows: 4 wait
+    for _ in range(10):
+        await worker.turn()
+    for stream in streams:
+        stream.cancel()
+        stream.cancel()
+        assert await read_all(stream) == []
+    for _ in range(4):
+        await worker.turn()
+    assert_nothing_held(worker)
+    await asyncio.wait_for(run_with(worker, fleet.retire(adapter.digest)), 10)
+    assert worker.engine.slots.used_bytes() == 0
+    assert fleet.placements(adapter.digest) == []
+
+
+async def run_with(worker: LoopbackWorker, awaitable: Coroutine[None, None, None]) -> None:
+    """Turn the worker until the coroutine is done."""
+    task = asyncio.create_task(awaitable)
+    await worker.run(task.done)
+    await task
+
+
+async def test_retire_waits_for_requests_that_use_the_adapter(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    adapter = weights_of(fleet).add("a")
+    request = make_request(fleet, [1], 30, adapter)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    for _ in range(8):
+        await worker.turn()
+    assert fleet.placements(adapter.digest) == ["w0"]
+    retired = asyncio.create_task(fleet.retire(adapter.digest))
+    await worker.run(lambda: len(reader_tokens(reader)) == 30)
+    await worker.run(retired.done)
+    assert await reader == expected(request)
+    assert not worker.session.scheduler.has_digest(adapter.digest)
+
+
+def reader_tokens(reader: asyncio.Task[list[int]]) -> list[int]:
+    return reader.result() if reader.done() else []
+
+
+# ---- bounds ----
+
+
+async def test_full_queue_refuses_and_the_next_request_works(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, max_waiting_requests=3)
+    worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, max_rows=2))
+    requests = [make_request(fleet, [i], 10) for i in range(5)]
+    streams = [fleet.submit(request) for request in requests]  # 2 run, 3 wait
+    with pytest.raises(QueueFull, match="3 requests wait"):
+        fleet.submit(make_request(fleet, [9], 10))
+    assert fleet.queue_snapshot().num_rejected == 1
+    assert await run_all(worker, streams) == [expected(request) for request in requests]
+    again = make_request(fleet, [9], 10)
+    assert await run_all(worker, [fleet.submit(again)]) == [expected(again)]
+
+
+async def test_request_that_never_fits_names_the_numbers(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    waiting = fleet.submit(make_request(fleet, [1] * 100, 1000))
+    LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_blocks=100))
+    with pytest.raises(ContextTooLong, match=r"100 tokens and max_tokens 1000.*275 KV blocks.*100"):
+        await read_all(waiting)
+    with pytest.raises(ContextTooLong):
+        fleet.submit(make_request(fleet, [1] * 100, 1000))
+    large = LoopbackWorker(fleet, "large", capacities=replace(CAPACITIES, num_blocks=1000))
+    request = make_request(fleet, [1] * 100, 1000)
+    assert await run_all(large, [fleet.submit(request)]) == [expected(request)]
+
+
+async def test_adapter_larger_than_every_arena_is_refused(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    LoopbackWorker(fleet, capacities=replace(CAPACITIES, arena_bytes=100))
+    with pytest.raises(AdapterLoadFailed, match="larger"):
+        fleet.submit(make_request(fleet, [1], 5, weights_of(fleet).add("a")))
+
+
+async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    unplaced = fleet.submit(make_request(fleet, [1], 500, deadline_s=clock() + 0.5))
+    clock.advance(0.5)
+    fleet.tick()
+    with pytest.raises(DeadlineExceeded):
+        await read_all(unplaced)
+    worker = LoopbackWorker(fleet)
+    stream = fleet.submit(make_request(fleet, [1], 500, deadline_s=clock() + 1))
+    for _ in range(5):
+        await worker.turn()
+    clock.advance(1)
+    fleet.tick()
+    for _ in range(3):
+        await worker.turn()
+    with pytest.raises(DeadlineExceeded):
+        await read_all(stream)
+    assert_nothing_held(worker)
+
+
+async def test_drain_lets_requests_finish_and_takes_no_more(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    request = make_request(fleet, [1], 30)
+    stream = fleet.submit(request)
+    drained = asyncio.create_task(fleet.drain(10))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        fleet.submit(make_request(fleet, [1], 5))
+    assert await run_all(worker, [stream]) == [expected(request)]
+    await drained
+
+
+async def test_drain_ends_what_is_left_after_its_time(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    stream = fleet.submit(make_request(fleet, [1], 900))
+    drained = asyncio.create_task(fleet.drain(10))
+    for _ in range(5):
+        await worker.turn()
+    clock.advance(10)
+    worker.session.receive(heartbeat())
+    fleet.tick()
+    await drained
+    with pytest.raises(Draining):
+        await read_all(stream)
+    await fleet.close()
+    assert worker.session.end_code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_requests_go_to_the_worker_that_holds_the_adapter_unless_it_is_busier(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    workers = {name: LoopbackWorker(fleet, name) for name in ("w0", "w1")}
+    adapter = weights_of(fleet).add("a")
+    fleet.submit(make_request(fleet, [0], 5))  # w0: equal load goes to the lower id
+    request = make_request(fleet, [1], 5, adapter)
+    assert await run_all(workers["w1"], [fleet.submit(request)]) == [expected(request)]
+    assert fleet.placements(adapter.digest) == ["w1"]
+    for i in range(8):
+        fleet.submit(make_request(fleet, [i], 50, adapter))
+    unfinished = {name: worker.session.scheduler.num_unfinished for name, worker in workers.items()}
+    # 16 rows: the adapter is worth four requests. w1 takes five, then w0, which holds the adapter too from then on.
+    assert unfinished == {"w0": 4, "w1": 5}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("model_fingerprint", "0" * 64, "checkpoint"),
+        ("dtype", "bfloat16", "dtype"),
+        ("vocab_size", 255, "logits"),
+        ("num_blocks", 0, "num_blocks"),
+        ("protocol_min", 2, "protocol"),
+        ("worker_id", "../w", "worker_id"),
+    ],
+)
+async def test_worker_that_does_not_match_is_refused(clock: FakeClock, field: str, value: object, match: str) -> None:
+    fleet = make_fleet(clock)
+    hello = encode_hello(CAPACITIES, "w0").hello
+    setattr(hello, field, value)
+    if field == "protocol_min":
+        hello.protocol_max = 2
+    with pytest.raises(MotetError, match=match):
+        fleet.attach(hello)
+    assert fleet.num_workers == 0
+
+
+def heartbeat() -> plan_pb2.AttachRequest:
+    return plan_pb2.AttachRequest(heartbeat=plan_pb2.Heartbeat(num_steps=1))
+
+
+def encode_stale_result(worker: LoopbackWorker) -> plan_pb2.AttachRequest:
+    return plan_pb2.AttachRequest(step_result=plan_pb2.StepResult(step_id=1, epoch=worker.session.epoch))
