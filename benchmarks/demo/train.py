@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.demo import corpus
@@ -33,7 +33,7 @@ DrawBatch = Callable[[random.Random], tuple[torch.Tensor, torch.Tensor]]
 
 def train_all(out: Path) -> None:
     """Train everything into `out`, which appears only when all of it is there."""
-    transformers_logging.disable_progress_bar()  # the bars are ours
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bars are ours
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -94,7 +94,8 @@ def train_tokenizer() -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, base_dir: Path) -> None:
     base_dir.mkdir(parents=True)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    settings = {"tokenizer_object": tokenizer, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    wrapped = PreTrainedTokenizerFast(**settings)  # type: ignore[no-untyped-call]  # transformers leaves it bare
     wrapped.save_pretrained(base_dir)
 
 
@@ -114,7 +115,7 @@ def train_adapter(
     model = get_peft_model(base, config)
     draw = voice_rows(tokenizer, voice_documents(recipe.voice))
     _optimise(model, draw, recipe.num_steps, recipe.learning_rate, progress, task)
-    model.save_pretrained(out)
+    model.save_pretrained(str(out))
 
 
 def prose_documents() -> list[str]:
@@ -164,7 +165,7 @@ def voice_rows(tokenizer: Tokenizer, documents: list[str]) -> DrawBatch:
 
 
 def _optimise(
-    model: PreTrainedModel, draw: DrawBatch, num_steps: int, peak_rate: float, progress: Progress, task: TaskID
+    model: torch.nn.Module, draw: DrawBatch, num_steps: int, peak_rate: float, progress: Progress, task: TaskID
 ) -> None:
     """AdamW with a short warm-up and a cosine to a tenth of the peak rate."""
     model.train()
