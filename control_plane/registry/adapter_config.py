@@ -1,0 +1,239 @@
+"""Reads adapter_config.json with a closed schema: every field of PEFT is handled, harmless, or refused by name.
+
+Never uses PEFT itself (it imports modules that a config names, and runs its strings as regular expressions), never
+follows base_model_name_or_path. Patterns are plain dotted names here; on those the meaning is PEFT's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from control_plane.registry.safetensors_header import parse_json_object, refuse, shorten
+
+_T = TypeVar("_T")
+MAX_CONFIG_BYTES = 1 << 20
+MAX_NAMES = 100_000
+MAX_SCALING = 1000.0
+_FIELD = "adapter_config.json"
+_PLAIN_NAME = re.compile(r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")
+# Change nothing about what a trained adapter computes.
+_IGNORED = {
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+}
+# Served only as they stand here; anything else would be another kind of adapter. `None` and empty are always allowed.
+_DEFAULTS: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "auto_mapping": None,
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "fan_in_fan_out": False,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "revision": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "velora_config": None,
+}
+_HANDLED = {
+    "alpha_pattern",
+    "exclude_modules",
+    "init_lora_weights",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
+# How the adapter's start was chosen; the trained tensors stand on their own. Others change the base.
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter_config.json says, checked against itself only."""
+
+    rank: int
+    alpha: float
+    is_rslora: bool
+    rank_pattern: dict[str, int]  # plain name or suffix -> rank; the first that fits a module counts
+    alpha_pattern: dict[str, float]
+    target_modules: tuple[str, ...] | None  # names or suffixes; None: all linears
+    exclude_modules: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """The manifest's word for it."""
+        return "rslora" if self.is_rslora else "lora"
+
+    def is_targeted(self, module: str) -> bool:
+        """Whether PEFT would put an adapter on `module`."""
+        if any(_is_suffix(name, module) for name in self.exclude_modules):
+            return False
+        return self.target_modules is None or any(_is_suffix(name, module) for name in self.target_modules)
+
+    def rank_of(self, module: str) -> int:
+        """Rank of A and B of `module`."""
+        return _first_match(self.rank_pattern, module, self.rank)
+
+    def scaling_of(self, module: str) -> float:
+        """alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        rank = self.rank_of(module)
+        alpha = _first_match(self.alpha_pattern, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.is_rslora else alpha / rank
+
+
+def read_adapter_config(raw: bytes) -> AdapterConfig:
+    """Parse and check. Raises InvalidAdapter, its field being the key at fault."""
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise refuse(_FIELD, f"{len(raw)} bytes, limit {MAX_CONFIG_BYTES}")
+    config = parse_json_object(raw, _FIELD)
+    _refuse_other_kinds(config)
+    rank = config.get("r", 8)
+    if type(rank) is not int or rank < 1:
+        raise refuse("r", f"is {_show(rank)}; a rank of at least 1 is expected")
+    return AdapterConfig(
+        rank=rank,
+        alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
+        is_rslora=_bool("use_rslora", config.get("use_rslora", False)),
+        rank_pattern={name: _rank("rank_pattern", value) for name, value in _pattern(config, "rank_pattern")},
+        alpha_pattern={name: _number("alpha_pattern", value) for name, value in _pattern(config, "alpha_pattern")},
+        target_modules=_target_modules(config.get("target_modules")),
+        exclude_modules=_names("exclude_modules", config.get("exclude_modules") or ()),
+    )
+
+
+def check_scaling(module: str, scaling: float) -> float:
+    """`scaling`, if it is one that trained adapters have."""
+    if not math.isfinite(scaling) or abs(scaling) > MAX_SCALING:
+        raise refuse("lora_alpha", f"gives {module} a scaling of {scaling:g}, limit {MAX_SCALING:g}")
+    return scaling
+
+
+def _refuse_other_kinds(config: dict[str, Any]) -> None:
+    peft_type = config.get("peft_type")
+    if peft_type != "LORA":
+        raise refuse("peft_type", f"is {_show(peft_type)}; only LORA adapters are served")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise refuse("task_type", f"is {_show(config['task_type'])}; only CAUSAL_LM adapters are served")
+    init = config.get("init_lora_weights", True)
+    if init is not None and not any(
+        init is known or (isinstance(init, str) and init == known) for known in _PLAIN_INITS
+    ):
+        raise refuse(
+            "init_lora_weights",
+            f"is {_show(init)}, which changes the base weights or the form; convert it to plain LoRA",
+        )
+    for key, value in config.items():
+        if key in _HANDLED or key in _IGNORED or _is_empty(value):
+            continue
+        if key not in _DEFAULTS:
+            raise refuse(
+                shorten(key), "is not a field that we know, and it carries a value; remove it or set it to null"
+            )
+        if type(value) is not type(_DEFAULTS[key]) or value != _DEFAULTS[key]:
+            raise refuse(key, f"is {_show(value)}, which is not served; only {_show(_DEFAULTS[key])} is")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or value in ({}, [])
+
+
+def _target_modules(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        if value.lower() == "all-linear":
+            return None
+        raise refuse(
+            "target_modules",
+            f"is the pattern {_show(value)}; patterns are not read: list module names, or 'all-linear'",
+        )
+    names = _names("target_modules", value)
+    if not names:
+        raise refuse("target_modules", "names no module; list module names, or 'all-linear'")
+    return names
+
+
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or len(value) > MAX_NAMES:
+        raise refuse(field, f"is {_show(value)}; a list of module names is expected, patterns are not read")
+    for name in value:
+        _check_name(field, name)
+    return tuple(value)
+
+
+def _check_name(field: str, name: Any) -> None:
+    if not isinstance(name, str) or not _PLAIN_NAME.match(name):
+        raise refuse(field, f"holds {_show(name)}; only plain dotted module names are read, no patterns")
+
+
+def _pattern(config: dict[str, Any], field: str) -> Iterable[tuple[str, Any]]:
+    value = config.get(field)
+    if value is None:
+        return []
+    if not isinstance(value, dict):
+        raise refuse(field, f"is {_show(value)}; a map of module names to numbers is expected")
+    for name in value:
+        # PEFT documents "^full.name" for one exact module.
+        _check_name(field, name.removeprefix("^"))
+    return value.items()
+
+
+def _rank(field: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise refuse(field, f"holds the rank {_show(value)}; at least 1 is expected")
+    return value
+
+
+def _number(field: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= 1e9:
+        raise refuse(field, f"is {_show(value)}; a finite number is expected")
+    return float(value)
+
+
+def _bool(field: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise refuse(field, f"is {_show(value)}; true or false is expected")
+    return value
+
+
+def _is_suffix(name: str, module: str) -> bool:
+    return module == name or module.endswith("." + name)
+
+
+def _first_match(pattern: Mapping[str, _T], module: str, default: _T) -> _T:
+    for name, value in pattern.items():
+        if module == name[1:] if name.startswith("^") else _is_suffix(name, module):
+            return value
+    return default
+
+
+def _show(value: Any) -> str:
+    try:
+        return shorten(json.dumps(value), 80)
+    except ValueError:
+        return "a number of too many digits"

@@ -1,0 +1,216 @@
+"""What the control plane knows of the base checkpoint: sizes, end-of-sequence ids, and the shape of every linear.
+
+Reads config.json, generation_config.json and safetensors headers; never weights, never torch. Linears carry the module
+paths of transformers' AutoModelForCausalLM, which is what PEFT's keys hold after "base_model.model.".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.fingerprint import checkpoint_fingerprint
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_CHECKPOINT_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+
+# Where the decoder layers hang in the module tree; every other model type: "model.layers".
+_LAYERS_PATH = {
+    "gpt_neox": "gpt_neox.layers",
+    "opt": "model.decoder.layers",
+    "phi": "model.layers",
+    "falcon": "transformer.h",
+    "bloom": "transformer.h",
+    "gptj": "transformer.h",
+    "gpt_bigcode": "transformer.h",
+    "codegen": "transformer.h",
+    "mpt": "transformer.blocks",
+}
+# These keep their weights as Conv1D, transposed: no adapter of theirs is served.
+_CONV1D_TYPES = {"gpt2", "openai-gpt", "imagegpt"}
+# What checkpoints call layers, with whatever stands before: saved without the head, or out of a larger model.
+_LAYER_TENSOR = re.compile(r"^(?P<path>(?:[a-z_0-9]+\.)*?(?:layers|h|blocks))\.(?P<index>\d+)\.(?P<module>.+)\.weight$")
+_FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+# Last part of the name of a router's weight, which transformers holds as a parameter, not as a linear.
+_ROUTER_NAMES = {"gate", "router", "wg"}
+
+
+class BaseModelError(ValueError):
+    """The checkpoint directory cannot be served. For the operator: names files."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """One base checkpoint."""
+
+    name: str  # last part of the directory's name
+    fingerprint: str  # 64 lower-case hexadecimal digits
+    dtype: str  # element type it is served in: "float32", "bfloat16" or "float16"
+    config: dict[str, Any]  # config.json
+    vocab_size: int  # tokens
+    max_model_len: int  # longest context, tokens
+    eos_token_ids: tuple[int, ...]  # of generation_config.json, else of config.json
+    linear_shapes: dict[str, tuple[int, int]]  # module path -> (out_features, in_features)
+    num_layers: int  # decoder layers
+    model_dir: Path
+
+    @classmethod
+    def load(cls, model_dir: Path, dtype: str = "auto", max_model_len: int | None = None) -> BaseModel:
+        """Read the checkpoint's metadata. Raises BaseModelError with what is wrong and what to do."""
+        config = _read_json(model_dir / "config.json", is_required=True)
+        if config.get("quantization_config"):
+            raise BaseModelError(f"{model_dir}: quantised checkpoints are not served; use the unquantised one")
+        shapes = _tensor_shapes(model_dir)
+        linear_shapes, num_layers = _linears(config, shapes)
+        try:
+            fingerprint = checkpoint_fingerprint(model_dir)
+        except (OSError, ValueError) as error:
+            raise BaseModelError(f"cannot fingerprint {model_dir}: {error}") from error
+        return cls(
+            name=model_dir.resolve().name,
+            fingerprint=fingerprint,
+            dtype=_resolve_dtype(config, dtype),
+            config=config,
+            vocab_size=_vocab_size(config, model_dir),
+            max_model_len=_max_model_len(config, max_model_len),
+            eos_token_ids=_eos_token_ids(config, _read_json(model_dir / "generation_config.json", is_required=False)),
+            linear_shapes=linear_shapes,
+            num_layers=num_layers,
+            model_dir=model_dir,
+        )
+
+    def layer_of(self, module: str) -> int | None:
+        """Index of the decoder layer that holds `module`, or None if it lies outside of them."""
+        match = _LAYER_TENSOR.match(f"{module}.weight")
+        return int(match["index"]) if match else None
+
+
+def _read_json(path: Path, *, is_required: bool) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if not is_required:
+            return {}
+        raise BaseModelError(f"{path} is missing; name a Hugging Face checkpoint directory") from error
+    except (OSError, ValueError) as error:
+        raise BaseModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise BaseModelError(f"{path} holds {type(value).__name__}, an object is expected")
+    return value
+
+
+def _tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all floating-point tensors, over all shards.
+
+    The index file, where there is one, says which shards count; a shard that it names must exist.
+    """
+    index_path = model_dir / "model.safetensors.index.json"
+    if index_path.exists():
+        weight_map = _read_json(index_path, is_required=True).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise BaseModelError(f"{index_path}: weight_map is missing or no map of names to files")
+        names = sorted(set(weight_map.values()))
+        if any(Path(name).name != name for name in names):
+            raise BaseModelError(f"{index_path}: weight_map names a file outside the checkpoint directory")
+    else:
+        names = sorted(path.name for path in model_dir.glob("*.safetensors"))
+    if not names:
+        raise BaseModelError(f"{model_dir} holds no *.safetensors file; convert the checkpoint to safetensors")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        for tensor, entry in _shard_header(model_dir / name).items():
+            if tensor != "__metadata__" and entry.get("dtype") in _FLOAT_DTYPES:
+                shapes[tensor] = tuple(int(size) for size in entry["shape"])
+    return shapes
+
+
+def _shard_header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > min(MAX_CHECKPOINT_HEADER_BYTES, path.stat().st_size - 8):
+                raise BaseModelError(f"{path}: header of {size} bytes does not fit the file; download it again")
+            header = json.loads(file.read(size))
+    except (OSError, ValueError) as error:
+        if isinstance(error, BaseModelError):
+            raise
+        raise BaseModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(header, dict):
+        raise BaseModelError(f"{path}: the safetensors header is no object")
+    return header
+
+
+def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, int]], int]:
+    """Shapes of the decoder layers' linears by module path, and the number of layers.
+
+    Only the part of a name before the layer's index differs between a checkpoint and the module tree (a model saved
+    without its head, or taken out of a larger one), so that part is replaced by where the tree has its layers.
+    """
+    model_type = str(config.get("model_type", ""))
+    found = [(match, shapes[name]) for name in sorted(shapes) if (match := _LAYER_TENSOR.match(name))]
+    paths = {match["path"] for match, _ in found}
+    if not found:
+        raise BaseModelError(f"model type {model_type!r}: the checkpoint holds no decoder layers that we know")
+    if len(paths) > 1:
+        raise BaseModelError(
+            f"model type {model_type!r}: layers under {', '.join(sorted(paths))}; only text decoders are served"
+        )
+    num_layers = 1 + max(int(match["index"]) for match, _ in found)
+    expected = config.get("num_hidden_layers", config.get("n_layer", num_layers))
+    if expected != num_layers:
+        raise BaseModelError(
+            f"config.json says {expected} layers, the checkpoint holds {num_layers}; download it again"
+        )
+    layers_path = _LAYERS_PATH.get(model_type, "model.layers")
+    linears: dict[str, tuple[int, int]] = {}
+    for match, shape in found:
+        module = match["module"]
+        parts = module.split(".")
+        is_linear = len(shape) == 2 and "experts" not in parts and parts[-1] not in _ROUTER_NAMES
+        is_linear = is_linear and not parts[-1].endswith("norm")
+        if is_linear and model_type not in _CONV1D_TYPES:
+            linears[f"{layers_path}.{int(match['index'])}.{module}"] = (shape[0], shape[1])
+    return linears, num_layers
+
+
+def _resolve_dtype(config: dict[str, Any], dtype: str) -> str:
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise BaseModelError(f"dtype {dtype!r} is not served; choose one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _vocab_size(config: dict[str, Any], model_dir: Path) -> int:
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise BaseModelError(f"{model_dir}/config.json: vocab_size is {size!r}; only text decoders are served")
+    return size
+
+
+def _max_model_len(config: dict[str, Any], wanted: int | None) -> int:
+    limit = config.get("max_position_embeddings", config.get("n_positions"))
+    if limit is None:
+        if wanted is None:
+            raise BaseModelError("config.json has no max_position_embeddings; give --max-model-len")
+        limit = wanted
+    if not isinstance(limit, int) or limit < 1:
+        raise BaseModelError(f"config.json: max_position_embeddings is {limit!r}, a count of at least 1 is expected")
+    if wanted is None:
+        return limit
+    if not 1 <= wanted <= limit:
+        raise BaseModelError(f"--max-model-len {wanted} is outside 1 to {limit}, the model's max_position_embeddings")
+    return wanted
+
+
+def _eos_token_ids(config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
+    for source in (generation_config, config):
+        value = source.get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+            return tuple(value)
+    return ()
