@@ -74,6 +74,7 @@ class Route:
     rows: slice | torch.Tensor  # the tokens that have an adapter
     row_slots: torch.Tensor  # int32: their slots
     segments: list[Segment]
+    is_dense: dict[Columns, bool] = field(default_factory=dict)  # the form that was chosen, kept for all sites
     _hidden: dict[Columns, torch.Tensor] = field(default_factory=dict)
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,8 +74,12 @@ def pack(
     seed: int = 0,
     base: str = BASE,
     changes: Mapping[str, object] | None = None,
+    edit: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
 ) -> Packed:
-    """An adapter of one rank on every site, or of the given ranks by site name. `changes` go into the manifest."""
+    """An adapter of one rank on every site, or of the given ranks by site name.
+
+    `changes` go into the manifest; `edit` may change each A and B in place.
+    """
     if isinstance(ranks, int):
         ranks = {site.name: ranks for site in sites}
     by_name = {site.name: site for site in sites}
@@ -90,6 +94,8 @@ def pack(
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             a = torch.randn(rank, site.in_features, generator=generator).to(dtype)
             b = torch.randn(rank, site.out_features, generator=generator).to(dtype)
+            if edit is not None:
+                edit(a, b)
             weights[name] = (a, b, scaling)
             tensors[f"{name}.a"], tensors[f"{name}.b"] = a, b
             modules.append(
@@ -151,6 +157,11 @@ def expected_delta(
     return torch.stack(rows)
 
 
+def load(arena: AdapterArena, slot: int, generation: int, packed: Packed) -> None:
+    """Load from a source that has only this adapter."""
+    arena.load(slot, generation, packed.digest, DictSource().add(packed))
+
+
 def run_step(arena: AdapterArena, token_slots: Sequence[int], in_slots: Mapping[int, Packed], *, seed: int = 0) -> None:
     """Run a step over every site and compare with the packed matrices."""
     step = arena.begin_step(
@@ -164,3 +175,12 @@ def run_step(arena: AdapterArena, token_slots: Sequence[int], in_slots: Mapping[
         if step is not None:
             step.apply(site.name, x, y)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+
+
+def assert_nothing_left(arena: AdapterArena) -> None:
+    """The arena is empty, balances and works."""
+    assert arena.used_bytes() == 0
+    arena.check_invariants()
+    good = pack(5, seed=9)
+    load(arena, 0, 99, good)
+    run_step(arena, [0, -1], {0: good})

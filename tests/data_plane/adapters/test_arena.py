@@ -1,0 +1,205 @@
+"""What a step computes: each token with the adapter of its slot and no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from data_plane.adapters.arena import AdapterArena
+from data_plane.errors import (
+    AdapterLoadError,
+    StaleSlot,
+)
+from kernels.lora import Route, add_lora
+from tests.data_plane.adapters.factories import (
+    SITES,
+    Packed,
+    expected_delta,
+    load,
+    make_arena,
+    pack,
+    run_step,
+)
+
+
+def begin(arena: AdapterArena, token_slots: list[int]) -> object:
+    return arena.begin_step(torch.tensor(token_slots, dtype=torch.int32), sorted({s for s in token_slots if s >= 0}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mixed_step_equals_the_packed_matrices(dtype: torch.dtype) -> None:
+    adapters = {slot: pack(rank, seed=slot, dtype=dtype) for slot, rank in enumerate((1, 8, 13, 64))}
+    arena = make_arena(dtype=dtype)
+    for slot, packed in adapters.items():
+        load(arena, slot, slot + 1, packed)
+    if dtype == torch.float32:
+        run_step(arena, [0, -1, 3, 2, 1, 1, 0], adapters)
+        return
+    slots = [0, -1, 3, 2]
+    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 2, 3])
+    assert step is not None
+    x, y = torch.randn(4, 32).to(dtype), torch.zeros(4, 48).to(dtype)
+    step.apply("model.layers.0.q", x, y)
+    expected = expected_delta("model.layers.0.q", x, slots, adapters)
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2.0)  # values of order 100
+
+
+def test_table_on_the_device_equals_the_packed_matrices() -> None:
+    """The slot table that device kernels read, through the reference that reads pages."""
+    adapters = {slot: pack({SITES[slot].name: 3, SITES[5].name: 5 + 9 * slot}, seed=slot) for slot in range(4)}
+    arena = make_arena()
+    for slot in (2, 0, 3, 1):
+        load(arena, slot, 1, adapters[slot])
+    arena.evict(0, 1)
+    load(arena, 0, 2, adapters[0])
+    slots = [0, 1, -1, 2, 3, 3]
+    route = Route.build(torch.tensor(slots, dtype=torch.int32), torch.device("cpu"))
+    for site in SITES:
+        x, y = torch.randn(6, site.in_features), torch.zeros(6, site.out_features)
+        add_lora(y, x, arena.paged_site(site.name), route)
+        torch.testing.assert_close(y, expected_delta(site.name, x, slots, adapters), rtol=1e-4, atol=1e-3)
+
+
+def test_table_keeps_its_addresses_and_compacts_when_full() -> None:
+    small, large = pack(8), pack(16, seed=1)
+    arena = make_arena(arena_bytes=2 * small.arena_bytes + large.arena_bytes)
+    site = SITES[0].name
+    load(arena, 0, 1, small)
+    load(arena, 1, 1, small)
+    before = [tensor.data_ptr() for tensor in (arena.paged_site(site).page_ids, arena.paged_site(site).rank)]
+    load(arena, 2, 1, large)
+    arena.paged_site(site)
+    arena.evict(0, 1)
+    arena.evict(2, 1)
+    load(arena, 3, 1, large)
+    load(arena, 0, 2, small)
+    after = [tensor.data_ptr() for tensor in (arena.paged_site(site).page_ids, arena.paged_site(site).rank)]
+    assert before == after
+    adapters = {0: small, 1: small, 3: large}
+    slots = [0, 1, 3]
+    route = Route.build(torch.tensor(slots, dtype=torch.int32), torch.device("cpu"))
+    x, y = torch.randn(3, 32), torch.zeros(3, 48)
+    add_lora(y, x, arena.paged_site(site), route)
+    torch.testing.assert_close(y, expected_delta(site, x, slots, adapters), rtol=1e-4, atol=1e-3)
+
+
+def test_base_only_step_is_none() -> None:
+    arena = make_arena()
+    load(arena, 0, 1, pack(8))
+    assert arena.begin_step(torch.full((5,), -1, dtype=torch.int32), []) is None
+    assert arena.begin_step(torch.full((5,), -1, dtype=torch.int32), [0]) is None
+    assert arena.begin_step(torch.zeros(0, dtype=torch.int32), []) is None
+
+
+def test_site_of_no_adapter_of_the_step_is_left_alone() -> None:
+    arena = make_arena()
+    everywhere, only_q = pack(8), pack({"model.layers.0.q": 4}, seed=1)
+    load(arena, 0, 1, everywhere)
+    load(arena, 1, 1, only_q)
+    assert begin(arena, [0, 1]) is not None  # both are in the working set now
+    step = arena.begin_step(torch.tensor([1], dtype=torch.int32), [1])
+    assert step is not None
+    assert step.targets("model.layers.0.q")
+    assert not step.targets("model.layers.0.v")
+    y = torch.full((1, 16), -0.0)
+    step.apply("model.layers.0.v", torch.randn(1, 32), y)
+    assert torch.signbit(y).all()
+
+
+def test_adapter_with_zero_b_changes_nothing() -> None:
+    packed = pack(8, edit=lambda a, b: b.zero_())
+    arena = make_arena()
+    load(arena, 0, 1, packed)
+    step = arena.begin_step(torch.tensor([0, 0], dtype=torch.int32), [0])
+    assert step is not None
+    y = torch.randn(2, 48)
+    before = y.clone()
+    step.apply("model.layers.0.q", torch.randn(2, 32), y)
+    assert torch.equal(y, before)
+
+
+def test_wrong_adapter_under_slot_reuse() -> None:
+    """64 adapters rotate through slots that hold 4; each step sees exactly the adapters of its plan."""
+    adapters = [pack(1 + index % 24, seed=index) for index in range(64)]
+    arena = make_arena(num_slots=4, arena_bytes=4 * pack(24).arena_bytes)
+    held: dict[int, tuple[int, Packed]] = {}
+    for index, packed in enumerate(adapters):
+        slot = index % 4
+        if slot in held:
+            arena.evict(slot, held[slot][0])
+        load(arena, slot, index + 1, packed)
+        held[slot] = (index + 1, packed)
+        run_step(arena, [*held, -1, slot], {s: p for s, (_, p) in held.items()}, seed=index)
+    arena.check_invariants()
+
+
+def test_small_rank_after_large_rank_in_the_same_slot() -> None:
+    large, small = pack(61), pack(3, seed=1)
+    arena = make_arena(num_slots=1, arena_bytes=large.arena_bytes)
+    load(arena, 0, 1, large)
+    run_step(arena, [0, 0], {0: large})
+    arena.evict(0, 1)
+    load(arena, 0, 2, small)
+    run_step(arena, [0, -1], {0: small})
+    x, y = torch.randn(1, 32), torch.zeros(1, 48)
+    route = Route.build(torch.tensor([0], dtype=torch.int32), torch.device("cpu"))
+    add_lora(y, x, arena.paged_site("model.layers.0.q"), route)
+    torch.testing.assert_close(y, expected_delta("model.layers.0.q", x, [0], {0: small}), rtol=1e-4, atol=1e-3)
+
+
+def test_rows_of_a_page_past_the_rank_are_zero() -> None:
+    """A kernel that reads whole pages meets no weight of an earlier owner, and no rubbish."""
+    large, small = pack(64), pack(3, seed=1)
+    arena = make_arena(num_slots=1, arena_bytes=large.arena_bytes)
+    load(arena, 0, 1, large)
+    arena.evict(0, 1)
+    load(arena, 0, 2, small)
+    held = torch.from_numpy(arena._ready[0].page_ids)
+    assert (arena._pool.pages[held, 3:] == 0).all()
+
+
+def test_unload_while_in_use_leaves_the_step_its_weights() -> None:
+    """The scheduler does not do this; a step begun before still computes with what it began with."""
+    packed = pack(8)
+    arena = make_arena()
+    load(arena, 0, 1, packed)
+    step = arena.begin_step(torch.tensor([0], dtype=torch.int32), [0])
+    assert step is not None
+    arena.evict(0, 1)
+    load(arena, 0, 2, pack(8, seed=1))
+    x, y = torch.randn(1, 32), torch.zeros(1, 48)
+    step.apply("model.layers.0.q", x, y)
+    torch.testing.assert_close(y, expected_delta("model.layers.0.q", x, [0], {0: packed}), rtol=1e-4, atol=1e-3)
+
+
+def test_stale_generation_is_refused() -> None:
+    arena = make_arena()
+    load(arena, 2, 7, pack(8))
+    arena.check(2, 7)
+    for slot, generation in ((2, 6), (2, 8), (1, 7), (99, 7)):
+        with pytest.raises(StaleSlot, match=f"slot {slot}"):
+            arena.check(slot, generation)
+        with pytest.raises(StaleSlot, match=f"slot {slot}"):
+            arena.evict(slot, generation)
+    arena.evict(2, 7)
+    with pytest.raises(StaleSlot, match="is not ready"):
+        begin(arena, [2])
+
+
+def test_token_of_a_slot_that_the_step_does_not_name_is_refused() -> None:
+    arena = make_arena()
+    load(arena, 0, 1, pack(8))
+    load(arena, 1, 1, pack(8, seed=1))
+    with pytest.raises(StaleSlot, match=r"\[1\]"):
+        arena.begin_step(torch.tensor([0, 1], dtype=torch.int32), [0])
+
+
+def test_full_slot_is_not_overwritten() -> None:
+    first = pack(8)
+    arena = make_arena()
+    load(arena, 0, 1, first)
+    with pytest.raises(AdapterLoadError, match="slot 0 is not empty"):
+        load(arena, 0, 2, pack(8, seed=1))
+    with pytest.raises(AdapterLoadError, match="slot 4 is not one of the 4"):
+        load(arena, 4, 1, first)
+    run_step(arena, [0], {0: first})

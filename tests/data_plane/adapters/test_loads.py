@@ -1,0 +1,150 @@
+"""Loads that fail leave the slot empty and every byte free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from data_plane.adapters.sites import Site
+from data_plane.errors import (
+    AdapterCorrupt,
+    AdapterLoadError,
+    AdapterMismatch,
+    AdapterUnavailable,
+)
+from tests.data_plane.adapters.factories import (
+    DictSource,
+    Packed,
+    assert_nothing_left,
+    load,
+    make_arena,
+    pack,
+)
+
+
+def changed(packed: Packed, *, manifest: bytes | None = None, chunks: list[bytes] | None = None) -> DictSource:
+    """A source that gives other bytes under the same digest."""
+    return DictSource(
+        {
+            packed.digest: Packed(
+                packed.digest,
+                packed.manifest if manifest is None else manifest,
+                packed.chunks if chunks is None else chunks,
+                packed.weights,
+            )
+        }
+    )
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+@pytest.mark.parametrize("where", ["header", "first weight", "last weight"])
+def test_corrupt_chunk_leaves_the_slot_empty(where: str) -> None:
+    packed = pack(8)
+    chunk = packed.chunks[1]
+    position = {"header": 20, "first weight": 8 + int.from_bytes(chunk[:8], "little"), "last weight": len(chunk) - 1}
+    arena = make_arena()
+    with pytest.raises(AdapterCorrupt):
+        arena.load(0, 1, packed.digest, changed(packed, chunks=[packed.chunks[0], flipped(chunk, position[where])]))
+    assert_nothing_left(arena)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, -1])
+def test_truncated_manifest_is_corrupt(keep: int) -> None:
+    packed = pack(8)
+    arena = make_arena()
+    with pytest.raises(AdapterCorrupt, match="its manifest hashes to"):
+        arena.load(0, 1, packed.digest, changed(packed, manifest=packed.manifest[:keep]))
+    assert_nothing_left(arena)
+
+
+def test_source_that_ends_early_is_unavailable() -> None:
+    packed = pack(8)
+    arena = make_arena()
+    with pytest.raises(AdapterUnavailable, match=r"before chunk layers\.1"):
+        arena.load(0, 1, packed.digest, changed(packed, chunks=packed.chunks[:1]))
+    with pytest.raises(AdapterUnavailable, match="is nowhere"):
+        arena.load(0, 1, packed.digest, DictSource())
+    assert_nothing_left(arena)
+
+
+def test_chunks_in_another_order_are_corrupt() -> None:
+    packed = pack(8)
+    arena = make_arena()
+    with pytest.raises(AdapterCorrupt, match="missing or too many"):
+        arena.load(0, 1, packed.digest, changed(packed, chunks=packed.chunks[::-1]))
+    assert_nothing_left(arena)
+
+
+def test_source_that_breaks_in_an_unforeseen_way_leaves_the_slot_empty() -> None:
+    class Broken:
+        def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+            raise KeyError("surprise")
+
+    arena = make_arena()
+    with pytest.raises(AdapterLoadError, match="KeyError"):
+        arena.load(0, 1, "0" * 64, Broken())
+    assert_nothing_left(arena)
+
+
+def test_wrong_fingerprint_names_both() -> None:
+    packed = pack(8, base="c" * 64)
+    arena = make_arena()
+    with pytest.raises(AdapterMismatch, match=r"c{64}.*b{64}"):
+        load(arena, 0, 1, packed)
+    assert_nothing_left(arena)
+
+
+def test_wrong_dtype_is_a_mismatch() -> None:
+    arena = make_arena()
+    with pytest.raises(AdapterMismatch, match="dtype is bfloat16"):
+        load(arena, 0, 1, pack(8, dtype=torch.bfloat16))
+    assert_nothing_left(arena)
+
+
+def test_unknown_module_is_named() -> None:
+    arena = make_arena()
+    with pytest.raises(AdapterMismatch, match=r"no linear model\.layers\.0\.gate"):
+        load(arena, 0, 1, pack(8, sites=[Site("model.layers.0.gate", 32, 48)]))
+    assert_nothing_left(arena)
+
+
+def test_wrong_shape_names_module_expected_and_got() -> None:
+    arena = make_arena()
+    with pytest.raises(
+        AdapterMismatch, match=r"model\.layers\.0\.q is \(in, out\) \(32, 32\), the model's is \(32, 48\)"
+    ):
+        load(arena, 0, 1, pack(8, sites=[Site("model.layers.0.q", 32, 32)]))
+    assert_nothing_left(arena)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weight_that_is_not_finite_is_refused(value: float) -> None:
+    poisoned = pack(8, edit=lambda a, b: b[-1].fill_(value))
+    arena = make_arena()
+    with pytest.raises(AdapterMismatch, match="not finite"):
+        load(arena, 0, 1, poisoned)
+    assert_nothing_left(arena)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format is 2"),
+        ({"kind": "dora"}, "kind is 'dora'"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"extra": 1}, "'extra'"),
+        ({"chunks": {}}, "chunks is dict"),
+        ({"chunks": [{}]}, "of a chunk are missing"),
+        ({"base_fingerprint": "abc"}, "64 lower-case"),
+    ],
+)
+def test_manifest_that_breaks_the_format_is_corrupt(changes: dict[str, object], message: str) -> None:
+    arena = make_arena()
+    with pytest.raises(AdapterCorrupt, match=message):
+        load(arena, 0, 1, pack(8, changes=changes))
+    assert_nothing_left(arena)

@@ -1,0 +1,173 @@
+"""add_lora against its definition, and the definition against PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from peft.tuners.lora import Linear as PeftLinear
+
+from kernels.lora import Route, StackedSite, add_lora, cpu
+from kernels.lora.cases import CASES, Case, Inputs, make
+from tests.kernels.tolerances import assert_close
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+Form = Callable[[torch.Tensor, torch.Tensor, StackedSite, Route], None]
+
+
+def by_name(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def copy_of(inputs: Inputs) -> torch.Tensor:
+    """A copy of y with y's strides, so that a strided case stays one."""
+    copy = torch.empty_strided(inputs.y.shape, inputs.y.stride(), dtype=inputs.y.dtype)
+    return copy.copy_(inputs.y)
+
+
+def route_of(inputs: Inputs) -> Route:
+    return Route.build(inputs.token_slots, CPU)
+
+
+def define(inputs: Inputs) -> torch.Tensor:
+    y = copy_of(inputs)
+    add_lora(y, inputs.x, inputs.paged, route_of(inputs))
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped, add_lora], ids=["dense", "grouped", "chosen"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_reference(case: Case, form: Form, dtype: torch.dtype) -> None:
+    inputs = make(case, dtype)
+    y = copy_of(inputs)
+    form(y, inputs.x, inputs.stacked, route_of(inputs))
+    assert_close(y, define(inputs), magnitude=4.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_reference_equals_lora_layers_of_peft(case: Case) -> None:
+    inputs = make(case, torch.float32)
+    actual = define(inputs)
+    for row, slot in enumerate(case.token_slots):
+        rank = case.ranks[slot] if slot >= 0 else 0
+        if rank == 0:
+            assert torch.equal(actual[row], inputs.y[row])
+            continue
+        a, b, scaling = inputs.matrices[slot]
+        base = torch.nn.Linear(case.in_features, case.out_features, bias=False)
+        config = LoraConfig(r=rank, lora_alpha=rank)
+        alpha: Any = scaling * rank
+        layer: Any = PeftLinear(base, "one", config, r=rank, lora_alpha=alpha)
+        layer.lora_A["one"].weight.data.copy_(a)
+        layer.lora_B["one"].weight.data.copy_(b.T)
+        assert layer.scaling["one"] == pytest.approx(scaling)
+        with torch.no_grad():
+            delta = layer(inputs.x[row : row + 1]) - base(inputs.x[row : row + 1])
+        assert_close(actual[row], inputs.y[row] + delta[0], magnitude=4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped], ids=["dense", "grouped"])
+def test_rows_without_adapter_keep_their_bits(form: Form, dtype: torch.dtype) -> None:
+    """A negative zero stays one: adding zero to it would not."""
+    inputs = make(by_name("mixed"), dtype)
+    inputs.y[2] = -0.0
+    y = copy_of(inputs)
+    form(y, inputs.x, inputs.stacked, route_of(inputs))
+    for row in (2, 6):
+        assert torch.equal(y[row].view(torch.uint8), inputs.y[row].view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped], ids=["dense", "grouped"])
+def test_rows_do_not_depend_on_the_other_adapters(form: Form) -> None:
+    """Beyond the order of summing."""
+    inputs = make(by_name("mixed"), torch.float32)
+    together = copy_of(inputs)
+    form(together, inputs.x, inputs.stacked, route_of(inputs))
+    for row in range(len(inputs.y)):
+        alone = copy_of(inputs)
+        only = inputs.token_slots.clone()
+        only[torch.arange(len(only)) != row] = -1
+        form(alone, inputs.x, inputs.stacked, Route.build(only, CPU))
+        torch.testing.assert_close(together[row], alone[row], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped], ids=["dense", "grouped"])
+def test_an_adapter_that_overflows_spoils_its_own_rows_only(form: Form) -> None:
+    inputs = make(by_name("mixed"), torch.float32)
+    rows = inputs.stacked.columns.rows_by_slot[1]
+    inputs.stacked.a[rows] = 1e38
+    inputs.x.abs_().mul_(100)
+    y = copy_of(inputs)
+    form(y, inputs.x, inputs.stacked, route_of(inputs))
+    for row, slot in enumerate(inputs.token_slots.tolist()):
+        assert bool(y[row].isfinite().all()) == (slot != 1)
+
+
+def test_rows_of_nobody_are_never_used() -> None:
+    """A stack may hold rows whose adapter left its slot, as -2."""
+    inputs = make(by_name("mixed"), torch.float32)
+    stale = inputs.stacked.columns.rows_by_slot[3]
+    inputs.stacked.columns.slot[stale] = -2
+    del inputs.stacked.columns.rows_by_slot[3]
+    for form in (cpu.add_dense, cpu.add_grouped):
+        y = copy_of(inputs)
+        form(y, inputs.x, inputs.stacked, route_of(inputs))
+        assert torch.equal(y[8], inputs.y[8])
+        assert_close(y[:8], define(inputs)[:8], magnitude=4.0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).flatmap(
+        lambda ranks: st.tuples(
+            st.just(tuple(ranks)), st.lists(st.integers(-1, len(ranks) - 1), max_size=40).map(tuple)
+        )
+    ),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 8),
+)
+def test_random_cases(sizes: tuple[tuple[int, ...], tuple[int, ...]], num_in: int, num_out: int, width: int) -> None:
+    ranks, slots = sizes
+    inputs = make(Case("random", slots, ranks, num_in * width, num_out * width, width), torch.float32)
+    expected = define(inputs)
+    for form in (cpu.add_dense, cpu.add_grouped):
+        y = copy_of(inputs)
+        form(y, inputs.x, inputs.stacked, route_of(inputs))
+        assert_close(y, expected, magnitude=8.0)
+
+
+def test_route_groups_tokens_by_slot() -> None:
+    route = Route.build(torch.tensor([2, 2, -1, 0, 2], dtype=torch.int32), CPU)
+    assert [(segment.slot, segment.num_tokens) for segment in route.segments] == [(0, 1), (2, 3)]
+    assert route.segments[0].rows == slice(3, 4)
+    assert isinstance(route.segments[1].rows, torch.Tensor)
+    assert route.segments[1].rows.tolist() == [0, 1, 4]
+    assert isinstance(route.rows, torch.Tensor)
+    assert route.rows.tolist() == [0, 1, 3, 4]
+    assert Route.build(torch.tensor([1, 1], dtype=torch.int32), CPU).rows == slice(0, 2)
+
+
+def test_few_tokens_are_dense_and_many_are_grouped() -> None:
+    for num_tokens, expected in ((32, True), (512, False)):
+        slots = tuple(token % 16 for token in range(num_tokens))
+        inputs = make(Case("choice", slots, (32,) * 16), torch.float32)
+        assert cpu.use_dense(inputs.stacked, route_of(inputs)) is expected
+    one_adapter = make(Case("choice", (0,) * 512, (32,)), torch.float32)
+    assert cpu.use_dense(one_adapter.stacked, route_of(one_adapter))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    inputs = make(by_name("mixed"), torch.float32)
+    with pytest.raises(ValueError, match=r"want \[9, 48\]"):
+        add_lora(inputs.y, inputs.x[:, 1:], inputs.stacked, route_of(inputs))
+    with pytest.raises(ValueError, match=r"the adapters are torch\.float32"):
+        add_lora(inputs.y.bfloat16(), inputs.x.bfloat16(), inputs.stacked, route_of(inputs))
