@@ -182,7 +182,7 @@ class PlanClient:
                 welcome_timer.cancel()
                 welcome_timer.join()
                 outbox.put(None)
-                call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
+                call.cancel()
                 reader.join()
 
     def _read(self, call: grpc.CallIterator[plan_pb2.AttachResponse], inbox: SimpleQueue[_InboxItem]) -> None:

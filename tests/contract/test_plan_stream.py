@@ -1,0 +1,205 @@
+"""Both ends of the plan stream's encoding against each other: what the scheduler meant is what the worker gets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from motet.v1 import plan_pb2
+
+from control_plane.fleet.wire import GarbageResult, PlanEncoder
+from control_plane.scheduler.types import (
+    EvictSlot,
+    LoadSlot,
+    NewRow,
+    RequestId,
+    Sampling,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+)
+from data_plane.errors import PlanRefused
+from data_plane.plan import StepOutput
+from data_plane.wire import decode_plan, encode_output
+
+EPOCH = (3 << 32) | 1
+VOCAB_SIZE = 1000
+MAX_STEADY_BYTES = 200
+MAX_BYTES_PER_CHANGED_ROW = 8
+
+int32s = st.integers(0, 2**31 - 1)
+
+
+def new_row(row: int, num_tokens: int, *, num_computed: int = 0) -> NewRow:
+    return NewRow(row, RequestId(row), list(range(num_tokens)), num_tokens, num_computed, [row], None, 0, Sampling())
+
+
+def decodes(*rows: int) -> list[ScheduledRow]:
+    return [ScheduledRow(row, 1, True) for row in rows]
+
+
+def steady(num_rows: int) -> PlanEncoder:
+    """An encoder after a step in which so many rows ended their prefill."""
+    encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
+    rows = range(num_rows)
+    encoder.encode(StepPlan(1, [ScheduledRow(row, 2, False) for row in rows], [new_row(row, 2) for row in rows]))
+    return encoder
+
+
+def result(step_id: int, rows: list[int], tokens: list[int], failed: list[int] | None = None) -> plan_pb2.StepResult:
+    arrays = [np.array(values, dtype=np.int32) for values in (rows, tokens, failed or [])]
+    return encode_output(StepOutput(step_id, *arrays, 5), EPOCH).step_result
+
+
+@given(
+    tokens=st.lists(int32s, min_size=1, max_size=50),
+    blocks=st.lists(int32s, max_size=20),
+    row=int32s,
+    slot=st.none() | st.integers(0, 2**31 - 1),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.floats(0, 10, width=32),
+        top_k=st.integers(0, 2**31),
+        top_p=st.floats(0.0078125, 1, width=32),
+        seed=st.integers(0, 2**64 - 1),
+    ),
+    pairs=st.lists(st.tuples(int32s, int32s), max_size=20),
+)
+@settings(max_examples=150, deadline=None)
+def test_everything_of_a_plan_survives_the_wire(
+    tokens: list[int],
+    blocks: list[int],
+    row: int,
+    slot: int | None,
+    sampling: Sampling,
+    pairs: list[tuple[int, int]],
+) -> None:
+    generation = 0 if slot is None else 7
+    new = NewRow(row, RequestId(1), tokens, len(tokens), 0, blocks, slot, generation, sampling)
+    plan = StepPlan(1, [ScheduledRow(row, len(tokens), False)], [new], appended_blocks=pairs, block_copies=pairs)
+    message = PlanEncoder(EPOCH, VOCAB_SIZE).encode(plan)
+    decoded = decode_plan(plan_pb2.AttachResponse.FromString(message.SerializeToString()).step_plan)
+    assert decoded.step_id == 1
+    assert decoded.prefills.tolist() == [[row, len(tokens)]]
+    assert decoded.appended_blocks.tolist() == decoded.block_copies.tolist() == [list(pair) for pair in pairs]
+    [arrived] = decoded.new_rows
+    assert (arrived.row, arrived.token_ids.tolist(), arrived.block_ids.tolist()) == (row, tokens, blocks)
+    assert (arrived.slot, arrived.slot_generation) == (slot, generation)
+    assert (arrived.num_prompt_tokens, arrived.num_computed_tokens) == (len(tokens), 0)
+    assert (arrived.sampling.temperature, arrived.sampling.top_p) == (sampling.temperature, sampling.top_p)
+    assert (arrived.sampling.top_k, arrived.sampling.seed) == (sampling.top_k, sampling.seed)
+
+
+@given(
+    steps=st.lists(st.tuples(st.sets(st.integers(0, 15)), st.sets(st.integers(0, 15), max_size=3)), max_size=30),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_worker_decodes_exactly_the_scheduled_rows(steps: list[tuple[set[int], set[int]]]) -> None:
+    """A worker that only follows the differences knows each step's decoding rows, whatever pauses and ends."""
+    encoder = steady(16)
+    live, decoding, paused = set(range(16)), set(range(16)), set[int]()
+    for step_id, (wanted, freed) in enumerate(steps, start=2):
+        freed &= live
+        live -= freed
+        scheduled = sorted(wanted & live)
+        plan = StepPlan(step_id, decodes(*scheduled), freed_rows=sorted(freed))
+        message = decode_plan(encoder.encode(plan).step_plan)
+        for gone in message.freed_rows.tolist():
+            decoding.discard(gone)
+            paused.discard(gone)
+        stopped, resumed = set(message.paused_rows.tolist()), set(message.resumed_rows.tolist())
+        assert stopped <= decoding
+        assert resumed <= paused
+        decoding, paused = (decoding - stopped) | resumed, (paused | stopped) - resumed
+        assert decoding == set(scheduled)
+
+
+@pytest.mark.parametrize("num_rows", [1, 256, 4096])
+def test_a_steady_decode_plan_is_small_whatever_the_number_of_rows(num_rows: int) -> None:
+    encoder = steady(num_rows)
+    plan = StepPlan(2, decodes(*range(num_rows)))
+    assert encoder.encode(plan).ByteSize() < MAX_STEADY_BYTES
+    changed = list(range(0, num_rows, 16))
+    grown = StepPlan(3, decodes(*range(num_rows)), appended_blocks=[(row, 2**31 - 1) for row in changed])
+    assert encoder.encode(grown).ByteSize() < MAX_STEADY_BYTES + MAX_BYTES_PER_CHANGED_ROW * len(changed)
+    remaining = sorted(set(range(num_rows)) - set(changed))
+    smaller = StepPlan(4, decodes(*remaining), freed_rows=changed)
+    assert encoder.encode(smaller).ByteSize() < MAX_STEADY_BYTES + MAX_BYTES_PER_CHANGED_ROW * len(changed)
+
+
+def test_results_come_back_as_the_scheduler_takes_them() -> None:
+    encoder = steady(3)
+    assert encoder.decode_result(result(1, [0, 2], [5, 6], failed=[1])) == StepResult(1, [0, 2], [5, 6], [1])
+
+
+def test_chunked_prefill_samples_with_its_last_chunk_only() -> None:
+    encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
+    encoder.encode(StepPlan(1, [ScheduledRow(4, 3, False)], [new_row(4, 9, num_computed=4)]))
+    encoder.encode(StepPlan(2, [ScheduledRow(4, 2, False)]))
+    assert encoder.decode_result(result(1, [], [])) == StepResult(1, [], [])
+    assert encoder.decode_result(result(2, [4], [8])) == StepResult(2, [4], [8])
+
+
+def test_duplicate_and_foreign_results_are_dropped_and_counted() -> None:
+    encoder = steady(1)
+    encoder.encode(StepPlan(2, decodes(0)))
+    assert encoder.decode_result(result(1, [0], [5])) is not None
+    assert encoder.decode_result(result(1, [0], [5])) is None
+    foreign = result(2, [0], [5])
+    foreign.epoch = EPOCH - 1
+    assert encoder.decode_result(foreign) is None
+    assert encoder.num_stale_results == 2
+    assert encoder.decode_result(result(2, [0], [5])) is not None
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        result(2, [0, 1], [5, 5]),  # a step that was not sent
+        result(0, [0, 1], [5, 5]),
+        result(1, [0], [5]),  # a row left out
+        result(1, [0, 1, 2], [5, 5, 5]),  # a row made up
+        result(1, [1, 0], [5, 5]),  # another order
+        result(1, [0, 1], [5]),
+        result(1, [0, 1], [5, VOCAB_SIZE]),
+        result(1, [0, 1], [5, -1]),
+        result(1, [0, 1], [5, 5], failed=[1]),  # failed and sampled
+        result(1, [0], [5], failed=[3]),
+    ],
+)
+def test_garbage_is_told_from_stale_results(garbage: plan_pb2.StepResult) -> None:
+    encoder = steady(2)
+    if garbage.step_id == 0:
+        assert encoder.decode_result(garbage) is None  # before the first step: stale
+        return
+    with pytest.raises(GarbageResult):
+        encoder.decode_result(garbage)
+
+
+def test_torn_arrays_are_refused_by_either_end() -> None:
+    with pytest.raises(PlanRefused, match="freed_rows"):
+        decode_plan(plan_pb2.StepPlan(step_id=1, freed_rows=b"123"))
+    with pytest.raises(PlanRefused, match="prefills"):
+        decode_plan(plan_pb2.StepPlan(step_id=1, prefills=b"1234"))
+    with pytest.raises(GarbageResult):
+        steady(1).decode_result(plan_pb2.StepResult(step_id=1, epoch=EPOCH, rows=b"123", token_ids=b"123"))
+
+
+def test_slot_commands_carry_epoch_and_generation() -> None:
+    encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
+    load = encoder.encode_command(LoadSlot(2, 5, "ab" * 32)).load_adapter
+    assert (load.slot, load.generation, load.digest, load.epoch) == (2, 5, "ab" * 32, EPOCH)
+    evict = encoder.encode_command(EvictSlot(2, 5, "ab" * 32)).evict_adapter
+    assert (evict.slot, evict.generation, evict.epoch) == (2, 5, EPOCH)
+
+
+def test_plans_that_contradict_the_mirror_are_our_bug() -> None:
+    with pytest.raises(AssertionError, match="not finished their prefill"):
+        steady(1).encode(StepPlan(2, decodes(0, 1)))
+    with pytest.raises(AssertionError, match="was not in use"):
+        steady(1).encode(StepPlan(2, [], freed_rows=[1]))
+    with pytest.raises(AssertionError, match="was not freed"):
+        steady(1).encode(StepPlan(2, decodes(0), [new_row(0, 3)]))
+    with pytest.raises(AssertionError, match="is next"):
+        steady(1).encode(StepPlan(3, decodes(0)))
