@@ -1,0 +1,7 @@
+"""`python -m motet`: the same as the `motet` command."""
+
+import sys
+
+from motet.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,168 @@
+"""`motet adapters ...`: the registry from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from motet.cli import exits
+from motet.cli.context import Subparsers, connect, server_option
+from motet.cli.output import json_line, size, table
+from motet.errors import invalid_field
+from motet.types import Adapter
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declares the group."""
+    group = commands.add_parser("adapters", help="register, list, pin and remove adapters", parents=[server_option()])
+    actions = group.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    def action(name: str, help_text: str) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = actions.add_parser(
+            name, help=help_text, description=help_text, parents=[server_option()]
+        )
+        parser.add_argument("--json", action="store_true", help="print JSON, one line per item")
+        return parser
+
+    add = action("add", "upload a PEFT adapter directory; a known name gets a new version")
+    add.add_argument("name", metavar="NAME")
+    add.add_argument("directory", metavar="DIR", help="holds adapter_config.json and adapter_model.safetensors")
+    add.add_argument("--display-name", default="", help="free text for people")
+    add.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    add.add_argument("--check", action="store_true", help="check in full, store nothing")
+    add.set_defaults(run=_add)
+    action("list", "all adapters").set_defaults(run=_list)
+    for name, help_text, run in (
+        ("get", "one adapter in full", _get),
+        ("pin", "keep it in the host cache and on the devices", _pin),
+        ("unpin", "take the pin back", _unpin),
+        ("remove", "delete it; running requests finish first", _remove),
+        ("versions", "its versions, newest first", _versions),
+        ("activate", "make a registered version the one that new requests get", _activate),
+    ):
+        parser = action(name, help_text)
+        parser.add_argument("name", metavar="NAME")
+        if name == "activate":
+            parser.add_argument("digest", metavar="DIGEST")
+        if name == "remove":
+            parser.add_argument("--no-wait", action="store_true", help="do not wait until every tier is cleared")
+        parser.set_defaults(run=run)
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    labels = {}
+    for label in arguments.label:
+        key, equals, value = label.partition("=")
+        if not equals:
+            raise invalid_field("--label", f"is {label!r}; give KEY=VALUE")
+        labels[key] = value
+    with connect(arguments) as client:
+        adapter = client.adapters.register(
+            arguments.name,
+            arguments.directory,
+            display_name=arguments.display_name,
+            labels=labels,
+            validate_only=arguments.check,
+            progress=_show_progress if sys.stderr.isatty() else None,
+        )
+    return _show(adapter, is_json=arguments.json, verb="checked" if arguments.check else "registered")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        if arguments.json:
+            for adapter in client.adapters.list():
+                print(json_line(adapter))
+            return exits.OK
+        rows = []
+        for adapter in client.adapters.list():
+            version = adapter.active_version
+            rows.append(
+                (
+                    adapter.id,
+                    adapter.state + (" pinned" if adapter.pinned else ""),
+                    version.kind if version else "",
+                    version.max_rank if version else 0,
+                    size(version.size_bytes) if version else "",
+                    version.digest[:12] if version else "",
+                    adapter.display_name,
+                )
+            )
+    print(table(("NAME", "STATE", "KIND", "RANK", "SIZE", "VERSION", "DISPLAY NAME"), rows))
+    return exits.OK
+
+
+def _get(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        adapter = client.adapters.get(arguments.name)
+    if arguments.json:
+        print(json_line(adapter))
+        return exits.OK
+    places = [place.tier + (f" {place.worker_id}" if place.worker_id else "") for place in adapter.placements]
+    lines = [
+        ("name", adapter.id),
+        ("display name", adapter.display_name),
+        ("state", " ".join(filter(None, (adapter.state, adapter.state_reason)))),
+        ("pinned", "yes" if adapter.pinned else "no"),
+        ("labels", ", ".join(f"{key}={value}" for key, value in sorted(adapter.labels.items()))),
+        ("held by", ", ".join(places)),
+        ("created", adapter.create_time or ""),
+        ("updated", adapter.update_time or ""),
+        ("etag", adapter.etag),
+    ]
+    if adapter.active_version is not None:
+        version = adapter.active_version
+        lines += [
+            ("version", version.digest),
+            ("kind", f"{version.kind}, rank {version.max_rank}, {version.dtype}, {size(version.size_bytes)}"),
+            ("modules", str(len(version.target_modules))),
+        ]
+    for name, value in lines:
+        print(f"{name + ':':14}{value}".rstrip())
+    return exits.OK
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        return _show(client.adapters.pin(arguments.name), is_json=arguments.json, verb="pinned")
+
+
+def _unpin(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        return _show(client.adapters.unpin(arguments.name), is_json=arguments.json, verb="unpinned")
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        client.adapters.delete(arguments.name, wait=not arguments.no_wait)
+    print(json_line({"removed": arguments.name}) if arguments.json else f"removed {arguments.name}")
+    return exits.OK
+
+
+def _versions(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        versions = list(client.adapters.versions(arguments.name))
+    if arguments.json:
+        for version in versions:
+            print(json_line(version))
+        return exits.OK
+    rows = [(v.digest, v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or "") for v in versions]
+    print(table(("DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED"), rows))
+    return exits.OK
+
+
+def _activate(arguments: argparse.Namespace) -> int:
+    with connect(arguments) as client:
+        adapter = client.adapters.activate(arguments.name, arguments.digest)
+    return _show(adapter, is_json=arguments.json, verb="activated")
+
+
+def _show(adapter: Adapter, *, is_json: bool, verb: str) -> int:
+    digest = adapter.active_version.digest if adapter.active_version else "none"
+    print(json_line(adapter) if is_json else f"{verb} {adapter.id} version {digest}")
+    return exits.OK
+
+
+def _show_progress(num_sent: int, num_total: int) -> None:
+    end = "\n" if num_sent == num_total else ""
+    print(f"\ruploading {size(num_sent)} of {size(num_total)}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,34 @@
+"""What every client command shares: where the server is, how to connect, where output goes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from motet.client import Client
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+Command: TypeAlias = Callable[[argparse.Namespace], int]
+Subparsers: TypeAlias = Any  # argparse's own type is private
+
+
+def server_option(*, is_top: bool = False, environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The --server option as a parent parser, allowed before and behind the command."""
+    parent = argparse.ArgumentParser(add_help=False)
+    default = environ.get("MOTET_SERVER") or DEFAULT_SERVER
+    parent.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        # Below a command it sets nothing unless given, so that it does not undo the one before the command.
+        default=default if is_top else argparse.SUPPRESS,
+        help=f"address of the control plane (default: $MOTET_SERVER, else {DEFAULT_SERVER})",
+    )
+    return parent
+
+
+def connect(arguments: argparse.Namespace) -> Client:
+    """A client for the server that the command line names."""
+    return Client(arguments.server)

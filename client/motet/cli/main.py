@@ -1,0 +1,71 @@
+"""The `motet` command: joins the groups of commands and turns every error into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from motet import __version__
+from motet.cli import adapters, exits, generate, server_parts, status, up
+from motet.cli.context import server_option
+from motet.errors import MotetError
+
+# Their command lines belong to the server parts, so they are handed over unread.
+_HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "up": ("run control plane and worker on this machine", up.run_up),
+    "control-plane": ("run the control plane alone", server_parts.run_control_plane),
+    "worker": ("run one worker alone", server_parts.run_worker),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of one command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except MotetError as error:
+        print(exits.error_line(error), file=sys.stderr)
+        return exits.exit_code_of(error)
+    except server_parts.ServerPartMissing as error:
+        print(f"motet: {error}", file=sys.stderr)
+        return exits.FAILED
+    except KeyboardInterrupt:
+        print("motet: cancelled", file=sys.stderr)
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        # Python would complain once more when it flushes standard output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.BROKEN_PIPE
+
+
+def _run(argv: list[str]) -> int:
+    if argv and argv[0] in _HANDED_OVER:
+        return _HANDED_OVER[argv[0]][1](argv[1:])
+    arguments = _parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="motet",
+        description="Serve one language model with many LoRA adapters, and use it.",
+        epilog=exits.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[server_option(is_top=True)],
+    )
+    parser.add_argument("--version", action="version", version=f"motet {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add_parser in (generate.add_parser, adapters.add_parser, status.add_parser):
+        add_parser(commands)
+    for name, (help_text, _) in _HANDED_OVER.items():
+        commands.add_parser(name, help=help_text, add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""`motet control-plane` and `motet worker`: hand the command line to the server parts of a checkout.
+
+The published package holds the client only; the server parts are imported when asked for and not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+class ServerPartMissing(Exception):
+    """The server part cannot be imported; the text says what to do."""
+
+
+def run_control_plane(argv: Sequence[str]) -> int:
+    """`motet control-plane ARGS`."""
+    code: int = load("control_plane.server").main(list(argv))
+    return code
+
+
+def run_worker(argv: Sequence[str]) -> int:
+    """`motet worker ARGS`."""
+    code: int = load("data_plane.worker").main(list(argv))
+    return code
+
+
+def load(module: str) -> ModuleType:
+    """A module of the server. Raises ServerPartMissing."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        if not (_CHECKOUT / package / "__init__.py").is_file():
+            raise ServerPartMissing(
+                f"the server part {package!r} is not here: this installation holds the client only; "
+                f"run the command from a Motet checkout or its container image"
+            )
+        sys.path.insert(0, str(_CHECKOUT))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ServerPartMissing(
+            f"{module} needs the Python package {error.name!r}, not installed; install the server's requirements"
+        ) from error
+
+
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment in which a child process finds the server parts and the SDK, as this process does."""
+    environment = dict(environ)
+    if (_CHECKOUT / "control_plane" / "__init__.py").is_file():
+        paths = [str(_CHECKOUT), str(_CHECKOUT / "client"), environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment

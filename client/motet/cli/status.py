@@ -1,0 +1,122 @@
+"""`motet status`: the system at a glance."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from motet.cli import exits
+from motet.cli.context import Subparsers, connect, server_option
+from motet.cli.output import json_line, size, table
+from motet.types import ServerStatus
+
+_CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "status",
+        help="workers, queues, KV blocks, adapters by tier",
+        description="Show workers, queues, KV blocks and adapters by tier.",
+        parents=[server_option()],
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    parser.add_argument("--watch", action="store_true", help="again and again until Ctrl-C")
+    parser.add_argument("--interval-s", type=float, default=2.0, metavar="S", help="with --watch, seconds (default: 2)")
+    parser.set_defaults(run=run_status)
+
+
+def run_status(arguments: argparse.Namespace, *, sleep: Callable[[float], None] = time.sleep) -> int:
+    """Prints the status once, or until interrupted with --watch."""
+    with connect(arguments) as client:
+        while True:
+            status = client.status()
+            text = json_line(status) if arguments.json else render(status)
+            if arguments.watch and not arguments.json and sys.stdout.isatty():
+                text = _CLEAR_SCREEN + text
+            print(text, flush=True)
+            if not arguments.watch:
+                return exits.OK
+            sleep(arguments.interval_s)
+
+
+def render(status: ServerStatus) -> str:
+    """The status as tables."""
+    model, queues, adapters = status.model, status.queues, status.adapters
+    arena_rows = [
+        (f"arena of {w.worker_id}", w.num_adapters_loaded, size(w.arena_used_bytes), size(w.arena_bytes))
+        for w in status.workers
+    ]
+    cache_state = "" if adapters.host_cache_available else " (not answering)"
+    sections = [
+        f"motet {status.server_version}, model {model.name} ({model.dtype}, context {model.max_model_len} tokens, "
+        f"fingerprint {model.fingerprint[:12]})",
+        "requests\n"
+        + table(
+            ("WAITING", "RUNNING", "ACCEPTED", "FINISHED", "REJECTED", "MIGRATED"),
+            [
+                (
+                    queues.num_waiting,
+                    queues.num_running,
+                    queues.num_accepted,
+                    queues.num_finished,
+                    queues.num_rejected,
+                    queues.num_migrated,
+                )
+            ],
+        ),
+        _render_workers(status),
+        f"adapters ({adapters.num_registered} registered)\n"
+        + table(
+            ("TIER", "ADAPTERS", "USED", "BUDGET"),
+            [
+                ("store", adapters.num_stored, "", ""),
+                (
+                    f"host cache{cache_state}",
+                    adapters.num_host_cached,
+                    size(adapters.host_cache_bytes),
+                    size(adapters.host_cache_budget_bytes),
+                ),
+                *arena_rows,
+            ],
+        ),
+    ]
+    return "\n\n".join(sections)
+
+
+def _render_workers(status: ServerStatus) -> str:
+    if not status.workers:
+        return "workers\nnone attached"
+    rows = []
+    for worker in status.workers:
+        hit_rate = worker.prefix_hit_tokens / worker.prefix_query_tokens if worker.prefix_query_tokens else 0.0
+        rows.append(
+            (
+                worker.worker_id,
+                worker.device,
+                worker.num_running,
+                worker.num_waiting,
+                f"{worker.num_blocks_held}+{worker.num_blocks_cached}/{worker.num_blocks}",
+                f"{hit_rate:.0%}",
+                worker.num_preemptions,
+                worker.num_tokens_sampled,
+                f"{worker.step_time_ms:.1f}",
+                size(worker.resident_bytes),
+            )
+        )
+    header = (
+        "WORKER",
+        "DEVICE",
+        "RUNNING",
+        "WAITING",
+        "KV HELD+CACHED/ALL",
+        "PREFIX HITS",
+        "PREEMPTED",
+        "TOKENS",
+        "STEP MS",
+        "MEMORY",
+    )
+    return "workers\n" + table(header, rows)

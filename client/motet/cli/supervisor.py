@@ -1,0 +1,240 @@
+"""Runs a control plane and one worker as child processes and never leaves one behind.
+
+The worker is started again when it dies; the end of the control plane is the end of everything. The children tell
+by one line on standard output that they are ready; their logs go straight to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+_CONTROL_READY = re.compile(r"motet control-plane ready clients=(\S+) workers=(\S+)")
+_WORKER_READY = re.compile(r"motet worker ready worker_id=(\S+)")
+_PR_SET_PDEATHSIG = 1
+_MAX_LINE_BYTES = 1 << 20
+
+FIRST_RESTART_S = 0.5
+MAX_RESTART_S = 30.0
+STEADY_S = 60.0  # a worker that was ready this long starts again at the first delay
+STOP_MARGIN_S = 5.0  # what the control plane gets beyond its drain timeout
+WORKER_STOP_S = 10.0
+
+
+class ChildFailed(Exception):
+    """A child ended that everything else needs."""
+
+
+class _Child:
+    """One child process. `ready` is done with the match once it printed its ready line."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, pattern: re.Pattern[str]) -> None:
+        self.name = name
+        self.process = process
+        self.ready: asyncio.Future[re.Match[str]] = asyncio.get_running_loop().create_future()
+        self._pattern = pattern
+        self._reader = asyncio.create_task(self._read())
+
+    async def wait(self) -> int:
+        """Its exit code, once it ended and everything it printed was read."""
+        code = await self.process.wait()
+        await self._reader
+        return code
+
+    async def wait_ready(self) -> re.Match[str]:
+        """Its ready line. Raises ChildFailed if it ends before."""
+        ended = asyncio.create_task(self.wait())
+        try:
+            either: list[asyncio.Future[Any]] = [ended, self.ready]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self.ready.done():
+                return self.ready.result()
+            raise ChildFailed(f"the {self.name} ended with {describe(ended.result())} before it was ready")
+        finally:
+            ended.cancel()
+
+    async def stop(self, bound_s: float) -> None:
+        """SIGTERM, then SIGKILL for it and what it started if it is still there after `bound_s`."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), bound_s)
+            except TimeoutError:
+                self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL for it and its process group, which is its own."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None, "started with a pipe"
+        async for line in self.process.stdout:
+            text = line.decode(errors="replace").rstrip("\n")
+            match = self._pattern.match(text)
+            if match is None:
+                print(text, file=sys.stderr, flush=True)
+            elif not self.ready.done():
+                self.ready.set_result(match)
+
+
+class Supervisor:
+    """Starts, watches and stops both. One use."""
+
+    def __init__(
+        self,
+        *,
+        control_command: Sequence[str],
+        worker_command: Callable[[str], Sequence[str]],  # given the address to attach to
+        environment: dict[str, str],
+        drain_timeout_s: float,
+        worker_stop_s: float = WORKER_STOP_S,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._control_command = control_command
+        self._worker_command = worker_command
+        self._environment = environment
+        self._drain_timeout_s = drain_timeout_s
+        self._worker_stop_s = worker_stop_s
+        self._sleep = sleep
+        self._clock = clock
+        self._control: _Child | None = None
+        self._worker: _Child | None = None
+        self._stop_asked = asyncio.Event()
+
+    async def run(self) -> int:
+        """Runs until SIGINT, SIGTERM or SIGHUP (exit code 0) or until something ends that should not (1)."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self._on_signal)
+        work = asyncio.create_task(self._run_all())
+        stop = asyncio.create_task(self._stop_asked.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return 0
+            work.result()
+            raise AssertionError("_run_all ends by an error only")
+        except (ChildFailed, OSError) as error:
+            _log(str(error))
+            return 1
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+            await self._stop_children()
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        """The first one stops in order, the second at once."""
+        if self._stop_asked.is_set():
+            for child in (self._control, self._worker):
+                if child is not None:
+                    child.kill()
+        else:
+            _log("stopping; once more to stop at once")
+            self._stop_asked.set()
+
+    async def _run_all(self) -> None:
+        self._control = control = await self._start("control plane", self._control_command, _CONTROL_READY)
+        clients, workers = (await control.wait_ready()).groups()
+        keeper = asyncio.create_task(self._keep_worker(clients, _reachable(workers)))
+        ended = asyncio.create_task(control.wait())
+        try:
+            await asyncio.wait({keeper, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if keeper.done():
+                keeper.result()
+            raise ChildFailed(f"the control plane ended with {describe(ended.result())}")
+        finally:
+            for task in (keeper, ended):
+                task.cancel()
+            await asyncio.gather(keeper, ended, return_exceptions=True)
+
+    async def _keep_worker(self, clients: str, workers: str) -> None:
+        """Keeps one worker running. Raises ChildFailed if the first one never gets ready: its flags are wrong then."""
+        delay_s = FIRST_RESTART_S
+        is_first = True
+        while True:
+            self._worker = worker = await self._start("worker", self._worker_command(workers), _WORKER_READY)
+            ready_s: float | None = None
+            try:
+                worker_id = (await worker.wait_ready())[1]
+                ready_s = self._clock()
+                if is_first:
+                    print(f"motet ready: clients at {clients}, worker {worker_id} attached to {workers}", flush=True)
+                else:
+                    _log(f"worker {worker_id} attached again")
+                is_first = False
+            except ChildFailed:
+                if is_first:
+                    raise
+            code = await worker.wait()
+            if ready_s is not None and self._clock() - ready_s >= STEADY_S:
+                delay_s = FIRST_RESTART_S
+            _log(f"the worker ended with {describe(code)}; starting it again in {delay_s:g} s")
+            await self._sleep(delay_s)
+            delay_s = min(delay_s * 2, MAX_RESTART_S)
+
+    async def _start(self, name: str, command: Sequence[str], pattern: re.Pattern[str]) -> _Child:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env=self._environment,
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C reaches this process only, which stops the children in order
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        return _Child(name, process, pattern)
+
+    async def _stop_children(self) -> None:
+        """The control plane first: its streams finish on the worker while it drains."""
+        if self._control is not None:
+            await self._control.stop(self._drain_timeout_s + STOP_MARGIN_S)
+        if self._worker is not None:
+            await self._worker.stop(self._worker_stop_s)
+
+
+def describe(exit_code: int) -> str:
+    """An exit code for people."""
+    if exit_code < 0:
+        return signal.Signals(-exit_code).name
+    return f"exit code {exit_code}"
+
+
+def _die_with_parent(parent_pid: int) -> Callable[[], None] | None:
+    """On Linux, what makes the kernel send a child SIGTERM when this process dies in whatever way."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def in_child() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the line above
+            os._exit(1)
+
+    return in_child
+
+
+def _reachable(address: str) -> str:
+    """An address to dial for one that is listened on: any interface becomes the loopback one."""
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}"}.get(host, address)
+
+
+def _log(text: str) -> None:
+    print(f"motet: {text}", file=sys.stderr, flush=True)

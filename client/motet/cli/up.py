@@ -1,0 +1,95 @@
+"""`motet up`: the whole system with one command. Sorts the flags of both sides; `supervisor.py` runs the processes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from motet.cli import server_parts
+from motet.cli.supervisor import Supervisor
+
+# Set by this command itself, from the control plane's ready line.
+_OWN_FLAG = "--control-plane"
+_DEFAULT_DRAIN_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two kinds of process that this command starts."""
+
+    add_arguments: Callable[[Any], None]  # declares its flags
+    command: Sequence[str]  # starts it; its flags are appended
+
+
+class _Flags:
+    """Stands in for a parser and keeps what is declared, so that both sides' flags can be sorted."""
+
+    def __init__(self, side: Side) -> None:
+        self.declared: dict[str, dict[str, Any]] = {}  # flag -> keyword arguments of add_argument
+        side.add_arguments(self)
+
+    def add_argument(self, flag: str, **settings: Any) -> None:
+        self.declared[flag] = settings
+
+
+def default_sides() -> tuple[Side, Side]:
+    """Control plane and worker of the checkout. Raises ServerPartMissing."""
+    return (
+        Side(server_parts.load("control_plane.config").add_arguments, (sys.executable, "-m", "control_plane")),
+        Side(server_parts.load("data_plane.config").add_arguments, (sys.executable, "-m", "data_plane")),
+    )
+
+
+def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> int:
+    """Runs until stopped or until the control plane ends; the exit code."""
+    control_side, worker_side = sides or default_sides()
+    control, worker = _Flags(control_side), _Flags(worker_side)
+    worker.declared.pop(_OWN_FLAG, None)
+    arguments = _parser(control, worker).parse_args(argv)
+    control_argv, worker_argv = _argv_of(control, argv), _argv_of(worker, argv)
+    supervisor = Supervisor(
+        control_command=[*control_side.command, *control_argv],
+        worker_command=lambda address: [*worker_side.command, _OWN_FLAG, address, *worker_argv],
+        environment=server_parts.child_environment(),
+        drain_timeout_s=float(getattr(arguments, "drain_timeout_s", _DEFAULT_DRAIN_TIMEOUT_S)),
+    )
+    return asyncio.run(supervisor.run())
+
+
+def _parser(control: _Flags, worker: _Flags) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="motet up",
+        description="Run a control plane and one worker on this machine, until Ctrl-C.",
+        allow_abbrev=False,
+    )
+    shared = control.declared.keys() & worker.declared.keys()
+    groups = (
+        ("control plane and worker", {flag: control.declared[flag] for flag in control.declared if flag in shared}),
+        ("control plane", {flag: control.declared[flag] for flag in control.declared if flag not in shared}),
+        ("worker", {flag: worker.declared[flag] for flag in worker.declared if flag not in shared}),
+    )
+    for title, flags in groups:
+        group = parser.add_argument_group(title)
+        for flag, settings in flags.items():
+            group.add_argument(flag, **settings)
+    return parser
+
+
+def _argv_of(flags: _Flags, argv: Sequence[str]) -> list[str]:
+    """The part of a checked command line that one side understands.
+
+    Worked example: ["--model", "m", "--listen=:1"] gives ["--model", "m"] for a side without --listen.
+    """
+    mine: list[str] = []
+    is_mine = False
+    for item in argv:
+        # There are no positional arguments: what is no flag is the value of the flag before it.
+        if item.startswith("--"):
+            is_mine = item.partition("=")[0] in flags.declared
+        if is_mine:
+            mine.append(item)
+    return mine

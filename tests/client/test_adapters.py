@@ -1,0 +1,170 @@
+"""The registry calls: uploads, pages, operations, changes, with both clients."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import status_pb2  # type: ignore[import-untyped]
+from motet import AdapterState, AdapterTier, DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from motet.uploads import CHUNK_BYTES
+
+from tests.client.conftest import Driver
+from tests.client.scripted_server import DIGEST, ScriptedServer, abort, make_adapter
+
+
+@pytest.fixture
+def adapter_dir(tmp_path: Path) -> Path:
+    """A directory with the files of an adapter; the scripted server does not read what is in them."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(random.Random(1).randbytes(CHUNK_BYTES * 2 + 17))
+    return tmp_path
+
+
+def test_register_uploads_both_files_whole_and_in_bounded_chunks(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path
+) -> None:
+    progress: list[tuple[int, int]] = []
+    adapter = driver.run(
+        lambda client: client.adapters.register(
+            "pirate",
+            adapter_dir,
+            display_name="Pirate",
+            labels={"team": "sea"},
+            progress=lambda sent, total: progress.append((sent, total)),
+        )
+    )
+    assert server.files == {path.name: path.read_bytes() for path in adapter_dir.iterdir()}
+    assert len(server.chunk_sizes) == 4 and max(server.chunk_sizes) <= 1024 * 1024
+    assert (adapter.id, adapter.display_name, dict(adapter.labels)) == ("pirate", "Pirate", {"team": "sea"})
+    assert adapter.state is AdapterState.ACTIVE and adapter.active_version.digest == DIGEST
+    total = sum(path.stat().st_size for path in adapter_dir.iterdir())
+    assert progress[-1] == (total, total) and progress == sorted(progress)
+
+
+def test_validate_only_stores_nothing(server: ScriptedServer, driver: Driver, adapter_dir: Path) -> None:
+    driver.run(lambda client: client.adapters.register("pirate", adapter_dir, validate_only=True))
+    assert server.adapters == {} and server.requests[0].validate_only
+
+
+def test_refusal_in_the_middle_of_an_upload_is_told(server: ScriptedServer, driver: Driver, adapter_dir: Path) -> None:
+    server.upload_error = lambda context: abort(context, grpc.StatusCode.FAILED_PRECONDITION, "other base model")
+    with pytest.raises(FailedPrecondition, match="other base model"):
+        driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [
+        ("adapter_config.json", "has no adapter_config.json"),
+        ("adapter_model.safetensors", "has no adapter_model.safetensors"),
+    ],
+)
+def test_missing_file_is_told_before_any_call(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path, missing: str, complaint: str
+) -> None:
+    (adapter_dir / missing).unlink()
+    with pytest.raises(InvalidArgument, match=complaint):
+        driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+    assert server.requests == []
+
+
+def test_pickled_weights_are_refused_with_the_way_out(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path
+) -> None:
+    (adapter_dir / "adapter_model.safetensors").rename(adapter_dir / "adapter_model.bin")
+    with pytest.raises(InvalidArgument, match=r"pickle.*refused.*safe_serialization=True"):
+        driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+    assert server.requests == []
+
+
+def test_file_that_shrinks_during_the_upload_is_told(driver: Driver, adapter_dir: Path) -> None:
+    weights = adapter_dir / "adapter_model.safetensors"
+
+    def shrink(sent: int, total: int) -> None:
+        weights.write_bytes(b"short")
+
+    with pytest.raises(InvalidArgument, match="changed during the upload"):
+        driver.run(lambda client: client.adapters.register("pirate", adapter_dir, progress=shrink))
+
+
+def test_list_walks_all_pages(server: ScriptedServer, driver: Driver) -> None:
+    for number in range(5):
+        server.adapters[f"a{number}"] = make_adapter(f"a{number}")
+    assert [adapter.id for adapter in driver.list(page_size=2)] == ["a0", "a1", "a2", "a3", "a4"]
+    assert [request.page_token for request in server.requests] == ["", "2", "4"]
+
+
+def test_versions_walk_all_pages(server: ScriptedServer, driver: Driver) -> None:
+    async def in_loop(client: Any) -> list[str]:
+        return [version.digest async for version in client.adapters.versions("a", page_size=2)]
+
+    def blocking(client: Any) -> list[str]:
+        return [version.digest for version in client.adapters.versions("a", page_size=2)]
+
+    digests = driver.run(in_loop if driver.is_async else blocking)
+    assert digests == [f"{number:064x}" for number in (3, 2, 1)]
+
+
+def test_get_pin_unpin_activate_and_update(server: ScriptedServer, driver: Driver) -> None:
+    server.adapters["pirate"] = make_adapter("pirate", labels={"old": "1"})
+    adapter = driver.run(lambda client: client.adapters.get("adapters/pirate"))
+    assert adapter.placements[0].tier is AdapterTier.ARENA and adapter.placements[0].worker_id == "w0"
+    assert adapter.active_version.target_modules == ("m.q_proj",)
+    assert driver.run(lambda client: client.adapters.pin("pirate")).pinned
+    assert not driver.run(lambda client: client.adapters.unpin("pirate")).pinned
+    activated = driver.run(lambda client: client.adapters.activate("pirate", "ef" * 32, etag="e1"))
+    assert activated.active_version.digest == "ef" * 32 and server.requests[-1].etag == "e1"
+    updated = driver.run(lambda client: client.adapters.update("pirate", labels={"new": "2"}))
+    assert dict(updated.labels) == {"new": "2"} and list(server.requests[-1].update_mask.paths) == ["labels"]
+
+
+def test_update_of_nothing_is_refused(driver: Driver) -> None:
+    with pytest.raises(InvalidArgument, match="nothing to change"):
+        driver.run(lambda client: client.adapters.update("pirate"))
+
+
+def test_delete_waits_for_its_operation(server: ScriptedServer, driver: Driver) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.num_polls_until_done = 3
+    driver.run(lambda client: client.adapters.delete("pirate"))
+    assert [request.name for request in server.requests[1:]] == ["operations/1"] * 3
+    assert driver.sleeps == sorted(driver.sleeps) and len(driver.sleeps) == 3
+    with pytest.raises(NotFound):
+        driver.run(lambda client: client.adapters.get("pirate"))
+
+
+def test_delete_without_waiting_asks_once(server: ScriptedServer, driver: Driver) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    driver.run(lambda client: client.adapters.delete("pirate", wait=False))
+    assert len(server.requests) == 1 and driver.sleeps == []
+
+
+def test_operation_that_failed_raises_its_error(server: ScriptedServer, driver: Driver) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.operation_error = status_pb2.Status(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message="still held")
+    with pytest.raises(FailedPrecondition, match="still held"):
+        driver.run(lambda client: client.adapters.delete("pirate"))
+
+
+def test_operation_that_never_ends_meets_the_timeout(server: ScriptedServer, driver: Driver) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.num_polls_until_done = 10**9
+    with pytest.raises(DeadlineExceeded, match="operations/1 has not ended within timeout_s=5"):
+        driver.run(lambda client: client.adapters.delete("pirate", timeout_s=5.0))
+    assert 5.0 <= sum(driver.sleeps) <= 6.0
+
+
+def test_register_from_root_reads_the_adapter_of_the_operation(server: ScriptedServer, driver: Driver) -> None:
+    adapter = driver.run(lambda client: client.adapters.register_from_root("pirate", "shared/pirate"))
+    assert adapter.id == "pirate" and server.requests[0].source == "shared/pirate"
+
+
+def test_status_is_read(server: ScriptedServer, driver: Driver) -> None:
+    server.status.model.name = "tiny"
+    server.status.workers.add(worker_id="w0", num_blocks=64)
+    status = driver.run(lambda client: client.status())
+    assert status.model.name == "tiny" and status.workers[0].num_blocks == 64
