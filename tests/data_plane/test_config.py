@@ -1,0 +1,87 @@
+"""The worker's flags, their environment defaults, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from data_plane.config import WorkerConfig, add_arguments, from_args, parse_bytes
+from data_plane.errors import ConfigError
+
+
+def parse(*argv: str) -> WorkerConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_args(parser.parse_args(["--model", "m", *argv]))
+
+
+@pytest.fixture(autouse=True)
+def no_motet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("MOTET_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("0", 0), ("1048576", 1 << 20), ("512KiB", 1 << 19), ("64MiB", 1 << 26), ("2GiB", 2 << 30), ("1 TiB", 1 << 40)],
+)
+def test_byte_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5GiB", "1GB", "0x10"])
+def test_what_is_no_byte_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="512KiB"):
+        parse_bytes(text)
+
+
+def test_defaults() -> None:
+    config = parse("--worker-id", "w0")
+    assert config == WorkerConfig(control_plane="127.0.0.1:50052", model_dir=Path("m"), worker_id="w0")
+    assert (config.step_tokens("cpu"), config.step_tokens("cuda")) == (1024, 8192)
+
+
+def test_flags_set_every_field() -> None:
+    config = parse(
+        "--num-blocks", "8", "--arena-bytes", "64MiB", "--token-budget", "32", "--threads", "3", "--device", "cpu"
+    )  # fmt: skip
+    assert (config.num_blocks, config.arena_bytes, config.step_tokens("cuda")) == (8, 64 << 20, 32)
+    assert (config.num_threads, config.device) == (3, "cpu")
+
+
+def test_environment_is_the_default_and_a_flag_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_NUM_BLOCKS", "12")
+    monkeypatch.setenv("MOTET_ARENA_BYTES", "1MiB")
+    assert (parse().num_blocks, parse().arena_bytes) == (12, 1 << 20)
+    assert parse("--num-blocks", "3").num_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "match"),
+    [
+        ("--num-blocks", "0", "--num-blocks: 0 is below 1"),
+        ("--max-model-len", "1", "--max-model-len: 1 is below 2"),
+        ("--device", "tpu", "--device: 'tpu' is none of auto, cpu, cuda"),
+        ("--dtype", "int8", "--dtype: 'int8'"),
+        ("--worker-id", "Host 1", "--worker-id: 'Host 1'"),
+        ("--control-plane", "localhost", "--control-plane: 'localhost'"),
+        ("--control-plane", "localhost:70000", "HOST:PORT"),
+        ("--exit-when-disconnected-s", "-1", "--exit-when-disconnected-s"),
+    ],
+)
+def test_a_wrong_value_names_flag_value_and_limit(flag: str, value: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        parse(flag, value)
+
+
+def test_help_gives_every_flag_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert text.count("default") >= 15
+    assert "(required)" in text

@@ -1,0 +1,232 @@
+"""The plan client against a scripted control plane: what it refuses, reports and survives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+import numpy as np
+from motet.v1 import plan_pb2, plan_pb2_grpc
+
+from data_plane.plan_client import PlanClientSettings
+from tests.fakes.fleet_rig import CAPACITIES, PackedSource, ThreadedWorker, make_packed
+from tests.fakes.hash_engine import HashEngine
+
+Script = Callable[["Peer"], Awaitable[None]]
+PACKED = make_packed("a")
+DIGEST = PACKED.ref.digest
+
+
+class Peer:
+    """The control plane's end of one Attach call."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]  # raw messages
+        self._context = context
+
+    async def receive(self, kind: str) -> plan_pb2.AttachRequest:
+        """The next message of that kind; heartbeats in between are skipped."""
+        while (message := await self._context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in stubs
+            if message.WhichOneof("message") == kind:
+                return message  # type: ignore[no-any-return]  # an AttachRequest
+            assert message.WhichOneof("message") == "heartbeat", message
+        raise AssertionError(f"the stream ended before a {kind}")
+
+    async def welcome(self, epoch: int, *, heartbeat_ms: int = 500, dead_ms: int = 2000) -> None:
+        await self.receive("hello")
+        await self.send(
+            welcome=plan_pb2.Welcome(
+                protocol=1, epoch=epoch, heartbeat_interval_ms=heartbeat_ms, dead_after_ms=dead_ms, plan_depth=2
+            )
+        )
+
+    async def send(self, **message: object) -> None:
+        await self._context.write(plan_pb2.AttachResponse(**message))  # type: ignore[arg-type]  # the caller names one
+
+
+async def play(*scripts: Script) -> ThreadedWorker:
+    """Let a worker meet one script per session, in order; the worker once the last script is through."""
+    remaining = list(scripts)
+    through = asyncio.Event()
+    failures: list[BaseException] = []
+
+    class Service(plan_pb2_grpc.WorkerServiceServicer):
+        async def Attach(self, _requests: object, context: object) -> None:  # noqa: N802 - the RPC's name
+            if not remaining:
+                return
+            script = remaining.pop(0)
+            try:
+                await script(Peer(context))  # type: ignore[arg-type]  # a ServicerContext
+            except BaseException as error:
+                failures.append(error)
+                raise
+            finally:
+                if failures or not remaining:
+                    through.set()
+
+    server = grpc.aio.server()
+    plan_pb2_grpc.add_WorkerServiceServicer_to_server(Service(), server)  # type: ignore[no-untyped-call]  # generated
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    source = PackedSource({DIGEST: PACKED})
+    worker = ThreadedWorker(f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), lambda _stub, _url: source)
+    try:
+        async with asyncio.timeout(30):
+            await through.wait()
+    finally:
+        await worker.stop()
+        await server.stop(None)
+    if failures:
+        raise failures[0]
+    return worker
+
+
+def ints(*values: int) -> bytes:
+    return np.array(values, dtype="<i4").tobytes()
+
+
+def plan(step_id: int, epoch: int, **fields: object) -> plan_pb2.StepPlan:
+    return plan_pb2.StepPlan(step_id=step_id, epoch=epoch, **fields)  # type: ignore[arg-type]  # the caller's fields
+
+
+def one_row(**fields: object) -> dict[str, object]:
+    new = plan_pb2.NewRow(row=0, token_ids=ints(1, 2), num_prompt_tokens=2, block_ids=ints(0), top_p=1.0, **fields)  # type: ignore[arg-type]  # the caller's fields
+    return {"new_rows": [new], "prefills": ints(0, 2)}
+
+
+async def test_results_answer_plans_in_order_and_carry_the_epoch() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome(9)
+        await peer.send(step_plan=plan(1, 9, **one_row()))
+        await peer.send(step_plan=plan(2, 9))
+        answers = [(await peer.receive("step_result")).step_result for _ in range(2)]
+        assert [(answer.step_id, answer.epoch, answer.rows) for answer in answers] == [
+            (1, 9, ints(0)),
+            (2, 9, ints(0)),
+        ]
+
+    worker = await play(script)
+    assert worker.exit_code == 0
+
+
+async def test_a_plan_of_another_epoch_is_a_fault_and_the_next_session_starts_empty() -> None:
+    async def first(peer: Peer) -> None:
+        await peer.welcome(9)
+        await peer.send(step_plan=plan(1, 9, **one_row()))
+        await peer.receive("step_result")
+        await peer.send(step_plan=plan(2, 8))
+        fault = (await peer.receive("fault")).fault
+        assert (fault.step_id, fault.reason) == (2, "PlanRefused: epoch 8 in a session of epoch 9")
+
+    async def second(peer: Peer) -> None:
+        await peer.welcome(10)
+        await peer.send(step_plan=plan(1, 10, **one_row()))  # row 0 is free again
+        await peer.receive("step_result")
+
+    await play(first, second)
+
+
+async def test_an_older_control_plane_is_not_followed() -> None:
+    async def newer(peer: Peer) -> None:
+        await peer.welcome(9)
+
+    async def older(peer: Peer) -> None:
+        await peer.welcome(8)
+        await peer.send(step_plan=plan(1, 8, **one_row()))
+
+    async def newest(peer: Peer) -> None:
+        await peer.welcome(10)
+        await peer.receive("heartbeat")
+
+    worker = await play(newer, older, newest)
+    assert worker.client.num_sessions == 2
+
+
+async def test_a_repeated_or_skipped_step_is_a_fault() -> None:
+    async def repeated(peer: Peer) -> None:
+        await peer.welcome(1)
+        await peer.send(step_plan=plan(1, 1, **one_row()))
+        await peer.send(step_plan=plan(1, 1, **one_row()))
+        await peer.receive("step_result")
+        assert "step 1 after step 1" in (await peer.receive("fault")).fault.reason
+
+    async def skipped(peer: Peer) -> None:
+        await peer.welcome(2)
+        await peer.send(step_plan=plan(2, 2, **one_row()))
+        assert "step 2 after step 0" in (await peer.receive("fault")).fault.reason
+
+    await play(repeated, skipped)
+
+
+async def test_loads_and_evictions_are_reported_and_a_stale_slot_is_a_fault() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome(1)
+        await peer.send(load_adapter=plan_pb2.LoadAdapter(slot=3, generation=5, digest=DIGEST, epoch=1))
+        ready = (await peer.receive("slot_state")).slot_state
+        assert (ready.slot, ready.generation, ready.state, ready.epoch) == (3, 5, plan_pb2.SlotState.STATE_READY, 1)
+        assert ready.arena_used_bytes == PACKED.ref.arena_bytes
+        await peer.send(step_plan=plan(1, 1, **one_row(slot=3, slot_generation=5)))
+        await peer.receive("step_result")
+        await peer.send(step_plan=plan(2, 1, freed_rows=ints(0)))
+        await peer.receive("step_result")
+        await peer.send(evict_adapter=plan_pb2.EvictAdapter(slot=3, generation=5, epoch=1))
+        empty = (await peer.receive("slot_state")).slot_state
+        assert (empty.state, empty.arena_used_bytes) == (plan_pb2.SlotState.STATE_EMPTY, 0)
+        await peer.send(step_plan=plan(3, 1, **one_row(slot=3, slot_generation=5)))
+        assert (await peer.receive("fault")).fault.reason.startswith("StaleSlot")
+
+    await play(script)
+
+
+async def test_a_failed_load_is_reported_with_its_reason() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome(1)
+        for slot in (0, 0):
+            await peer.send(load_adapter=plan_pb2.LoadAdapter(slot=slot, generation=1, digest=DIGEST, epoch=1))
+        states = [(await peer.receive("slot_state")).slot_state for _ in range(2)]
+        [failed] = [state for state in states if state.state == plan_pb2.SlotState.STATE_FAILED]
+        assert "slot 0 is not an empty one" in failed.reason
+        assert not failed.retryable
+
+    await play(script)
+
+
+async def test_a_silent_control_plane_is_left_after_its_time() -> None:
+    async def silent(peer: Peer) -> None:
+        await peer.welcome(1, heartbeat_ms=20, dead_ms=60)
+        try:
+            while True:
+                await peer.receive("heartbeat")
+        except (AssertionError, asyncio.CancelledError):  # the worker left
+            return
+
+    async def second(peer: Peer) -> None:
+        await peer.welcome(2)
+        await peer.receive("heartbeat")
+
+    worker = await play(silent, second)
+    assert worker.client.num_sessions == 2
+    assert worker.engine.num_resets == 2
+
+
+async def test_drain_ends_the_worker() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome(1)
+        await peer.send(step_plan=plan(1, 1, **one_row()))
+        await peer.send(drain=plan_pb2.Drain(reason="maintenance"))
+        await peer.receive("step_result")
+
+    worker = await play(script)
+    assert worker.exit_code == 0
+
+
+async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
+    from data_plane.plan_client import PlanClient
+
+    times = iter(range(1000))
+    settings = PlanClientSettings("127.0.0.1:1", "w0", exit_when_disconnected_s=2)
+    client = PlanClient(
+        HashEngine(CAPACITIES), settings, make_source=lambda _stub, _url: PackedSource({}), clock=lambda: next(times)
+    )
+    assert await asyncio.to_thread(client.run) == 1
+    assert client.num_sessions == 0

@@ -1,0 +1,65 @@
+"""The worker process: what it refuses before it starts, its ready line, and its end on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_plane.errors import ConfigError
+from data_plane.worker import main, refuse_foreign_kernels
+from tests.fakes.fleet_rig import FINGERPRINT, GrpcRig, expected, make_request, read_all
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_foreign_kernels_distribution_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_foreign_kernels()
+    info = tmp_path / "kernels-0.5.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.5.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"kernels' 0\.5\.0 is installed"):
+        refuse_foreign_kernels()
+
+
+def test_a_wrong_setting_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "m", "--num-blocks", "0"]) == 2
+    assert capsys.readouterr().err == "motet worker: --num-blocks: 0 is below 1\n"
+
+
+def test_the_worker_side_of_the_stream_imports_no_torch() -> None:
+    code = "import sys, data_plane.worker, tests.fakes.hash_worker; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": ".:client"}, check=True, timeout=60)
+
+
+async def test_process_says_that_it_is_ready_and_ends_on_sigterm() -> None:
+    async with GrpcRig() as rig:
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "tests.fakes.hash_worker", "--control-plane", f"127.0.0.1:{rig.port}"],
+            *["--fingerprint", FINGERPRINT, "--worker-id", "w7"],
+            cwd=ROOT,
+            env={"PYTHONPATH": ".:client"},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(30):
+                line = await process.stdout.readline()
+                [worker] = rig.fleet.worker_snapshots()
+                assert line.decode() == f"motet worker ready worker_id=w7 epoch={worker.epoch}\n"
+                request = make_request(rig.fleet, [1, 2], 20, rig.weights.add("a"))
+                assert await read_all(rig.fleet.submit(request)) == expected(request)
+                process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+                await rig.until(lambda: rig.fleet.num_workers == 0)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
