@@ -43,15 +43,16 @@ class JobStream:
         self._error: MotetError | None = None
         self._has_ended = False  # nothing more will be pushed
         self._is_over = False  # the reader got the last event
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
 
     def __aiter__(self) -> JobStream:
         return self
 
     async def __anext__(self) -> JobEvent:
         while not (self._pending or self._has_ended):
-            self._wake.clear()
-            await self._wake.wait()
+            # A bare future: one is made per token and stream, an Event costs twice as much.
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._is_over:
             raise StopAsyncIteration
         if not self._pending and self._error is not None:
@@ -69,7 +70,11 @@ class JobStream:
             self._on_cancel()
         self._has_ended = self._is_over = True
         self._pending.clear()
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     # ---- for the fleet ----
 
@@ -90,14 +95,14 @@ class JobStream:
         if finish_reason is not None:
             self._finish_reason = finish_reason
             self._has_ended = True
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: MotetError) -> None:
         """End the stream with an error, raised once the tokens before it are read."""
         assert not self._has_ended, "an error after the end of a stream"
         self._error = error
         self._has_ended = True
-        self._wake.set()
+        self._wake()
 
 
 @dataclass(slots=True)

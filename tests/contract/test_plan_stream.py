@@ -48,8 +48,8 @@ def steady(num_rows: int) -> PlanEncoder:
 
 
 def result(step_id: int, rows: list[int], tokens: list[int], failed: list[int] | None = None) -> plan_pb2.StepResult:
-    arrays = (np.array(values, dtype=np.int32) for values in (rows, tokens, failed or []))
-    return encode_output(StepOutput(step_id, *arrays, step_time_us=5), EPOCH).step_result
+    sampled, chosen, not_finite = (np.array(values, dtype=np.int32) for values in (rows, tokens, failed or []))
+    return encode_output(StepOutput(step_id, sampled, chosen, not_finite, 5), EPOCH).step_result
 
 
 @given(
