@@ -236,9 +236,9 @@ class AdapterArena:
                 raise StaleSlot(f"slot {slot} is not ready")
             adapters.append(adapter)
         route = Route.build(token_slots, self._device)
-        if not route.segments:
+        if not route.slots:
             return None
-        unnamed = {segment.slot for segment in route.segments}.difference(slots_in_step)
+        unnamed = set(route.slots).difference(slots_in_step)
         if unnamed:
             raise StaleSlot(f"tokens name the slots {sorted(unnamed)}, the step does not")
         self._working_set.ensure(adapters)

@@ -14,9 +14,9 @@ StackedSite, a copy for dense products: the A of several slots one below the oth
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,8 @@ class Route:
     token_slots: torch.Tensor  # int32 [num_tokens] on the device; -1: no adapter
     rows: slice | torch.Tensor  # the tokens that have an adapter
     row_slots: torch.Tensor  # int32: their slots
-    segments: list[Segment]
+    slots: list[int]  # each slot that a token has, in rising order
+    _host_slots: npt.NDArray[np.int32]
     is_dense: dict[Columns, bool] = field(default_factory=dict)  # the form that was chosen, kept for all sites
     _hidden: dict[Columns, torch.Tensor] = field(default_factory=dict)
 
@@ -82,16 +83,30 @@ class Route:
         """Route of int32 [num_tokens], best given on the host."""
         host = token_slots.cpu().numpy()
         on_device = token_slots.to(device)
+        counts = np.bincount(host + 1, minlength=1)
+        slots = np.flatnonzero(counts[1:]).tolist()
+        if counts[0] == 0:
+            return cls(on_device, slice(0, len(host)), on_device, slots, host)
         rows = _rows(np.flatnonzero(host >= 0), device)
-        order = np.argsort(host, kind="stable")
-        ordered = host[order]
-        bounds = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
-        segments = [
-            Segment(int(ordered[start]), _rows(order[start:end], device), end - start)
-            for start, end in itertools.pairwise(bounds)
-            if end > start and ordered[start] >= 0
-        ]
-        return cls(on_device, rows, on_device[rows], segments)
+        return cls(on_device, rows, on_device[rows], slots, host)
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """The tokens of each slot, in the order of `slots`."""
+        order = np.argsort(self._host_slots, kind="stable")
+        ordered = self._host_slots[order]
+        starts = np.searchsorted(ordered, self.slots)
+        ends = np.append(starts[1:], len(order)) if len(starts) else starts
+        is_run = order[ends - 1] - order[starts] + 1 == ends - starts
+        on_device = torch.from_numpy(order).to(self.token_slots.device)
+        segments = []
+        for slot, start, end, lies_together in zip(
+            self.slots, starts.tolist(), ends.tolist(), is_run.tolist(), strict=True
+        ):
+            first = int(order[start])
+            rows = slice(first, first + end - start) if lies_together else on_device[start:end]
+            segments.append(Segment(slot, rows, end - start))
+        return segments
 
     def hidden(self, columns: Columns) -> torch.Tensor:
         """[rows with an adapter, R]: True where a row's slot is not the column's."""

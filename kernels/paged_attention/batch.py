@@ -181,12 +181,12 @@ class _Builder:
         rows = torch.tensor([starts[sequence] for sequence in sequences], device=self.device)
         width = group[-1][0]  # the longest: groups are sorted
         # Padding repeats a sequence's last block, which is readable memory; the mask hides it.
-        columns = np.array([[first + min(i, num - 1) for i in range(width)] for num, _, first in group])
-        tables = self.batch.host_tables[np.array(sequences)[:, None], columns]
-        first_keys = np.array(
-            [self._first_key(lens[sequence], 1) - first * self.block_size for _, sequence, first in group]
-        )
-        end_keys = np.array([lens[sequence] - first * self.block_size for _, sequence, first in group])
+        num_blocks, ids, first_blocks = np.array(group).T
+        columns = first_blocks[:, None] + np.minimum(np.arange(width), num_blocks[:, None] - 1)
+        tables = self.batch.host_tables[ids[:, None], columns]
+        ends = np.array([lens[sequence] for sequence in sequences])
+        begins = np.zeros_like(ends) if self.window is None else np.maximum(ends - self.window, 0)
+        first_keys, end_keys = begins - first_blocks * self.block_size, ends - first_blocks * self.block_size
         if len(group) == 1:
             return DecodeGroup(rows, self._keys(tables, int(first_keys[0]), int(end_keys[0])), None)
         keys = self._keys(tables, 0, width * self.block_size)
