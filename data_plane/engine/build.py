@@ -24,25 +24,29 @@ from data_plane.plan import Capacities
 def build_engine(config: WorkerConfig) -> TorchEngine:
     """An engine that serves the checkpoint in config.model_dir. Raises ConfigError naming the flag to change."""
     torch.set_num_threads(config.num_threads)
-    transformers_logging.disable_progress_bar()  # stderr is for the log
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # stderr is for the log
     device = _device(config.device)
     try:
         fingerprint = checkpoint_fingerprint(config.model_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: {error}") from error
     loaded = load_model(config.model_dir, config.dtype, device)
-    sites = _sites(loaded)
-    arena = AdapterArena(
-        sites,
-        num_slots=config.num_slots,
-        arena_bytes=config.arena_bytes,
-        dtype=loaded.dtype,
-        device=device,
-        base_fingerprint=fingerprint,
-    )
     num_blocks = config.num_blocks or _num_blocks(config, loaded, device)
     layers = loaded.probe.attention_layers
-    cache = KVCache(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=device)
+    try:
+        cache = KVCache(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=device)
+        arena = AdapterArena(
+            _sites(loaded),
+            num_slots=config.num_slots,
+            arena_bytes=config.arena_bytes,
+            dtype=loaded.dtype,
+            device=device,
+            base_fingerprint=fingerprint,
+        )
+    except RuntimeError as error:  # torch has no narrower one for a failed allocation
+        raise ConfigError(
+            f"--num-blocks {num_blocks} and --arena-bytes {config.arena_bytes} do not fit in memory: {error}"
+        ) from error
     for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
         PagedAttention(loaded.context, keys, values).attach(layer.module)
     capacities = Capacities(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from data_plane.errors import ConfigError
@@ -80,7 +80,7 @@ def fitting_blocks(bytes_per_block: int, *, arena_bytes: int, device: torch.devi
 
 def _free_host_bytes() -> int:
     """What this process may still take: the machine's available memory, or less where a cgroup limits it."""
-    free = int(psutil.virtual_memory().available)
+    free = _available_bytes()
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()
@@ -89,3 +89,12 @@ def _free_host_bytes() -> int:
     except (OSError, ValueError):
         logger.debug("no cgroup memory limit to read")
     return max(free, 0)
+
+
+def _available_bytes() -> int:
+    """Linux's own estimate of what can be taken without swapping; elsewhere half of the machine's memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -105,8 +106,10 @@ def _read_config(model_dir: Path) -> PretrainedConfig:
 def _read_weights(model_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole model on the CPU; refused if any weight is missing from the checkpoint."""
     register_probe(Recorder())
+    model: Any
+    info: Any
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # a pair, by output_loading_info
             model_dir,
             config=config,
             dtype=dtype,

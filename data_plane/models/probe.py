@@ -145,13 +145,13 @@ def _run(model: PreTrainedModel, first_position: int) -> tuple[Recorder, torch.T
     """One forward pass of a few tokens, their recorder and logits."""
     recorder = Recorder()
     register_probe(recorder)
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     hooks = [
         module.register_forward_pre_hook(_count_rows(recorder, name))
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     ]
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     input_ids = torch.arange(_NUM_TOKENS, device=device).unsqueeze(0)
     try:
         output = model(input_ids=input_ids, position_ids=input_ids + first_position, use_cache=False)
