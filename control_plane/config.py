@@ -85,7 +85,8 @@ class ServerConfig:
             raise ConfigError(f"--worker-listen: {self.worker_listen} is --listen too; the two ports must differ")
         if self.dead_after_ms < 2 * self.heartbeat_interval_ms:
             raise ConfigError(
-                f"--dead-after-ms: {self.dead_after_ms} is below two heartbeat intervals of {self.heartbeat_interval_ms}"
+                f"--dead-after-ms: {self.dead_after_ms} is below twice "
+                f"--heartbeat-interval-ms {self.heartbeat_interval_ms}"
             )
         if not (self.model_dir / "config.json").is_file():
             raise ConfigError(f"--model: {self.model_dir} holds no config.json; give a checkpoint directory")

@@ -21,24 +21,29 @@ from control_plane.errors import (
 )
 
 DETAILS_KEY = "grpc-status-details-bin"
-# Trailers count against the client's metadata limit (8 KiB by default), so the parts are bounded.
-MAX_MESSAGE_CHARS = 800
-MAX_VIOLATIONS = 8
-MAX_DESCRIPTION_CHARS = 240
+# Trailers count against the client's metadata limit (8 KiB by default). The worst case: the message three times as
+# long by percent-encoding, and again, with the violations, one third longer in base64: about 6 KiB.
+MAX_MESSAGE_BYTES = 700
+MAX_VIOLATIONS = 6
+MAX_FIELD_BYTES = 120
+MAX_DESCRIPTION_BYTES = 240
 
 
-def shorten(text: str, limit: int) -> str:
-    """`text`, its end replaced by an ellipsis where it is longer than `limit` characters."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def shorten(text: str, max_bytes: int) -> str:
+    """`text`, its end replaced by an ellipsis where it is longer than `max_bytes` of UTF-8."""
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= max_bytes:
+        return text
+    return encoded[: max_bytes - 3].decode("utf-8", "ignore") + "…"
 
 
 def status_proto(error: MotetError) -> status_pb2.Status:
     """The google.rpc.Status that tells `error`."""
-    message = shorten(str(error), MAX_MESSAGE_CHARS)
+    message = shorten(str(error), MAX_MESSAGE_BYTES)
     status = status_pb2.Status(code=status_of(error).value[0], message=message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
     if isinstance(error, AdapterNotFound):
-        info.metadata["adapter"] = shorten(error.resource, MAX_DESCRIPTION_CHARS)
+        info.metadata["adapter"] = shorten(error.resource, MAX_DESCRIPTION_BYTES)
     if isinstance(error, (Exhausted, Unavailable)):
         info.metadata["retry_after_s"] = f"{error.retry_after_s:g}"
     status.details.add().Pack(info)
@@ -46,14 +51,14 @@ def status_proto(error: MotetError) -> status_pb2.Status:
         bad = error_details_pb2.BadRequest()
         for violation in error.violations[:MAX_VIOLATIONS]:
             bad.field_violations.add(
-                field=shorten(violation.field, MAX_DESCRIPTION_CHARS),
-                description=shorten(violation.description, MAX_DESCRIPTION_CHARS),
+                field=shorten(violation.field, MAX_FIELD_BYTES),
+                description=shorten(violation.description, MAX_DESCRIPTION_BYTES),
                 reason=error.reason,
             )
         status.details.add().Pack(bad)
     if isinstance(error, AdapterNotFound):
         resource = error_details_pb2.ResourceInfo(
-            resource_type="motet.v1.Adapter", resource_name=error.resource, description=message
+            resource_type="motet.v1.Adapter", resource_name=shorten(error.resource, MAX_FIELD_BYTES)
         )
         status.details.add().Pack(resource)
     if isinstance(error, (Exhausted, Unavailable)):

@@ -28,7 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Deserializer = Callable[[bytes], Any] | None
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Wraps the handlers of all four kinds of method."""
 
     async def intercept_service(

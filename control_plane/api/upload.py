@@ -12,7 +12,7 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +49,7 @@ class UploadReceiver:
         self._num_open = 0
 
     @contextlib.asynccontextmanager
-    async def open(self, messages: AsyncIterator[adapters_pb2.UploadAdapterRequest]) -> AsyncIterator[Upload]:
+    async def open(self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest]) -> AsyncIterator[Upload]:
         """An upload whose checked header was read. Its files exist until the block ends."""
         if self._num_open >= self._max_open:
             raise Exhausted(
@@ -57,6 +57,7 @@ class UploadReceiver:
             )
         self._num_open += 1
         directory: Path | None = None
+        messages = aiter(stream)
         try:
             first = await self._next(messages)
             if first is None or first.WhichOneof("part") != "header":
@@ -73,6 +74,8 @@ class UploadReceiver:
             self._num_open -= 1
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
+            if (aclose := getattr(messages, "aclose", None)) is not None:  # grpc.aio hands out a generator
+                await aclose()
 
     async def _next(
         self, messages: AsyncIterator[adapters_pb2.UploadAdapterRequest]

@@ -27,7 +27,9 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def api_without_tokenizer(tmp_path: Path) -> AsyncIterator[Api]:
-    codec = TextCodec(None, None, reason="the checkpoint has no tokenizer.json and its tokenizer could not be converted")
+    codec = TextCodec(
+        None, None, reason="the checkpoint has no tokenizer.json and its tokenizer could not be converted"
+    )
     async with Api(tmp_path, codec).running() as running:
         yield running
     codec.close()

@@ -80,6 +80,7 @@ class FakeRegistry:
         self.files: dict[str, dict[str, bytes]] = {}
         self.gate: asyncio.Event | None = None  # register waits for it
         self.error: Exception | None = None
+        self.entered, self.entered_twice, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def add(self, adapter_id: str, *digests: str) -> FakeRecord:
         versions = tuple(FakeVersion(digest) for digest in digests or (DIGEST,))
@@ -110,12 +111,16 @@ class FakeRegistry:
         files: Mapping[str, Path],
         *,
         display_name: str = "",
-        labels: Mapping[str, str] = {},  # noqa: B006
+        labels: Mapping[str, str] = {},
         validate_only: bool = False,
     ) -> FakeRecord:
         self.calls.append(("register", adapter_id, validate_only))
-        if self.gate is not None:
-            await self.gate.wait()
+        (self.entered_twice if self.entered.is_set() else self.entered).set()
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        finally:
+            self.left.set()
         if self.error is not None:
             raise self.error
         self.files[adapter_id] = {name: path.read_bytes() for name, path in files.items()}
@@ -287,8 +292,8 @@ def byte_level_tokenizer() -> Tokenizer:
     for token in ("Ġa", "ðŁ", "ðŁĺ", "Ģð", "he", "ll"):
         vocab[token] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("l", "l"), ("Ġ", "a"), ("ð", "Ł")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.add_tokens(["ñ ñ", "é"])
     return tokenizer
@@ -298,7 +303,7 @@ def metaspace_tokenizer() -> Tokenizer:
     """Words that begin with a metaspace; the decoder strips the first one."""
     words = ["▁", "▁▁", "▁he", "llo", "▁wor", "ld", "😀", "é", "�", "<unk>", "a", "▁a"]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
-    tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
@@ -307,7 +312,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
     """As Llama 2: metaspace words and byte tokens."""
     words = [f"<0x{value:02X}>" for value in range(256)] + ["▁", "▁▁", "▁he", "llo", "😀", "é", "a"]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<s>"])
@@ -363,9 +368,9 @@ class Api:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Api]:
         server = listeners.client_server(max_streams_per_connection=100, max_concurrent_rpcs=100)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
-        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)
-        status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)  # type: ignore[no-untyped-call]
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)  # type: ignore[no-untyped-call]
+        status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)  # type: ignore[no-untyped-call]
         operations_pb2_grpc.add_OperationsServicer_to_server(operations.OperationsService(self.book), server)
         address = listeners.bind(server, "127.0.0.1:0")
         await server.start()
@@ -382,7 +387,8 @@ class Api:
 
 def details(error: grpc.aio.AioRpcError) -> tuple[Any, list[str], list[Any]]:
     """ErrorInfo, fields of BadRequest, the other details."""
-    metadata = dict(error.trailing_metadata() or ())
+    trailing: Any = error.trailing_metadata()
+    metadata = dict(trailing or ())
     packed_status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
     assert packed_status.message == error.details()
     assert packed_status.code == error.code().value[0]

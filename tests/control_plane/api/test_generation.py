@@ -21,7 +21,8 @@ TOKENIZER = byte_level_tokenizer()
 
 
 def ids_of(*tokens: str) -> list[int]:
-    return [TOKENIZER.token_to_id(token) for token in tokens]
+    vocab = TOKENIZER.get_vocab()
+    return [vocab[token] for token in tokens]
 
 
 def request(**fields: Any) -> generation_pb2.GenerateRequest:
@@ -134,7 +135,8 @@ async def test_all_violations_are_told_at_once(api: Api) -> None:
 
 @pytest.mark.parametrize("raw", [b"\x0a\xff\xff\xff\xff\x0f", b"\x12\x02\xff\xfe", b"\x0f", b"\xff" * 30])
 async def test_malformed_protobuf_is_invalid_argument(api: Api, raw: bytes) -> None:
-    call = api.channel.unary_stream("/motet.v1.GenerationService/Generate")
+    channel: Any = api.channel
+    call = channel.unary_stream("/motet.v1.GenerationService/Generate")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call(raw):
             pass
@@ -208,9 +210,10 @@ async def test_nothing_is_sent_before_the_first_token(api: Api) -> None:
     await api.fleet.submitted.wait()
     assert not metadata.done()
     api.fleet.jobs[0].script(FakeEvent([5], FinishReason.LENGTH))
-    assert (await call.read()).WhichOneof("event") == "started"
+    responses = aiter(call)
+    assert (await anext(responses)).WhichOneof("event") == "started"
     assert await metadata is not None
-    assert [response.WhichOneof("event") async for response in call] == ["delta", "finished"]
+    assert [response.WhichOneof("event") async for response in responses] == ["delta", "finished"]
 
 
 async def test_cancelling_the_call_cancels_the_job(api: Api) -> None:
@@ -240,9 +243,10 @@ async def test_deadline_reaches_the_request_and_ends_the_call(api: Api) -> None:
 async def test_error_of_the_fleet_ends_the_stream_by_status(api: Api, error: Any, code: grpc.StatusCode) -> None:
     script(api, FakeEvent([5]), error)
     call = api.stub(generation_pb2_grpc.GenerationServiceStub).Generate(request())
-    assert (await call.read()).WhichOneof("event") == "started"
+    responses = aiter(call)
+    assert (await anext(responses)).WhichOneof("event") == "started"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
+        async for _ in responses:
             pass
     assert caught.value.code() == code
     info, _, others = details(caught.value)

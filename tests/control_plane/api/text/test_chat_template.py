@@ -34,13 +34,14 @@ LLAMA_LIKE = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
     {%- endif %}
     {%- set ns.count = ns.count + 1 %}
     {%- if message['content'] == 'skip' %}{% continue %}{% endif %}
-    {{- '[' + message['role'] | upper + ' ' ~ ns.count ~ '] ' }}{% generation %}{{ message['content'] | trim }}{% endgeneration %}{{ eos_token }}
+    {{- '[' + message['role'] | upper + ' ' ~ ns.count ~ '] ' }}
+    {%- generation %}{{ message['content'] | trim }}{% endgeneration %}{{ eos_token }}
 {% endfor %}
 {%- if add_generation_prompt %}
     {{- '[ASSISTANT]' }}
 {%- endif %}"""
 MESSAGES = [
-    {"role": "system", "content": "Be <brief> & \"kind\" é\n"},
+    {"role": "system", "content": 'Be <brief> & "kind" é\n'},
     {"role": "user", "content": " hi 😀 "},
     {"role": "assistant", "content": "hello"},
     {"role": "user", "content": "bye"},
@@ -141,7 +142,7 @@ async def test_special_tokens_are_added_as_the_checkpoint_says(tmp_path: Path) -
 
     tokenizer = byte_level_tokenizer()
     bos = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])  # type: ignore[assignment]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     tokenizer.enable_truncation(2)
     directory = tmp_path / "m"
     directory.mkdir()

@@ -1,0 +1,187 @@
+"""Whatever a handler of any kind does, the client gets a defined status and no inner detail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from motet.v1 import types_pb2
+
+from control_plane import errors
+from control_plane.api import listeners
+from control_plane.api.error_status import MAX_MESSAGE_BYTES
+from tests.control_plane.api.fakes import details
+
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+GOOD = types_pb2.TokenIds(ids=[1, 2]).SerializeToString()
+
+
+class Handlers:
+    """One method of each kind; all do `action`, then answer."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.entered = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.waits = False
+
+    async def _act(self) -> None:
+        self.entered.set()
+        try:
+            if self.waits:
+                await asyncio.Event().wait()
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed.set()
+
+    async def unary_unary(self, request: Any, context: Any) -> types_pb2.TokenIds:
+        await self._act()
+        return types_pb2.TokenIds(ids=request.ids)
+
+    async def unary_stream(self, request: Any, context: Any) -> AsyncIterator[types_pb2.TokenIds]:
+        yield types_pb2.TokenIds(ids=request.ids)
+        await self._act()
+
+    async def stream_unary(self, requests: AsyncIterator[Any], context: Any) -> types_pb2.TokenIds:
+        ids = [token async for request in requests for token in request.ids]
+        await self._act()
+        return types_pb2.TokenIds(ids=ids)
+
+    async def stream_stream(self, requests: Any, context: Any) -> None:
+        request = await context.read()
+        await context.write(types_pb2.TokenIds(ids=request.ids))
+        await self._act()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Handlers, grpc.aio.Channel]]:
+    handlers = Handlers()
+    server = listeners.client_server(max_streams_per_connection=10, max_concurrent_rpcs=10)
+    methods = {
+        kind: getattr(grpc, f"{kind}_rpc_method_handler")(
+            getattr(handlers, kind), types_pb2.TokenIds.FromString, types_pb2.TokenIds.SerializeToString
+        )
+        for kind in KINDS
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", methods),))
+    address = listeners.bind(server, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield handlers, channel
+    await server.stop(None)
+
+
+async def call(channel: grpc.aio.Channel, kind: str, raw: bytes = GOOD) -> list[bytes]:
+    method = getattr(channel, kind)(f"/t.T/{kind}")
+    answer = method(iter([raw]) if kind.startswith("stream") else raw, timeout=5)
+    return [await answer] if kind.endswith("unary") else [message async for message in answer]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_good_call_passes(served: tuple[Handlers, grpc.aio.Channel], kind: str) -> None:
+    assert await call(served[1], kind) == [GOOD]
+
+
+def every_error() -> list[errors.MotetError]:
+    def subclasses(cls: type[errors.MotetError]) -> list[type[errors.MotetError]]:
+        return [cls, *(found for sub in cls.__subclasses__() for found in subclasses(sub))]
+
+    made: list[errors.MotetError] = []
+    for cls in subclasses(errors.MotetError):
+        if issubclass(cls, errors.InvalidRequest):
+            made.append(cls(errors.FieldViolation("some.field", "7; at most 5")))
+        elif issubclass(cls, errors.AdapterNotFound):
+            made.append(cls("no adapter x", resource="adapters/x"))
+        elif cls is not errors.MotetError:
+            made.append(cls("what is wrong and what to do"))
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_error_of_the_table_arrives_with_its_details(
+    served: tuple[Handlers, grpc.aio.Channel], kind: str
+) -> None:
+    handlers, channel = served
+    assert len(every_error()) >= 20
+    for error in every_error():
+        handlers.error = error
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, kind)
+        assert caught.value.code() == errors.status_of(error)
+        assert caught.value.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+        assert caught.value.details() == str(error)
+        info, fields, others = details(caught.value)
+        assert info.reason == error.reason
+        assert fields == (["some.field"] if isinstance(error, errors.InvalidRequest) else [])
+        has_retry = isinstance(error, (errors.Exhausted, errors.Unavailable))
+        assert len(others) == (1 if has_retry or isinstance(error, errors.AdapterNotFound) else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "error", [ValueError("/root/secret"), errors.MotetError("/root/secret"), KeyError("x"), asyncio.CancelledError()]
+)
+async def test_anything_else_is_internal_without_a_word_of_it(
+    served: tuple[Handlers, grpc.aio.Channel], kind: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A CancelledError that nobody asked for would otherwise leave the client waiting for ever."""
+    handlers, channel = served
+    handlers.error = error
+    with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(channel, kind)
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+    message = caught.value.details() or ""
+    assert "secret" not in message and "Error" not in message
+    correlation_id = details(caught.value)[0].metadata["correlation_id"]
+    assert correlation_id in message and correlation_id in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_malformed_protobuf_is_invalid_argument(served: tuple[Handlers, grpc.aio.Channel], kind: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(served[1], kind, b"\x0a\xff\xff\xff\xff\x0f")
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert details(caught.value)[1] == ["request"]
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+async def test_cancel_of_the_client_runs_the_handlers_finally(
+    served: tuple[Handlers, grpc.aio.Channel], kind: str
+) -> None:
+    handlers, channel = served
+    handlers.waits = True
+    pending = getattr(channel, kind)(f"/t.T/{kind}")(GOOD)
+    reader = asyncio.ensure_future(pending if kind == "unary_unary" else _read_all(pending))
+    await handlers.entered.wait()
+    pending.cancel()
+    await asyncio.wait_for(handlers.closed.wait(), 5)
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+
+
+async def _read_all(pending: Any) -> None:
+    async for _ in pending:
+        pass
+
+
+async def test_long_error_stays_within_the_trailers(served: tuple[Handlers, grpc.aio.Channel]) -> None:
+    handlers, channel = served
+    handlers.error = errors.InvalidRequest(*(errors.FieldViolation("é" * 500, "ü" * 500) for _ in range(50)))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(channel, "unary_unary")
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert MAX_MESSAGE_BYTES - 3 <= len((caught.value.details() or "").encode()) <= MAX_MESSAGE_BYTES
+    assert details(caught.value)[1]
+
+
+async def test_unknown_method_is_unimplemented(served: tuple[Handlers, grpc.aio.Channel]) -> None:
+    channel: Any = served[1]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary("/t.T/none")(b"")
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED

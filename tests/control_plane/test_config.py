@@ -1,0 +1,94 @@
+"""Settings: flags, environment, checks as a whole, no secret printed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, parse_bytes, redacted_url
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def parse(model_dir: Path, *argv: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_args(parser.parse_args(["--model", str(model_dir), *argv]))
+
+
+def test_flags_defaults_equal_the_dataclass_defaults(model_dir: Path) -> None:
+    assert parse(model_dir) == ServerConfig(model_dir=model_dir)
+
+
+def test_every_flag_is_read(model_dir: Path) -> None:
+    config = parse(
+        model_dir,
+        *("--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0", "--host-cache-bytes", "64MiB"),
+        *("--max-model-len", "77", "--adapter-root", f"team={model_dir}", "--no-reflection", "--dtype", "float32"),
+        *("--redis-url", "redis://:secret@host:1/0", "--drain-timeout-s", "1.5", "--max-adapter-bytes", "512KiB"),
+    )
+    assert config.host_cache_bytes == 64 << 20 and config.max_adapter_bytes == 512 << 10
+    assert config.adapter_roots == (("team", model_dir),) and config.no_reflection
+    assert (config.max_model_len, config.drain_timeout_s) == (77, 1.5)
+    assert "secret" not in config.describe() and "host:1" in config.describe()
+
+
+def test_environment_gives_the_default_and_a_flag_wins(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_MAX_WAITING_REQUESTS", "7")
+    monkeypatch.setenv("MOTET_REDIS_URL", "unix:///run/redis.sock")
+    monkeypatch.setenv("MOTET_ADAPTER_ROOT", f"a={model_dir},b={model_dir}")
+    config = parse(model_dir)
+    assert (config.max_waiting_requests, config.redis_url) == (7, "unix:///run/redis.sock")
+    assert [name for name, _ in config.adapter_roots] == ["a", "b"]
+    assert parse(model_dir, "--max-waiting-requests", "9").max_waiting_requests == 9
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-waiting-requests", "0"], "--max-waiting-requests: 0 is below 1"),
+        (["--plan-depth", "0"], "--plan-depth: 0"),
+        (["--drain-timeout-s", "nan"], "--drain-timeout-s: nan"),
+        (["--dead-after-ms", "600"], "--dead-after-ms: 600 is below twice --heartbeat-interval-ms 500"),
+        (["--dtype", "int8"], "--dtype: 'int8' is none of"),
+        (["--listen", "nowhere"], "--listen: 'nowhere' is not HOST:PORT"),
+        (["--listen", "127.0.0.1:99999"], "--listen"),
+        (["--worker-listen", "127.0.0.1:50051"], "--worker-listen"),
+        (["--redis-url", "http://x"], "--redis-url"),
+        (["--host-cache", "memory", "--redis-url", "redis://x"], "--host-cache redis"),
+        (["--adapter-root", "team=/nowhere/at/all"], "--adapter-root"),
+        (["--adapter-root", "a=/", "--adapter-root", "a=/"], "given twice"),
+        (["--adapter-root", "A/B=/"], "--adapter-root: name"),
+        (["--model", "/nowhere/at/all"], "--model"),
+        (["--max-model-len", "1"], "--max-model-len"),
+    ],
+)
+def test_wrong_value_is_refused_by_name(model_dir: Path, argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(model_dir, *argv)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1XB", "-1", "1.5GiB"])
+def test_byte_sizes_are_strict(text: str) -> None:
+    with pytest.raises(ValueError, match="byte size"):
+        parse_bytes(text)
+
+
+def test_help_names_a_default_for_every_optional_flag() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for action in parser._actions:
+        if action.dest not in ("help", "model_dir", "adapter_roots", "no_reflection"):
+            assert "default" in (action.help or ""), action.dest
+
+
+def test_redacted_url_hides_user_password_and_query() -> None:
+    assert redacted_url("redis://me:pw@host:6379/0?x=y") == "redis://***@host:6379/0?***"
+    assert redacted_url("s3://bucket/dir") == "s3://bucket/dir"
