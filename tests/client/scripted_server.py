@@ -15,8 +15,8 @@ import grpc
 from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
 from google.protobuf import any_pb2, empty_pb2
 from google.protobuf.message import Message
-from google.rpc import status_pb2 as rpc_status_pb2
-from grpc_status import rpc_status  # type: ignore[import-untyped]
+from google.rpc import status_pb2 as rpc_status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
 from motet.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from motet.channel import RetryPolicy
 from motet.client import Client
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -15,10 +16,10 @@ Command: TypeAlias = Callable[[argparse.Namespace], int]
 Subparsers: TypeAlias = Any  # argparse's own type is private
 
 
-def server_option(*, is_top: bool = False, environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
     """The --server option as a parent parser, allowed before and behind the command."""
     parent = argparse.ArgumentParser(add_help=False)
-    default = environ.get("MOTET_SERVER") or DEFAULT_SERVER
+    default = os.environ.get("MOTET_SERVER") or DEFAULT_SERVER
     parent.add_argument(
         "--server",
         metavar="HOST:PORT",
@@ -30,5 +31,5 @@ def server_option(*, is_top: bool = False, environ: Mapping[str, str] = os.envir
 
 
 def connect(arguments: argparse.Namespace) -> Client:
-    """A client for the server that the command line names."""
-    return Client(arguments.server)
+    """A client for the server that the command line names. Tells soon when nobody answers there."""
+    return Client(arguments.server, retry=RetryPolicy(max_attempts=3))

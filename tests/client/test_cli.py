@@ -1,0 +1,262 @@
+"""The command line against a scripted server: what it prints and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from motet.cli import exits, server_parts
+from motet.cli.main import main
+from motet.cli.status import run_status
+from motet.errors import ERROR_BY_CODE
+
+from tests.client.scripted_server import (
+    DIGEST,
+    ScriptedServer,
+    abort,
+    delta,
+    finished,
+    make_adapter,
+    playing,
+    started,
+)
+
+Capture = pytest.CaptureFixture[str]
+
+
+def motet(server: ScriptedServer, *argv: str) -> int:
+    return main(["--server", server.target, *argv])
+
+
+def test_generate_streams_text(server: ScriptedServer, capsys: Capture) -> None:
+    server.scripts.append(playing([1, 2, 3], per_delta=2))
+    assert motet(server, "generate", "--adapter", "pirate", "--max-tokens", "3", "--seed", "4", "hi") == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("<1><2><3>\n", "")
+    request = server.requests[0]
+    assert (request.text, request.adapter, request.stopping.max_tokens, request.sampling.seed) == ("hi", "pirate", 3, 4)
+    assert not request.sampling.HasField("temperature") and not request.stopping.HasField("ignore_eos")
+
+
+def test_generate_json_prints_one_line_per_event(server: ScriptedServer, capsys: Capture) -> None:
+    server.scripts.append(playing([1, 2, 3], per_delta=2))
+    assert motet(server, "generate", "--json", "hi") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == ["started", "delta", "delta", "finished"]
+    assert events[0]["adapter_digest"] == DIGEST
+    assert [event["token_ids"] for event in events[1:3]] == [[1, 2], [3]]
+    assert events[3]["finish_reason"] == "length" and events[3]["usage"]["completion_tokens"] == 3
+
+
+def test_generate_reads_the_prompt_from_standard_input(
+    server: ScriptedServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.scripts.append(playing([1]))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert motet(server, "generate", "--stats", "-") == 0
+    assert server.requests[0].text == "from a pipe"
+    assert "4 prompt tokens (2 cached), 1 generated, ended by length, seed 11" in capsys.readouterr().err
+
+
+def test_generate_takes_chat_and_token_ids(server: ScriptedServer) -> None:
+    server.scripts.extend([playing([1]), playing([1])])
+    assert motet(server, "generate", "--system", "be brief", "hi") == 0
+    assert motet(server, "generate", "--token-ids", "3, 4 5") == 0
+    chat, tokens = server.requests
+    assert [(m.role, m.content) for m in chat.chat.messages] == [("system", "be brief"), ("user", "hi")]
+    assert list(tokens.token_ids.ids) == [3, 4, 5]
+
+
+def test_server_may_be_named_behind_the_command_or_by_the_environment(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert main(["adapters", "list", "--server", server.target]) == 0
+    monkeypatch.setenv("MOTET_SERVER", server.target)
+    assert main(["adapters", "list"]) == 0
+    assert len(server.requests) == 2
+
+
+def test_error_is_one_line_with_fields_and_its_exit_code(server: ScriptedServer, capsys: Capture) -> None:
+    violation = error_details_pb2.BadRequest.FieldViolation(field="page_size", description="is 5000; at most 1000")
+    details = (
+        error_details_pb2.BadRequest(field_violations=[violation]),
+        error_details_pb2.ErrorInfo(reason="FIELD_INVALID"),
+        error_details_pb2.RetryInfo(retry_delay=Duration(seconds=3)),
+    )
+    server.unary_error = lambda context: abort(context, grpc.StatusCode.INVALID_ARGUMENT, "bad\nrequest", *details)
+    assert motet(server, "status") == exits.REFUSED
+    assert capsys.readouterr().err == (
+        "motet: bad request; page_size: is 5000; at most 1000; try again in 3 s [FIELD_INVALID]\n"
+    )
+
+
+@pytest.mark.parametrize("code", [code for code in ERROR_BY_CODE if code is not grpc.StatusCode.UNAVAILABLE])
+def test_every_error_has_an_exit_code_that_help_documents(
+    server: ScriptedServer, capsys: Capture, code: grpc.StatusCode
+) -> None:
+    server.unary_error = lambda context: abort(context, code, "no")
+    exit_code = motet(server, "status")
+    captured = capsys.readouterr()
+    assert captured.err == "motet: no\n" and captured.out == ""
+    assert exit_code != 0 and f"\n  {exit_code} " in exits.HELP
+
+
+def test_nobody_listening_is_said(capsys: Capture) -> None:
+    assert main(["--server", "127.0.0.1:1", "status"]) == exits.UNAVAILABLE
+    assert capsys.readouterr().err.startswith("motet: ")
+
+
+def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    assert motet(server, "adapters", "add", "pirate", str(tmp_path), "--label", "team=sea") == 0
+    assert capsys.readouterr().out == f"registered pirate version {DIGEST}\n"
+    assert dict(server.adapters["pirate"].labels) == {"team": "sea"}
+    assert motet(server, "adapters", "pin", "pirate") == 0 and server.adapters["pirate"].pinned
+    assert motet(server, "adapters", "list") == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split() == ["NAME", "STATE", "KIND", "RANK", "SIZE", "VERSION", "DISPLAY", "NAME"]
+    assert table[2].split() == ["pirate", "active", "pinned", "lora", "8", "4.0", "KiB", DIGEST[:12]]
+    assert motet(server, "adapters", "get", "pirate") == 0
+    assert "held by:      arena w0\n" in capsys.readouterr().out
+    assert motet(server, "adapters", "versions", "pirate") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert motet(server, "adapters", "activate", "pirate", "ef" * 32) == 0
+    assert motet(server, "adapters", "unpin", "pirate") == 0 and not server.adapters["pirate"].pinned
+    assert motet(server, "adapters", "remove", "--no-wait", "pirate") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "removed pirate"
+    assert motet(server, "adapters", "get", "pirate") == exits.NOT_FOUND
+
+
+def test_adapters_json_is_one_line_per_adapter(server: ScriptedServer, capsys: Capture) -> None:
+    server.adapters.update({name: make_adapter(name) for name in ("a", "b")})
+    assert motet(server, "adapters", "list", "--json") == 0
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
+
+
+def test_adapters_add_of_a_wrong_directory_or_label_is_refused(
+    server: ScriptedServer, capsys: Capture, tmp_path: Path
+) -> None:
+    assert motet(server, "adapters", "add", "pirate", str(tmp_path)) == exits.REFUSED
+    assert "has no adapter_config.json" in capsys.readouterr().err
+    assert motet(server, "adapters", "add", "pirate", str(tmp_path), "--label", "team") == exits.REFUSED
+    assert "give KEY=VALUE" in capsys.readouterr().err and server.requests == []
+
+
+def fill_status(server: ScriptedServer) -> None:
+    status = server.status
+    status.server_version = "0.1.0"
+    status.model.name = "tiny"
+    status.model.max_model_len = 512
+    status.queues.num_waiting = 3
+    status.adapters.num_registered = 5
+    status.adapters.num_host_cached = 4
+    status.adapters.host_cache_available = True
+    status.workers.add(
+        worker_id="w0",
+        device="cpu",
+        num_blocks=64,
+        num_blocks_held=8,
+        num_blocks_cached=4,
+        prefix_query_tokens=200,
+        prefix_hit_tokens=50,
+        num_adapters_loaded=2,
+        arena_used_bytes=3 << 20,
+        arena_bytes=8 << 20,
+    )
+
+
+def test_status_shows_workers_queues_blocks_and_tiers(server: ScriptedServer, capsys: Capture) -> None:
+    fill_status(server)
+    assert motet(server, "status") == 0
+    text = capsys.readouterr().out
+    assert "model tiny" in text and "context 512 tokens" in text
+    worker = next(line for line in text.splitlines() if line.startswith("w0"))
+    assert worker.split()[:6] == ["w0", "cpu", "0", "0", "8+4/64", "25%"]
+    arena = next(line for line in text.splitlines() if line.startswith("arena of w0"))
+    assert arena.split()[3:] == ["2", "3.0", "MiB", "8.0", "MiB"]
+    assert "adapters (5 registered)" in text
+
+
+def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture) -> None:
+    assert motet(server, "status") == 0
+    text = capsys.readouterr().out
+    assert "none attached" in text and "host cache (not answering)" in text
+
+
+def test_status_json_and_watch(server: ScriptedServer, capsys: Capture) -> None:
+    fill_status(server)
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    arguments = argparse.Namespace(server=server.target, json=True, watch=True, interval_s=1.5)
+    with pytest.raises(KeyboardInterrupt):
+        run_status(arguments, sleep=sleep)
+    lines = capsys.readouterr().out.splitlines()
+    assert naps == [1.5] * 3
+    assert [json.loads(line)["workers"][0]["num_blocks"] for line in lines] == [64] * 3
+
+
+def subprocess_motet(server: ScriptedServer, *argv: str) -> subprocess.Popen[str]:
+    environment = server_parts.child_environment() | {"MOTET_SERVER": server.target}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "motet", *argv],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ctrl_c_cancels_the_request_and_ends_with_130(server: ScriptedServer) -> None:
+    server.scripts.append(server.waiting_for_cancel(started(), delta(0, [5], "first\n")))
+    with subprocess_motet(server, "generate", "hi") as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "first\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == exits.INTERRUPTED
+        assert process.stderr.read() == "motet: cancelled\n"
+    assert server.cancelled.wait(10)
+
+
+def test_reader_that_leaves_is_no_traceback(server: ScriptedServer) -> None:
+    server.scripts.append(playing(list(range(4000)), per_delta=4))
+    with subprocess_motet(server, "generate", "hi") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(30) == exits.BROKEN_PIPE
+        assert process.stderr.read() == ""
+
+
+def test_missing_server_part_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(server_parts, "_CHECKOUT", tmp_path)
+    for command in ("control-plane", "worker", "up"):
+        assert main([command, "--model", "x"]) == exits.FAILED
+        assert "holds the client only" in capsys.readouterr().err
+
+
+def test_wrong_command_line_ends_with_usage(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["generate"])
+    assert caught.value.code == exits.USAGE
+    assert "PROMPT" in capsys.readouterr().err
+
+
+def test_empty_answer_still_ends_its_line(server: ScriptedServer, capsys: Capture) -> None:
+    server.scripts.append(lambda request, context: iter([started(), finished(0)]))
+    assert motet(server, "generate", "hi") == 0
+    assert capsys.readouterr().out == "\n"

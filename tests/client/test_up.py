@@ -1,0 +1,264 @@
+"""`motet up` over two small stand-ins for the server processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from motet.cli import server_parts
+from motet.cli.supervisor import FIRST_RESTART_S, STEADY_S, Supervisor, describe
+from motet.cli.up import Side, run_up
+
+# Each stand-in writes what happens to it into the file events, one word a line.
+CONTROL = """
+    import os, signal, sys, time
+    events, behaviour = sys.argv[1:3]
+    def tell(word):
+        with open(events, "a") as file: print(word, os.getpid(), *sys.argv[3:], file=file)
+    def stop(number, frame):
+        tell("control-stopped")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    tell("control-started")
+    if behaviour == "broken":
+        sys.exit("no such model")
+    print("something for people", flush=True)
+    print("motet control-plane ready clients=127.0.0.1:7001 workers=0.0.0.0:7002", flush=True)
+    while True:
+        signal.pause()
+"""
+WORKER = """
+    import os, signal, sys
+    events, behaviour = sys.argv[1:3]
+    def tell(word):
+        with open(events, "a") as file: print(word, os.getpid(), *sys.argv[3:], file=file)
+    def stop(number, frame):
+        tell("worker-stopped")
+        if behaviour != "stubborn":
+            sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    tell("worker-started")
+    if behaviour == "broken":
+        sys.exit(3)
+    print("motet worker ready worker_id=w0 epoch=1", flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+class Stage:
+    """The stand-ins' scripts and what they told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events = folder / "events"
+        self.events.touch()
+        for name, source in (("control.py", CONTROL), ("worker.py", WORKER)):
+            (folder / name).write_text(textwrap.dedent(source))
+
+    def command(self, name: str, behaviour: str = "normal") -> list[str]:
+        return [sys.executable, "-S", str(self.folder / name), str(self.events), behaviour]
+
+    def told(self) -> list[list[str]]:
+        return [line.split() for line in self.events.read_text().splitlines()]
+
+    def words(self) -> list[str]:
+        return [line[0] for line in self.told()]
+
+    def pids(self, word: str) -> list[int]:
+        return [int(line[1]) for line in self.told() if line[0] == word]
+
+    def supervisor(self, *, control: str = "normal", worker: str = "normal", **settings: Any) -> Supervisor:
+        return Supervisor(
+            control_command=self.command("control.py", control),
+            worker_command=lambda address: [*self.command("worker.py", worker), address],
+            environment=dict(os.environ),
+            drain_timeout_s=20.0,
+            **settings,
+        )
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path)
+    yield made
+    for pid in made.pids("control-started") + made.pids("worker-started"):
+        assert not is_alive(pid), "a child was left behind"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+class Naps:
+    """Stands in for sleep: records, then ends the run by a signal at nap `last`."""
+
+    def __init__(self, last: int, clock: list[float]) -> None:
+        self.seconds: list[float] = []
+        self._last = last
+        self._clock = clock
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self._clock[0] += seconds
+        if len(self.seconds) == self._last:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()  # until the supervisor cancels it
+
+
+async def when_printed(capsys: pytest.CaptureFixture[str], text: str) -> str:
+    """What was printed up to and with `text`, on either stream."""
+    seen = ""
+    async with asyncio.timeout(30):
+        while text not in seen:
+            await asyncio.sleep(0.01)
+            seen += "".join(capsys.readouterr())
+    return seen
+
+
+async def test_both_start_and_stop_in_order(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    run = asyncio.create_task(stage.supervisor().run())
+    told = await when_printed(capsys, "motet ready")
+    assert "motet ready: clients at 127.0.0.1:7001, worker w0 attached to 127.0.0.1:7002\n" in told
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await asyncio.wait_for(run, 30) == 0
+    assert stage.words() == ["control-started", "worker-started", "control-stopped", "worker-stopped"]
+    assert stage.told()[1][2:] == ["127.0.0.1:7002"]
+
+
+async def test_worker_that_dies_is_started_again_with_growing_delays(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    naps = Naps(4, clock)
+
+    async def sleep(seconds: float) -> None:
+        await naps(seconds)
+
+    run = asyncio.create_task(stage.supervisor(sleep=sleep, clock=lambda: clock[0]).run())
+    told = await when_printed(capsys, "motet ready")
+    for number in range(4):
+        if number == 2:
+            clock[0] += STEADY_S  # this one ran long enough to be trusted again
+        os.kill(stage.pids("worker-started")[number], signal.SIGKILL)
+        if number < 3:
+            told += await when_printed(capsys, "worker w0 attached again")
+    assert await asyncio.wait_for(run, 30) == 0
+    first = FIRST_RESTART_S
+    assert naps.seconds == [first, 2 * first, first, 2 * first]
+    assert "the worker ended with SIGKILL; starting it again in 0.5 s" in told
+
+
+async def test_worker_that_never_gets_ready_ends_everything(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await asyncio.wait_for(stage.supervisor(worker="broken").run(), 30) == 1
+    assert stage.words() == ["control-started", "worker-started", "control-stopped"]
+    captured = capsys.readouterr()
+    assert "the worker ended with exit code 3 before it was ready" in captured.err and captured.out == ""
+
+
+async def test_control_plane_that_cannot_start_ends_everything(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await asyncio.wait_for(stage.supervisor(control="broken").run(), 30) == 1
+    assert stage.words() == ["control-started"]
+    assert "the control plane ended with exit code 1 before it was ready" in capsys.readouterr().err
+
+
+async def test_end_of_the_control_plane_ends_the_worker(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    run = asyncio.create_task(stage.supervisor().run())
+    await when_printed(capsys, "motet ready")
+    os.kill(stage.pids("control-started")[0], signal.SIGKILL)
+    assert await asyncio.wait_for(run, 30) == 1
+    assert stage.words() == ["control-started", "worker-started", "worker-stopped"]
+    assert "the control plane ended with SIGKILL" in capsys.readouterr().err
+
+
+async def test_worker_that_ignores_sigterm_is_killed(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    run = asyncio.create_task(stage.supervisor(worker="stubborn", worker_stop_s=0.2).run())
+    await when_printed(capsys, "motet ready")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(run, 30) == 0
+    assert stage.words()[-1] == "worker-stopped", "it was asked first"
+
+
+def declare(*flags: str) -> Any:
+    def add_arguments(parser: Any) -> None:
+        for flag in flags:
+            if flag == "--no-reflection":
+                parser.add_argument(flag, action="store_true", help="a switch")
+            else:
+                parser.add_argument(flag, default=None, help=f"about {flag}")
+
+    return add_arguments
+
+
+def sides(stage: Stage) -> tuple[Side, Side]:
+    return (
+        Side(declare("--model", "--listen", "--no-reflection"), stage.command("control.py", "broken")),
+        Side(declare("--model", "--control-plane", "--threads"), stage.command("worker.py")),
+    )
+
+
+def test_flags_reach_the_side_that_knows_them(stage: Stage) -> None:
+    argv = ["--threads", "2", "--model=m", "--no-reflection", "--listen", "127.0.0.1:0"]
+    assert run_up(argv, sides=sides(stage)) == 1
+    assert stage.told()[0][2:] == ["--model=m", "--no-reflection", "--listen", "127.0.0.1:0"]
+
+
+@pytest.mark.parametrize("argv", [["--nonsense"], ["--control-plane", "a:1"], ["--mod", "x"]])
+def test_unknown_flags_are_refused_before_anything_starts(stage: Stage, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_up(argv, sides=sides(stage))
+    assert caught.value.code == 2 and stage.words() == []
+
+
+def test_help_shows_both_sides(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_up(["--help"], sides=sides(stage))
+    text = capsys.readouterr().out
+    assert text.count("about --model") == 1
+    assert text.index("control plane and worker:") < text.index("about --listen") < text.index("about --threads")
+    assert "--control-plane" not in text
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux only")
+def test_no_orphan_stays_when_the_supervisor_is_killed(stage: Stage) -> None:
+    program = f"""
+        import asyncio, os
+        from motet.cli.supervisor import Supervisor
+        supervisor = Supervisor(
+            control_command={stage.command("control.py")!r},
+            worker_command=lambda address: {stage.command("worker.py")!r},
+            environment=dict(os.environ), drain_timeout_s=20.0,
+        )
+        asyncio.run(supervisor.run())
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=server_parts.child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("motet ready")
+        process.kill()
+        # Both pipes end only when the last process that inherited them is gone.
+        process.communicate(timeout=30)
+    assert sorted(stage.words()[2:]) == ["control-stopped", "worker-stopped"]
+
+
+def test_exit_codes_are_described() -> None:
+    assert (describe(3), describe(-9)) == ("exit code 3", "SIGKILL")
