@@ -1,0 +1,118 @@
+"""Checkpoints that load, and those that are refused by name before they answer wrongly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data_plane.errors import ConfigError, UnsupportedModel
+from data_plane.layers.lora_linear import LoraLinear
+from data_plane.models.loader import LoadedModel, load_model
+from tests.makers import make_checkpoint
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def save(directory: Path, model_type: str, **settings: object) -> Path:
+    """A random checkpoint of any model type that transformers knows."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def load(directory: Path, dtype: str = "auto") -> LoadedModel:
+    return load_model(directory, dtype, torch.device("cpu"))
+
+
+def test_every_linear_below_the_head_takes_adapters(tmp_path: Path) -> None:
+    loaded = load(make_checkpoint(tmp_path, "llama"))
+    names = {name for name, module in loaded.model.named_modules() if isinstance(module, LoraLinear)}
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert names == {f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in projections} | {
+        f"model.layers.{i}.mlp.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
+    }
+    assert set(loaded.probe.linear_names) == names
+    assert (loaded.context_limit, loaded.probe.vocab_size, loaded.dtype) == (512, 256, torch.float32)
+
+
+def test_sharded_checkpoint_with_tied_embeddings_loads_whole(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen2", max_shard_size="100KB", tie_word_embeddings=True)
+    assert (checkpoint / "model.safetensors.index.json").is_file()
+    model = load(checkpoint).model
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert {name: torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items()} == dict.fromkeys(
+        expected, True
+    )
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
+)
+def test_dtype_is_the_checkpoints_or_what_was_asked(tmp_path: Path, asked: str, got: torch.dtype) -> None:
+    loaded = load(make_checkpoint(tmp_path, "llama"), asked)
+    assert loaded.dtype == got
+    assert loaded.model.get_input_embeddings().weight.dtype == got
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "says"),
+    [
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "bloom"),
+        ("falcon", SIZES | {"alibi": True}, "falcon: ALiBi"),
+        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64}, "mpt"),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}, "mamba"),
+    ],
+)
+def test_model_that_attends_otherwise_is_refused_by_name(
+    tmp_path: Path, model_type: str, settings: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(save(tmp_path, model_type, **settings))
+
+
+def test_mask_that_attention_is_not_told_of_is_refused(tmp_path: Path) -> None:
+    """gemma3 with bidirectional attention builds another mask and calls attention all the same."""
+    checkpoint = make_checkpoint(tmp_path, "gemma3", use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModel, match="gemma3_text"):
+        load(checkpoint)
+
+
+def test_missing_weight_is_refused_rather_than_made_up(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"missing keys: model.layers.1.mlp.up_proj.weight"):
+        load(checkpoint)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    (checkpoint / "model.safetensors").unlink()
+    torch.save({}, checkpoint / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(checkpoint)
+
+
+def test_code_of_the_checkpoint_is_never_run(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "own.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load(checkpoint)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_directory_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        load(tmp_path)
