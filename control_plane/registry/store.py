@@ -32,16 +32,11 @@ _INCARNATION = "incarnation.json"
 
 
 class ArtifactStore:
-    """Blobs and records on one storage."""
+    """Blobs and records at a path, an fsspec URL, or on storage given as such."""
 
-    def __init__(self, files: StoreFiles, *, clock: Callable[[], float] = time.time) -> None:
-        self._files = files
+    def __init__(self, place: str | StoreFiles, *, clock: Callable[[], float] = time.time) -> None:
+        self._files: StoreFiles = open_files(place) if isinstance(place, str) else place
         self._clock = clock  # wall clock, seconds
-
-    @classmethod
-    def open(cls, url: str) -> ArtifactStore:
-        """The store at a path or an fsspec URL."""
-        return cls(open_files(url))
 
     def acquire(self) -> int:
         """Lock the store and return its incarnation, one more than ever before."""

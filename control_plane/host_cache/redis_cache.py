@@ -1,0 +1,289 @@
+"""The host cache in Redis: keys and parts of docs/protocol.md, blocking I/O in a few threads, a circuit breaker.
+
+Any trouble (down, hung, loading, read-only, full) turns into "not cached" within a second; a watcher tries again with
+growing pauses and reads the keys anew before anything there is believed. Only this file imports redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from control_plane.host_cache.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = (4 << 20) - 64  # a power of two costs 25% more memory in Redis
+CALL_TIMEOUT_S = 1.0
+SCAN_TIMEOUT_S = 30.0
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 10.0
+WATCH_INTERVAL_S = 1.0
+_PREFIX = "motet:a:"
+_MARKER = "motet:cache:marker"  # gone when somebody emptied or restarted Redis
+_THREADS = 4
+_T = TypeVar("_T")
+
+
+class _CacheDown(Exception):
+    """Redis did not do what was asked; already logged."""
+
+
+class RedisHostCache:
+    """See base.HostCache. Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        worker_url: str = "",
+        budget_bytes: int,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        self.worker_url = worker_url
+        self.budget_bytes = budget_bytes
+        self.on_emptied: Callable[[], None] | None = None
+        self.is_available = False  # until the first look at the keys
+        self._call_timeout_s = call_timeout_s
+        self._clock = clock  # monotonic, seconds
+        self._random = random.Random(seed)
+        self._ledger = Ledger(budget_bytes)
+        self._client: Any = redis.Redis.from_url(
+            url,
+            socket_timeout=call_timeout_s / 2,
+            socket_connect_timeout=call_timeout_s / 2,
+            retry=Retry(NoBackoff(), 0),
+            max_connections=2 * _THREADS,
+        )
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="motet-redis")
+        self._marker = b""  # what the marker key held when the keys were last read
+        self._scan_count = 0  # a write that spans a scan gives up: the scan has removed its parts
+        self._pause_s = FIRST_PAUSE_S
+        self._writes_after_s = float("-inf")  # Redis refused to write; reads may go on
+        self._check_lock = asyncio.Lock()
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    @property
+    def num_adapters(self) -> int:
+        """See base.HostCache."""
+        return len(self._ledger)
+
+    @property
+    def used_bytes(self) -> int:
+        """See base.HostCache."""
+        return self._ledger.used_bytes
+
+    def contains(self, digest: str) -> bool:
+        """See base.HostCache."""
+        return self.is_available and digest in self._ledger
+
+    def touch(self, digest: str) -> None:
+        """See base.HostCache."""
+        self._ledger.touch(digest)
+
+    def pin(self, digest: str, size_bytes: int) -> None:
+        """See base.HostCache."""
+        self._ledger.pin(digest, size_bytes)
+
+    def unpin(self, digest: str) -> None:
+        """See base.HostCache."""
+        self._ledger.unpin(digest)
+
+    async def read_manifest(self, digest: str) -> bytes | None:
+        """See base.HostCache."""
+        self._ledger.touch(digest)
+        with contextlib.suppress(_CacheDown):
+            return await self._read(manifest_key(digest))
+        return None
+
+    async def read_chunk(self, digest: str, index: int) -> bytes | None:
+        """See base.HostCache."""
+        sizes = self._ledger.sizes(digest)
+        if sizes is None or index + 1 >= len(sizes):
+            return None
+        parts = []
+        with contextlib.suppress(_CacheDown):
+            for key in chunk_keys(digest, index, sizes[index + 1]):
+                part = await self._read(key)
+                if part is None:
+                    return None
+                parts.append(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        return None
+
+    async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], chunks: AsyncIterator[bytes]) -> bool:
+        """See base.HostCache."""
+        if not self.is_available or self._clock() < self._writes_after_s:
+            return False
+        all_sizes = (len(manifest), *sizes)
+        evicted = self._ledger.reserve(digest, all_sizes)
+        if evicted is None:
+            return False
+        scan_count = self._scan_count
+        is_whole = False
+        try:
+            for victim, victim_sizes in evicted:
+                await self._unlink(victim, victim_sizes)
+            index = 0
+            async for chunk in chunks:
+                for part_index, key in enumerate(chunk_keys(digest, index, len(chunk))):
+                    part = chunk[part_index * PART_BYTES : (part_index + 1) * PART_BYTES]
+                    await self._call(self._client.set, key, part)
+                index += 1
+            if scan_count == self._scan_count:
+                await self._call(self._client.set, manifest_key(digest), manifest)
+            is_whole = scan_count == self._scan_count
+        except _CacheDown:
+            pass
+        finally:
+            if is_whole:
+                self._ledger.commit(digest)
+                self._pause_s = FIRST_PAUSE_S
+            else:
+                if scan_count == self._scan_count:
+                    self._ledger.release(digest)
+                if self.is_available:
+                    with contextlib.suppress(_CacheDown):
+                        await self._unlink(digest, all_sizes)
+        return is_whole
+
+    async def drop(self, digest: str) -> None:
+        """See base.HostCache."""
+        sizes = self._ledger.remove(digest)
+        if sizes is not None and self.is_available:
+            with contextlib.suppress(_CacheDown):
+                await self._unlink(digest, sizes)
+
+    async def check(self) -> None:
+        """See whether Redis is there and still holds our marker; if not so, believe nothing until its keys are read."""
+        async with self._check_lock:
+            was_available = self.is_available
+            try:
+                marker = await self._call(self._client.get, _MARKER, is_probe=True)
+                if was_available and self.is_available and marker is not None and marker == self._marker:
+                    return
+                await self._scan()
+            except _CacheDown:
+                return
+            self.is_available = True
+            self._pause_s = FIRST_PAUSE_S
+            logger.info("host cache available num_adapters=%d used_bytes=%d", self.num_adapters, self.used_bytes)
+            if self.on_emptied is not None:
+                self.on_emptied()
+
+    async def close(self) -> None:
+        """See base.HostCache."""
+        self._watcher.cancel()
+        await asyncio.wait([self._watcher])
+        self.is_available = False
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    # ---- below: how ----
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self.check()
+            except Exception:  # the loop's edge
+                logger.exception("host cache check failed")
+            await asyncio.sleep(
+                WATCH_INTERVAL_S if self.is_available else self._pause_s * self._random.uniform(0.8, 1.2)
+            )
+
+    async def _read(self, key: str) -> bytes | None:
+        value = await self._call(self._client.get, key)
+        assert value is None or isinstance(value, bytes)
+        return value
+
+    async def _call(self, function: Callable[..., _T], *arguments: Any, is_probe: bool = False) -> _T:
+        """Run one blocking call in a thread. Raises _CacheDown on any trouble.
+
+        A cancelled or timed-out caller leaves the thread to end the call by itself, within the socket's timeout, on a
+        connection that nobody else gets meanwhile.
+        """
+        if not (self.is_available or is_probe):
+            raise _CacheDown
+        timeout_s = SCAN_TIMEOUT_S if function == self._scan_keys else self._call_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        except (redis.RedisError, OSError, TimeoutError, RuntimeError) as error:
+            self._note_trouble(error)
+            raise _CacheDown from error
+
+    def _note_trouble(self, error: Exception) -> None:
+        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        # Redis answers, and refuses: out of memory, read-only, not permitted. Reads may still work.
+        if isinstance(error, redis.ResponseError):
+            self._writes_after_s = self._clock() + self._pause_s
+            logger.warning("host cache refuses error=%s pause_s=%.2f", type(error).__name__, self._pause_s)
+        elif self.is_available:
+            self.is_available = False
+            logger.warning("host cache lost error=%s", type(error).__name__)
+
+    async def _unlink(self, digest: str, sizes: tuple[int, ...]) -> None:
+        """Remove an adapter's keys, the manifest first."""
+        await self._call(self._client.unlink, manifest_key(digest))
+        keys = [key for index, size in enumerate(sizes[1:]) for key in chunk_keys(digest, index, size)]
+        if keys:
+            await self._call(self._client.unlink, *keys)
+
+    async def _scan(self) -> None:
+        """Make the ledger what Redis holds; remove what is not whole or exceeds the budget."""
+        self._scan_count += 1
+        marker, found = await self._call(self._scan_keys, is_probe=True)
+        self._marker = marker
+        self.is_available = True
+        for digest, sizes in self._ledger.replace_all(found):
+            await self._unlink(digest, sizes)
+
+    def _scan_keys(self) -> tuple[bytes, dict[str, tuple[int, ...]]]:
+        """In a thread: the marker, and whole adapters with their sizes. Other keys of ours are removed."""
+        self._client.set(_MARKER, secrets.token_hex(16), nx=True)
+        marker: bytes = self._client.get(_MARKER)
+        keys_by_digest: dict[str, set[str]] = {}
+        for raw in self._client.scan_iter(match=_PREFIX + "*", count=1000):
+            key = raw.decode("utf-8", "replace")
+            keys_by_digest.setdefault(key[len(_PREFIX) :].split(":")[0], set()).add(key)
+        found = {}
+        for digest, keys in sorted(keys_by_digest.items()):
+            sizes = self._whole_sizes(digest, keys)
+            if sizes is not None:
+                found[digest] = sizes
+            else:
+                self._client.unlink(manifest_key(digest), *keys)
+        return marker, found
+
+    def _whole_sizes(self, digest: str, keys: set[str]) -> tuple[int, ...] | None:
+        manifest = self._client.get(manifest_key(digest)) if manifest_key(digest) in keys else None
+        if manifest is None or hashlib.sha256(manifest).hexdigest() != digest:
+            return None
+        sizes = (len(manifest), *(int(chunk["size_bytes"]) for chunk in json.loads(manifest)["chunks"]))
+        expected = {key for index, size in enumerate(sizes[1:]) for key in chunk_keys(digest, index, size)}
+        return sizes if keys == expected | {manifest_key(digest)} else None
+
+
+def manifest_key(digest: str) -> str:
+    """Where an adapter's manifest lies."""
+    return f"{_PREFIX}{digest}:manifest"
+
+
+def chunk_keys(digest: str, index: int, size_bytes: int) -> list[str]:
+    """Where the parts of one chunk lie, in order."""
+    return [f"{_PREFIX}{digest}:{index}:{part}" for part in range(max(1, -(-size_bytes // PART_BYTES)))]
