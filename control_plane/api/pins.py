@@ -80,7 +80,11 @@ class Pins:
         if before == digest:
             return
         if self._num_names[digest] == 0:
-            await self._weights.pin(digest)
+            try:
+                await self._weights.pin(digest)
+            except BaseException:
+                await self._weights.unpin(digest)  # it may have counted before it failed
+                raise
         self._num_names[digest] += 1
         self._digest_by_id[adapter_id] = digest
         if before is not None:

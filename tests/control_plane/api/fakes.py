@@ -199,7 +199,8 @@ class FakeWeights:
         self.pinned.append(digest)
 
     async def unpin(self, digest: str) -> None:
-        self.pinned.remove(digest)
+        if digest in self.pinned:
+            self.pinned.remove(digest)
 
     def is_cached(self, digest: str) -> bool:
         return digest == DIGEST

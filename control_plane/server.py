@@ -1,0 +1,251 @@
+"""The control plane's process: builds the parts, joins them, serves until it is told to stop.
+
+The only place that knows all parts. Whatever was started is ended in reverse order on every exit.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before grpc is imported: a fork of this process is refused
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import uvloop
+
+# googleapis-common-protos ships no py.typed marker.
+from google.longrunning import operations_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, plan_pb2_grpc, status_pb2_grpc
+
+from control_plane.api import adapters, generation, listeners, operations, status
+from control_plane.api.adapter_roots import AdapterRoots
+from control_plane.api.gate import DrainGate
+from control_plane.api.pins import Pins
+from control_plane.api.request_memory import RequestMemory
+from control_plane.api.text.codec import TextCodec
+from control_plane.api.upload import MAX_CHUNK_BYTES, UploadReceiver
+from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
+from control_plane.errors import MotetError
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.service import WorkerService
+from control_plane.fleet.settings import FleetSettings
+from control_plane.host_cache.base import HostCache
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.registry import Registry
+from control_plane.registry.store import ArtifactStore
+from control_plane.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
+
+# How long the last messages of ended streams may take to leave, after the drain.
+CLOSE_GRACE_S = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a control plane until SIGTERM or SIGINT; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="control_plane", description="Motet's control plane: serves clients and workers."
+    )
+    add_arguments(parser)
+    try:
+        config = from_args(parser.parse_args(argv))
+    except ConfigError as error:
+        parser.error(str(error))
+    configure_logging(config.log_level)
+    logger.info("settings %s", config.describe())
+    try:
+        return uvloop.run(serve(config))
+    except (MotetError, OSError, ValueError) as error:
+        # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
+        print(f"motet control-plane: {error}", file=sys.stderr)
+        return 1
+
+
+async def serve(config: ServerConfig) -> int:
+    """Build, announce, wait for a signal, drain."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        plane = await build(config, stack)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be walked by every collection
+        print(f"motet control-plane ready clients={plane.client_address} workers={plane.worker_address}", flush=True)
+        logger.info("ready clients=%s workers=%s", plane.client_address, plane.worker_address)
+        await stop.wait()
+        await plane.drain(config.drain_timeout_s)
+    logger.info("stopped")
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """A running control plane."""
+
+    client_address: str  # HOST:PORT
+    worker_address: str  # HOST:PORT
+    fleet: Fleet
+    drain: Callable[[float], Awaitable[None]]  # no new work; streams finish for at most so many seconds
+
+
+async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> ControlPlane:
+    """Everything, started and listening; `stack` ends it."""
+    config.data_dir.mkdir(parents=True, exist_ok=True)
+    uploads_dir = config.data_dir / "uploads"
+    base_model = await asyncio.to_thread(BaseModel.load, config.model_dir, config.dtype, config.max_model_len)
+    logger.info("base model name=%s fingerprint=%s dtype=%s", base_model.name, base_model.fingerprint, base_model.dtype)
+    codec_file = config.data_dir / "tokenizers" / f"{base_model.fingerprint}.json"
+    codec = await asyncio.to_thread(TextCodec.load, config.model_dir, codec_file)
+    stack.callback(codec.close)
+    store = ArtifactStore(config.store_url)
+    scratch_dir = config.data_dir / "scratch"
+    for directory in (uploads_dir, scratch_dir):
+        shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
+        directory.mkdir()
+    registry = await Registry.open(
+        store=store,
+        base_model=base_model,
+        max_adapter_bytes=config.max_adapter_bytes,
+        clock=time.time,
+        scratch_dir=scratch_dir,
+    )
+    stack.push_async_callback(registry.close)
+    cache = await _host_cache(config, stack)
+    weights = AdapterWeights(cache, store)
+    fleet = Fleet(
+        FleetSettings(
+            max_waiting_requests=config.max_waiting_requests,
+            plan_depth=config.plan_depth,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            dead_after_ms=config.dead_after_ms,
+            worker_grace_s=config.worker_grace_s,
+            slow_reader_timeout_s=config.slow_reader_timeout_s,
+        ),
+        base_model,
+        weights,
+        registry.incarnation,
+    )
+    stack.push_async_callback(fleet.close)
+    book = operations.OperationBook()
+    pins = Pins(registry, weights)
+    gate = DrainGate()
+    adapter_service = adapters.AdapterService(
+        registry=registry,
+        weights=weights,
+        fleet=fleet,
+        gate=gate,
+        book=book,
+        pins=pins,
+        uploads=UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes),
+        roots=AdapterRoots(dict(config.adapter_roots)),
+        memory=RequestMemory(),
+    )
+    generation_service = generation.GenerationService(
+        model=generation.ModelFacts(base_model.vocab_size, base_model.max_model_len, base_model.eos_token_ids),
+        codec=codec,
+        registry=registry,
+        fleet=fleet,
+        gate=gate,
+    )
+    status_service = status.StatusService(
+        model=status.ModelIdentity(
+            base_model.name,
+            base_model.fingerprint,
+            base_model.vocab_size,
+            base_model.max_model_len,
+            base_model.dtype,
+        ),
+        limits=status.Limits(config.max_waiting_requests, config.max_adapter_bytes, MAX_CHUNK_BYTES),
+        fleet=fleet,
+        registry=registry,
+        weights=weights,
+    )
+
+    clients = listeners.client_server(
+        max_streams_per_connection=config.max_streams_per_connection, max_concurrent_rpcs=config.max_concurrent_rpcs
+    )
+    workers = listeners.worker_server()
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    reporter = status.HealthReporter(health_servicer, lambda: fleet.num_workers)
+    await reporter.start()
+    fleet.on_workers_changed(reporter.on_workers_changed)
+    joined: list[tuple[Any, object, grpc.aio.Server]] = [
+        (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service, clients),
+        (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service, clients),
+        (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service, clients),
+        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(book), clients),
+        (health_pb2_grpc.add_HealthServicer_to_server, health_servicer, clients),
+        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights), workers),
+        (health_pb2_grpc.add_HealthServicer_to_server, health_servicer, workers),
+    ]
+    for add, servicer, server in joined:
+        add(servicer, server)
+    if not config.no_reflection:
+        names = [generation.SERVICE_NAME, adapters.SERVICE_NAME, status.SERVICE_NAME, operations.SERVICE_NAME]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], clients)
+    client_address = listeners.bind(clients, config.listen)
+    worker_address = listeners.bind(workers, config.worker_listen)
+    await clients.start()
+    stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
+    await workers.start()
+    stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
+    restoring = asyncio.create_task(_restore(pins), name="restore")
+    stack.push_async_callback(_cancelled, restoring)
+
+    async def drain(timeout_s: float) -> None:
+        logger.info("draining timeout_s=%g", timeout_s)
+        gate.close()
+        await reporter.stop()
+        await asyncio.gather(fleet.drain(timeout_s), book.close(timeout_s=timeout_s))
+        await fleet.close()  # before the worker port: workers hear why
+
+    return ControlPlane(client_address, worker_address, fleet, drain)
+
+
+async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) -> HostCache:
+    # Imported here: a machine without redis-py serves with --host-cache memory.
+    if config.host_cache == "memory":
+        from control_plane.host_cache.memory_cache import MemoryHostCache
+
+        return MemoryHostCache(budget_bytes=config.host_cache_bytes)
+    from control_plane.host_cache.embedded import EmbeddedRedis
+    from control_plane.host_cache.redis_cache import RedisHostCache
+
+    if config.redis_url is None:
+        redis = await stack.enter_async_context(EmbeddedRedis(config.data_dir / "redis"))
+        url, worker_url = redis.url, config.worker_redis_url or redis.worker_url
+    else:
+        url, worker_url = config.redis_url, config.worker_redis_url or ""
+    logger.info("host cache url=%s", redacted_url(url))
+    cache = RedisHostCache(url, worker_url=worker_url, budget_bytes=config.host_cache_bytes)
+    stack.push_async_callback(cache.close)
+    return cache
+
+
+async def _restore(pins: Pins) -> None:
+    """Beside serving, after a start: pin what the registry says is pinned."""
+    try:
+        await pins.restore()
+    except Exception:
+        logger.exception("pins were not restored")
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

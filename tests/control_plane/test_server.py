@@ -1,0 +1,255 @@
+"""A whole control plane process: builds, serves clients and a fake worker, drains on a signal, exits 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
+from safetensors.numpy import save, save_file
+
+from tests.control_plane.api.fakes import byte_level_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDDEN, LAYERS, VOCAB = 16, 2, 512
+STEP_S = 60.0  # a loaded machine may take long to start a process
+
+
+def checkpoint(directory: Path) -> Path:
+    """A tiny Llama that only its shapes matter of."""
+    directory.mkdir()
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "eos_token_id": 1,
+        "dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+    shapes["model.norm.weight"] = (HIDDEN,)  # type: ignore[assignment]
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for name in "qkvo":
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (HIDDEN, HIDDEN)
+        for name in ("gate", "up"):
+            shapes[f"{prefix}.mlp.{name}_proj.weight"] = (2 * HIDDEN, HIDDEN)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (HIDDEN, 2 * HIDDEN)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{name}.weight"] = (HIDDEN,)  # type: ignore[assignment]
+    generator = np.random.default_rng(1)
+    tensors = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def adapter_files(seed: int) -> dict[str, bytes]:
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{prefix}.lora_A.weight"] = generator.standard_normal((4, HIDDEN)).astype(np.float32)
+        tensors[f"{prefix}.lora_B.weight"] = generator.standard_normal((HIDDEN, 4)).astype(np.float32)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    return {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": save(tensors)}
+
+
+async def start(module: str, *argv: str, cwd: Path) -> Process:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *argv, cwd=cwd, env=environment, stdout=PIPE, stderr=PIPE
+    )
+
+
+async def ready_line(process: Process, pattern: str) -> re.Match[str]:
+    assert process.stdout is not None and process.stderr is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), STEP_S)).decode()
+    match = re.search(pattern, line)
+    if match is None:
+        process.kill()
+        raise AssertionError(f"{line!r}\n{(await process.stderr.read()).decode()[-3000:]}")
+    return match
+
+
+@contextlib.asynccontextmanager
+async def control_plane(directory: Path, *flags: str) -> AsyncIterator[tuple[Process, str, str]]:
+    model = directory / "model"
+    if not model.exists():
+        checkpoint(model)
+    process = await start(
+        "control_plane",
+        *("--model", str(model), "--data-dir", str(directory / "data"), "--listen", "127.0.0.1:0"),
+        *("--worker-listen", "127.0.0.1:0", *flags),
+        cwd=directory,
+    )
+    try:
+        match = await ready_line(process, r"^motet control-plane ready clients=(\S+) workers=(\S+)$")
+        yield process, match[1], match[2]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def hash_worker(directory: Path, address: str, *flags: str) -> AsyncIterator[Process]:
+    process = await start(
+        "tests.fakes.hash_worker",
+        "--control-plane",
+        address,
+        "--model",
+        str(directory / "model"),
+        *flags,
+        cwd=directory,
+    )
+    try:
+        await ready_line(process, r"^motet worker ready worker_id=\S+ epoch=\d+$")
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def upload(channel: grpc.aio.Channel, adapter_id: str, files: dict[str, bytes]) -> str:
+    parts = [
+        adapters_pb2.UploadAdapterRequest(
+            header={
+                "adapter_id": adapter_id,
+                "files": [
+                    {"name": name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+                    for name, data in files.items()
+                ],
+            }
+        )
+    ]
+    parts += [
+        adapters_pb2.UploadAdapterRequest(chunk={"file_index": index, "offset": 0, "data": data})
+        for index, data in enumerate(files.values())
+    ]
+    stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+    return str((await stub.UploadAdapter(iter(parts), timeout=30)).adapter.active_version.digest)
+
+
+async def generate(channel: grpc.aio.Channel, **fields: Any) -> list[generation_pb2.GenerateResponse]:
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+    fields = {"text": "hello", "stopping": {"max_tokens": 12, "ignore_eos": True}, **fields}
+    return [response async for response in stub.Generate(generation_pb2.GenerateRequest(**fields), timeout=30)]
+
+
+def tokens_of(responses: list[generation_pb2.GenerateResponse]) -> list[int]:
+    return [token for response in responses for token in response.delta.token_ids]
+
+
+async def test_whole_control_plane_serves_a_worker_and_drains(tmp_path: Path) -> None:
+    async with control_plane(tmp_path) as (process, clients, workers), grpc.aio.insecure_channel(clients) as channel:
+        async with hash_worker(tmp_path, workers, "--worker-id", "w0"):
+            digests = {name: await upload(channel, name, adapter_files(seed)) for seed, name in enumerate(["a", "b"])}
+            assert len(set(digests.values())) == 2
+            answers = await asyncio.gather(*[generate(channel, adapter=name) for name in ("", "a", "b", "a")])
+            base, first, second, again = [tokens_of(answer) for answer in answers]
+            assert len(base) == 12 and first == again
+            assert len({tuple(base), tuple(first), tuple(second)}) == 3  # the chain holds the adapter's digest
+            assert answers[1][0].started.adapter_digest == digests["a"]
+            text = "".join(response.delta.text for response in answers[1])
+            assert text == byte_level_tokenizer().decode(first, skip_special_tokens=True)
+            # A resumed stream goes on with the same tokens.
+            resumed = await generate(channel, adapter="a", resume_from={"ids": first[:5]})
+            assert first[:5] + tokens_of(resumed) == first
+            await _check_admin(channel, digests["a"])
+            await _check_drain(process, channel)
+        assert await asyncio.wait_for(process.wait(), STEP_S) == 0
+
+
+async def _check_admin(channel: grpc.aio.Channel, digest: str) -> None:
+    adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+    named = {"name": "adapters/a"}
+    assert (await adapters.PinAdapter(adapters_pb2.PinAdapterRequest(**named))).adapter.pinned
+    got = (await adapters.GetAdapter(adapters_pb2.GetAdapterRequest(**named))).adapter
+    assert {place.tier for place in got.placements} == {1, 2, 3} and got.active_version.digest == digest
+    status: Any = status_pb2_grpc.StatusServiceStub(channel)  # type: ignore[no-untyped-call]
+    told = await status.GetStatus(status_pb2.GetStatusRequest())
+    assert [worker.worker_id for worker in told.workers] == ["w0"]
+    assert told.adapters.num_registered == 2 and told.adapters.host_cache_available
+    assert told.queues.num_accepted == told.queues.num_finished == 5
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "motet.v1.GenerationService", "motet.v1.AdapterService"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async for answer in reflection.ServerReflectionInfo(iter([request])):
+        names = {service.name for service in answer.list_services_response.service}
+    assert {"motet.v1.GenerationService", "google.longrunning.Operations"} <= names
+    assert "motet.v1.WorkerService" not in names
+    operation = await adapters.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(**named))
+    operations = operations_pb2_grpc.OperationsStub(channel)
+    done = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=30)
+    assert done.WhichOneof("result") == "response"
+    told = await status.GetStatus(status_pb2.GetStatusRequest())
+    assert (told.adapters.num_registered, told.adapters.num_stored, told.adapters.num_host_cached) == (1, 1, 1)
+
+
+async def _check_drain(process: Process, channel: grpc.aio.Channel) -> None:
+    """A stream that runs at SIGTERM ends whole; a new one is refused."""
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+    request = generation_pb2.GenerateRequest(text="hello", stopping={"max_tokens": 200, "ignore_eos": True})
+    responses = aiter(stub.Generate(request, timeout=30))
+    assert (await anext(responses)).WhichOneof("event") == "started"
+    process.send_signal(signal.SIGTERM)
+    rest = [response async for response in responses]
+    assert rest[-1].finished.usage.completion_tokens == 200
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(channel)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_registrations_and_pins_survive_a_restart(tmp_path: Path) -> None:
+    flags = ("--host-cache", "memory")
+    async with control_plane(tmp_path, *flags) as (process, clients, _):
+        async with grpc.aio.insecure_channel(clients) as channel:
+            digest = await upload(channel, "a", adapter_files(0))
+            adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+            await adapters.PinAdapter(adapters_pb2.PinAdapterRequest(name="adapters/a"))
+        process.kill()
+        await process.wait()
+    async with control_plane(tmp_path, *flags) as (process, clients, workers):
+        async with hash_worker(tmp_path, workers), grpc.aio.insecure_channel(clients) as channel:
+            answer = await generate(channel, adapter="a")
+            assert answer[0].started.adapter_digest == digest and len(tokens_of(answer)) == 12
+            adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+            got = (await adapters.GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/a"))).adapter
+            assert got.pinned
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), STEP_S) == 0
+
+
+async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> None:
+    process = await start("control_plane", "--model", str(tmp_path), cwd=tmp_path)
+    out, err = await asyncio.wait_for(process.communicate(), STEP_S)
+    assert process.returncode == 2 and not out
+    assert b"--model" in err and b"config.json" in err and b"Traceback" not in err
