@@ -57,7 +57,7 @@ class Started:
     cached_tokens: int  # prompt tokens taken from the prefix cache
     queue_time_s: float
     temperature: float  # in effect, no unit; 0 is greedy
-    top_k: int | None  # in effect; None keeps all
+    top_k: int | None  # in effect; None or the vocabulary size keeps all
     top_p: float  # in effect, no unit
     seed: int  # in effect
     max_tokens: int  # in effect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -254,9 +255,11 @@ def test_no_orphan_stays_when_the_supervisor_is_killed(stage: Stage) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("motet ready")
+        children = [os.pidfd_open(pid) for pid in stage.pids("control-started") + stage.pids("worker-started")]
         process.kill()
-        # Both pipes end only when the last process that inherited them is gone.
-        process.communicate(timeout=30)
+        for child in children:
+            assert select.select([child], [], [], 30)[0], "readable once the process has ended"
+            os.close(child)
     assert sorted(stage.words()[2:]) == ["control-stopped", "worker-stopped"]
 
 
