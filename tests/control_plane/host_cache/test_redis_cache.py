@@ -1,0 +1,235 @@
+"""The Redis host cache against a real redis-server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from control_plane.errors import AdapterNotFound, InvalidRequest, PinBudgetExceeded, StoreUnavailable
+from control_plane.host_cache.redis_cache import PART_BYTES, RedisHostCache
+from control_plane.host_cache.weights import AdapterWeights
+from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, read_all, settle
+
+BUDGET = 20_000
+
+
+@pytest.fixture
+async def cache(redis_process: RedisProcess) -> AsyncIterator[RedisHostCache]:
+    made = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=0.4, seed=1)
+    await made.check()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def weights(cache: RedisHostCache, store: FakeStore) -> AdapterWeights:
+    return AdapterWeights(cache, store)
+
+
+async def test_a_miss_fills_the_cache_and_the_next_read_is_a_hit(weights: AdapterWeights, store: FakeStore) -> None:
+    digest = store.add(1)
+    first = await weights.open_packed(digest)
+    assert (first.manifest, await read_all(first)) == store.blobs[digest]
+    reads = store.num_chunk_reads
+    second = await weights.open_packed(digest)
+    assert (second.manifest, await read_all(second)) == store.blobs[digest]
+    assert store.num_chunk_reads == reads
+    stats = weights.stats()
+    assert (stats.num_hits, stats.num_misses, stats.num_adapters, stats.used_bytes) == (1, 1, 1, store.size(digest))
+
+
+async def test_large_chunks_travel_in_parts(redis_process: RedisProcess, store: FakeStore) -> None:
+    cache = RedisHostCache(redis_process.url, budget_bytes=1 << 26)
+    await cache.check()
+    weights = AdapterWeights(cache, store)
+    digest = store.add(1, (2 * PART_BYTES + 5, PART_BYTES, 0))
+    await weights.ensure_cached(digest)
+    assert redis_process.client.strlen(f"motet:a:{digest}:0:1") == PART_BYTES
+    assert redis_process.client.strlen(f"motet:a:{digest}:0:2") == 5
+    reads = store.num_chunk_reads
+    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert store.num_chunk_reads == reads
+    await cache.close()
+
+
+async def test_least_recently_used_goes_first_and_the_budget_holds(
+    weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    digests = [store.add(seed, (5000,)) for seed in range(4)]
+    for digest in digests[:3]:
+        await weights.ensure_cached(digest)
+    weights.touch(digests[0])
+    await weights.ensure_cached(digests[3])
+    assert [weights.is_cached(digest) for digest in digests] == [True, False, True, True]
+    assert weights.stats().used_bytes <= BUDGET
+    assert not redis_process.client.keys(f"motet:a:{digests[1]}:*")
+
+
+async def test_a_pinned_adapter_survives_eviction_and_pins_have_a_limit(
+    weights: AdapterWeights, store: FakeStore
+) -> None:
+    digests = [store.add(seed, (8000,)) for seed in range(4)]
+    await weights.pin(digests[0])
+    for digest in digests[1:]:
+        await weights.ensure_cached(digest)
+    assert [weights.is_cached(digest) for digest in digests] == [True, False, False, True]
+    await weights.pin(digests[1])
+    with pytest.raises(PinBudgetExceeded, match="--host-cache-bytes"):
+        await weights.pin(digests[2])
+    await weights.unpin(digests[0])
+    await weights.pin(digests[2])
+
+
+async def test_an_adapter_larger_than_the_budget_is_served_from_the_store(
+    weights: AdapterWeights, store: FakeStore
+) -> None:
+    digest = store.add(1, (BUDGET + 1,))
+    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert not weights.is_cached(digest)
+
+
+@pytest.mark.parametrize("damage", ["flip", "swap", "missing part", "missing manifest", "wrong manifest"])
+async def test_damaged_entries_are_misses_and_are_filled_again(
+    damage: str, weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    digest, other = store.add(1), store.add(2)
+    await weights.ensure_cached(digest)
+    await weights.ensure_cached(other)
+    client = redis_process.client
+    if damage == "flip":
+        client.setrange(f"motet:a:{digest}:1:0", 7, b"\xff\x00")
+    elif damage == "swap":
+        client.rename(f"motet:a:{other}:1:0", f"motet:a:{digest}:1:0")
+    elif damage == "missing part":
+        client.delete(f"motet:a:{digest}:0:0")
+    elif damage == "missing manifest":
+        client.delete(f"motet:a:{digest}:manifest")
+    else:
+        client.copy(f"motet:a:{other}:manifest", f"motet:a:{digest}:manifest", replace=True)
+    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    await settle(weights)
+    assert weights.is_cached(digest)
+    reads = store.num_chunk_reads
+    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert store.num_chunk_reads == reads
+    assert weights.stats().num_corrupt == (1 if damage in ("flip", "swap", "wrong manifest") else 0)
+
+
+async def test_concurrent_misses_read_the_store_once(weights: AdapterWeights, store: FakeStore) -> None:
+    digest = store.add(1)
+    opened = await asyncio.gather(*(weights.open_packed(digest) for _ in range(20)))
+    for packed in opened:
+        assert await read_all(packed) == store.blobs[digest][1]
+    assert (store.num_manifest_reads, store.num_chunk_reads) == (1, 2)
+
+
+async def test_flushall_is_noticed_and_pins_come_back(
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    pinned, other = store.add(1), store.add(2)
+    await weights.pin(pinned)
+    await weights.ensure_cached(other)
+    redis_process.client.flushall()
+    await cache.check()
+    await settle(weights)
+    assert (weights.is_cached(pinned), weights.is_cached(other)) == (True, False)
+
+
+async def test_killed_redis_is_a_miss_and_is_used_again_when_back(
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    digest = store.add(1)
+    await weights.ensure_cached(digest)
+    redis_process.kill()
+    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert not weights.stats().is_available
+    redis_process.start()
+    await cache.check()
+    assert weights.stats().is_available
+    assert not weights.is_cached(digest)
+    await weights.ensure_cached(digest)
+    assert weights.is_cached(digest)
+
+
+async def test_hung_redis_costs_under_a_second(
+    weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    digest, cold = store.add(1), store.add(2)
+    await weights.ensure_cached(digest)
+    redis_process.signal(signal.SIGSTOP)
+    start = time.monotonic()
+    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert await read_all(await weights.open_packed(cold)) == store.blobs[cold][1]
+    assert time.monotonic() - start < 1.0
+    redis_process.signal(signal.SIGCONT)
+
+
+async def test_full_redis_refuses_writes_and_reads_go_on(
+    weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    cached, cold = store.add(1), store.add(2)
+    await weights.ensure_cached(cached)
+    redis_process.client.config_set("maxmemory", 1)
+    assert await read_all(await weights.open_packed(cold)) == store.blobs[cold][1]
+    assert weights.stats().is_available
+    assert not weights.is_cached(cold)
+    reads = store.num_chunk_reads
+    assert await read_all(await weights.open_packed(cached)) == store.blobs[cached][1]
+    assert store.num_chunk_reads == reads
+
+
+async def test_a_new_control_plane_finds_what_is_whole_and_removes_the_rest(
+    weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    whole, partial, headless = store.add(1), store.add(2), store.add(3)
+    for digest in (whole, partial, headless):
+        await weights.ensure_cached(digest)
+    redis_process.client.delete(f"motet:a:{partial}:0:0")
+    redis_process.client.delete(f"motet:a:{headless}:manifest")
+    second = RedisHostCache(redis_process.url, budget_bytes=BUDGET)
+    await second.check()
+    assert [second.contains(digest) for digest in (whole, partial, headless)] == [True, False, False]
+    assert second.used_bytes == store.size(whole)
+    assert not redis_process.client.keys(f"motet:a:{partial}:*")
+    await second.close()
+
+
+async def test_a_cancelled_read_never_mixes_up_answers(weights: AdapterWeights, store: FakeStore) -> None:
+    digests = [store.add(seed) for seed in range(3)]
+    for digest in digests:
+        await weights.ensure_cached(digest)
+    for turn in range(60):
+        victim = asyncio.create_task(weights.open_packed(digests[turn % 3]))
+        for _ in range(turn % 4):
+            await asyncio.sleep(0)
+        victim.cancel()
+        await asyncio.gather(victim, return_exceptions=True)
+        digest = digests[(turn + 1) % 3]
+        assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert weights.stats().num_corrupt == 0
+
+
+async def test_dropped_adapters_leave_no_key(
+    weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    digest = store.add(1)
+    await weights.pin(digest)
+    await weights.drop(digest)
+    assert not weights.is_cached(digest)
+    assert not redis_process.client.keys("motet:a:*")
+
+
+async def test_bad_digests_and_damaged_stores_are_told(weights: AdapterWeights, store: FakeStore) -> None:
+    with pytest.raises(InvalidRequest, match="digest"):
+        await weights.open_packed("../../etc/passwd")
+    with pytest.raises(AdapterNotFound):
+        await weights.open_packed("0" * 64)
+    digest = store.add(1)
+    store.blobs[digest][1][1] = b"x" * 2000
+    with pytest.raises(StoreUnavailable, match="damaged"):
+        await weights.open_packed(digest)
+    assert not weights.is_cached(digest)
