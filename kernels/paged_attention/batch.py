@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 # Decode sequences are gathered in groups of similar length. A group's keys should still lie in the cache when they
-# are multiplied: on the CPU 2 MiB was fastest (32 sequences of 1k tokens, 8 heads of 64: one group of all 1.4x slower).
-GROUP_BYTES_CPU = 2 << 20
+# are multiplied: on the CPU 0.5 to 1 MiB was fastest for 32 sequences of 1k and of 150 tokens and for 64 of 40
+# (8 heads of 64; 8 MiB: 1.4x slower at 1k, 128 KiB: 1.2x to 1.4x slower for the short ones).
+GROUP_BYTES_CPU = 1 << 20
 GROUP_BYTES_DEVICE = 256 << 20
 # A group pads its sequences to its longest; this many times its longest may be longer than its shortest.
 GROUP_PADDING = 1.25

@@ -156,13 +156,29 @@ def test_route_groups_tokens_by_slot() -> None:
     assert Route.build(torch.tensor([1, 1], dtype=torch.int32), CPU).rows == slice(0, 2)
 
 
-def test_few_tokens_are_dense_and_many_are_grouped() -> None:
-    for num_tokens, expected in ((32, True), (512, False)):
-        slots = tuple(token % 16 for token in range(num_tokens))
-        inputs = make(Case("choice", slots, (32,) * 16), torch.float32)
-        assert cpu.use_dense(inputs.stacked, route_of(inputs)) is expected
-    one_adapter = make(Case("choice", (0,) * 512, (32,)), torch.float32)
-    assert cpu.use_dense(one_adapter.stacked, route_of(one_adapter))
+@pytest.mark.parametrize(
+    ("num_tokens", "num_adapters", "dtype", "has_amx", "expected"),
+    [
+        (32, 4, torch.float32, False, True),
+        (512, 4, torch.float32, False, False),
+        (512, 1, torch.float32, False, True),
+        (32, 16, torch.bfloat16, False, False),
+        (32, 16, torch.bfloat16, True, True),
+        (32, 16, torch.float32, True, False),
+    ],
+)
+def test_few_tokens_are_dense_and_many_are_grouped(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    num_adapters: int,
+    dtype: torch.dtype,
+    has_amx: bool,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(cpu, "HAS_AMX", has_amx)
+    slots = tuple(token % num_adapters for token in range(num_tokens))
+    inputs = make(Case("choice", slots, (16 if num_adapters == 4 else 32,) * num_adapters), dtype)
+    assert cpu.use_dense(inputs.stacked, route_of(inputs)) is expected
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -109,6 +109,19 @@ def test_reference_equals_eager_attention_of_transformers(has_sinks: bool, windo
     assert_close(define(case, inputs), expected[0])
 
 
+def test_blocks_left_of_the_window_are_not_read() -> None:
+    """They may belong to somebody else by then."""
+    case = Case("window", ((1, 64), (1, 60), (1, 40), (5, 64)), sliding_window=9)
+    inputs = make(case, torch.float32)
+    expected = run(case, inputs)
+    for row, (num_queries, num_keys) in enumerate(case.sequences):
+        num_left = (num_keys - num_queries + 1 - 9) // case.block_size
+        assert num_left > 0
+        for cache in (inputs.key_cache, inputs.value_cache):
+            cache[inputs.block_tables[row, :num_left].long()] = float("nan")
+    assert torch.equal(run(case, inputs), expected)
+
+
 def test_a_sequence_does_not_see_the_others() -> None:
     case = next(case for case in CASES if case.name == "mixed")
     inputs = make(case, torch.float32)
