@@ -212,7 +212,7 @@ def test_a_cold_adapter_gets_in_though_hot_ones_hold_every_slot_at_ten_times_the
     hot = [make_adapter("hot 0"), make_adapter("hot 1")]
     next_id = 1
     for _ in range(40):
-        bench.add(make_request(next_id, adapter=hot[next_id % 2], max_tokens=3))
+        bench.add(make_request(next_id, adapter=hot[next_id % 2], max_tokens=2 + next_id % 5))
         next_id += 1
     bench.step()
     cold = [make_adapter(f"cold {idx}") for idx in range(num_cold)]
@@ -223,12 +223,12 @@ def test_a_cold_adapter_gets_in_though_hot_ones_hold_every_slot_at_ten_times_the
     num_admitted_at_arrival = sum(len(plan.new_rows) for plan in bench.plans)
     overtaken: list[int] = []  # admissions before each cold request got in
     seen = 0
-    for _ in range(20_000):
+    for _ in range(5_000):
         if len(overtaken) == num_cold:
             break
         for _ in range(10):
             if bench.scheduler.stats().num_waiting < 60:
-                bench.add(make_request(next_id, adapter=hot[next_id % 2], max_tokens=3))
+                bench.add(make_request(next_id, adapter=hot[next_id % 2], max_tokens=2 + next_id % 5))
                 next_id = next_id + 1 if next_id != 999 else 2000
         bench.step()
         admitted = [new.request_id for plan in bench.plans for new in plan.new_rows]

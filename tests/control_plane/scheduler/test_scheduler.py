@@ -123,6 +123,36 @@ def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
     assert all(counts == sorted(set(counts)) for counts in preempted)
 
 
+def test_an_admitted_request_is_not_preempted_before_its_first_token() -> None:
+    bench = Bench(num_blocks=9, block_size=2, max_step_tokens=3)
+    bench.add(make_request(1, prompt=2, max_tokens=12))
+    bench.step()
+    bench.add(make_request(2, prompt=11, max_tokens=4))
+    while bench.scheduler.stats().num_preemptions == 0 and len(bench.plans) < 20:
+        bench.step()
+    assert bench.scheduler.stats().num_preemptions == 1
+    assert len(bench.tokens[2]) == 1
+    bench.run()
+    assert bench.tokens[2] == oracle(make_request(2, prompt=11, max_tokens=4), 64)
+
+
+def test_a_later_arrival_waits_for_blocks_rather_than_preempt_an_earlier_one() -> None:
+    bench = Bench(num_blocks=3)
+    bench.add(make_request(1, prompt=4, max_tokens=4), make_request(2, prompt=3, max_tokens=4))
+    bench.run()
+    assert list(bench.ends) == [1, 2]
+    assert bench.scheduler.stats().num_preemptions == 0
+
+
+def test_an_admission_leaves_a_block_for_those_who_run() -> None:
+    bench = Bench(num_blocks=3)
+    bench.add(make_request(1, prompt=4, max_tokens=4), make_request(2, prompt=8, max_tokens=1))
+    bench.step()
+    assert bench.running_ids() == [1]
+    bench.run()
+    assert bench.scheduler.stats().num_preemptions == 0
+
+
 def test_a_preempted_request_keeps_tokens_of_plans_in_flight() -> None:
     bench = Bench(num_blocks=4, block_size=2, plan_depth=2, max_rows=2)
     requests = [make_request(i, prompt=2, max_tokens=6) for i in (1, 2)]
@@ -256,6 +286,21 @@ def test_rows_whose_logits_are_not_finite_end_alone() -> None:
     assert bench.ends[1].finish_reason is FinishReason.NOT_FINITE
     bench.run()
     assert len(bench.tokens[2]) == 4
+
+
+def test_nobody_starts_from_blocks_of_a_request_whose_logits_were_not_finite() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(make_request(1, [3] * 9))
+    bench.step()
+    bench.step()
+    plan = bench.plan()
+    assert plan is not None
+    bench.worker.execute(plan)
+    bench.sent.clear()
+    bench.keep(bench.scheduler.apply(StepResult(3, [], [], failed_rows=[0]), 0.0))
+    bench.add(make_request(2, [3] * 9))
+    plan = bench.plan()
+    assert plan is not None and plan.new_rows[0].num_computed_tokens == 0
 
 
 @pytest.mark.parametrize(
