@@ -17,9 +17,6 @@ from tests.data_plane.engine.planner import Job, Planner
 from tests.makers import ARCHS, make_adapter, make_checkpoint
 from tests.oracle import GreedyAnswer, Oracle
 
-# PEFT asks transformers for an attribute that has a new name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 NUM_TOKENS = 8
 PROMPT_LENGTHS = (1, 5, 17, 40, 70)
 # Attention projections of each architecture, for an adapter that targets only some linears.
