@@ -260,3 +260,8 @@ def test_empty_answer_still_ends_its_line(server: ScriptedServer, capsys: Captur
     server.scripts.append(lambda request, context: iter([started(), finished(0)]))
     assert motet(server, "generate", "hi") == 0
     assert capsys.readouterr().out == "\n"
+
+
+def test_text_that_is_not_utf_8_is_refused(server: ScriptedServer, capsys: Capture) -> None:
+    assert motet(server, "generate", "a\udcffb") == exits.REFUSED
+    assert "not valid UTF-8" in capsys.readouterr().err and server.requests == []

@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except server_parts.ServerPartMissing as error:
         print(f"motet: {error}", file=sys.stderr)
         return exits.FAILED
+    except UnicodeError as error:
+        print(f"motet: the text given is not valid UTF-8, or this terminal cannot show it: {error}", file=sys.stderr)
+        return exits.REFUSED
     except KeyboardInterrupt:
         print("motet: cancelled", file=sys.stderr)
         return exits.INTERRUPTED
