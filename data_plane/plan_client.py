@@ -36,6 +36,7 @@ _FATAL_CODES = {
     grpc.StatusCode.FAILED_PRECONDITION,  # another base model, dtype or protocol
     grpc.StatusCode.INVALID_ARGUMENT,  # a Hello that makes no sense
     grpc.StatusCode.ALREADY_EXISTS,  # another worker attached under this id
+    grpc.StatusCode.UNIMPLEMENTED,  # not the worker port
 }
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -194,6 +195,8 @@ class PlanClient:
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
             details = error.details() if isinstance(error, grpc.Call) else str(error)
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                details = f"{self._settings.control_plane} takes no workers; give the control plane's worker port"
             inbox.put(_Ended(f"{code.name if code else 'no status'}: {details}", code))
 
     def _check_welcome(self, message: plan_pb2.AttachResponse) -> _Ended | None:

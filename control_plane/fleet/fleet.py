@@ -292,7 +292,8 @@ class Fleet:
                 self._fail(job, lost(job))
             else:
                 self._waiting[request.request_id] = job
-        logger.warning("worker lost worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, num_moved)
+        level = logging.WARNING if session.is_death else logging.INFO
+        logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, num_moved)
         self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.arrival_s))
         self._place_waiting()
         self._retirement.check_soon()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 PIECE_BYTES = 1 << 20
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 _AttachContext = grpc.aio.ServicerContext[plan_pb2.AttachRequest, plan_pb2.AttachResponse]
@@ -96,6 +98,9 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
 
     async def FetchAdapter(self, request: plan_pb2.FetchAdapterRequest, context: _FetchContext) -> None:  # noqa: N802
         """The manifest, then the chunks in pieces."""
+        if not _DIGEST.fullmatch(request.digest):
+            reason = f"digest: {request.digest[:80]!r} is not 64 lower-case hexadecimal digits"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         try:
             packed = await self._weights.open_packed(request.digest)
             await context.write(plan_pb2.FetchAdapterResponse(manifest=packed.manifest))
@@ -105,3 +110,6 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         except MotetError as error:
             logger.warning("adapter not served worker_id=%s digest=%s: %s", request.worker_id, request.digest, error)
             await context.abort(status_of(error), str(error))
+        except OSError as error:  # a store that answers in its own words: those stay in the log
+            logger.exception("adapter not served worker_id=%s digest=%s", request.worker_id, request.digest)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the adapter cannot be read: {type(error).__name__}")

@@ -8,9 +8,10 @@ up in `outgoing`, which the service writes to the stream. Every result is applie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import grpc
@@ -148,10 +149,11 @@ class WorkerSession:
             self._last_ping_s = now_s
             self._num_pings += 1
             self._send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._num_pings)))
-        outputs = self.scheduler.expire(now_s)
-        if outputs:
-            self._owner.on_outputs(self, outputs)
-            self._pump_soon()
+        with self._edge():
+            outputs = self.scheduler.expire(now_s)
+            if outputs:
+                self._owner.on_outputs(self, outputs)
+                self._pump_soon()
 
     def end(self, code: grpc.StatusCode | None, reason: str, *, is_death: bool = False) -> None:
         """End the session once; None: the stream ends without an error."""
@@ -182,13 +184,8 @@ class WorkerSession:
         if self.ended.is_set():
             return
         self._last_heard_s = self._clock()
-        try:
+        with self._edge():
             self._handle(message)
-        except (GarbageResult, ResultMismatch, SlotReportMismatch) as error:
-            self.end(grpc.StatusCode.ABORTED, f"garbage from the worker: {error}", is_death=True)
-        except Exception:  # the loop's edge: this worker's requests move on, the other workers live
-            logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
-            self.end(grpc.StatusCode.ABORTED, "the control plane's books of this session broke", is_death=True)
 
     @property
     def sent_garbage(self) -> bool:
@@ -217,9 +214,12 @@ class WorkerSession:
         self._num_steps += 1
         self._step_times_us.append(message.step_time_us)
         outputs = self.scheduler.apply(result, self._clock())
-        self.pump()  # before delivering: the worker waits, the readers are woken later anyway
-        if outputs:
-            self._owner.on_outputs(self, outputs)
+        try:
+            self._pump()  # before delivering: the worker waits, the readers are woken later anyway
+        finally:
+            # Accepted tokens reach their streams in any case: the requests move on from behind them.
+            if outputs:
+                self._owner.on_outputs(self, outputs)
         self._owner.on_changed()
 
     def _on_slot_state(self, message: plan_pb2.SlotState) -> None:
@@ -239,13 +239,17 @@ class WorkerSession:
             self._owner.on_outputs(self, outputs)
         else:
             raise GarbageResult(f"slot {slot}: state {message.state}")
-        self.pump()
+        self._pump()
         self._owner.on_changed()
 
     # ---- plans ----
 
     def pump(self) -> None:
         """Send every slot command and every plan that the credits allow."""
+        with self._edge():
+            self._pump()
+
+    def _pump(self) -> None:
         self._is_pump_due = False
         if self.ended.is_set():
             return
@@ -267,11 +271,18 @@ class WorkerSession:
 
     def _pump_if_due(self) -> None:
         if self._is_pump_due:
-            try:
-                self.pump()
-            except Exception:  # the loop's edge, as in `receive`
-                logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
-                self.end(grpc.StatusCode.ABORTED, "the control plane's books of this session broke", is_death=True)
+            self.pump()
+
+    @contextlib.contextmanager
+    def _edge(self) -> Iterator[None]:
+        """Whatever goes wrong within ends this session alone: its requests move on, the other workers live."""
+        try:
+            yield
+        except (GarbageResult, ResultMismatch, SlotReportMismatch) as error:
+            self.end(grpc.StatusCode.ABORTED, f"garbage from the worker: {error}", is_death=True)
+        except Exception:
+            logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
+            self.end(grpc.StatusCode.ABORTED, "the control plane's books of this session broke", is_death=True)
 
     def _send_commands(self) -> None:
         for command in self.scheduler.slot_commands():

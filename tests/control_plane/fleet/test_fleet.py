@@ -281,6 +281,25 @@ async def test_a_worker_that_sends_garbage_is_quarantined_and_its_requests_move_
     assert fleet.num_workers == 2
 
 
+async def test_books_that_break_end_one_session_and_its_requests_move_on(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock)
+    broken, other = LoopbackWorker(fleet, "w0"), LoopbackWorker(fleet, "w1")
+    requests = [make_request(fleet, [i], 20) for i in range(4)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    await broken.turn()
+
+    def fail(_now_s: float) -> None:
+        raise AssertionError("the books do not balance")
+
+    monkeypatch.setattr(broken.session.scheduler, "plan", fail)
+    await broken.turn()
+    assert broken.session.ended.is_set()
+    await other.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+
+
 async def test_a_request_that_kills_its_workers_is_convicted_and_the_others_finish(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     poison = make_request(fleet, [1, 66], 30)

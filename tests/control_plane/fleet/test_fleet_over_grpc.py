@@ -146,10 +146,14 @@ async def test_fetch_adapter_streams_the_manifest_and_pieces_of_at_most_one_mebi
             assert parts[0].manifest == packed.manifest
             assert [len(part.data) for part in parts[1:]] == [PIECE_BYTES, PIECE_BYTES, PIECE_BYTES // 2]
             assert b"".join(part.data for part in parts[1:]) == packed.chunk_bytes[0]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in stub.FetchAdapter(plan_pb2.FetchAdapterRequest(digest="0" * 64)):
-                    pass
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            for digest, code in (
+                ("0" * 64, grpc.StatusCode.UNAVAILABLE),
+                ("../" * 21 + "x", grpc.StatusCode.INVALID_ARGUMENT),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in stub.FetchAdapter(plan_pb2.FetchAdapterRequest(digest=digest)):
+                        pass
+                assert caught.value.code() is code
 
 
 async def test_stream_that_does_not_begin_with_a_hello_is_refused() -> None:
