@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.info("settings %s", config.describe())
     try:
         return uvloop.run(serve(config))
-    except (MotetError, OSError, ValueError) as error:
+    except (ConfigError, MotetError, OSError, ValueError) as error:
         # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
         print(f"motet control-plane: {error}", file=sys.stderr)
         return 1
@@ -224,11 +224,16 @@ async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) ->
         from control_plane.host_cache.memory_cache import MemoryHostCache
 
         return MemoryHostCache(budget_bytes=config.host_cache_bytes)
-    from control_plane.host_cache.embedded import EmbeddedRedis
-    from control_plane.host_cache.redis_cache import RedisHostCache
-
+    try:
+        from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound
+        from control_plane.host_cache.redis_cache import RedisHostCache
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--host-cache redis: {error}; install it or take --host-cache memory") from error
     if config.redis_url is None:
-        redis = await stack.enter_async_context(EmbeddedRedis(config.data_dir / "redis"))
+        try:
+            redis = await stack.enter_async_context(EmbeddedRedis(config.data_dir / "redis"))
+        except RedisNotFound as error:
+            raise ConfigError(f"--host-cache redis: {error}") from error
         url, worker_url = redis.url, config.worker_redis_url or redis.worker_url
     else:
         url, worker_url = config.redis_url, config.worker_redis_url or ""

@@ -24,7 +24,6 @@ from control_plane.api.validation import (
     check_display_name,
     check_labels,
     check_request_id,
-    quoted,
     refuse,
 )
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
@@ -155,7 +154,7 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     expected = " and ".join(FILE_NAMES)
     for index, file in enumerate(header.files[: len(FILE_NAMES) + 1]):
         if file.name not in FILE_NAMES:
-            violations.add(f"header.files[{index}].name", f"{quoted(file.name)}; only {expected} are taken")
+            violations.add(f"header.files[{index}].name", f"only {expected} are taken")
         if not _SHA256.fullmatch(file.sha256):
             violations.add(f"header.files[{index}].sha256", "not 64 lower-case hexadecimal digits")
         if file.size_bytes == 0:
