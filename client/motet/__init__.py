@@ -1,88 +1,164 @@
 """Client of Motet: one base model, many LoRA adapters, one batch, streamed over gRPC.
 
 `Client` blocks, `AsyncClient` is for asyncio; both offer generate(), adapters and status().
+
+Names are imported when first used: the server imports `motet.v1` and `motet.fingerprint` and must not pay for, or
+need what, the client needs.
 """
 
-from motet.aio import AsyncAdapters, AsyncClient, AsyncGenerationStream
-from motet.channel import RetryPolicy
-from motet.client import Adapters, Client, GenerationStream
-from motet.errors import (
-    Aborted,
-    AlreadyExists,
-    Cancelled,
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    FieldViolation,
-    InvalidArgument,
-    MotetError,
-    NotFound,
-    OutOfRange,
-    PermissionDenied,
-    ResourceExhausted,
-    ServerError,
-    Unauthenticated,
-    Unavailable,
-    Unimplemented,
-)
-from motet.requests import GenerateOptions
-from motet.types import (
-    Adapter,
-    AdapterPlacement,
-    AdapterState,
-    AdapterTier,
-    AdapterVersion,
-    ChatMessage,
-    Chunk,
-    Finished,
-    FinishReason,
-    Generation,
-    ServerStatus,
-    Started,
-    Timings,
-    Usage,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from motet.aio import (
+        AsyncAdapters as AsyncAdapters,
+    )
+    from motet.aio import (
+        AsyncClient as AsyncClient,
+    )
+    from motet.aio import (
+        AsyncGenerationStream as AsyncGenerationStream,
+    )
+    from motet.channel import (
+        RetryPolicy as RetryPolicy,
+    )
+    from motet.client import (
+        Adapters as Adapters,
+    )
+    from motet.client import (
+        Client as Client,
+    )
+    from motet.client import (
+        GenerationStream as GenerationStream,
+    )
+    from motet.errors import (
+        Aborted as Aborted,
+    )
+    from motet.errors import (
+        AlreadyExists as AlreadyExists,
+    )
+    from motet.errors import (
+        Cancelled as Cancelled,
+    )
+    from motet.errors import (
+        DataLoss as DataLoss,
+    )
+    from motet.errors import (
+        DeadlineExceeded as DeadlineExceeded,
+    )
+    from motet.errors import (
+        FailedPrecondition as FailedPrecondition,
+    )
+    from motet.errors import (
+        FieldViolation as FieldViolation,
+    )
+    from motet.errors import (
+        InvalidArgument as InvalidArgument,
+    )
+    from motet.errors import (
+        MotetError as MotetError,
+    )
+    from motet.errors import (
+        NotFound as NotFound,
+    )
+    from motet.errors import (
+        OutOfRange as OutOfRange,
+    )
+    from motet.errors import (
+        PermissionDenied as PermissionDenied,
+    )
+    from motet.errors import (
+        ResourceExhausted as ResourceExhausted,
+    )
+    from motet.errors import (
+        ServerError as ServerError,
+    )
+    from motet.errors import (
+        Unauthenticated as Unauthenticated,
+    )
+    from motet.errors import (
+        Unavailable as Unavailable,
+    )
+    from motet.errors import (
+        Unimplemented as Unimplemented,
+    )
+    from motet.requests import (
+        GenerateOptions as GenerateOptions,
+    )
+    from motet.types import (
+        Adapter as Adapter,
+    )
+    from motet.types import (
+        AdapterPlacement as AdapterPlacement,
+    )
+    from motet.types import (
+        AdapterState as AdapterState,
+    )
+    from motet.types import (
+        AdapterTier as AdapterTier,
+    )
+    from motet.types import (
+        AdapterVersion as AdapterVersion,
+    )
+    from motet.types import (
+        ChatMessage as ChatMessage,
+    )
+    from motet.types import (
+        Chunk as Chunk,
+    )
+    from motet.types import (
+        Finished as Finished,
+    )
+    from motet.types import (
+        FinishReason as FinishReason,
+    )
+    from motet.types import (
+        Generation as Generation,
+    )
+    from motet.types import (
+        ServerStatus as ServerStatus,
+    )
+    from motet.types import (
+        Started as Started,
+    )
+    from motet.types import (
+        Timings as Timings,
+    )
+    from motet.types import (
+        Usage as Usage,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Aborted",
-    "Adapter",
-    "AdapterPlacement",
-    "AdapterState",
-    "AdapterTier",
-    "AdapterVersion",
-    "Adapters",
-    "AlreadyExists",
-    "AsyncAdapters",
-    "AsyncClient",
-    "AsyncGenerationStream",
-    "Cancelled",
-    "ChatMessage",
-    "Chunk",
-    "Client",
-    "DataLoss",
-    "DeadlineExceeded",
-    "FailedPrecondition",
-    "FieldViolation",
-    "FinishReason",
-    "Finished",
-    "GenerateOptions",
-    "Generation",
-    "GenerationStream",
-    "InvalidArgument",
-    "MotetError",
-    "NotFound",
-    "OutOfRange",
-    "PermissionDenied",
-    "ResourceExhausted",
-    "RetryPolicy",
-    "ServerError",
-    "ServerStatus",
-    "Started",
-    "Timings",
-    "Unauthenticated",
-    "Unavailable",
-    "Unimplemented",
-    "Usage",
-]
+_NAMES_BY_MODULE = {
+    "motet.aio": "AsyncAdapters AsyncClient AsyncGenerationStream",
+    "motet.channel": "RetryPolicy",
+    "motet.client": "Adapters Client GenerationStream",
+    "motet.errors": (
+        "Aborted AlreadyExists Cancelled DataLoss DeadlineExceeded FailedPrecondition FieldViolation "
+        "InvalidArgument MotetError NotFound OutOfRange PermissionDenied ResourceExhausted ServerError "
+        "Unauthenticated Unavailable Unimplemented"
+    ),
+    "motet.requests": "GenerateOptions",
+    "motet.types": (
+        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion ChatMessage Chunk Finished "
+        "FinishReason Generation ServerStatus Started Timings Usage"
+    ),
+}
+_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for granted
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_BY_NAME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_BY_NAME])

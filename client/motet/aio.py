@@ -16,13 +16,13 @@ from google.longrunning import operations_pb2  # type: ignore[import-untyped]  #
 
 from motet import calls
 from motet.channel import RetryPolicy, channel_options
+from motet.client import Client
 from motet.errors import DeadlineExceeded, error_from_rpc
 from motet.generation import GenerationState
 from motet.requests import GenerateOptions, Prompt, generate_request
 from motet.types import Adapter, AdapterVersion, Chunk, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
-from motet.v1 import adapters_pb2, generation_pb2
-from motet.wire import adapter_from
+from motet.v1 import generation_pb2
 
 T = TypeVar("T")
 
@@ -43,12 +43,15 @@ class AsyncClient:
         generator: random.Random | None = None,
     ) -> None:
         """Arguments as of Client."""
+        self._target = target
+        self._credentials = credentials
+        self._options = tuple(options)
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         self._clock = clock
         self._sleep = sleep
         self._generator = generator or random.Random()
-        channel_settings = channel_options(self._retry, tuple(options))
+        channel_settings = channel_options(self._retry, self._options)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=channel_settings)
         else:
@@ -91,25 +94,16 @@ class AsyncClient:
             raise error_from_rpc(error) from error
 
     async def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
-        """Sends one upload; `adapters.register` is the convenient way."""
-        method = self._channel.stream_unary(
-            calls.UPLOAD_ADAPTER,
-            request_serializer=adapters_pb2.UploadAdapterRequest.SerializeToString,
-            response_deserializer=adapters_pb2.UploadAdapterResponse.FromString,
-        )
-        call = method(timeout=timeout_s)  # type: ignore[call-arg]  # the stubs miss that messages may be written later
-        messages = upload.messages()
+        """Sends one upload; `adapters.register` is the convenient way.
+
+        In a thread with a blocking client: where the server refuses early and a write fails because of it, grpc.aio
+        reports that failure ("Internal error from Core") in place of the server's status.
+        """
+        client = Client(self._target, credentials=self._credentials, retry=self._retry, options=self._options)
         try:
-            # Written rather than given as an iterator: reading the disk stays off the loop and its errors reach us.
-            with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError):  # ended early: its status tells
-                while (message := await asyncio.to_thread(next, messages, None)) is not None:
-                    await call.write(message)
-                await call.done_writing()
-            return adapter_from((await call).adapter)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            return await asyncio.to_thread(client.upload, upload, timeout_s)
         finally:
-            call.cancel()
+            client.close()  # where this task was cancelled, it ends the call and with it the thread
 
     async def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
         """The operation at its end. Raises the error that it ended with, DeadlineExceeded if it did not end."""
