@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+from collections.abc import Iterable
 
 _NEIGHBOURS = 16
 
@@ -11,10 +12,10 @@ _NEIGHBOURS = 16
 class NameIndex:
     """A sorted set of names. Also sorted by the reversed name, so that a typo at the front finds its neighbours."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str] = ()) -> None:
         # Invariant: both lists hold the same names, each once.
-        self._names: list[str] = []
-        self._reversed: list[str] = []
+        self._names: list[str] = sorted(set(names))
+        self._reversed: list[str] = sorted(name[::-1] for name in self._names)
 
     def __len__(self) -> int:
         return len(self._names)

@@ -101,6 +101,7 @@ class Registry:
         registry.incarnation = await asyncio.to_thread(store.acquire)
         recovered = await asyncio.to_thread(recover, store)
         registry._blobs = set(recovered.blobs)
+        registry._names = NameIndex(record.adapter_id for record in recovered.records)
         for record in recovered.records:
             registry._keep(registry._judged(record))
         logger.info("registry open incarnation=%d num_adapters=%d", registry.incarnation, len(registry._names))

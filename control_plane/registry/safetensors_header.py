@@ -70,7 +70,7 @@ def read_header(file: BinaryIO, file_size: int, *, max_tensors: int) -> dict[str
     if not header:
         raise refuse(FIELD, "holds no tensor; the adapter would change nothing")
     if len(header) > max_tensors:
-        raise refuse(FIELD, f"holds {len(header)} tensors, limit {max_tensors}: two for each linear of the base model")
+        raise refuse(FIELD, f"holds {len(header)} tensors, limit {max_tensors}; is it another model's?")
     data_start = 8 + header_size
     entries = [_entry(name, value, data_start, file_size - data_start) for name, value in header.items()]
     _check_tiling(entries, data_start, file_size)

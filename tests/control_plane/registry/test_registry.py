@@ -1,0 +1,374 @@
+"""Names, versions and crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from control_plane.errors import (
+    AdapterNotActive,
+    AdapterNotFound,
+    BaseModelMismatch,
+    EtagMismatch,
+    Exhausted,
+    InvalidRequest,
+    StoreUnavailable,
+)
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.name_index import NameIndex
+from control_plane.registry.records import AdapterState
+from control_plane.registry.registry import Registry
+from control_plane.registry.store import ArtifactStore
+from control_plane.registry.store_files import LocalFiles, StoreLocked
+from tests.control_plane.registry.rig import base_model, safetensors_bytes, tensors, write_adapter
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+class FailingFiles(LocalFiles):
+    """Fails at one mutation, before or after it took effect."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.fail_at: int | None = None
+        self.is_after = False
+        self.error: Callable[[], BaseException] = lambda: Crash()
+        self.num_mutations = 0
+
+    def _step(self, mutate: Callable[[], None]) -> None:
+        self.num_mutations += 1
+        is_now = self.num_mutations == self.fail_at
+        if is_now and not self.is_after:
+            raise self.error()
+        if self.fail_at is not None and self.num_mutations > self.fail_at and isinstance(self.error(), Crash):
+            raise Crash  # dead
+        mutate()
+        if is_now:
+            raise self.error()
+
+    def write(self, path: str, data: bytes) -> None:
+        self._step(lambda: LocalFiles.write(self, path, data))
+
+    def delete(self, path: str) -> None:
+        self._step(lambda: LocalFiles.delete(self, path))
+
+    def delete_tree(self, path: str) -> None:
+        self._step(lambda: LocalFiles.delete_tree(self, path))
+
+
+async def open_registry(place: str | LocalFiles, base: BaseModel | None = None) -> Registry:
+    ticks = itertools.count(1000)
+    return await Registry.open(
+        store=ArtifactStore(place),
+        base_model=base or base_model(),
+        max_adapter_bytes=1 << 20,
+        clock=lambda: float(next(ticks)),
+    )
+
+
+@pytest.fixture(params=["local", "memory"])
+async def registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Registry]:
+    place = str(tmp_path / "store") if request.param == "local" else f"memory://{tmp_path.name}"
+    opened = await open_registry(place)
+    yield opened
+    await opened.close()
+
+
+def files(tmp_path: Path, seed: int = 0) -> dict[str, Path]:
+    return write_adapter(tmp_path / f"adapter-{seed}", weights=safetensors_bytes(tensors(seed)))
+
+
+async def test_a_name_points_to_versions_and_rolls_back(registry: Registry, tmp_path: Path) -> None:
+    first = await registry.register("a", files(tmp_path, 1), display_name="A", labels={"team": "x"})
+    second = await registry.register("a", files(tmp_path, 2))
+    assert [v.digest for v in second.versions] == [second.active_digest, first.active_digest]
+    assert (second.display_name, second.labels, second.uid) == ("A", {"team": "x"}, first.uid)
+    assert registry.resolve("a").version.digest == second.active_digest
+    assert registry.resolve("a", first.active_digest).version.digest == first.active_digest
+    back = await registry.activate("a", first.active_digest)
+    assert registry.resolve("a").ref.digest == first.active_digest
+    assert len({first.etag, second.etag, back.etag}) == 3
+    assert registry.stats().num_stored == 2
+
+
+async def test_the_same_bytes_again_change_nothing_or_become_active(registry: Registry, tmp_path: Path) -> None:
+    first = await registry.register("a", files(tmp_path, 1))
+    assert await registry.register("a", files(tmp_path, 1)) is first
+    await registry.register("a", files(tmp_path, 2))
+    again = await registry.register("a", files(tmp_path, 1))
+    assert (again.active_digest, len(again.versions)) == (first.active_digest, 2)
+
+
+async def test_validate_only_stores_nothing(registry: Registry, tmp_path: Path) -> None:
+    record = await registry.register("a", files(tmp_path), validate_only=True)
+    assert record.active_version is not None
+    assert (registry.stats().num_registered, registry.stats().num_stored) == (0, 0)
+
+
+async def test_unknown_names_get_the_nearest_ones(registry: Registry, tmp_path: Path) -> None:
+    await registry.register("customer-support-v1", files(tmp_path))
+    for typo in ("customer-suport-v1", "kustomer-support-v1", "customer-support-v2"):
+        with pytest.raises(AdapterNotFound, match="did you mean 'customer-support-v1'") as caught:
+            registry.resolve(typo)
+        assert caught.value.resource == f"adapters/{typo}"
+    with pytest.raises(AdapterNotFound, match="no version"):
+        registry.resolve("customer-support-v1", "0" * 64)
+
+
+BAD_IDS = ["", "A", "../x", "a/b", "a..b", ".a", "a" * 64, "a\n", "ä", "a\0", "-a", "a b"]
+
+
+@pytest.mark.parametrize("adapter_id", BAD_IDS)
+async def test_path_like_names_never_reach_the_store(registry: Registry, tmp_path: Path, adapter_id: str) -> None:
+    for call in (registry.register(adapter_id, {}), registry.set_pinned(adapter_id)):
+        with pytest.raises(InvalidRequest, match="adapter id"):
+            await call
+    with pytest.raises(InvalidRequest, match="adapter id"):
+        registry.resolve(adapter_id)
+
+
+async def test_labels_and_display_names_have_limits(registry: Registry, tmp_path: Path) -> None:
+    await registry.register("a", files(tmp_path))
+    bad = [{"Key": "v"}, {"k": "v" * 257}, {f"k{i}": "v" for i in range(65)}]
+    for labels in bad:
+        with pytest.raises(InvalidRequest, match="labels"):
+            await registry.update("a", labels=labels)
+    with pytest.raises(InvalidRequest, match="display_name"):
+        await registry.update("a", display_name="ä" * 129)
+    changed = await registry.update("a", labels={"k": "v"}, display_name="x")
+    assert (await registry.update("a", labels={})).display_name == "x"
+    assert changed.labels == {"k": "v"}
+
+
+async def test_of_two_changes_with_one_etag_one_wins(registry: Registry, tmp_path: Path) -> None:
+    etag = (await registry.register("a", files(tmp_path))).etag
+    calls = [registry.update("a", display_name=str(turn), etag=etag) for turn in range(5)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(result, EtagMismatch) for result in results) == 4
+
+
+async def test_deleting_takes_two_steps_and_spares_shared_blobs(registry: Registry, tmp_path: Path) -> None:
+    shared = (await registry.register("a", files(tmp_path, 1))).active_digest
+    own = (await registry.register("a", files(tmp_path, 2))).active_digest
+    await registry.register("b", files(tmp_path, 1))
+    with pytest.raises(EtagMismatch):
+        await registry.begin_delete("a", "stale")
+    assert await registry.begin_delete("a") == [own]
+    with pytest.raises(AdapterNotFound, match="being deleted"):
+        registry.resolve("a")
+    for call in (registry.register("a", files(tmp_path, 3)), registry.set_pinned("a"), registry.finish_delete("b")):
+        with pytest.raises(AdapterNotActive):
+            await call
+    await registry.finish_delete("a")
+    with pytest.raises(AdapterNotFound):
+        registry.get("a")
+    assert registry.resolve("b").version.digest == shared
+    assert registry.stats().num_stored == 1
+
+
+async def test_pins_show_in_what_requests_get(registry: Registry, tmp_path: Path) -> None:
+    await registry.register("a", files(tmp_path))
+    await registry.set_pinned("a")
+    assert registry.resolve("a").ref.is_pinned
+    assert registry.pinned_digests() == [registry.get("a").active_digest]
+    await registry.clear_pinned("a")
+    assert not registry.resolve("a").ref.is_pinned
+
+
+async def test_pages_follow_the_names_through_changes(registry: Registry, tmp_path: Path) -> None:
+    for name in ("d", "b", "a", "c"):
+        await registry.register(name, files(tmp_path))
+    page, token = registry.list_page(2)
+    assert [record.adapter_id for record in page] == ["a", "b"]
+    await registry.register("bb", files(tmp_path))
+    rest, end = registry.list_page(100, token)
+    assert ([record.adapter_id for record in rest], end) == (["bb", "c", "d"], "")
+    for bad in ((1001, ""), (-1, ""), (1, "../x")):
+        with pytest.raises(InvalidRequest, match="page_"):
+            registry.list_page(*bad)
+
+
+async def test_versions_are_paged_newest_first(registry: Registry, tmp_path: Path) -> None:
+    digests = [(await registry.register("a", files(tmp_path, seed))).active_digest for seed in range(3)]
+    page, token = registry.versions_page("a", 2)
+    rest, end = registry.versions_page("a", 2, token)
+    assert ([v.digest for v in page + rest], end) == (digests[::-1], "")
+    with pytest.raises(InvalidRequest, match="page_token"):
+        registry.versions_page("a", 2, "x")
+
+
+async def test_concurrent_registrations_and_deletions_stay_whole(registry: Registry, tmp_path: Path) -> None:
+    """The same bytes under many names, some deleted meanwhile: what is listed can be read."""
+    source = files(tmp_path)
+
+    async def come_and_go(name: str) -> None:
+        await registry.register(name, source)
+        await registry.begin_delete(name)
+        await registry.finish_delete(name)
+
+    await asyncio.gather(
+        *(come_and_go(f"t{i}") for i in range(6)), *(registry.register(f"k{i}", source) for i in range(6))
+    )
+    digest = registry.resolve("k0").version.digest
+    assert registry.stats().num_registered == 6
+    assert registry._store.has_blob(digest)
+    assert not registry._locks
+
+
+async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
+    index = NameIndex(f"adapter-{number:06d}" for number in range(100_000) if number != 50_001)
+    index.add("adapter-050001")
+    index.add("adapter-050001x")
+    index.remove("adapter-050001x")
+    assert len(index) == 100_000
+    assert index.page("adapter-050000", 2) == (["adapter-050001", "adapter-050002"], True)
+    assert "adapter-012345" in index.nearest("adapter-O12345")
+
+
+# ---- what survives ----
+
+
+async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    first = await open_registry(str(tmp_path / "store"))
+    await first.register("a", files(tmp_path, 1), labels={"k": "v"})
+    record = await first.set_pinned("a")
+    with pytest.raises(StoreLocked):
+        await open_registry(str(tmp_path / "store"))
+    await first.close()
+    second = await open_registry(str(tmp_path / "store"))
+    assert second.get("a") == record
+    assert second.incarnation == first.incarnation + 1
+    await second.close()
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_after: bool) -> None:
+    """Register, register anew, delete: after a crash at each mutation the store opens and what is listed is whole."""
+    for step in range(1, 40):
+        root = tmp_path / str(step)
+        storage = FailingFiles(root)
+        registry = await open_registry(storage)
+        kept = (await registry.register("kept", files(tmp_path, 9))).active_digest
+        storage.num_mutations, storage.fail_at, storage.is_after = 0, step, is_after
+        has_crashed = False
+        try:
+            await registry.register("a", files(tmp_path, 1))
+            await registry.register("a", files(tmp_path, 2))
+            await registry.begin_delete("a")
+            await registry.finish_delete("a")
+        except Crash:
+            has_crashed = True
+        storage.close()
+        again = await open_registry(str(root))
+        assert again.resolve("kept").version.digest == kept
+        named = {version.digest for record in again.list_page()[0] for version in record.versions}
+        for record in again.list_page()[0]:
+            assert record.state is AdapterState.ACTIVE
+            assert all(again._store.has_blob(version.digest) for version in record.versions)
+        assert set(again._store.blobs()) == named
+        await again.register("a", files(tmp_path, 1))
+        await again.close()
+        if not has_crashed:
+            assert step > 8
+            return
+    pytest.fail("the sequence has more steps than were tried")
+
+
+async def test_a_broken_record_is_set_apart_and_the_rest_serves(tmp_path: Path) -> None:
+    registry = await open_registry(str(tmp_path / "store"))
+    await registry.register("good", files(tmp_path, 1))
+    await registry.register("bad", files(tmp_path, 2))
+    await registry.close()
+    path = tmp_path / "store" / "adapters" / "bad.json"
+    (tmp_path / "store" / "adapters" / "half.json.tmp").write_text("{")
+    for damage in (b"{", b"[]", b"{}", path.read_bytes().replace(b'"good"', b'"x"')[:-20], b"\xff\xfe"):
+        path.write_bytes(damage)
+        registry = await open_registry(str(tmp_path / "store"))
+        assert registry.resolve("good")
+        assert registry.get("bad").state is AdapterState.FAILED
+        with pytest.raises(AdapterNotActive, match="register it again"):
+            registry.resolve("bad")
+        await registry.close()
+    assert not (tmp_path / "store" / "adapters" / "half.json.tmp").exists()
+    registry = await open_registry(str(tmp_path / "store"))
+    await registry.register("bad", files(tmp_path, 2))
+    assert registry.resolve("bad")
+    path.write_bytes(b"{")
+    await registry.begin_delete("bad")
+    await registry.finish_delete("bad")
+    assert not path.exists()
+    await registry.close()
+
+
+async def test_another_base_model_or_type_is_told_and_undone_by_going_back(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    registry = await open_registry(place)
+    await registry.register("a", files(tmp_path))
+    await registry.close()
+    for other in (base_model(fingerprint="cd" * 32), base_model("bfloat16")):
+        registry = await open_registry(place, other)
+        assert registry.get("a").state is AdapterState.FAILED
+        with pytest.raises(BaseModelMismatch, match="register it again"):
+            registry.resolve("a")
+        await registry.close()
+    registry = await open_registry(place)
+    assert registry.resolve("a")
+    await registry.close()
+
+
+async def test_lost_weights_are_told_and_come_back_with_the_same_bytes(tmp_path: Path) -> None:
+    registry = await open_registry(str(tmp_path / "store"))
+    digest = (await registry.register("a", files(tmp_path))).active_digest
+    await registry.close()
+    (tmp_path / "store" / "blobs" / digest / "manifest.json").unlink()
+    registry = await open_registry(str(tmp_path / "store"))
+    with pytest.raises(AdapterNotActive, match="weights are missing"):
+        registry.resolve("a")
+    await registry.register("a", files(tmp_path))
+    assert registry.resolve("a").version.digest == digest
+    await registry.close()
+
+
+async def test_an_unreadable_incarnation_never_goes_back(tmp_path: Path) -> None:
+    registry = await open_registry(str(tmp_path))
+    await registry.close()
+    (tmp_path / "incarnation.json").write_text(json.dumps({"incarnation": "x"}))
+    again = await open_registry(str(tmp_path))
+    assert again.incarnation > 1_000_000_000
+    await again.close()
+
+
+@pytest.mark.parametrize(("number", "error"), [(28, Exhausted), (5, StoreUnavailable)])
+async def test_storage_trouble_is_told_and_the_next_try_works(tmp_path: Path, number: int, error: type) -> None:
+    storage = FailingFiles(tmp_path / "store")
+    storage.error = lambda: OSError(number, "trouble")
+    registry = await open_registry(storage)
+    for step in range(1, 5):
+        storage.num_mutations, storage.fail_at = 0, step
+        with pytest.raises(error):
+            await registry.register("a", files(tmp_path))
+        assert registry.stats().num_registered == 0
+    storage.fail_at = None
+    await registry.register("a", files(tmp_path))
+    await registry.close()
+
+
+async def test_a_cancelled_registration_leaves_memory_and_store_alike(tmp_path: Path) -> None:
+    registry = await open_registry(str(tmp_path / "store"))
+    for turns in range(12):
+        task = asyncio.create_task(registry.register(f"n{turns}", files(tmp_path)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await registry.close()
+    listed = [record.adapter_id for record in registry.list_page()[0]]
+    stored = [adapter_id for adapter_id, _ in ArtifactStore(str(tmp_path / "store")).records()]
+    assert listed == stored
