@@ -1,0 +1,87 @@
+"""Checks Motet on a CUDA machine with its own torch: every kernel, and small generations through the served system.
+
+Called by `make gpu-check`. Installs nothing, needs neither redis-py nor uvloop. Prints a table; exit status 0 only if
+there is a GPU and everything passed.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# What the served system cannot do without, as `import` names it.
+NEEDED = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2", "numpy", "grpc", "pytest")
+NEEDED += ("google.protobuf", "google.rpc", "google.longrunning")
+LIMIT_S = 460.0
+
+
+def main() -> int:
+    missing = [name for name in NEEDED if not is_importable(name)]
+    if "torch" in missing:
+        print("gpu-check: this Python has no torch; choose another with make gpu-check PYTHON=...")
+        return 1
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"gpu-check: torch {torch.__version__} sees no CUDA device here; nothing was checked")
+        return 1
+    print(f"gpu-check: {torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    if missing:
+        print(f"gpu-check: this Python lacks {', '.join(missing)}, which the served system needs")
+        return 1
+    with tempfile.TemporaryDirectory() as tmp:
+        report = Path(tmp) / "report.xml"
+        begin_s = time.monotonic()
+        code = run_tests(report)
+        if not report.exists():
+            print(f"gpu-check: pytest ended with status {code} and wrote no report")
+            return code or 1
+        print_table(report)
+    print(f"gpu-check: {'passed' if code == 0 else 'FAILED'} in {time.monotonic() - begin_s:.0f} s")
+    return code
+
+
+def is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def run_tests(report: Path) -> int:
+    """pytest's exit status; 1 if it ran past the limit."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / ".ci" / "gpu-pytest.ini"), "--rootdir", str(ROOT)]
+    command += ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(ROOT / "tests" / "gpu")]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"gpu-check: not done after {LIMIT_S:.0f} s")
+        return 1
+    return done.returncode
+
+
+def print_table(report: Path) -> None:
+    """One line per test function: cases passed, time, what it recorded."""
+    rows: dict[str, list[ElementTree.Element]] = collections.defaultdict(list)
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = case.get("name", "").split("[")[0]
+        rows[f"{case.get('classname', '').rsplit('.', 1)[-1]}.{name}"].append(case)
+    print(f"\n{'check':<72} {'passed':>9} {'seconds':>8}  figures")
+    for name, cases in rows.items():
+        passed = sum(1 for case in cases if not any(case.findall(tag) for tag in ("failure", "error", "skipped")))
+        seconds = sum(float(case.get("time", 0)) for case in cases)
+        figures = [f"{item.get('name')}={item.get('value')}" for case in cases for item in case.iter("property")]
+        print(f"{name:<72} {passed:>4}/{len(cases):<4} {seconds:>8.1f}  {' '.join(figures)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
