@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
 from google.rpc import status_pb2  # type: ignore[import-untyped]
-from motet import AdapterState, AdapterTier, DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from motet import (
+    AdapterState,
+    AdapterTier,
+    AsyncClient,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+)
 from motet.uploads import CHUNK_BYTES
 
 from tests.client.conftest import Driver
@@ -168,3 +178,22 @@ def test_status_is_read(server: ScriptedServer, driver: Driver) -> None:
     server.status.workers.add(worker_id="w0", num_blocks=64)
     status = driver.run(lambda client: client.status())
     assert status.model.name == "tiny" and status.workers[0].num_blocks == 64
+
+
+async def test_async_upload_that_is_cancelled_ends_at_the_server(server: ScriptedServer, adapter_dir: Path) -> None:
+    begun = threading.Event()
+
+    def wait(context: grpc.ServicerContext) -> NoReturn:
+        context.add_callback(server.cancelled.set)
+        begun.set()
+        assert server.cancelled.wait(30), "the client never cancelled"
+        abort(context, grpc.StatusCode.CANCELLED, "gone")
+
+    server.upload_error = wait
+    async with AsyncClient(server.target) as client:
+        task = asyncio.create_task(client.adapters.register("pirate", adapter_dir))
+        assert await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(server.cancelled.wait, 30)
