@@ -146,7 +146,7 @@ def test_a_later_arrival_waits_for_blocks_rather_than_preempt_an_earlier_one() -
 
 def test_an_admission_leaves_a_block_for_those_who_run() -> None:
     bench = Bench(num_blocks=3)
-    bench.add(make_request(1, prompt=4, max_tokens=4), make_request(2, prompt=8, max_tokens=1))
+    bench.add(make_request(1, prompt=4, max_tokens=4), make_request(2, prompt=8, max_tokens=2))
     bench.step()
     assert bench.running_ids() == [1]
     bench.run()
@@ -220,6 +220,14 @@ def test_a_request_past_its_deadline_is_never_scheduled() -> None:
     bench.add(make_request(1, deadline_s=1.0))
     assert bench.plan(now_s=1.0) is None
     assert [output.finish_reason for output in bench.scheduler.expire(1.0)] == [FinishReason.DEADLINE]
+
+
+def test_a_cancel_after_the_deadline_leaves_nothing_to_say() -> None:
+    bench = Bench()
+    bench.add(make_request(1, deadline_s=1.0))
+    assert bench.plan(now_s=1.0) is None
+    bench.scheduler.cancel(RequestId(1), 1.0)
+    assert bench.scheduler.expire(1.0) == []
 
 
 def test_a_paused_row_is_not_scheduled_until_it_is_read_again() -> None:
