@@ -1,0 +1,189 @@
+"""Processes are killed or stopped in the middle of streams: nothing hangs, no token is wrong, everything is freed.
+
+The workers are hash workers: a stale block, a wrong slot, a lost or a doubled token would be a wrong token.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from motet import Client, ServerStatus
+
+from tests.e2e.harness import ROOT, System, wait_until
+from tests.e2e.traffic import Answer, Job, ask, prompts
+from tests.fakes.hash_engine import oracle
+from tests.makers import make_adapter, make_checkpoint
+
+NUM_ADAPTERS = 4
+WORKER_FLAGS = ["--step-time-ms", "3", "--num-blocks", "4096", "--max-rows", "32"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), arch="llama")
+
+
+@pytest.fixture
+def system(model_dir: Path, tmp_path: Path) -> Iterator[System]:
+    with System(model_dir, tmp_path) as system:
+        client = system.client()
+        for index in range(NUM_ADAPTERS):
+            directory = make_adapter(tmp_path / f"a{index}", model_dir, rank=4, alpha=8, targets=["q_proj"], seed=index)
+            client.adapters.register(f"a{index}", directory)
+        yield system
+
+
+class Streams:
+    """Requests over all adapters that run while the test breaks something."""
+
+    def __init__(self, client: Client, *, num_requests: int = 24, num_tokens: int = 250) -> None:
+        texts = prompts([5 + 7 * (i % 9) for i in range(num_requests)], vocab_size=256, seed=num_requests)
+        names = ["", *(f"a{i}" for i in range(NUM_ADAPTERS))]
+        self._jobs = [Job(text, names[i % len(names)], num_tokens) for i, text in enumerate(texts)]
+        self._pool = ThreadPoolExecutor(num_requests)
+        self._answers: list[Future[Answer]] = [self._pool.submit(ask, client, job) for job in self._jobs]
+
+    def check(self, fingerprint: str) -> None:
+        """Every stream ends with exactly the oracle's tokens."""
+        try:
+            for future in self._answers:
+                answer = future.result(timeout=90)
+                job = answer.job
+                assert answer.token_ids == oracle(fingerprint, answer.digest, list(job.prompt), job.num_tokens)
+                assert bool(answer.digest) == bool(job.adapter)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def num_sampled(status: ServerStatus) -> int:
+    return sum(worker.num_tokens_sampled for worker in status.workers)
+
+
+def is_idle(status: ServerStatus) -> bool:
+    """Nothing is accepted and unfinished, no block is held."""
+    return status.queues.num_requests == 0 and all(
+        worker.num_blocks_held == 0 and worker.num_running == 0 and worker.num_plans_in_flight == 0
+        for worker in status.workers
+    )
+
+
+def wait_for_traffic(client: Client) -> None:
+    before = num_sampled(client.status())
+    wait_until(lambda: num_sampled(client.status()) > before + 200, "tokens flow")
+
+
+def test_worker_killed_mid_stream_loses_and_repeats_no_token(system: System) -> None:
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    system.start_hash_worker("w1", WORKER_FLAGS)
+    client = system.client()
+    streams = Streams(client)
+    wait_for_traffic(client)
+    system.workers["w0"].kill()
+    streams.check(client.status().model.fingerprint)
+    wait_until(lambda: is_idle(client.status()), "idle")
+    status = client.status()
+    assert status.queues.num_migrated > 0
+    assert [worker.worker_id for worker in status.workers] == ["w1"]
+
+
+def test_only_worker_killed_and_started_again(system: System) -> None:
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    client = system.client()
+    streams = Streams(client)
+    wait_for_traffic(client)
+    system.workers["w0"].kill()
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    streams.check(client.status().model.fingerprint)
+    wait_until(lambda: is_idle(client.status()), "idle")
+
+
+def test_stopped_worker_is_fenced_and_comes_back_clean(system: System) -> None:
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    system.start_hash_worker("w1", WORKER_FLAGS)
+    client = system.client()
+    streams = Streams(client)
+    wait_for_traffic(client)
+    system.workers["w0"].send(signal.SIGSTOP)
+    streams.check(client.status().model.fingerprint)
+    wait_until(lambda: len(client.status().workers) == 1, "the stopped worker is declared dead")
+    system.workers["w0"].send(signal.SIGCONT)
+    wait_until(lambda: len(client.status().workers) == 2, "it attaches again")
+    again = Streams(client, num_requests=12, num_tokens=60)
+    again.check(client.status().model.fingerprint)
+    wait_until(lambda: is_idle(client.status()), "idle")
+
+
+def test_redis_killed_mid_stream_and_cold_adapters_still_load(system: System) -> None:
+    system.start_hash_worker("w0", [*WORKER_FLAGS, "--num-slots", "2"])
+    client = system.client()
+    streams = Streams(client)
+    wait_for_traffic(client)
+    system.redis_process().kill()
+    streams.check(client.status().model.fingerprint)
+    again = Streams(client, num_requests=10, num_tokens=40)
+    again.check(client.status().model.fingerprint)
+    wait_until(lambda: client.status().adapters.host_cache_available, "embedded Redis is started again")
+    wait_until(lambda: is_idle(client.status()), "idle")
+
+
+def test_control_plane_killed_and_started_again(system: System) -> None:
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    client = system.client()
+    fingerprint = client.status().model.fingerprint
+    names = [(adapter.id, adapter.active_version.digest) for adapter in client.adapters.list()]
+    streams = Streams(client)
+    wait_for_traffic(client)
+    system.control_plane.close()
+    system.start_control_plane()
+    streams.check(fingerprint)
+    assert [(adapter.id, adapter.active_version.digest) for adapter in client.adapters.list()] == names
+    wait_until(lambda: is_idle(client.status()), "idle")
+
+
+def test_client_killed_mid_stream_frees_everything(system: System) -> None:
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    client = system.client()
+    baseline = client.status()
+    program = (
+        "import sys; from motet import Client\n"
+        "stream = Client(sys.argv[1]).generate([9] * 40, adapter='a0', max_tokens=470, ignore_eos=True)\n"
+        "for chunk in stream: print(len(chunk.token_ids), flush=True)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, system.address], cwd=ROOT / "client", stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    with child, child.stdout:
+        assert child.stdout.readline().strip()
+        assert client.status().queues.num_requests == 1
+        child.kill()
+    wait_until(lambda: is_idle(client.status()), "the killed client's request is gone")
+    after = client.status()
+    assert after.workers[0].num_blocks_held == baseline.workers[0].num_blocks_held == 0
+    Streams(client, num_requests=6, num_tokens=30).check(after.model.fingerprint)
+
+
+def test_worker_terminated_politely_hands_its_requests_over(system: System) -> None:
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    system.start_hash_worker("w1", WORKER_FLAGS)
+    client = system.client()
+    streams = Streams(client)
+    wait_for_traffic(client)
+    assert system.workers["w0"].terminate() == 0
+    streams.check(client.status().model.fingerprint)
+
+
+def test_control_plane_terminated_politely_lets_streams_finish(system: System) -> None:
+    system.start_hash_worker("w0", WORKER_FLAGS)
+    client = system.client()
+    fingerprint = client.status().model.fingerprint
+    streams = Streams(client, num_tokens=120)
+    wait_for_traffic(client)
+    assert system.control_plane.terminate() == 0
+    streams.check(fingerprint)
