@@ -34,11 +34,10 @@ def sample(
     if drawn.numel() == 0:
         return tokens
     values = logits.index_select(0, drawn).float()
-    scores = values.double()
-    scores -= scores.amax(dim=-1, keepdim=True)
-    scores /= temperature.index_select(0, drawn).double().unsqueeze(1)
-    lowest = _lowest_kept(scores, top_k.index_select(0, drawn), top_p.index_select(0, drawn))
-    scores.masked_fill_(scores < lowest.unsqueeze(1), float("-inf"))
+    divisor = temperature.index_select(0, drawn).double().unsqueeze(1)
+    lowest = _lowest_kept(values, divisor, top_k.index_select(0, drawn), top_p.index_select(0, drawn))
+    scores = _scores(values, divisor, values.amax(dim=-1, keepdim=True))
+    scores.masked_fill_(values < lowest.unsqueeze(1), float("-inf"))
     scores += gumbel(seed.index_select(0, drawn), position.index_select(0, drawn), logits.shape[1])
     tokens[drawn] = scores.argmax(dim=-1)
     return tokens
@@ -53,20 +52,28 @@ def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch
     return uniform.log_().neg_().log_().neg_()
 
 
-def _lowest_kept(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The lowest score that each row keeps, float64 [n]. Rows without limits keep all: -inf."""
-    vocab_size = scores.shape[1]
-    lowest = torch.full_like(scores[:, 0], float("-inf"))
+def _scores(values: torch.Tensor, divisor: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    """(values - highest) / divisor in float64."""
+    return (values.double() - highest.double()).div_(divisor)
+
+
+def _lowest_kept(values: torch.Tensor, divisor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The lowest logit that each row keeps, float32 [n]. Rows without limits keep all: -inf."""
+    vocab_size = values.shape[1]
+    lowest = torch.full_like(values[:, 0], float("-inf"))
     limited = ((top_p < 1) | ((top_k > 0) & (top_k < vocab_size))).nonzero().flatten()
     if limited.numel() == 0:
         return lowest
     num_kept = top_k.index_select(0, limited)
     num_kept = torch.where(num_kept > 0, num_kept.clamp(max=vocab_size), vocab_size)
-    descending = scores.index_select(0, limited).topk(int(num_kept.max()), dim=-1).values
-    ranks = torch.arange(descending.shape[1], device=scores.device)
-    descending = descending.masked_fill(ranks >= num_kept.unsqueeze(1), float("-inf"))
+    most = int(num_kept.max())
+    chosen = values.index_select(0, limited)
+    descending = chosen.topk(most, dim=-1).values if most < vocab_size else chosen.sort(dim=-1, descending=True).values
+    scores = _scores(descending, divisor.index_select(0, limited), descending[:, :1])
+    ranks = torch.arange(most, device=values.device)
+    scores = scores.masked_fill_(ranks >= num_kept.unsqueeze(1), float("-inf"))
     # Token j is needed while the sum before it is below top_p; the first always is.
-    probabilities = descending.softmax(dim=-1)
+    probabilities = scores.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     nucleus = top_p.index_select(0, limited).double().unsqueeze(1)
     is_kept = (before < nucleus) | (nucleus >= 1)
