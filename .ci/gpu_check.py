@@ -1,6 +1,7 @@
-"""Checks Motet on a CUDA machine with its own torch: every kernel, and small generations through the served system.
+"""Checks Motet on a CUDA machine with its own torch: every kernel, and small generations
+by the engine and through the served system.
 
-Called by `make gpu-check`. Installs nothing, needs neither redis-py nor uvloop. Prints a table; exit status 0 only if
+Called by `make gpu-check`. Installs nothing, needs no redis-py. Prints a table; exit status 0 only if
 there is a GPU and everything passed.
 """
 
@@ -17,9 +18,11 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What the served system cannot do without, as `import` names it.
-NEEDED = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2", "numpy", "grpc", "pytest")
-NEEDED += ("google.protobuf", "google.rpc", "google.longrunning")
+# What the checks cannot do without, as `import` names it, and what the served system needs beside it.
+NEEDED = ("torch", "transformers", "peft", "safetensors", "numpy", "grpc", "google.protobuf", "pytest")
+NEEDED_TO_SERVE = ("tokenizers", "jinja2", "fsspec", "uvloop", "google.rpc", "google.longrunning", "grpc_health")
+NEEDED_TO_SERVE += ("grpc_reflection",)
+SERVED_TESTS = ROOT / "tests" / "gpu" / "test_served_generation.py"
 LIMIT_S = 460.0
 
 
@@ -35,16 +38,19 @@ def main() -> int:
         return 1
     print(f"gpu-check: {torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
     if missing:
-        print(f"gpu-check: this Python lacks {', '.join(missing)}, which the served system needs")
+        print(f"gpu-check: this Python lacks {', '.join(missing)}, which the checks need")
         return 1
+    cannot_serve = [name for name in NEEDED_TO_SERVE if not is_importable(name)]
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp) / "report.xml"
         begin_s = time.monotonic()
-        code = run_tests(report)
+        code = run_tests(report, is_served=not cannot_serve)
         if not report.exists():
             print(f"gpu-check: pytest ended with status {code} and wrote no report")
             return code or 1
         print_table(report)
+        if cannot_serve:
+            print(f"not run: the served generations; this Python lacks {', '.join(cannot_serve)}")
     print(f"gpu-check: {'passed' if code == 0 else 'FAILED'} in {time.monotonic() - begin_s:.0f} s")
     return code
 
@@ -56,11 +62,12 @@ def is_importable(name: str) -> bool:
         return False
 
 
-def run_tests(report: Path) -> int:
-    """pytest's exit status; 1 if it ran past the limit."""
+def run_tests(report: Path, *, is_served: bool) -> int:
+    """pytest's exit status; 1 if it ran past the limit. The served generations only where `is_served`."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / ".ci" / "gpu-pytest.ini"), "--rootdir", str(ROOT)]
     command += ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(ROOT / "tests" / "gpu")]
+    command += [] if is_served else [f"--ignore={SERVED_TESTS}"]
     try:
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:

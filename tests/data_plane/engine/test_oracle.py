@@ -52,7 +52,7 @@ class Served:
             assert job.tokens == answer.token_ids, f"prompt of {len(job.prompt)} tokens, slot {job.slot}"
 
 
-def serve(arch: str, directory: Path) -> Served:
+def serve(arch: str, directory: Path, *, device: str = "cpu") -> Served:
     checkpoint = make_checkpoint(directory / "model", arch)
     some = QUERY_VALUE.get(arch, ["q_proj", "v_proj"])
     adapters = {
@@ -60,7 +60,7 @@ def serve(arch: str, directory: Path) -> Served:
         "some": make_adapter(directory / "some", checkpoint, rank=4, alpha=8, targets=some, seed=2),
         "rs": make_adapter(directory / "rs", checkpoint, rank=16, alpha=8, rslora=True, seed=3),
     }
-    engine = build_engine(worker_config(checkpoint))
+    engine = build_engine(worker_config(checkpoint, device=device))
     slots: dict[str | None, int | None] = {None: None}
     for slot, (name, adapter_dir) in enumerate(adapters.items()):
         packed = pack(adapter_dir, engine.capacities.model_fingerprint)

@@ -1,0 +1,22 @@
+"""Generations by the engine on the GPU against transformers and PEFT on the CPU. Needs no server packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.data_plane.engine.planner import Planner
+from tests.data_plane.engine.test_oracle import serve
+from tests.makers import ARCHS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_mixed_batch_answers_what_transformers_and_peft_answer_alone(arch: str, tmp_path: Path) -> None:
+    served = serve(arch, tmp_path, device="cuda")
+    for chunk, preempt_at in [(7, -1), (64, 4)]:
+        jobs = served.jobs()
+        Planner(served.engine, chunk=chunk, max_running=9).run([job for job, _ in jobs], preempt_at=preempt_at)
+        served.check(jobs)
