@@ -234,7 +234,6 @@ def test_help_shows_both_sides(stage: Stage, capsys: pytest.CaptureFixture[str])
     assert "--control-plane" not in text
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux only")
 def test_no_orphan_stays_when_the_supervisor_is_killed(stage: Stage) -> None:
     program = f"""
         import asyncio, os

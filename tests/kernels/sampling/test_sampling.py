@@ -143,7 +143,6 @@ def test_bad_arguments_are_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_draws_what_the_cpu_draws() -> None:
     logits = make_logits(256, 32_000)
     rows = make_rows(256, temperature=0.9, top_k=50, top_p=0.9, position=7)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from control_plane.api.text.chat_template import (
     MAX_RENDERED_CHARS,
@@ -61,8 +62,7 @@ async def test_ids_equal_those_of_transformers(tmp_path: Path) -> None:
     directory = checkpoint(
         tmp_path / "m", {"eos_token": {"content": "</s>", "__type": "AddedToken"}, "chat_template": LLAMA_LIKE}
     )
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    theirs = PreTrainedTokenizerFast.from_pretrained(directory)
     codec = TextCodec.load(directory, tmp_path / "unused.json")
     expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     ours = ChatTemplate(LLAMA_LIKE, {"bos_token": "<s>", "eos_token": "</s>"}).render(MESSAGES)
