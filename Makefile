@@ -42,7 +42,14 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-python
 	$(PIP) install "torch==2.13.0"
 	@touch $@
 
-$(VENV)/.stamp-server: $(VENV)/.stamp-torch pyproject.toml constraints.txt client/pyproject.toml
+# A CUDA build of torch brings the triton that it was made with, and keeps it. A CPU build brings none: the tests then
+# run the GPU kernels in triton's interpreter. On platforms that it has no package for those tests are left out.
+$(VENV)/.stamp-triton: $(VENV)/.stamp-torch
+	@$(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' \
+	  || $(PIP) install 'triton==3.6.0; platform_system == "Linux" and platform_machine == "x86_64"'
+	@touch $@
+
+$(VENV)/.stamp-server: $(VENV)/.stamp-triton pyproject.toml constraints.txt client/pyproject.toml
 	@echo "== installing the server, the demo and the tests' needs"
 	$(PIP) install -c constraints.txt --group dev
 	$(PIP) install -c constraints.txt --build-constraint constraints.txt --editable client
