@@ -34,6 +34,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def _check_places(scheduler: Scheduler) -> None:
     """Each live request is in exactly one place, and who ended only holds what an unanswered plan names."""
     waiting, running = list(scheduler.waiting), scheduler.running
+    num_draining = sum(s.state is SequenceState.DRAINING for s in running)
+    assert scheduler.roster.num_draining == num_draining, "leaving requests are miscounted"
     assert [s.order for s in running] == sorted(s.order for s in running), "running requests are out of order"
     assert all(s.state is SequenceState.WAITING for s in waiting), "a request in the waiting queue is not waiting"
     assert all(s.state in _ROW_STATES for s in running), "a request that holds a row is in no state to hold one"

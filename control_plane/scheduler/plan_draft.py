@@ -5,11 +5,13 @@ The draft owns the token budget: nothing is scheduled without taking tokens from
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 
+from control_plane.scheduler.errors import ResultMismatch
 from control_plane.scheduler.sequence import Sequence
-from control_plane.scheduler.types import NewRow, ScheduledRow, StepPlan
+from control_plane.scheduler.types import NewRow, ScheduledRow, StepPlan, StepResult
 
 _row = attrgetter("row")
 
@@ -64,3 +66,22 @@ class PlanDraft:
             freed_rows=freed_rows,
         )
         return plan, Flight(step_id, self.decodes, self.prefills, sampled_rows)
+
+
+def check_answer(flights: deque[Flight], result: StepResult) -> None:
+    """Raise ResultMismatch unless the result answers the oldest of these plans, row by row."""
+    if not flights:
+        raise ResultMismatch(f"a result for step {result.step_id} came, but no plan is unanswered")
+    flight = flights[0]
+    if result.step_id != flight.step_id:
+        raise ResultMismatch(f"a result for step {result.step_id} came, step {flight.step_id} is the oldest unanswered")
+    expected = flight.sampled_rows
+    if result.failed_rows:
+        failed = set(result.failed_rows)
+        if not failed <= set(expected):
+            raise ResultMismatch(f"step {result.step_id}: failed rows {sorted(failed)} are not all rows that sample")
+        expected = [row for row in expected if row not in failed]
+    if result.rows != expected or len(result.token_ids) != len(expected):
+        raise ResultMismatch(
+            f"step {result.step_id}: {len(result.token_ids)} tokens for rows {result.rows}, expected are {expected}"
+        )
