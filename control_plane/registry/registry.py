@@ -12,50 +12,26 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from control_plane.errors import (
-    AdapterNotActive,
-    AdapterNotFound,
-    BaseModelMismatch,
-    EtagMismatch,
-    Exhausted,
-    MotetError,
-)
+from control_plane.errors import AdapterNotActive, Exhausted, MotetError
 from control_plane.registry.base_model import BaseModel
+from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.ingest import PackedInfo, ingest
-from control_plane.registry.limits import (
-    bad_page_token,
-    check_adapter_id,
-    check_digest,
-    check_display_name,
-    check_labels,
-    check_page_size,
-)
-from control_plane.registry.name_index import NameIndex
+from control_plane.registry.keyed_locks import KeyedLocks
+from control_plane.registry.limits import check_adapter_id, check_digest, check_display_name, check_labels
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, ResolvedAdapter, encode_record
 from control_plane.registry.recovery import recover
-from control_plane.registry.store import ADAPTER_ID, ArtifactStore
-from control_plane.scheduler.types import AdapterRef
+from control_plane.registry.store import ArtifactStore
 
 logger = logging.getLogger(__name__)
 
 MAX_VERSIONS = 1000
 _CONCURRENT_INGESTS = 2
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryStats:
-    """What the registry holds."""
-
-    num_registered: int  # names
-    num_stored: int  # distinct digests in the store
 
 
 class Registry:
@@ -72,17 +48,11 @@ class Registry:
     ) -> None:
         self.incarnation = 0  # durable, one more with every open
         self._store = store
-        self._base_model = base_model
+        self._catalog = Catalog(base_model)
         self._max_adapter_bytes = max_adapter_bytes
         self._clock = clock  # wall clock, seconds
         self._scratch_dir = scratch_dir
-        self._records: dict[str, AdapterRecord] = {}
-        # Invariants: the index holds the keys of _records; a digest's counts are over all records.
-        self._names = NameIndex()
-        self._num_names_by_digest: Counter[str] = Counter()
-        self._num_pins_by_digest: Counter[str] = Counter()
-        self._blobs: set[str] = set()  # complete in the store
-        self._locks: dict[str, _SharedLock] = {}
+        self._locks = KeyedLocks()  # a name's is taken before a blob's
         self._ingests = asyncio.Semaphore(_CONCURRENT_INGESTS)
         self._changes: set[asyncio.Task[Any]] = set()
 
@@ -100,11 +70,9 @@ class Registry:
         registry = cls(store, base_model, max_adapter_bytes=max_adapter_bytes, clock=clock, scratch_dir=scratch_dir)
         registry.incarnation = await asyncio.to_thread(store.acquire)
         recovered = await asyncio.to_thread(recover, store)
-        registry._blobs = set(recovered.blobs)
-        registry._names = NameIndex(record.adapter_id for record in recovered.records)
-        for record in recovered.records:
-            registry._keep(registry._judged(record))
-        logger.info("registry open incarnation=%d num_adapters=%d", registry.incarnation, len(registry._names))
+        registry._catalog = Catalog(base_model, recovered.blobs, recovered.records)
+        num_adapters = registry.stats().num_registered
+        logger.info("registry open incarnation=%d num_adapters=%d", registry.incarnation, num_adapters)
         return registry
 
     async def close(self) -> None:
@@ -117,57 +85,29 @@ class Registry:
 
     def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
         """The version a new request gets: the active one, or the one asked for."""
-        record = self.get(adapter_id)
-        if record.state is AdapterState.DELETING:
-            raise AdapterNotFound(f"adapter {adapter_id!r} is being deleted", resource=f"adapters/{adapter_id}")
-        if digest:
-            check_digest(digest, "adapter.digest")
-        if record.state is AdapterState.FAILED and not (digest and record.versions):
-            self._refuse_failed(record)
-        version = self._version(record, digest or record.active_digest)
-        if digest and (trouble := self._trouble(version)):
-            raise trouble
-        ref = AdapterRef(version.digest, version.arena_bytes, is_pinned=self._num_pins_by_digest[version.digest] > 0)
-        return ResolvedAdapter(adapter_id, version, ref)
+        return self._catalog.resolve(adapter_id, digest)
 
     def get(self, adapter_id: str) -> AdapterRecord:
         """The record of a name. Raises AdapterNotFound, which suggests the nearest names."""
-        check_adapter_id(adapter_id)
-        record = self._records.get(adapter_id)
-        if record is None:
-            nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
-            hint = f"did you mean {nearest}?" if nearest else "ListAdapters tells what there is"
-            raise AdapterNotFound(f"no adapter {adapter_id!r}; {hint}", resource=f"adapters/{adapter_id}")
-        return record
+        return self._catalog.get(adapter_id)
 
     def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
         """One page of records by name, and the token of the next page ("": none). 0 takes the default size."""
-        if page_token and not ADAPTER_ID.match(page_token):
-            raise bad_page_token()
-        names, has_more = self._names.page(page_token, check_page_size(page_size))
-        return [self._records[name] for name in names], names[-1] if has_more else ""
+        return self._catalog.list_page(page_size, page_token)
 
     def versions_page(
         self, adapter_id: str, page_size: int = 0, page_token: str = ""
     ) -> tuple[list[AdapterVersion], str]:
         """One page of a name's versions, newest first, and the token of the next page ("": none)."""
-        versions = self.get(adapter_id).versions
-        start = 0
-        if page_token:
-            digests = [version.digest for version in versions]
-            if page_token not in digests:
-                raise bad_page_token()
-            start = digests.index(page_token) + 1
-        page = list(versions[start : start + check_page_size(page_size)])
-        return page, page[-1].digest if start + len(page) < len(versions) else ""
+        return self._catalog.versions_page(adapter_id, page_size, page_token)
 
     def pinned_digests(self) -> list[str]:
         """Active digests of all pinned names, sorted."""
-        return sorted(digest for digest, count in self._num_pins_by_digest.items() if count)
+        return self._catalog.pinned_digests()
 
     def stats(self) -> RegistryStats:
         """Counts."""
-        return RegistryStats(num_registered=len(self._names), num_stored=len(self._blobs))
+        return self._catalog.stats()
 
     # ---- changes ----
 
@@ -227,8 +167,8 @@ class Registry:
         check_digest(digest)
 
         def change(record: AdapterRecord) -> AdapterRecord:
-            version = self._version(record, digest)
-            if trouble := self._trouble(version):
+            version = self._catalog.version(record, digest)
+            if trouble := self._catalog.trouble(version):
                 raise trouble
             return replace(record, active_digest=digest)
 
@@ -289,13 +229,13 @@ class Registry:
                         chunk_paths[-1].write_bytes(chunk)
 
                 packed = await asyncio.to_thread(
-                    ingest, files, self._base_model, max_adapter_bytes=self._max_adapter_bytes, sink=keep_chunk
+                    ingest, files, self._catalog.base_model, max_adapter_bytes=self._max_adapter_bytes, sink=keep_chunk
                 )
                 if is_abandoned.is_set():
                     raise _Abandoned
                 if validate_only:
                     return self._registered(adapter_id, packed, display_name, labels)
-                async with self._lock(f"name {adapter_id}"), self._lock(f"blob {packed.digest}"):
+                async with self._locks.hold(f"name {adapter_id}"), self._locks.hold(f"blob {packed.digest}"):
                     record = self._registered(adapter_id, packed, display_name, labels)
                     await self._store_version(record, packed, chunk_paths)
                 return record
@@ -304,7 +244,7 @@ class Registry:
 
     def _registrable(self, adapter_id: str) -> AdapterRecord | None:
         """The present record of the name, if any. Raises if nothing can be registered under it."""
-        record = self._records.get(adapter_id)
+        record = self._catalog.find(adapter_id)
         if record is not None and record.state is AdapterState.DELETING:
             raise AdapterNotActive(f"adapter {adapter_id!r} is being deleted; register it when that has ended")
         if record is not None and len(record.versions) >= MAX_VERSIONS:
@@ -322,12 +262,12 @@ class Registry:
             digest=packed.digest,
             kind=packed.kind,
             max_rank=packed.max_rank,
-            dtype=self._base_model.dtype,
+            dtype=self._catalog.base_model.dtype,
             size_bytes=packed.size_bytes,
             arena_bytes=packed.arena_bytes,
             target_modules=packed.target_modules,
             create_time_s=now_s,
-            base_fingerprint=self._base_model.fingerprint,
+            base_fingerprint=self._catalog.base_model.fingerprint,
         )
         record = self._registrable(adapter_id)
         if record is None or not record.versions:
@@ -366,22 +306,22 @@ class Registry:
         A half-written blob goes again. A whole one stays even if the record's write fails: whether that write took
         effect is not known then, and the next start removes blobs that no record names.
         """
-        if packed.digest not in self._blobs:
+        if packed.digest not in self._catalog.blobs:
             chunks = (path.read_bytes() for path in chunk_paths)
             try:
                 await asyncio.to_thread(self._store.put_blob, packed.digest, packed.manifest, chunks)
             except BaseException:
                 await self._delete_blob(packed.digest)
                 raise
-            self._blobs.add(packed.digest)
-        if self._records.get(record.adapter_id) is not record:
+            self._catalog.blobs.add(packed.digest)
+        if self._catalog.find(record.adapter_id) is not record:
             await asyncio.to_thread(self._store.write_record, record.adapter_id, encode_record(record))
-            self._keep(record)
+            self._catalog.keep(record)
             logger.info("adapter registered adapter_id=%s digest=%s", record.adapter_id, packed.digest)
 
     async def _delete_blob(self, digest: str) -> None:
         """Remove a blob; what fails is left for the next start, which removes unnamed blobs."""
-        self._blobs.discard(digest)
+        self._catalog.blobs.discard(digest)
         try:
             await asyncio.to_thread(self._store.delete_blob, digest)
         except MotetError as error:
@@ -391,22 +331,22 @@ class Registry:
         self, adapter_id: str, etag: str, change: Callable[[AdapterRecord], AdapterRecord]
     ) -> AdapterRecord:
         check_adapter_id(adapter_id)
-        async with self._lock(f"name {adapter_id}"):
-            record = self._current(adapter_id, etag)
+        async with self._locks.hold(f"name {adapter_id}"):
+            record = self._catalog.current(adapter_id, etag)
             if record.state is AdapterState.DELETING or not record.versions:
-                self._refuse_failed(record)
+                self._catalog.refuse_failed(record)
             changed = change(record)
             if changed == record:
                 return record
             changed = replace(changed, update_time_s=self._clock(), revision=record.revision + 1)
-            changed = self._judged(changed)
+            changed = self._catalog.judged(changed)
             await asyncio.to_thread(self._store.write_record, adapter_id, encode_record(changed))
-            self._keep(changed)
+            self._catalog.keep(changed)
             return changed
 
     async def _begin_delete(self, adapter_id: str, etag: str) -> list[str]:
-        async with self._lock(f"name {adapter_id}"):
-            record = self._current(adapter_id, etag)
+        async with self._locks.hold(f"name {adapter_id}"):
+            record = self._catalog.current(adapter_id, etag)
             if record.state is not AdapterState.DELETING:
                 deleting = replace(
                     record,
@@ -418,113 +358,24 @@ class Registry:
                 )
                 if record.versions:  # an unreadable record stays as it is until it is removed
                     await asyncio.to_thread(self._store.write_record, adapter_id, encode_record(deleting))
-                self._keep(deleting)
+                self._catalog.keep(deleting)
                 logger.info("adapter being deleted adapter_id=%s", adapter_id)
             digests = {version.digest for version in record.versions}
-            return sorted(digest for digest in digests if self._num_names_by_digest[digest] == 1)
+            return sorted(digest for digest in digests if self._catalog.num_names(digest) == 1)
 
     async def _finish_delete(self, adapter_id: str) -> None:
-        async with self._lock(f"name {adapter_id}"):
+        async with self._locks.hold(f"name {adapter_id}"):
             record = self.get(adapter_id)
             if record.state is not AdapterState.DELETING:
                 raise AdapterNotActive(f"adapter {adapter_id!r} is not being deleted")
             await asyncio.to_thread(self._store.delete_record, adapter_id)
-            self._drop(record)
+            self._catalog.drop(record)
             for digest in sorted({version.digest for version in record.versions}):
-                async with self._lock(f"blob {digest}"):
-                    if not self._num_names_by_digest[digest]:
+                async with self._locks.hold(f"blob {digest}"):
+                    if not self._catalog.num_names(digest):
                         await self._delete_blob(digest)
             logger.info("adapter deleted adapter_id=%s", adapter_id)
-
-    def _current(self, adapter_id: str, etag: str) -> AdapterRecord:
-        record = self.get(adapter_id)
-        if etag and etag != record.etag:
-            raise EtagMismatch(f"adapter {adapter_id!r} changed since it was read; read it again and retry")
-        return record
-
-    # ---- memory ----
-
-    def _keep(self, record: AdapterRecord) -> None:
-        old = self._records.get(record.adapter_id)
-        if old is not None:
-            self._count(old, -1)
-        self._records[record.adapter_id] = record
-        self._names.add(record.adapter_id)
-        self._count(record, 1)
-
-    def _drop(self, record: AdapterRecord) -> None:
-        self._count(record, -1)
-        del self._records[record.adapter_id]
-        self._names.remove(record.adapter_id)
-
-    def _count(self, record: AdapterRecord, change: int) -> None:
-        for counter, digests in (
-            (self._num_names_by_digest, [version.digest for version in record.versions]),
-            (self._num_pins_by_digest, [record.active_digest] if record.is_pinned else []),
-        ):
-            for digest in digests:
-                counter[digest] += change
-                if not counter[digest]:
-                    del counter[digest]
-
-    # ---- judging ----
-
-    def _judged(self, record: AdapterRecord) -> AdapterRecord:
-        """The record as ACTIVE or FAILED, by whether its active version can be served here."""
-        if record.state is AdapterState.DELETING or record.active_version is None:
-            return record
-        trouble = self._trouble(record.active_version)
-        state = AdapterState.FAILED if trouble else AdapterState.ACTIVE
-        return replace(record, state=state, state_reason=str(trouble or ""))
-
-    def _trouble(self, version: AdapterVersion) -> MotetError | None:
-        """Why this version cannot be served, if it cannot."""
-        if version.base_fingerprint != self._base_model.fingerprint:
-            return BaseModelMismatch("it was registered for another base model; register it again for this one")
-        if version.dtype != self._base_model.dtype:
-            return BaseModelMismatch(
-                f"it was packed as {version.dtype} and the base model is served as {self._base_model.dtype}; "
-                "register it again"
-            )
-        if version.digest not in self._blobs:
-            return AdapterNotActive("its weights are missing in the artifact store; register it again")
-        return None
-
-    def _refuse_failed(self, record: AdapterRecord) -> None:
-        message = f"adapter {record.adapter_id!r} is {record.state.value}: {record.state_reason}"
-        trouble = self._trouble(record.active_version) if record.active_version else None
-        raise BaseModelMismatch(message) if isinstance(trouble, BaseModelMismatch) else AdapterNotActive(message)
-
-    def _version(self, record: AdapterRecord, digest: str) -> AdapterVersion:
-        version = record.version(digest)
-        if version is None:
-            raise AdapterNotFound(
-                f"adapter {record.adapter_id!r} has no version {digest}; ListAdapterVersions tells what there is",
-                resource=f"adapters/{record.adapter_id}",
-            )
-        return version
-
-    # ---- locks ----
-
-    @asynccontextmanager
-    async def _lock(self, key: str) -> AsyncIterator[None]:
-        """One holder per key; forgotten when nobody wants it. A name's lock is taken before a blob's."""
-        shared = self._locks.setdefault(key, _SharedLock())
-        shared.num_users += 1
-        try:
-            async with shared.lock:
-                yield
-        finally:
-            shared.num_users -= 1
-            if not shared.num_users:
-                del self._locks[key]
 
 
 class _Abandoned(MotetError):
     """Nobody waits for this registration any more."""
-
-
-class _SharedLock:
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.num_users = 0

@@ -1,0 +1,179 @@
+"""The registry's memory: every record, the index of names, what is in the store, and what of it can be served.
+
+No I/O. The registry writes a change to the store first and keeps it here then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from control_plane.errors import AdapterNotActive, AdapterNotFound, BaseModelMismatch, EtagMismatch, MotetError
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.limits import bad_page_token, check_adapter_id, check_digest, check_page_size
+from control_plane.registry.name_index import NameIndex
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, ResolvedAdapter
+from control_plane.registry.store import ADAPTER_ID
+from control_plane.scheduler.types import AdapterRef
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryStats:
+    """What the registry holds."""
+
+    num_registered: int  # names
+    num_stored: int  # distinct digests in the store
+
+
+class Catalog:
+    """All records of one base model."""
+
+    def __init__(self, base_model: BaseModel, blobs: Iterable[str] = (), records: Sequence[AdapterRecord] = ()) -> None:
+        """`records` as the store has them; whether each can be served is judged here."""
+        self.base_model = base_model
+        self.blobs = set(blobs)  # digests that are complete in the store
+        self._records: dict[str, AdapterRecord] = {}
+        # Invariants: the index holds the keys of _records; a digest's counts are over all records.
+        self._names = NameIndex(record.adapter_id for record in records)
+        self._num_names_by_digest: Counter[str] = Counter()
+        self._num_pins_by_digest: Counter[str] = Counter()
+        for record in records:
+            self.keep(self.judged(record))
+
+    # ---- reading ----
+
+    def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
+        """The version a new request gets: the active one, or the one asked for."""
+        record = self.get(adapter_id)
+        if record.state is AdapterState.DELETING:
+            raise AdapterNotFound(f"adapter {adapter_id!r} is being deleted", resource=f"adapters/{adapter_id}")
+        if digest:
+            check_digest(digest, "adapter.digest")
+        if record.state is AdapterState.FAILED and not (digest and record.versions):
+            self.refuse_failed(record)
+        version = self.version(record, digest or record.active_digest)
+        if digest and (trouble := self.trouble(version)):
+            raise trouble
+        ref = AdapterRef(version.digest, version.arena_bytes, is_pinned=self._num_pins_by_digest[version.digest] > 0)
+        return ResolvedAdapter(adapter_id, version, ref)
+
+    def get(self, adapter_id: str) -> AdapterRecord:
+        """The record of a name. Raises AdapterNotFound, which suggests the nearest names."""
+        check_adapter_id(adapter_id)
+        record = self._records.get(adapter_id)
+        if record is None:
+            nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
+            hint = f"did you mean {nearest}?" if nearest else "ListAdapters tells what there is"
+            raise AdapterNotFound(f"no adapter {adapter_id!r}; {hint}", resource=f"adapters/{adapter_id}")
+        return record
+
+    def find(self, adapter_id: str) -> AdapterRecord | None:
+        """The record of a name, if there is one."""
+        return self._records.get(adapter_id)
+
+    def current(self, adapter_id: str, etag: str) -> AdapterRecord:
+        """The record of a name, if it is the one that the caller read ("" matches any)."""
+        record = self.get(adapter_id)
+        if etag and etag != record.etag:
+            raise EtagMismatch(f"adapter {adapter_id!r} changed since it was read; read it again and retry")
+        return record
+
+    def version(self, record: AdapterRecord, digest: str) -> AdapterVersion:
+        """A version of a record. Raises AdapterNotFound."""
+        version = record.version(digest)
+        if version is None:
+            raise AdapterNotFound(
+                f"adapter {record.adapter_id!r} has no version {digest}; ListAdapterVersions tells what there is",
+                resource=f"adapters/{record.adapter_id}",
+            )
+        return version
+
+    def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
+        """One page of records by name, and the token of the next page ("": none). 0 takes the default size."""
+        if page_token and not ADAPTER_ID.match(page_token):
+            raise bad_page_token()
+        names, has_more = self._names.page(page_token, check_page_size(page_size))
+        return [self._records[name] for name in names], names[-1] if has_more else ""
+
+    def versions_page(
+        self, adapter_id: str, page_size: int = 0, page_token: str = ""
+    ) -> tuple[list[AdapterVersion], str]:
+        """One page of a name's versions, newest first, and the token of the next page ("": none)."""
+        versions = self.get(adapter_id).versions
+        start = 0
+        if page_token:
+            digests = [version.digest for version in versions]
+            if page_token not in digests:
+                raise bad_page_token()
+            start = digests.index(page_token) + 1
+        page = list(versions[start : start + check_page_size(page_size)])
+        return page, page[-1].digest if start + len(page) < len(versions) else ""
+
+    def pinned_digests(self) -> list[str]:
+        """Active digests of all pinned names, sorted."""
+        return sorted(digest for digest, count in self._num_pins_by_digest.items() if count)
+
+    def num_names(self, digest: str) -> int:
+        """Names that have a version of this digest."""
+        return self._num_names_by_digest[digest]
+
+    def stats(self) -> RegistryStats:
+        """Counts."""
+        return RegistryStats(num_registered=len(self._names), num_stored=len(self.blobs))
+
+    # ---- changing ----
+
+    def keep(self, record: AdapterRecord) -> None:
+        """Put a record in the place of the one with its name."""
+        old = self._records.get(record.adapter_id)
+        if old is not None:
+            self._count(old, -1)
+        self._records[record.adapter_id] = record
+        self._names.add(record.adapter_id)
+        self._count(record, 1)
+
+    def drop(self, record: AdapterRecord) -> None:
+        """Forget a record."""
+        self._count(record, -1)
+        del self._records[record.adapter_id]
+        self._names.remove(record.adapter_id)
+
+    def _count(self, record: AdapterRecord, change: int) -> None:
+        for counter, digests in (
+            (self._num_names_by_digest, [version.digest for version in record.versions]),
+            (self._num_pins_by_digest, [record.active_digest] if record.is_pinned else []),
+        ):
+            for digest in digests:
+                counter[digest] += change
+                if not counter[digest]:
+                    del counter[digest]
+
+    # ---- judging ----
+
+    def judged(self, record: AdapterRecord) -> AdapterRecord:
+        """The record as ACTIVE or FAILED, by whether its active version can be served here."""
+        if record.state is AdapterState.DELETING or record.active_version is None:
+            return record
+        trouble = self.trouble(record.active_version)
+        state = AdapterState.FAILED if trouble else AdapterState.ACTIVE
+        return replace(record, state=state, state_reason=str(trouble or ""))
+
+    def trouble(self, version: AdapterVersion) -> MotetError | None:
+        """Why this version cannot be served, if it cannot."""
+        if version.base_fingerprint != self.base_model.fingerprint:
+            return BaseModelMismatch("it was registered for another base model; register it again for this one")
+        if version.dtype != self.base_model.dtype:
+            return BaseModelMismatch(
+                f"it was packed as {version.dtype} and the base model is served as {self.base_model.dtype}; "
+                "register it again"
+            )
+        if version.digest not in self.blobs:
+            return AdapterNotActive("its weights are missing in the artifact store; register it again")
+        return None
+
+    def refuse_failed(self, record: AdapterRecord) -> None:
+        """Raise the reason for which a name is not served."""
+        message = f"adapter {record.adapter_id!r} is {record.state.value}: {record.state_reason}"
+        trouble = self.trouble(record.active_version) if record.active_version else None
+        raise BaseModelMismatch(message) if isinstance(trouble, BaseModelMismatch) else AdapterNotActive(message)
