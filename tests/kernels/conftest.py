@@ -10,6 +10,7 @@ import os
 import platform
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,21 +26,43 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def let_interpreter_count() -> None:
-    """Let the interpreter of Triton 3.6 run `range(0, n)` for an n that is known at run time.
+def mend_interpreter() -> None:
+    """Mend what the interpreter of Triton 3.6 gets wrong.
 
-    It takes int() of an array with one element, which NumPy 2.4 refuses.
+    `range(0, n)` of an n known at run time takes int() of an array with one element, which NumPy 2.4 refuses.
+    float32 is cut off to bfloat16 instead of rounded, and `tl.dot` takes the bits of bfloat16 for integers.
     """
+    from triton import language as tl
     from triton.runtime import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, convert_float = interpreter._patch_lang_tensor, interpreter._convert_float
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    def convert_and_round(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(data)).to(torch.bfloat16)
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (data.astype(np.uint32) << 16).view(np.float32)
+        return convert_float(data, source, target, rounding)
+
+    def widen(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle(convert_and_round(handle.data, tl.bfloat16, tl.float32, None), tl.float32)
+
+    def dot_of_floats(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, widen(a), widen(b), *rest)
+
     interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter._convert_float = convert_and_round
+    builder.create_dot = dot_of_floats
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON:
-    let_interpreter_count()
+    mend_interpreter()
