@@ -19,8 +19,11 @@ from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, SlotC
 # An adapter that waits for a slot lets this many requests with other adapters be admitted; then slots are drained
 # for it. Small enough that a cold adapter waits for about one full batch, large enough that a load is paid for.
 STARVATION_ADMISSIONS = 32
-# Loads of one adapter that may fail (retryably) before the requests that wait for it fail: the first and 3 more.
-MAX_LOAD_ATTEMPTS = 4
+# A load that failed, and may succeed later, is tried again after this time, doubled with every failure up to the most.
+# Seven attempts span 7.75 s: a store or a cache that is away for 5 s, the time of a restart, only delays.
+LOAD_BACKOFF_S = 0.25
+MAX_LOAD_BACKOFF_S = 2.0
+MAX_LOAD_ATTEMPTS = 7
 # Adapters looked at beyond the first that does not fit, so that a step costs the same however many wait.
 PREFETCH_LOOKAHEAD = 16
 
@@ -60,6 +63,7 @@ class Want:
     ref: AdapterRef
     num_waiting: int = 0  # requests
     num_failures: int = 0  # loads that failed in a row
+    retry_at_s: float = 0.0  # while it is backing off: when it is to be loaded again
     admissions_before: int = 0  # admissions with an adapter until it began to wait for a slot
 
 
@@ -78,8 +82,9 @@ class AdapterSlots:
         # Invariant: READY slots without leases, least recently used first.
         self._idle: OrderedDict[int, Slot] = OrderedDict()
         self._wants: dict[str, Want] = {}  # num_waiting > 0
-        # Invariant: the wants that are in no LOADING or READY slot, in the order in which they began to lack one.
-        self._unplaced: dict[str, Want] = {}
+        # Invariant: a want whose adapter is in no LOADING or READY slot is in exactly one of these two.
+        self._unplaced: dict[str, Want] = {}  # in the order in which they began to lack a slot
+        self._backing_off: dict[str, Want] = {}  # their load failed a moment ago
         self._draining: list[Slot] = []
         self._retired: set[str] = set()  # digests to evict as soon as they are idle
         self._commands: list[SlotCommand] = []
@@ -100,7 +105,7 @@ class AdapterSlots:
         slot = self._by_digest.get(ref.digest)
         if slot is not None:
             self.set_pinned(ref.digest, is_pinned=ref.is_pinned)  # the newest word on it
-        elif ref.digest not in self._unplaced:
+        elif ref.digest not in self._unplaced and ref.digest not in self._backing_off:
             self._join_unplaced(want)
 
     def unwant(self, digest: str) -> None:
@@ -110,6 +115,7 @@ class AdapterSlots:
         if want.num_waiting == 0:
             del self._wants[digest]
             self._unplaced.pop(digest, None)
+            self._backing_off.pop(digest, None)
             self._is_dirty = True
 
     def is_admissible(self, digest: str | None) -> bool:
@@ -179,8 +185,11 @@ class AdapterSlots:
         self._num_evicting -= 1
         self._clear(slot)
 
-    def failed(self, slot_idx: int, generation: int, *, is_retryable: bool) -> str | None:
-        """The load failed; the digest if it will not be tried again, None if it will be or nobody waits for it."""
+    def failed(self, slot_idx: int, generation: int, *, is_retryable: bool, now_s: float) -> str | None:
+        """The load failed; the digest if it will not be tried again, None if it will be or nobody waits for it.
+
+        It is tried again by the first `retry_due` after its backoff.
+        """
         slot = self._reported(slot_idx, generation, SlotState.LOADING)
         digest = slot.adapter.digest
         del self._by_digest[digest]
@@ -189,8 +198,18 @@ class AdapterSlots:
         if want is None:
             return None
         want.num_failures += 1
-        self._join_unplaced(want)
-        return None if is_retryable and want.num_failures < MAX_LOAD_ATTEMPTS else digest
+        if not is_retryable or want.num_failures >= MAX_LOAD_ATTEMPTS:
+            self._join_unplaced(want)
+            return digest
+        want.retry_at_s = now_s + min(LOAD_BACKOFF_S * 2 ** (want.num_failures - 1), MAX_LOAD_BACKOFF_S)
+        self._backing_off[digest] = want
+        return None
+
+    def retry_due(self, now_s: float) -> None:
+        """Let adapters whose backoff is over take part in `place` again."""
+        if self._backing_off:
+            for digest in [digest for digest, want in self._backing_off.items() if now_s >= want.retry_at_s]:
+                self._join_unplaced(self._backing_off.pop(digest))
 
     # ---- what is done about it ----
 
@@ -270,7 +289,9 @@ class AdapterSlots:
         idle = {slot.slot_idx for slot in placed if slot.state is SlotState.READY and slot.num_leases == 0}
         assert set(self._idle) == idle, "idle slots are miscounted"
         assert {d: want.num_waiting for d, want in self._wants.items()} == waiting, "wanted adapters are miscounted"
-        assert set(self._unplaced) == set(self._wants) - set(self._by_digest), "an adapter is wanted but not placed"
+        lacking = [*self._unplaced, *self._backing_off]
+        assert len(set(lacking)) == len(lacking), "an adapter is backing off and is not"
+        assert set(lacking) == set(self._wants) - set(self._by_digest), "an adapter is wanted but not placed"
         assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
         assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
 

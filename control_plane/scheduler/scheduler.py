@@ -91,7 +91,11 @@ class Scheduler:
             self.roster.unhold(sequence)
 
     def expire(self, now_s: float) -> list[RequestOutput]:
-        """End requests whose deadline is reached, wherever they are."""
+        """Do what time brings about, and return every end that is not told yet; to be called every so often.
+
+        Requests whose deadline is reached end, wherever they are, and loads that failed are tried again.
+        """
+        self.slots.retry_due(now_s)
         self._end_expired(now_s)
         return self._take_outputs()
 
@@ -116,8 +120,11 @@ class Scheduler:
     def slot_failed(
         self, slot: int, generation: int, reason: str, *, is_retryable: bool, now_s: float
     ) -> list[RequestOutput]:
-        """A load failed: tried again a few times if that may help, else the requests that wait for it end."""
-        digest = self.slots.failed(slot, generation, is_retryable=is_retryable)
+        """A load failed: tried again later if that may help, else the requests that wait for it end.
+
+        Later is the first `expire` after a backoff.
+        """
+        digest = self.slots.failed(slot, generation, is_retryable=is_retryable, now_s=now_s)
         if digest is not None:
             self._give_up_adapter(digest, reason)
         return self._take_outputs()

@@ -117,6 +117,12 @@ class Bench:
             self.step()
         raise AssertionError(f"{self.scheduler.num_unfinished} requests did not end in {max_steps} steps")
 
+    def run_until_idle(self) -> None:
+        """Until there is nothing to compute and to load."""
+        while self.obey() or self.plan() is not None or self.sent:
+            if self.sent:
+                self.answer()
+
     def running_ids(self) -> list[int]:
         """Requests that hold a row, in order of arrival."""
         return [sequence.request.request_id for sequence in self.scheduler.running]

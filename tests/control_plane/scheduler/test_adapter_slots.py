@@ -123,20 +123,42 @@ def test_a_request_that_pinned_adapters_leave_no_room_for_ends_at_once() -> None
     assert len(bench.tokens[4]) == 4
 
 
-def test_a_retryable_load_failure_is_tried_three_times_more() -> None:
+def test_a_retryable_load_failure_is_tried_again_after_growing_pauses_and_then_given_up() -> None:
     bench = Bench()
     bench.add(make_request(1, adapter=ONE), make_request(2, adapter=ONE))
     outputs: list[RequestOutput] = []
-    for attempt in range(MAX_LOAD_ATTEMPTS):
+    now_s = 100.0
+    for attempt, pause_s in enumerate([0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 2.0], start=1):
         assert outputs == []
+        assert bench.scheduler.expire(now_s + pause_s - 0.01) == []
+        assert pause_s == 0.0 or bench.scheduler.slot_commands() == []
+        now_s += pause_s
+        assert bench.scheduler.expire(now_s) == []
         (command,) = bench.scheduler.slot_commands()
-        assert command == LoadSlot(0, attempt + 1, ONE.digest)
-        outputs = bench.scheduler.slot_failed(0, attempt + 1, "bytes are gone", is_retryable=True, now_s=0.0)
+        assert command == LoadSlot(0, attempt, ONE.digest)
+        outputs = bench.scheduler.slot_failed(0, attempt, "bytes are gone", is_retryable=True, now_s=now_s)
+        bench.scheduler.check_invariants()
+    assert attempt == MAX_LOAD_ATTEMPTS
     assert [(o.request_id, o.finish_reason, o.message) for o in outputs] == [
         (1, FinishReason.ADAPTER_FAILED, "bytes are gone"),
         (2, FinishReason.ADAPTER_FAILED, "bytes are gone"),
     ]
     assert bench.scheduler.slot_commands() == []
+
+
+def test_a_load_that_backs_off_keeps_no_other_adapter_from_its_slot() -> None:
+    bench = Bench(num_slots=1)
+    bench.add(make_request(1, adapter=ONE), make_request(2, adapter=TWO))
+    bench.scheduler.slot_commands()
+    bench.scheduler.slot_failed(0, 1, "the store is away", is_retryable=True, now_s=0.0)
+    bench.add(make_request(3, adapter=ONE))  # joins the wait, which it does not shorten
+    bench.run_until_idle()
+    assert set(bench.ends) == {2}
+    bench.scheduler.cancel(RequestId(1), 0.1)
+    bench.scheduler.check_invariants()
+    bench.scheduler.expire(0.25)
+    bench.run()
+    assert len(bench.tokens[3]) == 4
 
 
 def test_a_load_failure_that_is_not_retryable_ends_the_requests_at_once() -> None:
