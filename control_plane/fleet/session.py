@@ -135,7 +135,7 @@ class WorkerSession:
         return set(self._request_by_row.values())
 
     def tick(self, now_s: float, *, was_asleep: bool = False) -> None:
-        """Send a ping that is due, end requests whose deadline passed, notice a silent worker.
+        """Send a ping that is due, do what else is due by time, notice a silent worker.
 
         `was_asleep`: this process did not run for a while, so that silence proves nothing.
         """
@@ -150,10 +150,8 @@ class WorkerSession:
             self._num_pings += 1
             self._send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._num_pings)))
         with self._edge():
-            outputs = self.scheduler.expire(now_s)
-            if outputs:
-                self._owner.on_outputs(self, outputs)
-                self._pump_soon()
+            self._deliver_ends()  # deadlines, and loads that are to be tried again, need no message to come up
+            self._pump()
 
     def end(self, code: grpc.StatusCode | None, reason: str, *, is_death: bool = False) -> None:
         """End the session once; None: the stream ends without an error."""
@@ -220,6 +218,7 @@ class WorkerSession:
             # Accepted tokens reach their streams in any case: the requests move on from behind them.
             if outputs:
                 self._owner.on_outputs(self, outputs)
+        self._deliver_ends()
         self._owner.on_changed()
 
     def _on_slot_state(self, message: plan_pb2.SlotState) -> None:
@@ -240,6 +239,7 @@ class WorkerSession:
         else:
             raise GarbageResult(f"slot {slot}: state {message.state}")
         self._pump()
+        self._deliver_ends()
         self._owner.on_changed()
 
     # ---- plans ----
@@ -248,6 +248,7 @@ class WorkerSession:
         """Send every slot command and every plan that the credits allow."""
         with self._edge():
             self._pump()
+            self._deliver_ends()
 
     def _pump(self) -> None:
         self._is_pump_due = False
@@ -262,6 +263,12 @@ class WorkerSession:
             for new in plan.new_rows:
                 self._request_by_row[new.row] = new.request_id
             self._send(self._encoder.encode(plan))
+
+    def _deliver_ends(self) -> None:
+        """Tell of requests that ended without an answer of the worker, a plan's and a slot command's included."""
+        if not self.ended.is_set() and (outputs := self.scheduler.expire(self._clock())):
+            self._owner.on_outputs(self, outputs)
+            self._pump_soon()
 
     def _pump_soon(self) -> None:
         """Pump once after everything that happens in this turn of the loop: a burst of requests makes one plan."""

@@ -23,6 +23,7 @@ from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
 from control_plane.scheduler.types import AdapterRef, Request
+from data_plane.errors import AdapterLoadError
 from data_plane.plan import Capacities, StepOutput
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.wire import decode_plan, encode_hello, encode_output
@@ -225,8 +226,13 @@ class LoopbackWorker:
             load = message.load_adapter
             weights = self.fleet._weights
             assert isinstance(weights, FakeWeights)
-            self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(weights.packed))
-            self.answers.append(self._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY))
+            answer = self._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY)
+            try:
+                self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(weights.packed))
+            except AdapterLoadError as error:
+                answer.slot_state.state = plan_pb2.SlotState.STATE_FAILED
+                answer.slot_state.retryable = error.is_retryable
+            self.answers.append(answer)
         elif kind == "evict_adapter":
             evict = message.evict_adapter
             self.engine.slots.evict(evict.slot, evict.generation)

@@ -69,6 +69,17 @@ def assert_nothing_held(worker: LoopbackWorker) -> None:
     worker.session.scheduler.check_invariants()
 
 
+async def pass_time(clock: FakeClock, fleet: Fleet, workers: list[LoopbackWorker], seconds: float) -> None:
+    """Let time pass in ticks, with workers that are alive."""
+    for _ in range(round(seconds / 0.1)):
+        clock.advance(0.1)
+        for worker in workers:
+            worker.session.receive(heartbeat())
+            await worker.turn()
+        fleet.tick()
+    await asyncio.sleep(0)
+
+
 # ---- tokens ----
 
 
@@ -495,6 +506,34 @@ async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> N
     with pytest.raises(DeadlineExceeded):
         await read_all(stream)
     assert_nothing_held(worker)
+
+
+async def test_what_pinned_adapters_leave_no_room_for_is_told_at_once(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_slots=1))
+    pinned, other = (weights_of(fleet).add(name) for name in "ab")
+    await run_all(worker, [fleet.submit(make_request(fleet, [1], 2, pinned))])
+    worker.session.scheduler.pin(pinned.digest)
+    stream = fleet.submit(make_request(fleet, [1], 2, other))
+    await asyncio.sleep(0)  # the pump: nothing is sent, nothing will be answered
+    with pytest.raises(AdapterLoadFailed):
+        async with asyncio.timeout(10):
+            await read_all(stream)
+
+
+async def test_store_that_is_away_for_five_seconds_only_delays(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    adapter = weights_of(fleet).add("a")
+    worker.engine.hash_slots.failing[adapter.digest] = True
+    request = make_request(fleet, [1, 2], 5, adapter)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await pass_time(clock, fleet, [worker], 5.0)
+    assert not reader.done()
+    assert worker.num_answered == 5  # loads, at 0, 0.25, 0.75, 1.75 and 3.75 s
+    worker.engine.hash_slots.failing.clear()
+    await pass_time(clock, fleet, [worker], 2.0)
+    assert reader.done() and reader.result() == expected(request)
 
 
 async def test_drain_lets_requests_finish_and_takes_no_more(clock: FakeClock) -> None:
