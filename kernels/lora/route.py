@@ -1,0 +1,83 @@
+"""Tokens grouped by slot on their device: what the shrink and expand kernels walk over.
+
+A route has one size for one number of tokens and slots, whatever the tokens name, and building it never waits for
+the device: a captured graph may hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# The fewest rows of a tensor core product.
+MIN_BLOCK_TOKENS = 16
+# From so many tokens on, a group is likely to fill blocks of 32, and each block reads its adapter once.
+MANY_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoute:
+    """Blocks of tokens that share a slot. Build it with `lora_route`."""
+
+    order: torch.Tensor  # int32 [T]: tokens that have an adapter by slot, each slot's in rising order; then -1
+    block_slot: torch.Tensor  # int32 [num_blocks]: the block's slot; -1 for the blocks that are not needed
+    block_start: torch.Tensor  # int32 [num_blocks]: the block's first index into order
+    block_end: torch.Tensor  # int32 [num_blocks]: past its last
+    block_tokens: int  # the most tokens of a block
+
+    @property
+    def num_tokens(self) -> int:
+        return self.order.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.block_slot.shape[0]
+
+
+def max_blocks(num_tokens: int, num_slots: int, block_tokens: int) -> int:
+    """Blocks that T tokens need at most: G groups fill G + (T - G) // block_tokens."""
+    num_groups = min(num_tokens, num_slots)
+    return num_groups + (num_tokens - num_groups) // block_tokens
+
+
+def default_block_tokens(num_tokens: int) -> int:
+    return 2 * MIN_BLOCK_TOKENS if num_tokens >= MANY_TOKENS else MIN_BLOCK_TOKENS
+
+
+def empty_route(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> DeviceRoute:
+    """A route of the right sizes whose values are not set."""
+    num_tokens = token_slots.shape[0]
+    num_blocks = max_blocks(num_tokens, num_slots, block_tokens)
+    order = token_slots.new_empty(num_tokens)
+    return DeviceRoute(order, *(token_slots.new_empty(num_blocks) for _ in range(3)), block_tokens)
+
+
+def route_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> DeviceRoute:
+    """The definition, and what runs where there is no Triton."""
+    route = empty_route(token_slots, num_slots, block_tokens)
+    has_slot = (token_slots >= 0) & (token_slots < num_slots)
+    keys = torch.where(has_slot, token_slots, num_slots)
+    ordered, order = torch.sort(keys, stable=True)
+    route.order.copy_(torch.where(ordered < num_slots, order, -1))
+    slots = torch.arange(num_slots, device=token_slots.device)
+    counts = (keys[None, :] == slots[:, None]).sum(1)
+    starts = counts.cumsum(0) - counts
+    num_blocks = (counts + block_tokens - 1) // block_tokens
+    last_block = num_blocks.cumsum(0)
+    block = torch.arange(route.num_blocks, device=token_slots.device)
+    slot = torch.searchsorted(last_block, block, right=True)
+    is_used = slot < num_slots
+    slot = slot.clamp(max=num_slots - 1)
+    start = starts[slot] + (block - last_block[slot] + num_blocks[slot]) * block_tokens
+    end = torch.minimum(start + block_tokens, starts[slot] + counts[slot])
+    route.block_slot.copy_(torch.where(is_used, slot, -1))
+    route.block_start.copy_(torch.where(is_used, start, 0))
+    route.block_end.copy_(torch.where(is_used, end, 0))
+    return route
+
+
+def blocks_of_one(token_slots: torch.Tensor) -> DeviceRoute:
+    """Every token a block of its own: what the bgmv operators walk over."""
+    indices = torch.arange(token_slots.shape[0] + 1, dtype=torch.int32, device=token_slots.device)
+    return DeviceRoute(indices[:-1], token_slots, indices[:-1], indices[1:], 1)

@@ -1,0 +1,92 @@
+"""lora_route in Triton against its definition, and the definition against a plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.lora import lora_route, triton_route
+from kernels.lora.route import DeviceRoute, max_blocks, route_in_torch
+
+ROUTES = {
+    "no token": ([], 4),
+    "one token": ([2], 4),
+    "none has an adapter": ([-1, -1, -1], 4),
+    "one slot": ([0] * 7, 1),
+    "gaps": ([5, -1, 0, 5, 2, 2, 5, -1, 5], 6),
+    "more slots than tokens": ([9, 3, 9], 11),
+    "a slot beyond the table has none": ([0, 9, 1, 4], 4),
+    "several blocks": ([1] * 37 + [0, -1] * 5 + [3] * 16, 4),
+}
+
+
+def plain(slots: list[int], num_slots: int, block_tokens: int) -> dict[str, list[int]]:
+    """By Python lists."""
+    order: list[int] = []
+    blocks: list[tuple[int, int, int]] = []
+    for slot in range(num_slots):
+        tokens = [token for token, named in enumerate(slots) if named == slot]
+        start, end = len(order), len(order) + len(tokens)
+        order += tokens
+        blocks += [(slot, first, min(first + block_tokens, end)) for first in range(start, end, block_tokens)]
+    order += [-1] * (len(slots) - len(order))
+    blocks += [(-1, 0, 0)] * (max_blocks(len(slots), num_slots, block_tokens) - len(blocks))
+    return {
+        "order": order,
+        "block_slot": [block[0] for block in blocks],
+        "block_start": [block[1] for block in blocks],
+        "block_end": [block[2] for block in blocks],
+    }
+
+
+def lists(route: DeviceRoute) -> dict[str, list[int]]:
+    values = {field.name: getattr(route, field.name) for field in fields(route)}
+    return {name: value.tolist() for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+def test_both_equal_a_plain_loop(name: str, block_tokens: int, device: torch.device) -> None:
+    slots, num_slots = ROUTES[name]
+    token_slots = torch.tensor(slots, dtype=torch.int32, device=device)
+    expected = plain(slots, num_slots, block_tokens)
+    assert lists(route_in_torch(token_slots, num_slots, block_tokens)) == expected
+    assert lists(triton_route.route(token_slots, num_slots, block_tokens, block=16)) == expected
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.lists(st.integers(-1, 8), max_size=60), st.sampled_from([1, 3, 16]))
+def test_random_routes(num_slots: int, slots: list[int], block_tokens: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    token_slots = torch.tensor(slots, dtype=torch.int32, device=device)
+    expected = plain(slots, num_slots, block_tokens)
+    assert lists(route_in_torch(token_slots, num_slots, block_tokens)) == expected
+    assert lists(triton_route.route(token_slots, num_slots, block_tokens, block=32)) == expected
+
+
+def test_example_of_the_docstring() -> None:
+    route = lora_route(torch.tensor([7, -1, 2, 7, 7], dtype=torch.int32), 8, block_tokens=2)
+    assert lists(route) == {
+        "order": [2, 0, 3, 4, -1],
+        "block_slot": [2, 7, 7, -1, -1],
+        "block_start": [0, 1, 3, 0, 0],
+        "block_end": [1, 3, 4, 0, 0],
+    }
+
+
+def test_sizes_do_not_depend_on_the_slots_that_tokens_name() -> None:
+    routes = [lora_route(torch.full((100,), slot, dtype=torch.int32), 8) for slot in (-1, 3)]
+    assert len({route.num_blocks for route in routes}) == 1
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"token_slots is torch\.int64 \[2\], want int32 \[num_tokens\]"):
+        lora_route(torch.tensor([0, 1]), 4)
+    with pytest.raises(ValueError, match="num_slots is 0"):
+        lora_route(torch.tensor([0], dtype=torch.int32), 0)
+    with pytest.raises(ValueError, match="block_tokens is 0"):
+        lora_route(torch.tensor([0], dtype=torch.int32), 4, block_tokens=0)
