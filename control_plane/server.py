@@ -143,7 +143,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
     stack.push_async_callback(fleet.close)
     book = operations.OperationBook()
-    pins = Pins(registry, weights)
+    pins = Pins(registry, weights, fleet)
     gate = DrainGate()
     adapter_service = adapters.AdapterService(
         registry=registry,

@@ -1,6 +1,7 @@
-"""Keeps the host cache's pins equal to what the registry says: the active version of every pinned name.
+"""Keeps the pins of the tiers equal to what the registry says: the active version of every pinned name.
 
-The registry is the durable truth; what is pinned in the cache is derived from it, again at every start.
+The registry is the durable truth; what is pinned in the host cache and in the workers' slots is derived from it, again
+at every start.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ import asyncio
 import logging
 from collections import Counter
 
-from control_plane.api.parts import Record, Registry, Weights
+from control_plane.api.parts import Fleet, Record, Registry, Weights
 from control_plane.errors import MotetError
 
 logger = logging.getLogger(__name__)
 
 
 class Pins:
-    """Pins of the host cache by adapter name."""
+    """Pins of host cache and fleet by adapter name."""
 
-    def __init__(self, registry: Registry, weights: Weights) -> None:
+    def __init__(self, registry: Registry, weights: Weights, fleet: Fleet) -> None:
         self._registry = registry
         self._weights = weights
-        # Invariant: _num_names[digest] names hold a pin on the digest, and the cache has it pinned if that is not 0.
+        self._fleet = fleet
+        # Invariant: _num_names[digest] names hold a pin on the digest, and the tiers have it pinned if that is not 0.
         self._digest_by_id: dict[str, str] = {}
         self._num_names: Counter[str] = Counter()
         self._lock = asyncio.Lock()
@@ -85,6 +87,7 @@ class Pins:
             except BaseException:
                 await self._weights.unpin(digest)  # it may have counted before it failed
                 raise
+            self._fleet.pin(digest)
         self._num_names[digest] += 1
         self._digest_by_id[adapter_id] = digest
         if before is not None:
@@ -100,4 +103,5 @@ class Pins:
         assert self._num_names[digest] >= 0, f"pins of {digest} do not balance"
         if self._num_names[digest] == 0:
             del self._num_names[digest]
+            self._fleet.unpin(digest)
             await self._weights.unpin(digest)

@@ -72,6 +72,7 @@ class Fleet:
         self._request_ids = itertools.count(1)
         self._session_ids = itertools.count(1)
         self._no_worker_since_s = clock()  # meaningful while there is no session
+        self._pinned: set[str] = set()  # digests
         self._retirement = Retirement(self._sessions, self._jobs)
         self._caching: dict[str, asyncio.Task[None]] = {}
         self._workers_changed: list[Callable[[], None]] = []
@@ -252,6 +253,8 @@ class Fleet:
             raise Unavailable(f"worker {hello.worker_id} sent garbage; it may attach in {wait_s:.1f} s")
         epoch = (self._incarnation << 32) | next(self._session_ids)
         session = WorkerSession(hello, epoch, self.settings, self, self._weights.worker_url, self._clock)
+        for digest in self._pinned:
+            session.pin(digest)
         former = self._sessions.get(hello.worker_id)
         self._sessions[hello.worker_id] = session
         logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
@@ -332,6 +335,18 @@ class Fleet:
     def placements(self, digest: str) -> list[str]:
         """Ids of the workers that hold the adapter's weights."""
         return sorted(s.worker_id for s in self._sessions.values() if digest in s.scheduler.resident_digests())
+
+    def pin(self, digest: str) -> None:
+        """Keep an adapter in its slot on every worker where it lies in one, those that attach later included."""
+        self._pinned.add(digest)
+        for session in self._sessions.values():
+            session.pin(digest)
+
+    def unpin(self, digest: str) -> None:
+        """Allow its eviction again; not pinned is fine."""
+        self._pinned.discard(digest)
+        for session in self._sessions.values():
+            session.unpin(digest)
 
     async def retire(self, digest: str) -> None:
         """Drop an adapter from every worker; returns once nothing uses or holds it."""

@@ -125,6 +125,16 @@ class WorkerSession:
         self.scheduler.unpause(request_id)
         self._pump_soon()
 
+    def pin(self, digest: str) -> None:
+        """Keep an adapter in its slot, whenever it lies in one."""
+        self.scheduler.pin(digest)
+        self._pump_soon()
+
+    def unpin(self, digest: str) -> None:
+        """Allow its eviction again."""
+        self.scheduler.unpin(digest)
+        self._pump_soon()
+
     def purge_digest(self, digest: str) -> None:
         """Forget an adapter as far as no live request uses it."""
         self.scheduler.purge_digest(digest)

@@ -55,8 +55,7 @@ class Catalog:
         version = self.version(record, digest or record.active_digest)
         if digest and (trouble := self.trouble(version)):
             raise trouble
-        ref = AdapterRef(version.digest, version.arena_bytes, is_pinned=self._num_pins_by_digest[version.digest] > 0)
-        return ResolvedAdapter(adapter_id, version, ref)
+        return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
 
     def get(self, adapter_id: str) -> AdapterRecord:
         """The record of a name. Raises AdapterNotFound, which suggests the nearest names."""

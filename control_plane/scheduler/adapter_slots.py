@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from control_plane.scheduler.errors import SlotReportMismatch
@@ -86,6 +86,7 @@ class AdapterSlots:
         self._unplaced: dict[str, Want] = {}  # in the order in which they began to lack a slot
         self._backing_off: dict[str, Want] = {}  # their load failed a moment ago
         self._draining: list[Slot] = []
+        self._pinned: set[str] = set()  # digests not to be evicted, whether they lie in a slot or not
         self._retired: set[str] = set()  # digests to evict as soon as they are idle
         self._commands: list[SlotCommand] = []
         self._admissible_again: list[str] = []
@@ -101,11 +102,8 @@ class AdapterSlots:
             want = self._wants[ref.digest] = Want(ref)
             self._is_dirty = True
         want.num_waiting += 1
-        want.ref = ref
-        slot = self._by_digest.get(ref.digest)
-        if slot is not None:
-            self.set_pinned(ref.digest, is_pinned=ref.is_pinned)  # the newest word on it
-        elif ref.digest not in self._unplaced and ref.digest not in self._backing_off:
+        is_placed = ref.digest in self._by_digest
+        if not is_placed and ref.digest not in self._unplaced and ref.digest not in self._backing_off:
             self._join_unplaced(want)
 
     def unwant(self, digest: str) -> None:
@@ -153,16 +151,19 @@ class AdapterSlots:
         """Treat the adapter like any other again."""
         self._retired.discard(digest)
 
-    def set_pinned(self, digest: str, *, is_pinned: bool) -> None:
-        """Keep the adapter in its slot, if it lies in one, or allow its eviction again."""
+    def pin(self, digest: str) -> None:
+        """Keep the adapter in its slot, whenever it lies in one."""
+        self._pinned.add(digest)
+        self._is_dirty = True
         slot = self._by_digest.get(digest)
-        if slot is None or slot.adapter.is_pinned == is_pinned:
-            return
-        slot.ref = replace(slot.adapter, is_pinned=is_pinned)
-        if slot.is_draining:
+        if slot is not None and slot.is_draining:
             slot.is_draining = False
             self._draining.remove(slot)
             self._admissible_again.append(digest)
+
+    def unpin(self, digest: str) -> None:
+        """Allow the adapter's eviction again."""
+        self._pinned.discard(digest)
         self._is_dirty = True
 
     # ---- what the worker reports ----
@@ -232,7 +233,7 @@ class AdapterSlots:
         # Room once all evictions on the way are answered, less what earlier wants of this loop reserve of it.
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
         free_slots = len(self._empty) + self._num_evicting
-        pinned = [slot.adapter.arena_bytes for slot in self._by_digest.values() if slot.adapter.is_pinned]
+        pinned = [slot.adapter.arena_bytes for digest, slot in self._by_digest.items() if digest in self._pinned]
         for want in list(islice(self._unplaced.values(), PREFETCH_LOOKAHEAD)):
             if len(pinned) == len(self.slots) or sum(pinned) + want.ref.arena_bytes > self.arena_bytes:
                 given_up.append((want.ref.digest, "pinned adapters leave no room for it in the arena"))
@@ -293,6 +294,7 @@ class AdapterSlots:
         assert len(set(lacking)) == len(lacking), "an adapter is backing off and is not"
         assert set(lacking) == set(self._wants) - set(self._by_digest), "an adapter is wanted but not placed"
         assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
+        assert not any(slot.adapter.digest in self._pinned for slot in self._draining), "a pinned adapter is drained"
         assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
 
     # ---- helpers ----
@@ -357,7 +359,8 @@ class AdapterSlots:
 
     def _is_evictable(self, slot: Slot) -> bool:
         """Whether an idle slot may go: not pinned, and not about to be used by those who wait for it."""
-        return not slot.adapter.is_pinned and (slot.is_draining or slot.adapter.digest not in self._wants)
+        digest = slot.adapter.digest
+        return digest not in self._pinned and (slot.is_draining or digest not in self._wants)
 
     def _idle_victims(self, num_bytes: int, num_slots: int) -> list[Slot] | None:
         """Least recently used idle slots that give so many bytes and slots, or None if they cannot."""
@@ -380,8 +383,8 @@ class AdapterSlots:
         num_slots = 1 - free_slots - len(going)
         open_slots = [
             slot
-            for slot in self._by_digest.values()
-            if slot.state is SlotState.READY and slot.was_leased and not slot.adapter.is_pinned and slot not in going
+            for digest, slot in self._by_digest.items()
+            if slot.state is SlotState.READY and slot.was_leased and digest not in self._pinned and slot not in going
         ]
         for slot in sorted(open_slots, key=lambda slot: (slot.num_leases, slot.slot_idx)):
             if num_bytes <= 0 and num_slots <= 0:

@@ -144,13 +144,13 @@ class Scheduler:
         return self.slots.drain_commands()
 
     def pin(self, digest: str) -> None:
-        """Keep an adapter in its slot, if it lies in one."""
-        self.slots.set_pinned(digest, is_pinned=True)
+        """Keep an adapter in its slot, whenever it lies in one."""
+        self.slots.pin(digest)
         self.roster.offer_adapters()
 
     def unpin(self, digest: str) -> None:
         """Allow the eviction of an adapter again."""
-        self.slots.set_pinned(digest, is_pinned=False)
+        self.slots.unpin(digest)
         self.roster.offer_adapters()
 
     def purge_digest(self, digest: str) -> None:

@@ -18,7 +18,6 @@ class AdapterRef:
 
     digest: str  # 64 lower-case hexadecimal digits
     arena_bytes: int  # what it takes of a worker's arena, page rounding included
-    is_pinned: bool = False  # a pinned adapter is not evicted from a slot to make room
 
 
 @dataclass(frozen=True, slots=True)

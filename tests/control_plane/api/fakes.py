@@ -250,6 +250,7 @@ class FakeFleet:
         self.submitted = asyncio.Event()
         self.retire_gate: asyncio.Event | None = None
         self.num_workers = 1
+        self.pinned: set[str] = set()
         self._ids = itertools.count(1)
         self._callbacks: list[Callable[[], None]] = []
 
@@ -266,6 +267,12 @@ class FakeFleet:
 
     def placements(self, digest: str) -> list[str]:
         return ["w0"] if digest == DIGEST else []
+
+    def pin(self, digest: str) -> None:
+        self.pinned.add(digest)
+
+    def unpin(self, digest: str) -> None:
+        self.pinned.remove(digest)
 
     async def retire(self, digest: str) -> None:
         if self.retire_gate is not None:
@@ -331,7 +338,7 @@ class Api:
         self.fleet = FakeFleet(self.calls)
         self.gate = DrainGate()
         self.book = operations.OperationBook(wall_clock=lambda: 7.0)
-        self.pins = Pins(self.registry, self.weights)
+        self.pins = Pins(self.registry, self.weights, self.fleet)
         self.now_s = 100.0
         self.uploads_dir = directory / "uploads"
         self.root = directory / "root"

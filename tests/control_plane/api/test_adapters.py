@@ -348,10 +348,10 @@ async def test_pin_follows_the_active_version_and_is_shared_by_names(api: Api) -
     await adapters(api).ActivateAdapterVersion(
         adapters_pb2.ActivateAdapterVersionRequest(name="adapters/a", digest=OTHER_DIGEST)
     )
-    assert sorted(api.weights.pinned) == [DIGEST, OTHER_DIGEST]
+    assert sorted(api.weights.pinned) == sorted(api.fleet.pinned) == [DIGEST, OTHER_DIGEST]
     for name in ("adapters/b", "adapters/b"):
         assert not (await adapters(api).UnpinAdapter(adapters_pb2.UnpinAdapterRequest(name=name))).adapter.pinned
-    assert api.weights.pinned == [OTHER_DIGEST]
+    assert api.weights.pinned == [*api.fleet.pinned] == [OTHER_DIGEST]
 
 
 async def test_pin_beyond_the_budget_changes_nothing(api: Api) -> None:
@@ -359,7 +359,7 @@ async def test_pin_beyond_the_budget_changes_nothing(api: Api) -> None:
     api.weights.max_pinned = 0
     code, reason, _ = await refused(adapters(api).PinAdapter(adapters_pb2.PinAdapterRequest(name="adapters/a")))
     assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "PIN_BUDGET")
-    assert not api.registry.records["a"].is_pinned
+    assert not api.registry.records["a"].is_pinned and not api.fleet.pinned
 
 
 async def test_pins_are_restored_from_the_registry(api: Api) -> None:
@@ -367,7 +367,7 @@ async def test_pins_are_restored_from_the_registry(api: Api) -> None:
     await api.registry.set_pinned("a")
     api.registry.add("b", OTHER_DIGEST)
     await api.pins.restore()
-    assert api.weights.pinned == [DIGEST]
+    assert api.weights.pinned == [*api.fleet.pinned] == [DIGEST]
 
 
 async def test_delete_clears_every_tier_in_order(api: Api) -> None:
@@ -388,7 +388,7 @@ async def test_delete_clears_every_tier_in_order(api: Api) -> None:
         ("drop", OTHER_DIGEST),
         ("finish_delete", "poet"),
     ]
-    assert not api.weights.pinned
+    assert not api.weights.pinned and not api.fleet.pinned
     code, _, _ = await refused(adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet")))
     assert code == grpc.StatusCode.NOT_FOUND
 

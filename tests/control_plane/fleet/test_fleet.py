@@ -25,7 +25,7 @@ from control_plane.errors import (
 )
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
-from control_plane.scheduler.types import FinishReason
+from control_plane.scheduler.types import AdapterRef, FinishReason
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -508,12 +508,35 @@ async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> N
     assert_nothing_held(worker)
 
 
+async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    small = replace(CAPACITIES, num_slots=2)
+    workers = [LoopbackWorker(fleet, "w0", capacities=small)]
+    pinned, *others = (weights_of(fleet).add(name) for name in "abc")
+    fleet.pin(pinned.digest)
+    workers.append(LoopbackWorker(fleet, "w1", capacities=small))  # attached after the pin
+
+    async def use(adapter: AdapterRef) -> None:
+        """One request with the adapter on each worker."""
+        for worker in workers:
+            worker.session.add(make_request(fleet, [1], 1, adapter))
+            await worker.run(lambda: worker.session.scheduler.num_unfinished == 0)  # noqa: B023 - awaited here
+
+    for adapter in (pinned, *others):
+        await use(adapter)
+    assert fleet.placements(pinned.digest) == ["w0", "w1"]
+    fleet.unpin(pinned.digest)  # no request with the adapter follows
+    for adapter in others:
+        await use(adapter)
+    assert fleet.placements(pinned.digest) == []
+
+
 async def test_what_pinned_adapters_leave_no_room_for_is_told_at_once(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_slots=1))
     pinned, other = (weights_of(fleet).add(name) for name in "ab")
+    fleet.pin(pinned.digest)
     await run_all(worker, [fleet.submit(make_request(fleet, [1], 2, pinned))])
-    worker.session.scheduler.pin(pinned.digest)
     stream = fleet.submit(make_request(fleet, [1], 2, other))
     await asyncio.sleep(0)  # the pump: nothing is sent, nothing will be answered
     with pytest.raises(AdapterLoadFailed):

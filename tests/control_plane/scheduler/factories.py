@@ -34,9 +34,9 @@ def make_limits(**changes: Any) -> WorkerLimits:
     return WorkerLimits(**(values | changes))
 
 
-def make_adapter(name: str, arena_bytes: int = 50, *, is_pinned: bool = False) -> AdapterRef:
+def make_adapter(name: str, arena_bytes: int = 50) -> AdapterRef:
     """An adapter with a digest made from its name."""
-    return AdapterRef(hashlib.sha256(name.encode()).hexdigest(), arena_bytes, is_pinned)
+    return AdapterRef(hashlib.sha256(name.encode()).hexdigest(), arena_bytes)
 
 
 def make_request(request_id: int, prompt: list[int] | int = 4, max_tokens: int = 4, **changes: Any) -> Request:

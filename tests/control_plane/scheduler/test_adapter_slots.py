@@ -99,19 +99,24 @@ def test_a_large_adapter_lets_small_ones_pass_but_gets_in() -> None:
 
 def test_a_pinned_adapter_survives_eviction() -> None:
     bench = Bench()
-    pinned = make_adapter("pinned", is_pinned=True)
+    pinned = make_adapter("pinned")
+    bench.scheduler.pin(pinned.digest)  # before it lies in a slot
     for request_id, adapter in enumerate([pinned, ONE, TWO, THREE], start=1):
         bench.add(make_request(request_id, adapter=adapter))
         bench.run()
     assert pinned.digest in bench.scheduler.resident_digests()
+    bench.scheduler.unpin(pinned.digest)
+    for request_id, adapter in enumerate([ONE, TWO], start=5):
+        bench.add(make_request(request_id, adapter=adapter))
+        bench.run()
+    assert pinned.digest not in bench.scheduler.resident_digests()
 
 
 def test_a_request_that_pinned_adapters_leave_no_room_for_ends_at_once() -> None:
     bench = Bench()
-    bench.add(
-        make_request(1, adapter=make_adapter("a", is_pinned=True)),
-        make_request(2, adapter=make_adapter("b", is_pinned=True)),
-    )
+    for request_id, name in enumerate("ab", start=1):
+        bench.scheduler.pin(make_adapter(name).digest)
+        bench.add(make_request(request_id, adapter=make_adapter(name)))
     bench.run()
     bench.add(make_request(3, adapter=ONE))
     bench.obey()

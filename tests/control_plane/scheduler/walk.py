@@ -99,8 +99,9 @@ class Walk:
             else:
                 self.paused.add(request_id)
                 self.scheduler.pause(request_id)
-        if rng.random() < 0.01:
-            self.scheduler.purge_digest(rng.choice(self.adapters).digest)
+        if rng.random() < 0.03:
+            word = rng.choice([self.scheduler.purge_digest, self.scheduler.pin, self.scheduler.unpin])
+            word(rng.choice(self.adapters).digest)
         self.exchange()
 
     def exchange(self) -> None:
