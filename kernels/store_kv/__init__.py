@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.devices import runs_triton
 from kernels.store_kv import cpu
 
 __all__ = ["store_kv"]
@@ -26,7 +27,12 @@ def store_kv(
     _check(value, value_cache, slot_mapping, "value")
     if key_cache.shape[:3] != value_cache.shape[:3]:
         raise ValueError(f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} disagree")
-    cpu.store_kv(key, value, key_cache, value_cache, slot_mapping)
+    if runs_triton(key):
+        from kernels.store_kv import triton_kernel
+
+        triton_kernel.store_kv(key, value, key_cache, value_cache, slot_mapping)
+    else:
+        cpu.store_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def _check(tokens: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, name: str) -> None:

@@ -1,0 +1,21 @@
+"""Which kernels serve a tensor: the Triton ones on an NVIDIA GPU, those of plain torch everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels take tensors like this one. Without triton, plain torch serves the GPU too."""
+    return tensor.is_cuda and tensor.dtype in TRITON_DTYPES and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed. CPU builds of torch come without it."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,73 @@
+"""store_kv's GPU kernel against its definition; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.store_kv import reference, triton_kernel
+from kernels.store_kv.cases import CASES, Case, make
+
+NAN = float("nan")
+LARGEST = 13 if not torch.cuda.is_available() else 1 << 20  # tokens of a case; the interpreter is slow
+
+
+def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.cpu().nan_to_num(nan=1e4), theirs.nan_to_num(nan=1e4))
+
+
+@pytest.mark.parametrize("from_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.num_tokens <= LARGEST], ids=lambda case: case.name)
+def test_equals_the_reference_bit_for_bit(
+    case: Case, from_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Slots that nobody writes keep their NaN."""
+    key, value, slots = make(case, from_dtype)
+    if device.type == "cpu":
+        # The interpreter cuts digits off where a GPU rounds: values that need neither.
+        for tensor in (key, value):
+            tensor.copy_(tensor.bfloat16().clamp(-3, 3))
+    shape = (case.num_blocks, case.block_size, case.num_kv_heads)
+    expected = [torch.full((*shape, dim), NAN, dtype=dtype) for dim in (case.key_dim, case.value_dim)]
+    actual = [cache.to(device, copy=True) for cache in expected]
+    reference.store_kv(key, value, expected[0], expected[1], slots)
+    on_device = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in (key, value)]
+    triton_kernel.store_kv(on_device[0], on_device[1], actual[0], actual[1], slots.to(device))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert equal_bits(ours, theirs)
+
+
+def test_a_token_wider_than_one_chunk_is_written_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "MAX_CHUNK", 16)
+    key, value = torch.randn(3, 5, 7, device=device), torch.randn(3, 5, 3, device=device)
+    caches = [torch.full((2, 4, 5, dim), NAN, device=device) for dim in (7, 3)]
+    triton_kernel.store_kv(key, value, caches[0], caches[1], torch.tensor([6, -1, 1], device=device))
+    assert torch.equal(caches[0].view(8, 5, 7)[[6, 1]], key[[0, 2]])
+    assert torch.equal(caches[1].view(8, 5, 3)[[6, 1]], value[[0, 2]])
+    assert int(caches[0].isfinite().sum()) == 2 * 35
+
+
+def test_slices_of_a_fused_projection_are_read_by_their_strides(device: torch.device) -> None:
+    key, value, slots = make(Case("strided", 5, 2, 16, 16, 2, 16, 1, is_strided=True), torch.float32)
+    fused = torch.empty_strided((5, 2, 16), key.stride(), device=device)
+    caches = [torch.zeros(2, 16, 2, 16, device=device) for _ in range(2)]
+    expected = [cache.cpu().clone() for cache in caches]
+    reference.store_kv(key, value, expected[0], expected[1], slots)
+    triton_kernel.store_kv(fused.copy_(key), value.to(device), caches[0], caches[1], slots.to(device))
+    assert torch.equal(caches[0].cpu(), expected[0])
+    assert torch.equal(caches[1].cpu(), expected[1])
+
+
+def test_a_slot_past_2_to_the_31_values_is_found(device: torch.device) -> None:
+    """Its offset needs 64 bits. Of the 4 GiB cache only the pages of two slots are ever touched."""
+    width = 64
+    slot = (1 << 31) // width + 1
+    cache = torch.empty(1, slot + 1, 1, width, dtype=torch.float16, device=device)
+    cache[0, [1, slot]] = 0
+    key = torch.ones(1, 1, width, dtype=torch.float16, device=device)
+    triton_kernel.store_kv(key, key, cache, cache, torch.tensor([slot], device=device))
+    assert cache[0, slot].eq(1).all()
+    assert cache[0, 1].eq(0).all()
