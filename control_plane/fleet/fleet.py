@@ -12,13 +12,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import grpc
 from motet.v1 import plan_pb2
 
 from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer, Unavailable
 from control_plane.fleet import placement
+from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.failures import error_of, lost, never_fits, poisoned
 from control_plane.fleet.hello import BaseModelLike, check_hello
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
@@ -31,17 +31,6 @@ from control_plane.scheduler.types import FinishReason, Request, RequestId, Requ
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-
-
-class WeightsLike(Protocol):
-    """What the fleet needs of the host cache."""
-
-    @property
-    def worker_url(self) -> str:
-        """Where workers read adapters; empty: nowhere."""
-
-    async def ensure_cached(self, digest: str) -> None:
-        """Bring an adapter into the host cache."""
 
 
 class Fleet:
@@ -74,7 +63,7 @@ class Fleet:
         self._no_worker_since_s = clock()  # meaningful while there is no session
         self._pinned: set[str] = set()  # digests
         self._retirement = Retirement(self._sessions, self._jobs)
-        self._caching: dict[str, asyncio.Task[None]] = {}
+        self._cache_warmer = CacheWarmer(weights)
         self._workers_changed: list[Callable[[], None]] = []
         self._is_draining = self._is_closed = False
         self._idle = asyncio.Event()
@@ -304,19 +293,7 @@ class Fleet:
 
     def on_load(self, digest: str) -> None:
         """Have the adapter in the host cache by the time its worker looks there; the load does not wait for it."""
-        if digest not in self._caching:
-            task = asyncio.get_running_loop().create_task(self._ensure_cached(digest))
-            self._caching[digest] = task
-            task.add_done_callback(lambda _: self._caching.pop(digest, None))
-
-    async def _ensure_cached(self, digest: str) -> None:
-        try:
-            await self._weights.ensure_cached(digest)
-        except MotetError as error:
-            # The worker asks FetchAdapter next and reports what it gets.
-            logger.warning("adapter not cached digest=%s: %s", digest, error)
-        except Exception:  # the task's edge
-            logger.exception("adapter not cached digest=%s", digest)
+        self._cache_warmer.warm(digest)
 
     def on_changed(self) -> None:
         """See whether an adapter that is being retired is out of use."""
@@ -414,10 +391,7 @@ class Fleet:
             self._tick_handle.cancel()
         for session in list(self._sessions.values()):
             session.end(grpc.StatusCode.UNAVAILABLE, "the control plane is shutting down")
-        tasks = list(self._caching.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._cache_warmer.close()
 
     # ---- numbers ----
 

@@ -1,0 +1,53 @@
+"""Brings adapters into the host cache by the time that workers look there. A load does not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from control_plane.errors import MotetError
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsLike(Protocol):
+    """What the fleet needs of the host cache."""
+
+    @property
+    def worker_url(self) -> str:
+        """Where workers read adapters; empty: nowhere."""
+
+    async def ensure_cached(self, digest: str) -> None:
+        """Bring an adapter into the host cache."""
+
+
+class CacheWarmer:
+    """One task per adapter on its way into the cache."""
+
+    def __init__(self, weights: WeightsLike) -> None:
+        self._weights = weights
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by digest
+
+    def warm(self, digest: str) -> None:
+        """Begin, if it is not under way."""
+        if digest not in self._tasks:
+            task = asyncio.get_running_loop().create_task(self._ensure_cached(digest))
+            self._tasks[digest] = task
+            task.add_done_callback(lambda _: self._tasks.pop(digest, None))
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ensure_cached(self, digest: str) -> None:
+        try:
+            await self._weights.ensure_cached(digest)
+        except MotetError as error:
+            # The worker asks FetchAdapter next and reports what it gets.
+            logger.warning("adapter not cached digest=%s: %s", digest, error)
+        except Exception:  # the task's edge
+            logger.exception("adapter not cached digest=%s", digest)
