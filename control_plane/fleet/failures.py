@@ -38,7 +38,9 @@ def error_of(output: RequestOutput, request: Request) -> MotetError:
     if output.finish_reason is FinishReason.DEADLINE:
         return DeadlineExceeded("the request's deadline passed")
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
-        return AdapterLoadFailed(f"adapter {_digest(request)} could not be loaded by its worker; try again")
+        return AdapterLoadFailed(
+            f"adapter {_digest(request)} could not be loaded by any worker that was asked; try again"
+        )
     assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is no error"
     return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
 

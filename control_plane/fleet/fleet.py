@@ -122,6 +122,8 @@ class Fleet:
         """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
         adapter = job.request.adapter
         sessions = placement.by_preference(self._sessions.values(), adapter.digest if adapter else None)
+        if job.failed_load_epochs:  # only where the adapter did not fail yet, if there is such a worker
+            sessions = [s for s in sessions if s.epoch not in job.failed_load_epochs] or sessions
         is_suspect = placement.is_suspect(job)
         if is_suspect:
             sessions = [session for session in sessions if session.epoch not in self._trials]
@@ -146,6 +148,9 @@ class Fleet:
             error = self._place(job)
             if error is not None:
                 self._fail(job, error)
+
+    def _sort_waiting(self) -> None:
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.arrival_s))
 
     # ---- tokens ----
 
@@ -179,7 +184,29 @@ class Fleet:
             return
         if output.token_ids:
             job.stream.push(output.token_ids, None)
-        self._fail(job, error_of(output, job.request))
+        if output.finish_reason is not FinishReason.ADAPTER_FAILED or not self._try_elsewhere(job, output):
+            self._fail(job, error_of(output, job.request))
+
+    def _try_elsewhere(self, job: Job, output: RequestOutput) -> bool:
+        """Move a request whose adapter its worker could not load to one where that did not fail, if there is one."""
+        session, request_id = job.session, output.request_id
+        assert session is not None and output.request is not None, "a load failed for a request without a worker"
+        job.failed_load_epochs.add(session.epoch)
+        is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in self._sessions.values())
+        if is_tried_everywhere or len(job.failed_load_epochs) > placement.MAX_MIGRATIONS:
+            return False
+        job.request, job.session = output.request, None
+        was_on_trial = self._trials.get(session.epoch) is job
+        if was_on_trial:
+            del self._trials[session.epoch]  # without a verdict
+        self._waiting[request_id] = job
+        self._sort_waiting()
+        if self._place(job) is not None:
+            return False
+        logger.info("request tried elsewhere request_id=%d epoch=%d: adapter not loaded", request_id, session.epoch)
+        if was_on_trial:
+            self._place_waiting()
+        return True
 
     def _on_read(self, request_id: RequestId) -> None:
         job = self._full.pop(request_id, None)
@@ -286,7 +313,7 @@ class Fleet:
                 self._waiting[request.request_id] = job
         level = logging.WARNING if session.is_death else logging.INFO
         logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, num_moved)
-        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.arrival_s))
+        self._sort_waiting()
         self._place_waiting()
         self._retirement.check_soon()
         self._tell_workers_changed()

@@ -116,4 +116,5 @@ class Job:
     num_migrations: int = 0  # times it was taken off a session that computed it
     num_deaths: int = 0  # workers that died while they computed it, since it was last cleared of suspicion
     num_tokens_here: int = 0  # accepted since its last placement
+    failed_load_epochs: set[int] = field(default_factory=set)  # sessions that could not load its adapter
     full_since_s: float | None = None  # when its stream filled up; it is paused in its scheduler since then

@@ -103,7 +103,7 @@ class Scheduler:
         """Everything live with its accepted tokens, in order of arrival, to go on elsewhere. It is dead after this."""
         self._is_dead = True
         live = sorted(self.sequences.values(), key=by_order)
-        return [replace(sequence.request, generated_token_ids=tuple(sequence.generated)) for sequence in live]
+        return [sequence.request_so_far() for sequence in live]
 
     # ---- adapter slots ----
 
@@ -240,7 +240,7 @@ class Scheduler:
             if token_id is None:
                 # What it computed may not be finite either: nobody else may start from it.
                 self.cache.forget(sequence.block_ids)
-                outputs.append(self._output(sequence, [], FinishReason.NOT_FINITE))
+                outputs.append(self._ending(sequence, FinishReason.NOT_FINITE))
                 self.roster.end(sequence)
                 return
             sequence.num_computed += num_tokens
@@ -278,25 +278,19 @@ class Scheduler:
         for request_id in self._deadlines.pop_due(now_s):
             sequence = self.sequences.get(request_id)
             if sequence is not None:
-                self._outputs.append(self._output(sequence, [], FinishReason.DEADLINE))
+                self._outputs.append(self._ending(sequence, FinishReason.DEADLINE))
                 self.roster.end(sequence)
 
     def _give_up_adapter(self, digest: str, reason: str) -> None:
         """End the requests that wait for an adapter which cannot be had."""
         for sequence in self.waiting.of_digest(digest):
-            self._outputs.append(self._output(sequence, [], FinishReason.ADAPTER_FAILED, reason))
+            ending = self._ending(sequence, FinishReason.ADAPTER_FAILED)
+            self._outputs.append(replace(ending, message=reason, request=sequence.request_so_far()))
             self.roster.end(sequence)
 
-    def _output(
-        self, sequence: Sequence, token_ids: list[int], reason: FinishReason | None, message: str = ""
-    ) -> RequestOutput:
+    def _ending(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
         return RequestOutput(
-            sequence.request.request_id,
-            token_ids,
-            reason,
-            sequence.num_cached_tokens,
-            sequence.first_scheduled_s,
-            message,
+            sequence.request.request_id, [], reason, sequence.num_cached_tokens, sequence.first_scheduled_s
         )
 
     def _take_outputs(self) -> list[RequestOutput]:

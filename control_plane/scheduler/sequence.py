@@ -6,7 +6,7 @@ Only scheduler.py moves a sequence from one state to another.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from control_plane.scheduler.types import FinishReason, Request, ScheduledRow
 
@@ -68,6 +68,10 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens whose values are known: prompt and accepted ones."""
         return len(self.request.prompt_token_ids) + len(self.generated)
+
+    def request_so_far(self) -> Request:
+        """The request with every accepted token, to go on elsewhere."""
+        return replace(self.request, generated_token_ids=tuple(self.generated))
 
     def known_tokens(self) -> list[int]:
         """Prompt, then what was generated."""

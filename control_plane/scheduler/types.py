@@ -156,3 +156,4 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache at the first admission
     first_scheduled_s: float | None = None  # monotonic time of the first plan that carried the request
     message: str = ""  # for ADAPTER_FAILED: why
+    request: Request | None = None  # for ADAPTER_FAILED: it with every accepted token, to be tried elsewhere

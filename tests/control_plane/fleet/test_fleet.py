@@ -559,6 +559,54 @@ async def test_store_that_is_away_for_five_seconds_only_delays(clock: FakeClock)
     assert reader.done() and reader.result() == expected(request)
 
 
+async def test_adapter_that_one_worker_cannot_load_is_tried_on_another(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    workers = [LoopbackWorker(fleet, f"w{i}") for i in range(3)]
+    adapter = weights_of(fleet).add("a")
+    for worker in workers[:2]:
+        worker.engine.hash_slots.failing[adapter.digest] = False
+    request = make_request(fleet, [1, 2], 5, adapter)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await pass_time(clock, fleet, workers, 1.5)
+    assert reader.done() and reader.result() == expected(request)
+    assert fleet.placements(adapter.digest) == ["w2"]
+    assert fleet.queue_snapshot().num_requests == 0
+
+
+async def test_adapter_that_no_worker_can_load_fails_after_one_try_on_each(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    workers = [LoopbackWorker(fleet, f"w{i}") for i in range(6)]
+    adapter = weights_of(fleet).add("a")
+    for worker in workers:
+        worker.engine.hash_slots.failing[adapter.digest] = False
+    for num_attached in (6, 2):  # the limit of migrations first, then too few workers
+        for worker in workers[num_attached:]:
+            lose(worker)
+        before = sum(worker.num_answered for worker in workers)
+        reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1, 2], 5, adapter))))
+        await pass_time(clock, fleet, workers[:num_attached], 2.0)
+        with pytest.raises(AdapterLoadFailed):
+            await reader
+        assert sum(worker.num_answered for worker in workers) - before == min(num_attached, 4)
+
+
+async def test_tokens_from_before_a_failed_reload_are_kept_elsewhere(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    first = LoopbackWorker(fleet, "w0", capacities=replace(CAPACITIES, num_slots=1))
+    adapter, other = (weights_of(fleet).add(name) for name in "ab")
+    request = make_request(fleet, [1, 2], MAX_UNREAD_TOKENS + 50, adapter)
+    stream = fleet.submit(request)
+    await first.run(lambda: first.session.scheduler.stats().num_paused == 1)  # nobody reads
+    assert await run_all(first, [fleet.submit(make_request(fleet, [3], 2, other))])  # takes the slot away
+    assert fleet.placements(adapter.digest) == []
+    second = LoopbackWorker(fleet, "w1")
+    first.engine.hash_slots.failing[adapter.digest] = False
+    reader = asyncio.create_task(read_all(stream))
+    await first.run(lambda: first.session.scheduler.num_unfinished == 0)
+    await second.run(reader.done)
+    assert reader.result() == expected(request)
+
+
 async def test_drain_lets_requests_finish_and_takes_no_more(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
