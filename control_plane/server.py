@@ -128,6 +128,13 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     stack.push_async_callback(registry.close)
     cache = await _host_cache(config, stack)
     weights = AdapterWeights(cache, store)
+    # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
+    clients = listeners.client_server(
+        max_streams_per_connection=config.max_streams_per_connection, max_concurrent_rpcs=config.max_concurrent_rpcs
+    )
+    stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
+    workers = listeners.worker_server()
+    stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
     fleet = Fleet(
         FleetSettings(
             max_waiting_requests=config.max_waiting_requests,
@@ -177,10 +184,6 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         weights=weights,
     )
 
-    clients = listeners.client_server(
-        max_streams_per_connection=config.max_streams_per_connection, max_concurrent_rpcs=config.max_concurrent_rpcs
-    )
-    workers = listeners.worker_server()
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     reporter = status.HealthReporter(health_servicer, lambda: fleet.num_workers)
     await reporter.start()
@@ -202,9 +205,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     client_address = listeners.bind(clients, config.listen)
     worker_address = listeners.bind(workers, config.worker_listen)
     await clients.start()
-    stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
     await workers.start()
-    stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
     restoring = asyncio.create_task(_restore(pins), name="restore")
     stack.push_async_callback(_cancelled, restoring)
 
@@ -213,7 +214,6 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         gate.close()
         await reporter.stop()
         await asyncio.gather(fleet.drain(timeout_s), book.close(timeout_s=timeout_s))
-        await fleet.close()  # before the worker port: workers hear why
 
     return ControlPlane(client_address, worker_address, fleet, drain)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -25,6 +26,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
 from safetensors.numpy import save, save_file
 
+from control_plane.config import ServerConfig, add_arguments, from_args
+from control_plane.server import build
 from tests.control_plane.api.fakes import byte_level_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +170,7 @@ def tokens_of(responses: list[generation_pb2.GenerateResponse]) -> list[int]:
 
 async def test_whole_control_plane_serves_a_worker_and_drains(tmp_path: Path) -> None:
     async with control_plane(tmp_path) as (process, clients, workers), grpc.aio.insecure_channel(clients) as channel:
-        async with hash_worker(tmp_path, workers, "--worker-id", "w0"):
+        async with hash_worker(tmp_path, workers, "--worker-id", "w0", "--step-time-ms", "5"):
             digests = {name: await upload(channel, name, adapter_files(seed)) for seed, name in enumerate(["a", "b"])}
             assert len(set(digests.values())) == 2
             answers = await asyncio.gather(*[generate(channel, adapter=name) for name in ("", "a", "b", "a")])
@@ -215,17 +218,21 @@ async def _check_admin(channel: grpc.aio.Channel, digest: str) -> None:
 
 
 async def _check_drain(process: Process, channel: grpc.aio.Channel) -> None:
-    """A stream that runs at SIGTERM ends whole; a new one is refused."""
+    """A stream that runs at SIGTERM ends whole; a new one is refused meanwhile."""
     stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
     request = generation_pb2.GenerateRequest(text="hello", stopping={"max_tokens": 200, "ignore_eos": True})
     responses = aiter(stub.Generate(request, timeout=30))
     assert (await anext(responses)).WhichOneof("event") == "started"
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    changes = aiter(health.Watch(health_pb2.HealthCheckRequest(service=""), timeout=30))
+    assert (await anext(changes)).status == health_pb2.HealthCheckResponse.SERVING
     process.send_signal(signal.SIGTERM)
-    rest = [response async for response in responses]
-    assert rest[-1].finished.usage.completion_tokens == 200
+    assert (await anext(changes)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(channel)
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE and "shutting down" in str(caught.value.details())
+    rest = [response async for response in responses]
+    assert rest[-1].finished.usage.completion_tokens == 200
 
 
 async def test_registrations_and_pins_survive_a_restart(tmp_path: Path) -> None:
@@ -246,6 +253,34 @@ async def test_registrations_and_pins_survive_a_restart(tmp_path: Path) -> None:
             assert got.pinned
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), STEP_S) == 0
+
+
+async def test_worker_hears_why_and_outlives_a_control_plane_that_fails(tmp_path: Path) -> None:
+    """Whatever ends the process, the fleet ends its streams before the ports close, and the worker reconnects."""
+    model = checkpoint(tmp_path / "model")
+    flags = ["--model", str(model), "--data-dir", str(tmp_path / "data"), "--host-cache", "memory"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def config(worker_port: int) -> ServerConfig:
+        addresses = ["--listen", "127.0.0.1:0", "--worker-listen", f"127.0.0.1:{worker_port}"]
+        return from_args(parser.parse_args([*flags, *addresses]))
+
+    async with contextlib.AsyncExitStack() as worker_stack:
+        with pytest.raises(RuntimeError, match="a failure after the start"):
+            async with contextlib.AsyncExitStack() as stack:
+                plane = await build(config(0), stack)
+                worker = await worker_stack.enter_async_context(
+                    hash_worker(tmp_path, plane.worker_address, "--worker-id", "w0")
+                )
+                raise RuntimeError("a failure after the start")
+        assert worker.stderr is not None and worker.stdout is not None
+        said = (await asyncio.wait_for(worker.stderr.readline(), STEP_S)).decode()
+        assert "UNAVAILABLE: the control plane is shutting down" in said
+        async with contextlib.AsyncExitStack() as stack:
+            await build(config(int(plane.worker_address.rpartition(":")[2])), stack)
+            await ready_line(worker, r"^motet worker ready worker_id=w0 epoch=\d+$")
+        assert worker.returncode is None
 
 
 async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> None:
