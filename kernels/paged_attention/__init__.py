@@ -5,10 +5,24 @@ Build one `AttentionBatch` per step and pass it to every layer.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 
+from kernels.devices import runs_triton
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch
+
+
+class Options(TypedDict):
+    """Keyword arguments that every implementation takes."""
+
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+
 
 __all__ = ["AttentionBatch", "paged_attention"]
 
@@ -23,12 +37,14 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, Hq, Dv] for query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv].
 
     Causal: the queries of a sequence are its last tokens, whose keys are in the cache already. scale multiplies
     q . k. sliding_window counts the query's own token: 1 sees only itself. softcap bounds the scores by tanh. sinks
-    [Hq] are one more logit per head that takes weight and gives nothing.
+    [Hq] are one more logit per head that takes weight and gives nothing. alibi_slopes [Hq] times (position of the key -
+    position of the query) are added to the scores, after the soft cap. Head sizes above 256 run without Triton.
     """
     num_heads, dim = query.shape[-2:]
     num_kv_heads = key_cache.shape[2]
@@ -44,15 +60,19 @@ def paged_attention(
         raise ValueError(f"sliding_window is {sliding_window}, want at least 1 or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, want more than 0 or None")
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks is {tuple(sinks.shape)}, want [{num_heads}]")
-    return cpu.paged_attention(
-        query.contiguous(),
-        key_cache,
-        value_cache,
-        batch,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is not None and per_head.shape != (num_heads,):
+            raise ValueError(f"{name} is {tuple(per_head.shape)}, want [{num_heads}]")
+    options: Options = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+    }
+    if runs_triton(query):
+        from kernels.paged_attention import triton_kernel
+
+        if triton_kernel.can_serve(key_cache, value_cache):
+            return triton_kernel.paged_attention(query, key_cache, value_cache, batch, **options)
+    return cpu.paged_attention(query.contiguous(), key_cache, value_cache, batch, **options)

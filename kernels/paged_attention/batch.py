@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.paged_attention.device_batch import DeviceBatch
+
 # Decode sequences are gathered in groups of similar length. A group's keys should still lie in the cache when they
 # are multiplied: on the CPU 0.5 to 1 MiB was fastest for 32 sequences of 1k and of 150 tokens and for 64 of 40
 # (8 heads of 64; 8 MiB: 1.4x slower at 1k, 128 KiB: 1.2x to 1.4x slower for the short ones).
@@ -50,6 +52,7 @@ class DecodeGroup:
     rows: torch.Tensor  # int64 [num_sequences]: their tokens in the step
     keys: KeyBlocks
     mask: torch.Tensor | None  # [num_sequences, 1, 1, num_keys], 0 or -inf; None where every key is visible
+    own_keys: torch.Tensor  # int64 [num_sequences]: the query's own key among the gathered ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class AttentionBatch:
     context_lens: list[int]  # KV length of each sequence, this step's tokens included
     host_tables: npt.NDArray[np.int32]
     _layouts: dict[tuple[int, int | None, int, torch.dtype, torch.device], Layout] = field(default_factory=dict)
+    _on_device: dict[torch.device, DeviceBatch] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -103,6 +107,19 @@ class AttentionBatch:
             if not 0 <= num_queries <= context_len:
                 raise ValueError(f"sequence {index} has {num_queries} queries and {context_len} keys")
         return cls(block_tables, query_start, context_lens, block_tables.cpu().numpy())
+
+    def on_device(self, device: torch.device, block_size: int) -> DeviceBatch:
+        """What the GPU kernels read, uploaded by the first layer that asks."""
+        self.check_width(block_size)
+        if device not in self._on_device:
+            self._on_device[device] = DeviceBatch.build(self.host_tables, self.query_start, self.context_lens, device)
+        return self._on_device[device]
+
+    def check_width(self, block_size: int) -> None:
+        """Refuse a sequence that its row of the block table cannot hold."""
+        longest = max(self.context_lens, default=0)
+        if -(-longest // block_size) > self.host_tables.shape[1]:
+            raise ValueError(f"{longest} tokens need more than {self.host_tables.shape[1]} blocks of {block_size}")
 
     def layout(self, cache: torch.Tensor, sliding_window: int | None, dtype: torch.dtype) -> Layout:
         """The work for caches like this one, built on the first layer that asks."""
@@ -131,9 +148,7 @@ class _Builder:
         self.window = sliding_window
         self.dtype = dtype
         self.device = device
-        longest = max(batch.context_lens, default=0)
-        if -(-longest // block_size) > batch.host_tables.shape[1]:
-            raise ValueError(f"{longest} tokens need more than {batch.host_tables.shape[1]} blocks of {block_size}")
+        batch.check_width(block_size)
 
     def build(self, bytes_per_token: int) -> Layout:
         starts, lens = self.batch.query_start, self.batch.context_lens
@@ -188,12 +203,13 @@ class _Builder:
         ends = np.array([lens[sequence] for sequence in sequences])
         begins = np.zeros_like(ends) if self.window is None else np.maximum(ends - self.window, 0)
         first_keys, end_keys = begins - first_blocks * self.block_size, ends - first_blocks * self.block_size
+        own_keys = torch.from_numpy(end_keys - 1 - (first_keys if len(group) == 1 else 0)).to(self.device)
         if len(group) == 1:
-            return DecodeGroup(rows, self._keys(tables, int(first_keys[0]), int(end_keys[0])), None)
+            return DecodeGroup(rows, self._keys(tables, int(first_keys[0]), int(end_keys[0])), None, own_keys)
         keys = self._keys(tables, 0, width * self.block_size)
         positions = np.arange(width * self.block_size)
         visible = (positions >= first_keys[:, None]) & (positions < end_keys[:, None])
-        return DecodeGroup(rows, keys, self._mask(visible)[:, None, None, :])
+        return DecodeGroup(rows, keys, self._mask(visible)[:, None, None, :], own_keys)
 
     def _prefill(self, sequence: int, num_queries: int, first_block: int, end_block: int) -> PrefillSequence:
         context_len = self.batch.context_lens[sequence]

@@ -21,6 +21,7 @@ class Case:
     sliding_window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    has_slopes: bool = False  # ALiBi
     is_consecutive: bool = False
 
 
@@ -46,7 +47,11 @@ CASES = (
     Case("soft cap", _MIXED, softcap=3.0),
     Case("sinks", _MIXED, has_sinks=True),
     Case("window, soft cap, sinks", _MIXED, sliding_window=9, softcap=2.0, has_sinks=True),
+    Case("ALiBi", _MIXED, has_slopes=True),
+    Case("ALiBi, window, soft cap, sinks", _MIXED, 3, 3, 16, 16, 16, 9, 2.0, True, True),
     Case("blocks of 64", _MIXED, block_size=64),
+    Case("blocks of 32, heads of 80", _MIXED, key_dim=80, value_dim=80, block_size=32),
+    Case("heads of 256", ((1, 20), (3, 18)), 2, 1, 256, 256),
 )
 DECODE_1K = Case("32 decodes of 1k tokens", ((1, 1024),) * 32, 16, 8, 64, 64)
 
@@ -63,6 +68,7 @@ class Inputs:
     context_lens: list[int]
     sinks: torch.Tensor | None
     scale: float
+    alibi_slopes: torch.Tensor | None = None
 
 
 def make(case: Case, dtype: torch.dtype, *, seed: int = 0, poison: float = 0.0) -> Inputs:
@@ -89,6 +95,7 @@ def make(case: Case, dtype: torch.dtype, *, seed: int = 0, poison: float = 0.0) 
         query_start.append(query_start[-1] + num_queries)
     query = torch.randn(query_start[-1], case.num_heads, case.key_dim, generator=generator)
     sinks = torch.randn(case.num_heads, generator=generator) if case.has_sinks else None
+    slopes = torch.rand(case.num_heads, generator=generator) if case.has_slopes else None
     return Inputs(
         query.to(dtype),
         key_cache.to(dtype),
@@ -98,4 +105,5 @@ def make(case: Case, dtype: torch.dtype, *, seed: int = 0, poison: float = 0.0) 
         [keys for _, keys in case.sequences],
         sinks,
         case.key_dim**-0.5,
+        slopes,
     )

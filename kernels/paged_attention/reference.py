@@ -19,13 +19,14 @@ def paged_attention(
     sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's queries over its cached keys, [T, Hq, Dv] in the query's dtype.
 
     Sequence i has the queries query_start[i] to query_start[i + 1]: its last tokens, at the positions
     context_lens[i] - n to context_lens[i] - 1. Query head h reads key head h // (Hq // Hkv).
 
-        s[q, k] = scale * q . k, then softcap * tanh(s / softcap)
+        s[q, k] = scale * q . k, then softcap * tanh(s / softcap), then + slope[h] * (position(k) - position(q))
         k is visible if position(k) <= position(q) and position(q) - position(k) < sliding_window
         p = exp(s) / (sum of exp(s) over visible k + exp(sinks[h]))
     """
@@ -45,6 +46,8 @@ def paged_attention(
             scores = softcap * torch.tanh(scores / softcap)
         query_pos = torch.arange(context_len - (end - start), context_len, device=query.device)[:, None]
         key_pos = torch.arange(context_len, device=query.device)[None, :]
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.float()[:, None, None] * (key_pos - query_pos)
         visible = key_pos <= query_pos
         if sliding_window is not None:
             visible &= query_pos - key_pos < sliding_window

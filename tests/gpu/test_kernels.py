@@ -59,11 +59,13 @@ def test_paged_attention(case: attention_cases.Case, dtype: torch.dtype) -> None
         inputs.query_start,
         inputs.context_lens,
         sinks=inputs.sinks,
+        alibi_slopes=inputs.alibi_slopes,
         **settings,
     )
     batch = AttentionBatch.build(to_gpu(inputs.block_tables), inputs.query_start, inputs.context_lens)
     query, keys, values = to_gpu(inputs.query), to_gpu(inputs.key_cache), to_gpu(inputs.value_cache)
-    actual = paged_attention(query, keys, values, batch, sinks=to_gpu(inputs.sinks), **settings)
+    settings |= {"sinks": to_gpu(inputs.sinks), "alibi_slopes": to_gpu(inputs.alibi_slopes)}
+    actual = paged_attention(query, keys, values, batch, **settings)
     assert_close(actual.cpu(), expected)
 
 

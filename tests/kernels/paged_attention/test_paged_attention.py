@@ -29,6 +29,7 @@ def run(case: Case, inputs: Inputs, batch: AttentionBatch | None = None) -> torc
         sliding_window=case.sliding_window,
         softcap=case.softcap,
         sinks=inputs.sinks,
+        alibi_slopes=inputs.alibi_slopes,
     )
 
 
@@ -44,6 +45,7 @@ def define(case: Case, inputs: Inputs) -> torch.Tensor:
         sliding_window=case.sliding_window,
         softcap=case.softcap,
         sinks=inputs.sinks,
+        alibi_slopes=inputs.alibi_slopes,
     )
 
 
@@ -79,6 +81,22 @@ def test_reference_equals_torch(length: int) -> None:
     expected = scaled_dot_product_attention(
         inputs.query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True
     )
+    assert_close(define(case, inputs), expected[0].transpose(0, 1))
+
+
+def test_slopes_of_the_reference_are_a_bias_of_torch() -> None:
+    case = Case("prefill", ((30, 30),), has_slopes=True)
+    inputs = make(case, torch.float32)
+    assert inputs.alibi_slopes is not None
+    keys, values = (
+        cache[inputs.block_tables[0, :2].long()].flatten(0, 1)[:30].transpose(0, 1)[None]
+        for cache in (inputs.key_cache, inputs.value_cache)
+    )
+    distance = torch.arange(30)[:, None] - torch.arange(30)[None]
+    bias = -inputs.alibi_slopes[:, None, None] * distance
+    bias.masked_fill_(distance < 0, float("-inf"))
+    query = inputs.query.transpose(0, 1)[None]
+    expected = scaled_dot_product_attention(query, keys, values, bias[None], enable_gqa=True)
     assert_close(define(case, inputs), expected[0].transpose(0, 1))
 
 
