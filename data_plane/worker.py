@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import logging
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from motet.v1.plan_pb2_grpc import WorkerServiceStub
 
@@ -22,6 +24,13 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker with the real engine; the process exit code."""
+    # Nothing is attached while the engine is built: there is nothing to give back, so the process just leaves. Not by
+    # SystemExit: whatever is being imported or loaded may catch it, or take its time to unwind.
+    with _handling_signals(lambda: os._exit(0)):
+        return _build_and_run(argv)
+
+
+def _build_and_run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="motet worker", description="Compute for a Motet control plane.")
     add_arguments(parser)
     try:
@@ -52,9 +61,17 @@ def run_worker(engine: Engine, config: WorkerConfig, *, make_source: SourceFacto
         make_source=make_source or source_factory(config.worker_id),
         on_ready=lambda epoch: print(f"motet worker ready worker_id={config.worker_id} epoch={epoch}", flush=True),
     )
-    previous = {number: signal.signal(number, lambda *_: client.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with _handling_signals(client.stop):
         return client.run()
+
+
+@contextlib.contextmanager
+def _handling_signals(act: Callable[[], None]) -> Iterator[None]:
+    """Have SIGTERM and SIGINT do this meanwhile. Main thread only."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, lambda *_: act()) for number in numbers}
+    try:
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

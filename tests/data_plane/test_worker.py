@@ -39,6 +39,44 @@ def test_the_worker_side_of_the_stream_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": ".:client"}, check=True, timeout=60)
 
 
+async def test_sigterm_while_the_engine_is_built_ends_with_0_and_without_a_word(tmp_path: Path) -> None:
+    """The stand-in for the engine's builder hangs in C code's manner: it catches every exception and goes on."""
+    engine = tmp_path / "data_plane" / "engine"
+    engine.mkdir(parents=True)
+    (engine / "__init__.py").write_text("")
+    (engine / "build.py").write_text(
+        "import time\n"
+        "print('building', flush=True)\n"
+        "while True:\n"
+        "    try:\n"
+        "        time.sleep(60)\n"
+        "    except BaseException:\n"
+        "        pass\n"
+    )
+    code = (
+        f"import sys, data_plane; data_plane.__path__.insert(0, {str(engine.parent)!r});"
+        "from data_plane.worker import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-c", code, "--model", str(tmp_path), "--log-level", "warning"],
+        cwd=ROOT,
+        env={"PYTHONPATH": ".:client"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            assert await process.stdout.readline() == b"building\n"
+            process.send_signal(signal.SIGTERM)
+            assert await process.communicate() == (b"", b"")
+        assert process.returncode == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 async def test_process_says_that_it_is_ready_and_ends_on_sigterm() -> None:
     async with GrpcRig() as rig:
         process = await asyncio.create_subprocess_exec(
