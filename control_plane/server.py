@@ -185,7 +185,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
 
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    reporter = status.HealthReporter(health_servicer, lambda: fleet.num_workers)
+    reporter = status.HealthReporter(health_servicer, lambda: fleet.is_serving)
     await reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
     joined: list[tuple[Any, object, grpc.aio.Server]] = [

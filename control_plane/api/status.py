@@ -88,11 +88,11 @@ class HealthSink(Protocol):
 
 
 class HealthReporter:
-    """Keeps the health service in step: "" is the process, GenerationService needs a worker."""
+    """Keeps the health service in step: "" is the process, GenerationService needs workers that get on."""
 
-    def __init__(self, servicer: HealthSink, num_workers: Callable[[], int]) -> None:
+    def __init__(self, servicer: HealthSink, is_serving: Callable[[], bool]) -> None:
         self._servicer = servicer
-        self._num_workers = num_workers
+        self._is_serving = is_serving
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -112,6 +112,5 @@ class HealthReporter:
         await self._servicer.enter_graceful_shutdown()
 
     async def _set_generation(self) -> None:
-        is_serving = self._num_workers() > 0
         status = health_pb2.HealthCheckResponse
-        await self._servicer.set(generation.SERVICE_NAME, status.SERVING if is_serving else status.NOT_SERVING)
+        await self._servicer.set(generation.SERVICE_NAME, status.SERVING if self._is_serving() else status.NOT_SERVING)

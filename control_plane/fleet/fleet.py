@@ -255,6 +255,11 @@ class Fleet:
         """Workers attached."""
         return len(self._sessions)
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests can be expected to run: a worker is attached, and none has stalled."""
+        return bool(self._sessions) and not any(session.is_stalled for session in self._sessions.values())
+
     def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
         """A session for the worker that said this; an earlier one under its id is fenced.
 
@@ -326,8 +331,12 @@ class Fleet:
         """See whether an adapter that is being retired is out of use."""
         self._retirement.check_soon()
 
+    def on_stall_changed(self) -> None:
+        """Tell that `is_serving` may have changed."""
+        self._tell_workers_changed()
+
     def on_workers_changed(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called after a worker attached or was lost."""
+        """Have `callback` called after a worker attached, was lost, stalled or went on."""
         self._workers_changed.append(callback)
 
     def _tell_workers_changed(self) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 from motet.v1 import plan_pb2
 
+from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
 from control_plane.fleet.wire import PROTOCOL, GarbageResult, PlanEncoder, limits_of
 from control_plane.scheduler.errors import ResultMismatch, SlotReportMismatch
@@ -40,6 +41,9 @@ class SessionOwner(Protocol):
 
     def on_changed(self) -> None:
         """A slot changed or a step was answered."""
+
+    def on_stall_changed(self) -> None:
+        """A session stalled, or goes on."""
 
     def on_ended(self, session: WorkerSession) -> None:
         """The session is over; its requests are to be moved. Called once."""
@@ -69,6 +73,7 @@ class WorkerSession:
         self._encoder = PlanEncoder(epoch, hello.vocab_size)
         self._request_by_row: dict[int, RequestId] = {}
         self._is_pump_due = False
+        self._progress = ProgressWatch(self.worker_id, epoch)
 
         self._outgoing: list[plan_pb2.AttachResponse] = []
         self._wake = asyncio.Event()  # outgoing is not empty, or the session ended
@@ -98,6 +103,11 @@ class WorkerSession:
 
     def __repr__(self) -> str:
         return f"WorkerSession(worker_id={self.worker_id}, epoch={self.epoch}, end={self.end_reason or None})"
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its requests wait for nothing."""
+        return self._progress.is_stalled
 
     @property
     def num_stale_messages(self) -> int:
@@ -162,6 +172,8 @@ class WorkerSession:
         with self._edge():
             self._deliver_ends()  # deadlines, and loads that are to be tried again, need no message to come up
             self._pump()
+            if self._progress.look(self.scheduler, now_s):
+                self._owner.on_stall_changed()
 
     def end(self, code: grpc.StatusCode | None, reason: str, *, is_death: bool = False) -> None:
         """End the session once; None: the stream ends without an error."""

@@ -262,6 +262,12 @@ class AdapterSlots:
         digests, self._admissible_again = self._admissible_again, []
         return digests
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a load, an eviction or the retry of a load is to come."""
+        is_loading = any(slot.state is SlotState.LOADING for slot in self._by_digest.values())
+        return is_loading or self._num_evicting > 0 or bool(self._backing_off)
+
     def ready_digests(self) -> set[str]:
         """Adapters that plans may use."""
         return {digest for digest, slot in self._by_digest.items() if slot.state is SlotState.READY}

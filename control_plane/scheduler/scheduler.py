@@ -208,6 +208,11 @@ class Scheduler:
         """Live requests."""
         return len(self.sequences)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether requests wait although nothing is under way that they could wait for. Right after `plan`: a bug."""
+        return len(self.waiting) > 0 and not self.running and not self.flights and not self.slots.is_changing
+
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""
         num_live_running = sum(not sequence.is_ended for sequence in self.running)

@@ -47,15 +47,15 @@ class RecordingHealth:
 async def test_generation_is_serving_while_a_worker_is_attached() -> None:
     import asyncio
 
-    sink, num_workers = RecordingHealth(), 0
-    reporter = HealthReporter(sink, lambda: num_workers)
+    sink, is_serving = RecordingHealth(), False
+    reporter = HealthReporter(sink, lambda: is_serving)
     await reporter.start()
     assert sink.status == {
         "": Status.SERVING,
         adapters.SERVICE_NAME: Status.SERVING,
         generation.SERVICE_NAME: Status.NOT_SERVING,
     }
-    num_workers = 1
+    is_serving = True
     reporter.on_workers_changed()
     await asyncio.gather(*reporter._tasks)
     assert sink.status[generation.SERVICE_NAME] == Status.SERVING
@@ -65,7 +65,7 @@ async def test_generation_is_serving_while_a_worker_is_attached() -> None:
 
 async def test_reporter_drives_the_real_servicer() -> None:
     servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    reporter = HealthReporter(servicer, lambda: 1)
+    reporter = HealthReporter(servicer, lambda: True)
     await reporter.start()
     await reporter.stop()
     answer = await servicer.Check(health_pb2.HealthCheckRequest(service=""), None)

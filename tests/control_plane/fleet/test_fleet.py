@@ -508,6 +508,34 @@ async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> N
     assert_nothing_held(worker)
 
 
+async def test_scheduler_that_does_nothing_about_its_requests_is_reported_until_it_goes_on(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    seen: list[bool] = []
+    fleet.on_workers_changed(lambda: seen.append(fleet.is_serving))
+    adapter = weights_of(fleet).add("a")
+    worker.engine.hash_slots.failing[adapter.digest] = True
+    stream = fleet.submit(make_request(fleet, [1], 3, adapter))
+    await pass_time(clock, fleet, [worker], 7.0)
+    assert fleet.is_serving and seen == []  # loads that back off are under way
+    stream.cancel()
+    with monkeypatch.context() as broken:
+        broken.setattr(worker.session.scheduler, "plan", lambda _now_s: None)  # the mistake
+        request = make_request(fleet, [1, 2], 5)
+        reader = asyncio.create_task(read_all(fleet.submit(request)))
+        await pass_time(clock, fleet, [worker], 4.9)
+        assert fleet.is_serving
+        await pass_time(clock, fleet, [worker], 0.3)
+        assert not fleet.is_serving and seen == [False]
+        [error] = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert "stalled" in error.getMessage() and "num_waiting=1" in error.getMessage()
+    await pass_time(clock, fleet, [worker], 1.0)
+    assert fleet.is_serving and seen == [False, True]
+    assert reader.result() == expected(request)
+
+
 async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     small = replace(CAPACITIES, num_slots=2)

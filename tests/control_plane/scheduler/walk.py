@@ -118,6 +118,9 @@ class Walk:
         else:
             self.take(self.scheduler.expire(self.now_s))
         self.commands.extend(self.scheduler.slot_commands())
+        if self.scheduler.is_stuck:
+            self.make_plan()
+            assert not self.scheduler.is_stuck, "requests wait, nothing is under way, and no plan is made"
         free = set(self.scheduler.pool.free)
         self.worker.poison(sorted(free - self.free_before))
         self.free_before = free
