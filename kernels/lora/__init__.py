@@ -1,7 +1,7 @@
 """Adds each token's LoRA product to a linear's output.
 
 `add_lora` does it whole: on the CPU from stacked weights along a `Route`, anywhere from pages (the definition).
-`lora_route` groups a step's tokens on their device, for the operators on pages.
+`lora_route` groups a step's tokens on their device, for the operators on pages (kernels.lora.ops).
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ import torch
 
 from kernels.devices import has_triton
 from kernels.lora import cpu, reference
-from kernels.lora.layout import PAGE_RANKS, Columns, PagedSite, Route, StackedSite, stack_columns
+from kernels.lora.layout import PAGE_RANKS, Columns, PagedSite, Route, SiteGroup, StackedSite, stack_columns
+from kernels.lora.ops import (
+    add_lora_group,
+    bgmv_expand,
+    bgmv_expand_slice,
+    bgmv_shrink,
+    lora_expand,
+    lora_shrink,
+    sgmv_expand,
+    sgmv_expand_slice,
+    sgmv_shrink,
+)
 from kernels.lora.route import DeviceRoute, default_block_tokens, route_in_torch
 
 __all__ = [
@@ -19,9 +30,19 @@ __all__ = [
     "DeviceRoute",
     "PagedSite",
     "Route",
+    "SiteGroup",
     "StackedSite",
     "add_lora",
+    "add_lora_group",
+    "bgmv_expand",
+    "bgmv_expand_slice",
+    "bgmv_shrink",
+    "lora_expand",
     "lora_route",
+    "lora_shrink",
+    "sgmv_expand",
+    "sgmv_expand_slice",
+    "sgmv_shrink",
     "stack_columns",
 ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, PagedSite, StackedSite, stack_columns
+from kernels.lora.layout import PAGE_RANKS, PagedSite, SiteGroup, StackedSite, stack_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,17 @@ class Inputs:
     matrices: list[tuple[torch.Tensor, torch.Tensor, float]]  # by slot: A, B, scaling
 
 
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """One case's tensors for sites that are computed together."""
+
+    x: torch.Tensor
+    y: torch.Tensor  # [T, sum of out]
+    token_slots: torch.Tensor
+    group: SiteGroup
+    max_rank: int
+
+
 def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> Inputs:
     """Inputs whose adapters add values of order 1. Pages of nobody are NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -98,36 +109,76 @@ def _stacked(
     return StackedSite(a, b, stack_columns(members, torch.device("cpu")))
 
 
+def make_group(
+    case: Case, out_features: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0, is_exact: bool = False
+) -> GroupInputs:
+    """Sites of these widths over one input; site i leaves out slot i, and slot 1 has another rank at each.
+
+    is_exact: small integers, of which every sum is exact in float32 in any order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(rows: int, width: int, scale: float) -> torch.Tensor:
+        if is_exact:
+            return torch.randint(-2, 3, (rows, width), generator=generator).to(dtype)
+        return (torch.randn(rows, width, generator=generator) * scale).to(dtype)
+
+    by_site = []
+    for index, width in enumerate(out_features):
+        matrices = []
+        for slot, case_rank in enumerate(case.ranks):
+            rank = 0 if slot == index and len(out_features) > 1 else case_rank + (index if slot == 1 else 0)
+            a = random(rank, case.in_features, case.in_features**-0.5)
+            b = random(rank, width, max(rank, 1) ** -0.5)
+            matrices.append((a, b, float(slot % 4 - 1) if is_exact else 0.5 + slot % 4))
+        by_site.append(matrices)
+    num_tokens = len(case.token_slots)
+    padding = 3 if case.is_strided else 0
+    x = random(num_tokens, case.in_features + padding, 1.0)[:, padding:]
+    y = random(num_tokens, sum(out_features) + padding, 1.0)[:, padding:]
+    group = SiteGroup.of(_paged_sites(case, by_site, out_features, dtype, generator))
+    max_rank = max((a.shape[0] for matrices in by_site for a, _, _ in matrices), default=0)
+    return GroupInputs(x, y, torch.tensor(case.token_slots, dtype=torch.int32), group, max_rank)
+
+
 def _paged(
     case: Case,
     matrices: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> PagedSite:
+    return _paged_sites(case, [matrices], (case.out_features,), dtype, generator)[0]
+
+
+def _paged_sites(
+    case: Case,
+    by_site: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor, float]]],
+    out_features: Sequence[int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> list[PagedSite]:
     """Writes the pages one tile at a time, in shuffled order."""
     tiles: list[torch.Tensor] = []
-    first: list[int] = []
-    for a, b, _ in matrices:
-        first.append(len(tiles))
-        for matrix in (a, b):
-            for row in range(0, matrix.shape[0], PAGE_RANKS):
-                for column in range(0, matrix.shape[1], case.tile_width):
-                    tile = torch.zeros(PAGE_RANKS, case.tile_width, dtype=dtype)
-                    part = matrix[row : row + PAGE_RANKS, column : column + case.tile_width]
-                    tile[: part.shape[0]] = part
-                    tiles.append(tile)
-    num_slots = max(len(matrices), 1)
+    num_slots = max(len(by_site[0]), 1)
+    first = torch.zeros(len(by_site), num_slots, dtype=torch.int32)
+    rank = torch.zeros(len(by_site), num_slots, dtype=torch.int32)
+    scalings = torch.zeros(len(by_site), num_slots)
+    for index, matrices in enumerate(by_site):
+        for slot, (a, b, scaling) in enumerate(matrices):
+            first[index, slot], rank[index, slot], scalings[index, slot] = len(tiles), a.shape[0], scaling
+            for matrix in (a, b):
+                for row in range(0, matrix.shape[0], PAGE_RANKS):
+                    for column in range(0, matrix.shape[1], case.tile_width):
+                        tile = torch.zeros(PAGE_RANKS, case.tile_width, dtype=dtype)
+                        part = matrix[row : row + PAGE_RANKS, column : column + case.tile_width]
+                        tile[: part.shape[0]] = part
+                        tiles.append(tile)
     order = torch.randperm(len(tiles) + 2, generator=generator)
     pages = torch.full((len(order), PAGE_RANKS, case.tile_width), float("nan"), dtype=dtype)
     page_ids = order[: len(tiles)].to(torch.int32)
-    for index, tile in enumerate(tiles):
-        pages[page_ids[index]] = tile
-    return PagedSite(
-        pages,
-        page_ids,
-        torch.tensor([*first, *[0] * (num_slots - len(first))], dtype=torch.int32),
-        torch.tensor([*case.ranks, *[0] * (num_slots - len(case.ranks))], dtype=torch.int32),
-        torch.tensor([*(s for _, _, s in matrices), *[0.0] * (num_slots - len(matrices))]),
-        case.in_features,
-        case.out_features,
-    )
+    for position, tile in enumerate(tiles):
+        pages[page_ids[position]] = tile
+    return [
+        PagedSite(pages, page_ids, first[index], rank[index], scalings[index], case.in_features, width)
+        for index, width in enumerate(out_features)
+    ]

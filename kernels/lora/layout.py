@@ -38,6 +38,50 @@ class PagedSite:
     out_features: int
 
 
+@dataclass(frozen=True, slots=True)
+class SiteGroup:
+    """Sites that read the same input and write side by side: q, k and v, or gate and up. Also a single site.
+
+    The columns of their outputs may be of unequal widths, as with grouped queries.
+    """
+
+    pages: torch.Tensor  # [num_pages, 8, W]
+    page_ids: torch.Tensor  # int32 [num_pages]
+    first: torch.Tensor  # int32 [num_sites, num_slots], and so the next two
+    rank: torch.Tensor
+    scaling: torch.Tensor  # float32
+    in_features: int
+    out_features: tuple[int, ...]  # by site
+
+    @classmethod
+    def of(cls, sites: Sequence[PagedSite]) -> SiteGroup:
+        """Sites of one arena as a group. Copies the slot table of several sites; of one it is a view."""
+        head = sites[0]
+        if any(site.pages is not head.pages or site.page_ids is not head.page_ids for site in sites):
+            raise ValueError("the sites are of different arenas")
+        if any(site.in_features != head.in_features for site in sites):
+            raise ValueError(f"the sites read {[site.in_features for site in sites]} features, want one width")
+        first, rank, scaling = (
+            getattr(head, name)[None] if len(sites) == 1 else torch.stack([getattr(site, name) for site in sites])
+            for name in ("first", "rank", "scaling")
+        )
+        widths = tuple(site.out_features for site in sites)
+        return cls(head.pages, head.page_ids, first, rank, scaling, head.in_features, widths)
+
+    @property
+    def num_sites(self) -> int:
+        return len(self.out_features)
+
+    @property
+    def num_slots(self) -> int:
+        return self.first.shape[1]
+
+    def site(self, index: int) -> PagedSite:
+        """One of the sites."""
+        table = (self.first[index], self.rank[index], self.scaling[index])
+        return PagedSite(self.pages, self.page_ids, *table, self.in_features, self.out_features[index])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
     """What each row of a stack is. Sites with equal ranks and scalings share one object, and so its masks."""

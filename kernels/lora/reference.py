@@ -1,10 +1,11 @@
-"""add_lora, the definition: token by token, from the pages."""
+"""The definitions: add_lora token by token, shrink and expand block by block, from the pages."""
 
 from __future__ import annotations
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, PagedSite
+from kernels.lora.layout import PAGE_RANKS, PagedSite, SiteGroup
+from kernels.lora.route import DeviceRoute
 
 
 def gather(site: PagedSite, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,7 +16,7 @@ def gather(site: PagedSite, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     for width in (site.in_features, site.out_features):
         num_tiles = width // site.pages.shape[2]
         ids = site.page_ids[first : first + num_groups * num_tiles].long()
-        tiles = site.pages[ids].view(num_groups, num_tiles, PAGE_RANKS, -1)
+        tiles = site.pages[ids].view(num_groups, num_tiles, PAGE_RANKS, site.pages.shape[2])
         matrices.append(tiles.transpose(1, 2).reshape(num_groups * PAGE_RANKS, width)[:rank])
         first += num_groups * num_tiles
     return matrices[0], matrices[1]
@@ -29,3 +30,39 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, site: PagedSite, token_slots: tor
         a, b = gather(site, slot)
         delta = (x[token].float() @ a.float().T) @ b.float() * site.scaling[slot]
         y[token] = (y[token].float() + delta).to(y.dtype)
+
+
+def groups(route: DeviceRoute) -> list[tuple[int, torch.Tensor]]:
+    """Slot and tokens of each block that is in use."""
+    blocks = zip(route.block_slot.tolist(), route.block_start.tolist(), route.block_end.tolist(), strict=True)
+    return [(slot, route.order[start:end].long()) for slot, start, end in blocks if slot >= 0]
+
+
+def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+    """h[site, t, :rank] = scaling * x[t] @ A[site, s].T in fp32, s the slot of token t. h is [sites, T, width]."""
+    for slot, tokens in groups(route):
+        for index in range(group.num_sites):
+            a, _ = gather(group.site(index), slot)
+            rank = a.shape[0]
+            if rank > h.shape[2]:
+                raise ValueError(f"slot {slot} has rank {rank}, h has room for {h.shape[2]}")
+            h[index, tokens, :rank] = x[tokens].float() @ a.float().T * scaling
+
+
+def expand(h: torch.Tensor, y: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, add_inputs: bool) -> None:
+    """y[t, columns of site] (+)= scaling[site, s] * h[site, t, :rank] @ B[site, s] in fp32, rounded once.
+
+    h is rounded to the dtype of the weights before it is multiplied.
+    """
+    if not add_inputs:
+        y.zero_()
+    for slot, tokens in groups(route):
+        column = 0
+        for index, features in enumerate(group.out_features):
+            site = group.site(index)
+            _, b = gather(site, slot)
+            columns = slice(column, column + features)
+            column += features
+            if b.shape[0]:
+                delta = h[index, tokens, : b.shape[0]].to(b.dtype).float() @ b.float() * site.scaling[slot]
+                y[tokens, columns] = (y[tokens, columns].float() + delta).to(y.dtype)

@@ -49,8 +49,8 @@ def empty_route(token_slots: torch.Tensor, num_slots: int, block_tokens: int) ->
     """A route of the right sizes whose values are not set."""
     num_tokens = token_slots.shape[0]
     num_blocks = max_blocks(num_tokens, num_slots, block_tokens)
-    order = token_slots.new_empty(num_tokens)
-    return DeviceRoute(order, *(token_slots.new_empty(num_blocks) for _ in range(3)), block_tokens)
+    slot, start, end = (token_slots.new_empty(num_blocks) for _ in range(3))
+    return DeviceRoute(token_slots.new_empty(num_tokens), slot, start, end, block_tokens)
 
 
 def route_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> DeviceRoute:

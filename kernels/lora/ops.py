@@ -1,0 +1,167 @@
+"""The operators on pages: shrink (x @ A), expand (h @ B), their forms for slices and for fused linears.
+
+bgmv: every token its own block, for one or few tokens per slot; takes the slots of the tokens. sgmv: blocks of tokens
+that share a slot; takes a route. Segments of tokens become token slots by
+`torch.repeat_interleave(slots, lengths, output_size=num_tokens)`. Both give the same bits.
+On a GPU the Triton kernels run, elsewhere the definitions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.devices import runs_triton
+from kernels.lora import reference
+from kernels.lora.layout import PagedSite, SiteGroup
+from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one
+
+
+def bgmv_shrink(
+    x: torch.Tensor, site: PagedSite, out: torch.Tensor, token_slots: torch.Tensor, *, scaling: float = 1.0
+) -> None:
+    """out [T, width] float32 = scaling * x [T, in] @ A.T in the first `rank` columns; the others are left alone.
+
+    Rows without an adapter are left alone. A rank above the width is refused; on a GPU its rows are NaN instead.
+    """
+    _shrink(x, SiteGroup.of([site]), out[None], _blocks_of_one(token_slots), scaling)
+
+
+def sgmv_shrink(
+    x: torch.Tensor, site: PagedSite, out: torch.Tensor, route: DeviceRoute, *, scaling: float = 1.0
+) -> None:
+    """bgmv_shrink over blocks of tokens."""
+    _shrink(x, SiteGroup.of([site]), out[None], route, scaling)
+
+
+def bgmv_expand(
+    h: torch.Tensor, site: PagedSite, y: torch.Tensor, token_slots: torch.Tensor, *, add_inputs: bool = True
+) -> None:
+    """y [T, out or more] += scaling of the slot * h [T, width] @ B in its first `out` columns.
+
+    Without add_inputs those columns are overwritten, with zero in rows without an adapter.
+    """
+    _expand(
+        h[None, None], SiteGroup.of([site]), _slice(y, 0, site.out_features), _blocks_of_one(token_slots), add_inputs
+    )
+
+
+def sgmv_expand(
+    h: torch.Tensor, site: PagedSite, y: torch.Tensor, route: DeviceRoute, *, add_inputs: bool = False
+) -> None:
+    """bgmv_expand over blocks of tokens."""
+    _expand(h[None, None], SiteGroup.of([site]), _slice(y, 0, site.out_features), route, add_inputs)
+
+
+def bgmv_expand_slice(
+    h: torch.Tensor,
+    site: PagedSite,
+    y: torch.Tensor,
+    token_slots: torch.Tensor,
+    *,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
+) -> None:
+    """bgmv_expand into the columns slice_offset : slice_offset + slice_size of y, as many as the site has."""
+    group = SiteGroup.of([site])
+    _expand(h[None, None], group, _slice(y, slice_offset, slice_size), _blocks_of_one(token_slots), add_inputs)
+
+
+def sgmv_expand_slice(
+    h: torch.Tensor,
+    site: PagedSite,
+    y: torch.Tensor,
+    route: DeviceRoute,
+    *,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = False,
+) -> None:
+    """bgmv_expand_slice over blocks of tokens."""
+    _expand(h[None, None], SiteGroup.of([site]), _slice(y, slice_offset, slice_size), route, add_inputs)
+
+
+def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
+    """x @ A.T of every site of the group in one launch: float32 [planes, sites, T, max_rank] for `lora_expand`.
+
+    No slot of the route has a rank above max_rank at these sites; on a GPU its rows would be NaN. The planes add up
+    to the product: with few tokens the sum over the input is computed in parts side by side.
+    """
+    if max_rank < 0:
+        raise ValueError(f"max_rank is {max_rank}, want at least 0")
+    planes, is_triton = 1, runs_triton(x)
+    if is_triton and route.num_tokens < MANY_TOKENS:
+        from kernels.lora import triton_kernel
+
+        planes = triton_kernel.num_parts(group.in_features)
+    h = torch.empty(planes, group.num_sites, route.num_tokens, max_rank, dtype=torch.float32, device=x.device)
+    if planes == 1:
+        _shrink(x, group, h[0], route, 1.0)
+    else:
+        _check_rows("x", x, route, group.in_features, group.pages.dtype)
+        triton_kernel.shrink(x, h, group, route)
+    return h
+
+
+def lora_expand(
+    h: torch.Tensor, group: SiteGroup, y: torch.Tensor, route: DeviceRoute, *, add_inputs: bool = True
+) -> None:
+    """y [T, sum of out] += scaling * h @ B for every site of the group, side by side, in one launch."""
+    _expand(h, group, y, route, add_inputs)
+
+
+def add_lora_group(y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> None:
+    """y [T, sum of out] += scaling * (x [T, in] @ A.T) @ B by each token's slot: a shrink and an expand."""
+    lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route)
+
+
+def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:
+    """Into h [sites, T, width]."""
+    _check_rows("x", x, route, group.in_features, group.pages.dtype)
+    _check_h(h[None], group, route)
+    if runs_triton(x):
+        from kernels.lora import triton_kernel
+
+        triton_kernel.shrink(x, h[None], group, route, scaling=scaling)
+    else:
+        reference.shrink(x, h, group, route, scaling=scaling)
+
+
+def _expand(h: torch.Tensor, group: SiteGroup, y: torch.Tensor, route: DeviceRoute, add_inputs: bool) -> None:
+    """From h [planes, sites, T, width]."""
+    _check_rows("y", y, route, sum(group.out_features), group.pages.dtype)
+    _check_h(h, group, route)
+    if runs_triton(y):
+        from kernels.lora import triton_kernel
+
+        triton_kernel.expand(h, y, group, route, add_inputs=add_inputs)
+    else:
+        reference.expand(h.sum(0), y, group, route, add_inputs=add_inputs)
+
+
+def _slice(y: torch.Tensor, offset: int, size: int) -> torch.Tensor:
+    if offset < 0 or size < 0 or offset + size > y.shape[-1]:
+        raise ValueError(f"columns {offset} to {offset + size} are not all in y, which has {y.shape[-1]}")
+    return y[:, offset : offset + size]
+
+
+def _blocks_of_one(token_slots: torch.Tensor) -> DeviceRoute:
+    if token_slots.dtype != torch.int32 or token_slots.dim() != 1:
+        raise ValueError(f"token_slots is {token_slots.dtype} {list(token_slots.shape)}, want int32 [num_tokens]")
+    return blocks_of_one(token_slots.contiguous())
+
+
+def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, width: int, dtype: torch.dtype) -> None:
+    if rows.shape != (route.num_tokens, width) or rows.dtype != dtype:
+        raise ValueError(
+            f"{name} is {rows.dtype} {list(rows.shape)}, want {dtype} [{route.num_tokens}, {width}] as the route "
+            "and the adapters are"
+        )
+
+
+def _check_h(h: torch.Tensor, group: SiteGroup, route: DeviceRoute) -> None:
+    if h.dtype != torch.float32 or h.shape[1:3] != (group.num_sites, route.num_tokens) or h.stride(3) != 1:
+        raise ValueError(
+            f"h is {h.dtype} {list(h.shape)} with strides {h.stride()}, want float32 [planes, {group.num_sites}, "
+            f"{route.num_tokens}, width] with ranks side by side"
+        )

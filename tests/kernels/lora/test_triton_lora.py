@@ -1,0 +1,256 @@
+"""Shrink and expand in Triton against their definitions, and the definitions against add_lora."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.lora import SiteGroup, lora_route, ops, reference, triton_kernel
+from kernels.lora.cases import CASES, Case, GroupInputs, make_group
+from kernels.lora.route import DeviceRoute, blocks_of_one, route_in_torch
+from kernels.lora.triton_kernel import Tiles
+from tests.kernels.tolerances import assert_close
+
+GROUP = (32, 48, 16)  # unequal, as with grouped queries
+MIXED = Case("mixed", (1, 0, -1, 2, 2, 1, -1, 0, 3), (8, 17, 3, 40))
+SMALL = Case("small", (1, 0, -1, 1), (17, 3))
+NAN = float("nan")
+# The interpreter needs a millisecond for each step of a program: ranks of every kind instead of all 64.
+RANKS = (1, 2, 7, 8, 9, 16, 17, 33, 64)
+TRITON_CASES = [case for case in CASES if case.name not in ("all ranks", "large rank")]
+TRITON_CASES += [Case("ranks", tuple(range(len(RANKS))), RANKS), Case("large rank", (0, 1, 1), (3, 257))]
+
+
+def on(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on the device, strides kept."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
+    if isinstance(value, GroupInputs | SiteGroup):
+        return replace(value, **{field.name: on(getattr(value, field.name), device) for field in fields(value)})
+    return value
+
+
+def route_of(inputs: GroupInputs, block_tokens: int = 16) -> DeviceRoute:
+    return route_in_torch(inputs.token_slots, inputs.group.num_slots, block_tokens)
+
+
+def empty_h(inputs: GroupInputs, planes: int = 1) -> torch.Tensor:
+    shape = (planes, inputs.group.num_sites, len(inputs.token_slots), inputs.max_rank)
+    return torch.full(shape, NAN, device=inputs.x.device)
+
+
+def shrunk(inputs: GroupInputs, route: DeviceRoute, planes: int = 1, **options: Any) -> torch.Tensor:
+    h = empty_h(inputs, planes)
+    triton_kernel.shrink(inputs.x, h, inputs.group, route, **options)
+    return h
+
+
+def defined(inputs: GroupInputs, *, add_inputs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """h and y of the definitions, one token at a time."""
+    h, y, route = empty_h(inputs), on(inputs.y, inputs.y.device), blocks_of_one(inputs.token_slots)
+    reference.shrink(inputs.x, h[0], inputs.group, route)
+    reference.expand(h[0], y, inputs.group, route, add_inputs=add_inputs)
+    return h, y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", TRITON_CASES, ids=lambda case: case.name)
+def test_one_site_equals_the_definition(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    """h begins as NaN and stays so where no adapter has a rank: all of the rest is written."""
+    inputs = on(make_group(case, (case.out_features,), dtype), device)
+    expected_h, expected = defined(inputs)
+    route = route_of(inputs)
+    h = shrunk(inputs, route)
+    torch.testing.assert_close(h, expected_h, rtol=2e-5, atol=2e-5, equal_nan=True)
+    y = on(inputs.y, device)
+    triton_kernel.expand(h, y, inputs.group, route, add_inputs=True)
+    assert_close(y, expected, magnitude=4.0)
+    for token, slot in enumerate(case.token_slots):
+        if slot < 0:
+            assert torch.equal(y[token], inputs.y[token])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [MIXED, *(case for case in CASES if case.is_strided)], ids=lambda case: case.name)
+def test_unequal_sites_in_one_launch(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    inputs = on(make_group(case, GROUP, dtype), device)
+    _, expected = defined(inputs)
+    route = route_of(inputs)
+    y = on(inputs.y, device)
+    triton_kernel.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
+    assert_close(y, expected, magnitude=4.0)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "tile_width", "block_tokens"),
+    [
+        (Tiles(16, 16, 16), 16, 16),
+        (Tiles(16, 128, 128), 128, 1),
+        (Tiles(32, 64, 32), 16, 32),
+        (Tiles(32, 64, 64), 192, 16),
+        (Tiles(64, 32, 16), 5, 1),
+        (Tiles(64, 64, 128), 64, 32),
+    ],
+    ids=str,
+)
+def test_exact_sums_have_the_same_bits_in_every_tiling(
+    tiles: Tiles, tile_width: int, block_tokens: int, device: torch.device
+) -> None:
+    """Of small integers every sum is exact, so that nothing but the right one will do."""
+    sizes = {"in_features": 3 * tile_width, "tile_width": tile_width}
+    inputs = on(
+        make_group(replace(SMALL, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device
+    )
+    expected_h, expected = defined(inputs)
+    route = route_of(inputs, block_tokens)
+    for planes, parts in ((1, 2), (3, 3)):
+        h = shrunk(inputs, route, planes, parts=parts, tiles=tiles)
+        assert torch.equal(h.sum(0).nan_to_num(nan=99.0), expected_h[0].nan_to_num(nan=99.0))
+        y = on(inputs.y, device)
+        triton_kernel.expand(h, y, inputs.group, route, add_inputs=True, tiles=tiles)
+        assert torch.equal(y, expected)
+
+
+def test_a_token_has_the_same_bits_in_every_batch(device: torch.device) -> None:
+    """Alone, beside others of its slot, of other slots, in another order, in parts or whole: one result."""
+    inputs = on(make_group(MIXED, (32,), torch.bfloat16), device)
+
+    def run(tokens: torch.Tensor, block_tokens: int, planes: int) -> torch.Tensor:
+        part = replace(inputs, x=inputs.x[tokens], y=inputs.y[tokens], token_slots=inputs.token_slots[tokens])
+        route = route_of(part, block_tokens)
+        tiles = Tiles(64, 16, 32)
+        h = shrunk(part, route, planes, parts=3, tiles=tiles)
+        triton_kernel.expand(h, part.y, part.group, route, add_inputs=True, tiles=tiles)
+        return part.y
+
+    everyone = torch.arange(len(MIXED.token_slots), device=device)
+    together = run(everyone, 16, 1)
+    assert torch.equal(run(everyone, 16, 3), together)
+    assert torch.equal(run(everyone, 1, 3), together)
+    assert torch.equal(run(everyone.flip(0), 16, 1).flip(0), together)
+    for token in (0, 8):
+        assert torch.equal(run(everyone[token : token + 1], 16, 3), together[token : token + 1])
+
+
+def test_without_inputs_the_output_is_overwritten(device: torch.device) -> None:
+    inputs = on(make_group(MIXED, GROUP, torch.float32), device)
+    inputs.y.fill_(NAN)
+    _, expected = defined(inputs, add_inputs=False)
+    route = route_of(inputs)
+    triton_kernel.expand(shrunk(inputs, route), inputs.y, inputs.group, route, add_inputs=False)
+    assert_close(inputs.y, expected, magnitude=4.0)
+    assert not inputs.y[2].any()
+
+
+def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
+    """Rather than cut off; the other slots are whole, and nothing is written past the width."""
+    inputs = on(make_group(Case("rank", (0, 1), (8, 20)), (32,), torch.float32), device)
+    wide = torch.full((1, 1, 2, 32), 7.0, device=device)
+    route = route_of(inputs)
+    triton_kernel.shrink(inputs.x, wide[..., :12], inputs.group, route)
+    assert wide[0, 0, 1, :12].isnan().all()
+    assert (wide[..., 12:] == 7.0).all()
+    triton_kernel.expand(wide[..., :12], inputs.y, inputs.group, route, add_inputs=True)
+    assert inputs.y[1].isnan().all()
+    assert inputs.y[0].isfinite().all()
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    st.data(),
+    st.integers(1, 6),
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    st.integers(1, 20),
+)
+def test_random_groups(ranks: list[int], data: st.DataObject, num_in: int, num_out: list[int], width: int) -> None:
+    slots = data.draw(st.lists(st.integers(-1, len(ranks) - 1), max_size=20))
+    case = Case("random", tuple(slots), tuple(ranks), num_in * width, tile_width=width)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs = on(make_group(case, tuple(n * width for n in num_out), torch.bfloat16, is_exact=True), device)
+    _, expected = defined(inputs)
+    route = route_of(inputs)
+    y = on(inputs.y, device)
+    triton_kernel.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("runs_triton", [False, True], ids=["torch", "triton"])
+def test_the_six_operators(runs_triton: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact sums, so that both families and both forms agree in every bit with a plain product."""
+    monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
+    inputs = on(make_group(MIXED, (32,), torch.float32, is_exact=True), device)
+    site, slots = inputs.group.site(0), inputs.token_slots
+    route = lora_route(slots, inputs.group.num_slots)
+    expected_h = torch.full((len(slots), inputs.max_rank + 2), NAN, device=device)
+    delta = torch.zeros_like(inputs.y)
+    for token, slot in enumerate(MIXED.token_slots):
+        if slot >= 0:
+            a, b = reference.gather(site, slot)
+            expected_h[token, : len(a)] = 2.0 * (a @ inputs.x[token])
+            delta[token] = site.scaling[slot] * (expected_h[token, : len(a)] @ b)
+    h = torch.full_like(expected_h, NAN)
+    for shrink, where in ((ops.bgmv_shrink, slots), (ops.sgmv_shrink, route)):
+        h.fill_(NAN)
+        shrink(inputs.x, site, h, where, scaling=2.0)  # type: ignore[operator]  # each takes its own `where`
+        assert torch.equal(h.nan_to_num(nan=99.0), expected_h.nan_to_num(nan=99.0))
+    for expand, where in ((ops.bgmv_expand, slots), (ops.sgmv_expand, route)):
+        y = torch.cat([inputs.y, inputs.y], dim=1)
+        expand(h, site, y, where, add_inputs=True)  # type: ignore[operator]
+        assert torch.equal(y, torch.cat([inputs.y + delta, inputs.y], dim=1))
+        expand(h, site, y, where, add_inputs=False)  # type: ignore[operator]
+        assert torch.equal(y, torch.cat([delta, inputs.y], dim=1))
+    for expand, where in ((ops.bgmv_expand_slice, slots), (ops.sgmv_expand_slice, route)):
+        y = torch.cat([inputs.y, inputs.y], dim=1)
+        expand(h, site, y, where, slice_offset=20, slice_size=32, add_inputs=True)  # type: ignore[operator]
+        expected = torch.cat([inputs.y, inputs.y], dim=1)
+        expected[:, 20:52] += delta
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("runs_triton", [False, True], ids=["torch", "triton"])
+def test_add_lora_group_equals_add_lora(
+    runs_triton: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts as well: the input is wide enough for three."""
+    monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
+    case = replace(MIXED, in_features=1536, tile_width=128)
+    inputs = on(make_group(case, (256, 128), torch.float32), device)
+    expected = on(inputs.y, device)
+    for index, columns in enumerate((slice(0, 256), slice(256, 384))):
+        reference.add_lora(expected[:, columns], inputs.x, inputs.group.site(index), inputs.token_slots)
+    route = lora_route(inputs.token_slots, inputs.group.num_slots)
+    h = ops.lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    assert h.shape[0] == (3 if runs_triton else 1)
+    y = on(inputs.y, device)
+    ops.add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    assert_close(y, expected, magnitude=4.0)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    inputs = make_group(MIXED, (32,), torch.float32)
+    site, slots, h = inputs.group.site(0), inputs.token_slots, torch.zeros(9, 40)
+    with pytest.raises(ValueError, match=r"x is torch\.float32 \[9, 47\], want torch\.float32 \[9, 48\]"):
+        ops.bgmv_shrink(inputs.x[:, 1:], site, h, slots)
+    with pytest.raises(ValueError, match=r"h is torch\.bfloat16"):
+        ops.bgmv_shrink(inputs.x, site, h.bfloat16(), slots)
+    with pytest.raises(ValueError, match="slot 3 has rank 40, h has room for 39"):
+        ops.bgmv_shrink(inputs.x, site, h[:, :39], slots)
+    with pytest.raises(ValueError, match=r"token_slots is torch\.int64"):
+        ops.bgmv_shrink(inputs.x, site, h, slots.long())
+    with pytest.raises(ValueError, match="columns 8 to 40 are not all in y, which has 32"):
+        ops.bgmv_expand_slice(h, site, inputs.y, slots, slice_offset=8, slice_size=32)
+    with pytest.raises(ValueError, match=r"y is torch\.float32 \[9, 31\]"):
+        ops.bgmv_expand_slice(h, site, inputs.y, slots, slice_offset=0, slice_size=31)
+    with pytest.raises(ValueError, match="max_rank is -1"):
+        ops.lora_shrink(inputs.x, inputs.group, lora_route(slots, 4), max_rank=-1)
+    other = make_group(MIXED, (32,), torch.float32).group.site(0)
+    with pytest.raises(ValueError, match="different arenas"):
+        SiteGroup.of([site, other])
+    with pytest.raises(ValueError, match=r"read \[48, 16\] features"):
+        SiteGroup.of([site, replace(site, in_features=16)])
