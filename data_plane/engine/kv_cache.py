@@ -12,6 +12,7 @@ import torch
 from data_plane.errors import ConfigError
 from data_plane.models.probe import AttentionLayer
 from data_plane.plan import Int32Array
+from kernels.copy_blocks import copy_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,7 @@ class KVCache:
 
     def copy_blocks(self, copies: Int32Array) -> None:
         """Copy blocks (source, destination), all sources read before any destination is written."""
-        if len(copies) == 0:
-            return
-        pairs = torch.from_numpy(copies.astype("int64")).to(self.keys[0].device)
-        for cache in (*self.keys, *self.values):
-            cache[pairs[:, 1]] = cache[pairs[:, 0]]
+        copy_blocks([*self.keys, *self.values], torch.from_numpy(copies.astype("int64").reshape(-1, 2)))
 
     def make_finite(self, block_ids: Int32Array) -> None:
         """Turn what is not finite in the blocks into zero.

@@ -1,0 +1,64 @@
+"""copy_blocks, by torch and by the GPU kernel, against one block after the other."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from kernels.copy_blocks import copy_blocks
+from kernels.copy_blocks.cases import CASES, Case, make
+
+
+def expected_of(caches: list[torch.Tensor], pairs: torch.Tensor) -> list[torch.Tensor]:
+    copies = [cache.clone() for cache in caches]
+    for copy, cache in zip(copies, caches, strict=True):
+        for source, destination in pairs.tolist():
+            copy[destination] = cache[source]
+    return copies
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_copies_blocks_of_every_cache(case: Case, device: torch.device) -> None:
+    caches, pairs = make(case)
+    expected = expected_of(caches, pairs)
+    on_device = [cache.to(device) for cache in caches]
+    copy_blocks(on_device, pairs)
+    for ours, theirs in zip(on_device, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_sources_are_read_before_destinations_are_written(device: torch.device) -> None:
+    """Blocks that change places."""
+    caches, _ = make(CASES[1])
+    pairs = torch.tensor([[0, 1], [1, 0], [2, 3]])
+    expected = expected_of(caches, pairs)
+    on_device = [cache.to(device) for cache in caches]
+    copy_blocks(on_device, pairs)
+    assert torch.equal(on_device[0].cpu(), expected[0])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
+def test_the_gpu_kernel_copies_the_same(case: Case, device: torch.device) -> None:
+    from kernels.copy_blocks import triton_kernel
+
+    caches, pairs = make(case)
+    expected = expected_of(caches, pairs)
+    on_device = [cache.to(device) for cache in caches]
+    triton_kernel.copy_blocks(on_device, pairs)
+    for ours, theirs in zip(on_device, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_wrong_pairs_are_refused() -> None:
+    caches, _ = make(CASES[1])
+    with pytest.raises(ValueError, match="want int64"):
+        copy_blocks(caches, torch.zeros(1, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="blocks 0 to 4 of 4"):
+        copy_blocks(caches, torch.tensor([[0, 4]]))
+    with pytest.raises(ValueError, match="one destination"):
+        copy_blocks(caches, torch.tensor([[0, 2], [1, 2]]))
+    with pytest.raises(ValueError, match="want contiguous"):
+        copy_blocks([caches[0].transpose(1, 2)], torch.tensor([[0, 1]]))
