@@ -19,11 +19,12 @@ from data_plane.adapters.packed import TORCH_DTYPES, read_chunk
 from data_plane.adapters.pages import PagePool
 from data_plane.adapters.sites import Site
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
-from data_plane.adapters.step import LoraStep
+from data_plane.adapters.step import LoraStep, PagedStep, StackedStep
 from data_plane.adapters.working_set import WorkingSet
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
-from kernels.lora import PagedSite, Route
+from kernels.devices import runs_triton
+from kernels.lora import PagedSite, Route, SiteGroup, lora_route
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ class AdapterArena:
         dtype: torch.dtype,
         device: torch.device | str,
         base_fingerprint: str,
+        reads_pages: bool | None = None,
     ) -> None:
+        """reads_pages: steps multiply with the pages where they lie. By default where there are kernels for that."""
         if not sites:
             raise ValueError("sites is empty: the model has no linear that adapters may target")
         if num_slots < 1 or arena_bytes < 0:
@@ -53,6 +56,10 @@ class AdapterArena:
         self._pool = PagePool(sites, arena_bytes, dtype, self._device)
         self._table = SlotTable(sites, num_slots, self._pool.num_pages, self._device)
         self._working_set = WorkingSet(sites, self._pool, arena_bytes)
+        self._reads_pages = runs_triton(self._pool.pages) if reads_pages is None else reads_pages
+        self._groups = {site.name: SiteGroup.of([self._table.site(site, self._pool.pages)]) for site in sites}
+        # The greatest rank at each site that these adapters target; a step mostly has the adapters of the last.
+        self._max_ranks: tuple[frozenset[ResidentAdapter], dict[str, int]] = (frozenset(), {})
         # Guards the pool's free list, _loads, _ready and _unlisted.
         self._lock = threading.Lock()
         # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
@@ -218,6 +225,7 @@ class AdapterArena:
                 self._remove(adapter)
             self._ready.clear()
         self._working_set.clear()
+        self._max_ranks = (frozenset(), {})
 
     def begin_step(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
         """What the step's linears add, or None when no token has an adapter.
@@ -235,14 +243,28 @@ class AdapterArena:
             if adapter is None:
                 raise StaleSlot(f"slot {slot} is not ready")
             adapters.append(adapter)
-        route = Route.build(token_slots, self._device)
-        if not route.slots:
+        route = None if self._reads_pages else Route.build(token_slots, self._device)
+        named = set(np.unique(token_slots.cpu().numpy()).tolist()) - {-1} if route is None else set(route.slots)
+        if not named:
             return None
-        unnamed = set(route.slots).difference(slots_in_step)
+        unnamed = named.difference(slots_in_step)
         if unnamed:
             raise StaleSlot(f"tokens name the slots {sorted(unnamed)}, the step does not")
+        if route is None:
+            on_device = lora_route(token_slots.to(self._device), self._num_slots)
+            return PagedStep(self._groups, self._greatest_ranks(adapters), on_device)
         self._working_set.ensure(adapters)
-        return LoraStep(adapters, self._working_set, route)
+        return StackedStep(adapters, self._working_set, route)
+
+    def _greatest_ranks(self, adapters: Sequence[ResidentAdapter]) -> dict[str, int]:
+        key = frozenset(adapters)
+        if self._max_ranks[0] != key:
+            ranks: dict[str, int] = {}
+            for adapter in adapters:
+                for name, weights in adapter.weights.items():
+                    ranks[name] = max(weights.rank, ranks.get(name, 0))
+            self._max_ranks = (key, ranks)
+        return self._max_ranks[1]
 
     def paged_site(self, name: str) -> PagedSite:
         """One site's weights of all slots as they lie in the arena. Valid until the next load, evict or clear."""

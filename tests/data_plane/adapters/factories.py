@@ -131,11 +131,22 @@ def pack(
 
 
 def make_arena(
-    *, num_slots: int = 4, arena_bytes: int = 1 << 20, sites: Sequence[Site] = SITES, dtype: torch.dtype = torch.float32
+    *,
+    num_slots: int = 4,
+    arena_bytes: int = 1 << 20,
+    sites: Sequence[Site] = SITES,
+    dtype: torch.dtype = torch.float32,
+    reads_pages: bool | None = None,
 ) -> AdapterArena:
     """An arena whose memory is NaN before it is written."""
     arena = AdapterArena(
-        sites, num_slots=num_slots, arena_bytes=arena_bytes, dtype=dtype, device="cpu", base_fingerprint=BASE
+        sites,
+        num_slots=num_slots,
+        arena_bytes=arena_bytes,
+        dtype=dtype,
+        device="cpu",
+        base_fingerprint=BASE,
+        reads_pages=reads_pages,
     )
     arena._pool.pages.fill_(float("nan"))
     return arena

@@ -1,0 +1,65 @@
+"""Steps that read the arena's pages, as on a GPU; here through the kernels' definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from data_plane.adapters.step import PagedStep, StackedStep
+from data_plane.errors import StaleSlot
+from tests.data_plane.adapters.factories import SITES, expected_delta, load, make_arena, pack, run_step
+
+
+def test_mixed_step_equals_the_packed_matrices() -> None:
+    adapters = {slot: pack(rank, seed=slot) for slot, rank in enumerate((1, 8, 13, 64))}
+    arena = make_arena(reads_pages=True)
+    for slot, packed in adapters.items():
+        load(arena, slot, slot + 1, packed)
+    for slots in ([0, -1, 3, 2, 1, 1, 0], [2], [1, -1], [3, 3, 0]):
+        run_step(arena, slots, adapters)
+    assert arena._working_set.size_bytes == 0
+
+
+def test_a_slot_that_is_filled_again_has_its_new_adapter() -> None:
+    """Of a greater rank, and of the same generation once all slots were cleared."""
+    arena = make_arena(reads_pages=True)
+    old, new, last = pack(4), pack(20, seed=1), pack(30, seed=2)
+    load(arena, 0, 1, old)
+    run_step(arena, [0], {0: old})
+    arena.evict(0, 1)
+    load(arena, 0, 2, new)
+    run_step(arena, [0, -1], {0: new})
+    arena.clear()
+    load(arena, 0, 2, last)
+    run_step(arena, [0], {0: last})
+
+
+def test_sites_that_no_adapter_targets_are_left_alone() -> None:
+    arena = make_arena(reads_pages=True)
+    packed = pack({SITES[0].name: 3})
+    load(arena, 1, 1, packed)
+    step = arena.begin_step(torch.tensor([1, -1], dtype=torch.int32), [1])
+    assert isinstance(step, PagedStep)
+    assert [step.targets(site.name) for site in SITES] == [True] + [False] * (len(SITES) - 1)
+    x, y = torch.randn(2, SITES[1].in_features), torch.randn(2, SITES[1].out_features)
+    before = y.clone()
+    step.apply(SITES[1].name, x, y)
+    assert torch.equal(y, before)
+    x, y = torch.randn(2, SITES[0].in_features), torch.zeros(2, SITES[0].out_features)
+    step.apply(SITES[0].name, x, y)
+    torch.testing.assert_close(y, expected_delta(SITES[0].name, x, [1, -1], {1: packed}))
+
+
+def test_tokens_of_a_slot_that_the_step_does_not_name_are_refused() -> None:
+    arena = make_arena(reads_pages=True)
+    load(arena, 0, 1, pack(4))
+    load(arena, 1, 1, pack(4, seed=1))
+    with pytest.raises(StaleSlot, match=r"tokens name the slots \[1\]"):
+        arena.begin_step(torch.tensor([0, 1], dtype=torch.int32), [0])
+    assert arena.begin_step(torch.tensor([-1, -1], dtype=torch.int32), [0]) is None
+
+
+def test_a_cpu_multiplies_with_stacked_copies() -> None:
+    arena = make_arena()
+    load(arena, 0, 1, pack(4))
+    assert isinstance(arena.begin_step(torch.tensor([0], dtype=torch.int32), [0]), StackedStep)
