@@ -1,0 +1,105 @@
+"""The LoRA operators on the GPU: against their definitions, in graphs, over large strides, the same bits throughout."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.lora import SiteGroup, add_lora_group, lora_route, reference
+from kernels.lora.cases import CASES, Case, GroupInputs, make_group
+from kernels.lora.route import MANY_TOKENS, route_in_torch
+from tests.kernels.tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+GROUP = (96, 32, 32)
+WIDE = Case("wide", tuple(token % 7 - 1 for token in range(64)), (8, 17, 64, 3, 16, 200), 4096, tile_width=1024)
+
+
+def to_gpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA).copy_(value)
+    if isinstance(value, GroupInputs | SiteGroup):
+        return replace(value, **{field.name: to_gpu(getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
+def added(inputs: GroupInputs, y: torch.Tensor) -> torch.Tensor:
+    route = lora_route(inputs.token_slots, inputs.group.num_slots)
+    add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    return y
+
+
+def defined(inputs: GroupInputs) -> torch.Tensor:
+    """By the definitions, on the CPU."""
+    route = route_in_torch(inputs.token_slots, inputs.group.num_slots, 16)
+    h = torch.empty(inputs.group.num_sites, len(inputs.token_slots), inputs.max_rank)
+    y = inputs.y.clone()
+    reference.shrink(inputs.x, h, inputs.group, route)
+    reference.expand(h, y, inputs.group, route, add_inputs=True)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_groups_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
+    widths = tuple(width * case.tile_width for width in (6, 2, 2))
+    inputs = make_group(case, widths, dtype)
+    on_gpu = to_gpu(inputs)
+    assert_close(added(on_gpu, on_gpu.y).cpu(), defined(inputs), magnitude=4.0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, MANY_TOKENS, 3000])
+def test_exact_sums_at_the_sizes_of_a_model(num_tokens: int) -> None:
+    """In bfloat16, in parts and whole; not one bit may differ."""
+    case = replace(WIDE, token_slots=tuple(token % 7 - 1 for token in range(num_tokens, 0, -1)))
+    inputs = make_group(case, (4096, 1024, 1024), torch.bfloat16, is_exact=True)
+    inputs.x[:, 64:] = 0  # else h would not be exact in bfloat16
+    on_gpu = to_gpu(inputs)
+    assert torch.equal(added(on_gpu, on_gpu.y).cpu(), defined(inputs))
+
+
+def test_a_token_has_the_same_bits_in_every_batch() -> None:
+    inputs = to_gpu(make_group(WIDE, (4096, 1024, 1024), torch.bfloat16))
+    together = added(inputs, inputs.y.clone())
+    for token in (1, 2, 30, 63):
+        row = slice(token, token + 1)
+        alone = replace(inputs, x=inputs.x[row], y=inputs.y[row], token_slots=inputs.token_slots[row])
+        assert torch.equal(added(alone, alone.y.clone()), together[row])
+    times = 1 + MANY_TOKENS // len(inputs.x)
+    many = replace(inputs, x=inputs.x.repeat(times, 1), token_slots=inputs.token_slots.repeat(times))
+    y = added(many, inputs.y.repeat(times, 1))
+    assert torch.equal(y, together.repeat(times, 1))
+
+
+def test_a_captured_graph_follows_the_slots_of_its_tokens() -> None:
+    inputs = to_gpu(make_group(WIDE, (4096, 1024, 1024), torch.bfloat16))
+    static = inputs.y.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        added(inputs, static)  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        added(inputs, static)
+    for shift in (1, 5):
+        inputs.token_slots.copy_(inputs.token_slots.roll(shift))
+        static.copy_(inputs.y)
+        graph.replay()
+        assert torch.equal(static, added(inputs, inputs.y.clone()))
+
+
+def test_rows_more_than_two_to_the_31_elements_apart() -> None:
+    inputs = to_gpu(make_group(replace(WIDE, token_slots=(1, 2)), (1024,), torch.bfloat16))
+    expected = added(inputs, inputs.y.clone())
+    stride = 2**31 + 64
+    memory = torch.empty(stride + 4096, dtype=torch.bfloat16, device=CUDA)
+    x = memory.as_strided((2, 4096), (stride, 1)).copy_(inputs.x)
+    assert torch.equal(added(replace(inputs, x=x), inputs.y.clone()), expected)
+    y = memory.as_strided((2, 1024), (stride, 1)).copy_(inputs.y)
+    assert torch.equal(added(inputs, y), expected)

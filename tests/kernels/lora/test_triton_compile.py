@@ -1,0 +1,26 @@
+"""What the interpreter cannot show: that the LoRA kernels compile for an H200, and to which instructions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_kernels_compile_for_an_h200_without_wgmma(tmp_path: Path) -> None:
+    """ptxas before 13.3 miscompiles pipelined wgmma with an operand in registers, so there is none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.kernels.lora.compile_kernels"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(compiled) == 4
+    assert all(kernel["num_wgmma"] == 0 for kernel in compiled)
+    assert all(kernel["num_mma"] > 0 for kernel in compiled if kernel["dtype"] == "bf16")
+    # Three programs fit on a multiprocessor of 228 KiB.
+    assert all(kernel["shared_bytes"] < 76 * 1024 for kernel in compiled)
