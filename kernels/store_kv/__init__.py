@@ -1,4 +1,4 @@
-"""Writes keys and values of a step's tokens into the paged cache. `store_kv` is the only public call."""
+"""Writes keys and values of a step's tokens into the paged cache. `store_kv` is the public call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from kernels.devices import runs_triton
 from kernels.store_kv import cpu
 
-__all__ = ["store_kv"]
+__all__ = ["check_store", "store_kv"]
 
 
 def store_kv(
@@ -23,16 +23,27 @@ def store_kv(
     it). slot_mapping is int64 [T]: token t goes to block slot // block_size, offset slot % block_size; a token of
     slot -1 is skipped. The caller gives each slot to one token only. Runs on the device of the tensors.
     """
-    _check(key, key_cache, slot_mapping, "key")
-    _check(value, value_cache, slot_mapping, "value")
-    if key_cache.shape[:3] != value_cache.shape[:3]:
-        raise ValueError(f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} disagree")
+    check_store(key, value, key_cache, value_cache, slot_mapping)
     if runs_triton(key):
         from kernels.store_kv import triton_kernel
 
         triton_kernel.store_kv(key, value, key_cache, value_cache, slot_mapping)
     else:
         cpu.store_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+def check_store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Refuse what store_kv cannot take."""
+    _check(key, key_cache, slot_mapping, "key")
+    _check(value, value_cache, slot_mapping, "value")
+    if key_cache.shape[:3] != value_cache.shape[:3]:
+        raise ValueError(f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} disagree")
 
 
 def _check(tokens: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, name: str) -> None:

@@ -46,7 +46,7 @@ def _check(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor)
             raise ValueError(f"{name} lies in pageable memory; swaps with a GPU need pinned memory")
         if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= len(cache)):
             raise ValueError(f"pairs name {name} blocks {int(blocks.min())} to {int(blocks.max())} of {len(cache)}")
-    if len(pairs[:, 1].unique()) < len(pairs):
+    if len(set(pairs[:, 1].tolist())) < len(pairs):
         raise ValueError("two pairs have one destination")
     if source.untyped_storage().data_ptr() == destination.untyped_storage().data_ptr():
         raise ValueError("source and destination share memory; copies within one cache are copy_blocks'")

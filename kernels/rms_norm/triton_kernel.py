@@ -1,0 +1,67 @@
+"""rms_norm on the GPU: one program per token, one read of the row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm_kernel(
+    # pointers
+    y_ptr,  # [T, H], contiguous
+    x_ptr,  # [T, H]
+    residual_ptr,  # [T, H], read and written if HAS_RESIDUAL
+    weight_ptr,  # [H]
+    # numbers
+    eps,
+    weight_offset,
+    # strides
+    stride_xt,
+    stride_rt,
+    # sizes and options
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """See the reference. Grid: (T,). Sums are float32."""
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_H)
+    is_inside = offs < HIDDEN
+    x = tl.load(x_ptr + token * stride_xt + offs, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + token * stride_rt + offs
+        x += tl.load(residual_ptrs, mask=is_inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, rounded, mask=is_inside)
+        x = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    weight = tl.load(weight_ptr + offs, mask=is_inside, other=0.0).to(tl.float32) + weight_offset
+    tl.store(y_ptr + token * HIDDEN + offs, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=is_inside)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor:
+    """See the package."""
+    num_tokens, hidden = x.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return y
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(num_tokens,)](
+        y,
+        x,
+        y if residual is None else residual,
+        weight,
+        eps,
+        weight_offset,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        HIDDEN=hidden,
+        BLOCK_H=block,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return y
