@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,19 +23,39 @@ class AddSite:
             y += 1
 
 
-def test_linears_share_weights_and_add_the_steps_adapters() -> None:
+def test_linears_add_the_steps_adapters() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2, bias=False)))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2, bias=False))).requires_grad_(False)
     x = torch.randn(1, 5, 3)
     expected = model(x)
     context = StepContext()
-    weight = model[0].weight
     replace_linears(model, ["0", "1.0"], context)
-    assert isinstance(model[0], LoraLinear) and model[0].weight is weight
-    assert torch.equal(model(x), expected)
+    assert isinstance(model[0], LoraLinear)
+    plain = model(x)
+    torch.testing.assert_close(plain, expected)
     lora = AddSite("1.0")
     context.lora = lora
-    assert torch.equal(model(x), expected + 1)
+    assert torch.equal(model(x), plain + 1)
     assert lora.seen == [("0", (5, 3), (5, 4)), ("1.0", (5, 4), (5, 2))]
     context.end()
-    assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 300])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_packed_weight_replaces_the_plain_one(num_tokens: int, *, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(70, 33, bias=has_bias).requires_grad_(False)
+    packed = LoraLinear(linear, "site", StepContext())
+    packed.pack_weight()
+    x = torch.randn(1, num_tokens, 2 * 70)[..., ::2]
+    torch.testing.assert_close(packed(x), linear(x))
+    assert (packed.weight.shape, packed.weight.dtype) == (linear.weight.shape, linear.weight.dtype)
+    assert packed.weight.is_meta, "the plain weight is still held"
+
+
+def test_a_dtype_that_packing_does_not_speed_up_keeps_its_weight() -> None:
+    linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+    same = LoraLinear(linear, "site", StepContext())
+    same.pack_weight()
+    assert same.weight is linear.weight
