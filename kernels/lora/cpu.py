@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.lora.layout import Route, StackedSite
+from kernels.lora.layout import Route, Segment, StackedSite
 
 # The dense form computes every token against every stacked rank and masks; the grouped form computes only what is
 # needed, but in two small products per slot. Dense while the (token, rank) pairs it wastes stay below so many per
@@ -60,13 +60,28 @@ def add_dense(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route)
 
 
 def add_grouped(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
-    """The same, slot by slot."""
+    """The same, slot by slot. Tokens that lie apart are gathered once for all slots, in the order of their slots."""
+    apart: list[tuple[Segment, torch.Tensor]] = []
     for segment in route.segments:
-        columns = site.columns.rows_by_slot.get(segment.slot)
-        if columns is None:
+        if segment.slot not in site.columns.rows_by_slot:
             continue
-        shrunk = torch.mm(x[segment.rows], site.a[columns].T).mul_(site.columns.scaling_by_slot[segment.slot])
         if isinstance(segment.rows, slice):
-            y[segment.rows].addmm_(shrunk, site.b[columns])
+            _add_segment(y[segment.rows], x[segment.rows], site, segment.slot)
         else:
-            y[segment.rows] = y[segment.rows].addmm_(shrunk, site.b[columns])
+            apart.append((segment, segment.rows))
+    if not apart:
+        return
+    rows = torch.cat([segment_rows for _, segment_rows in apart])
+    inputs, sums = x[rows], y[rows]
+    start = 0
+    for segment, _ in apart:
+        end = start + segment.num_tokens
+        _add_segment(sums[start:end], inputs[start:end], site, segment.slot)
+        start = end
+    y[rows] = sums
+
+
+def _add_segment(y: torch.Tensor, x: torch.Tensor, site: StackedSite, slot: int) -> None:
+    """y += scaling * (x @ A.T) @ B in place, with the weights of one slot."""
+    columns = site.columns.rows_by_slot[slot]
+    y.addmm_(torch.mm(x, site.a[columns].T), site.b[columns], alpha=site.columns.scaling_by_slot[slot])
