@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,19 @@ def test_code_of_the_checkpoint_is_never_run(tmp_path: Path) -> None:
 def test_directory_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("is_native", "dtype", "is_told"), [(0, "bfloat16", 1), (1, "bfloat16", 0), (0, "float32", 0)])
+def test_bfloat16_that_the_cpu_emulates_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_native: int,
+    dtype: str,
+    is_told: int,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(is_native))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    load(make_checkpoint(tmp_path, "llama"), dtype)
+    assert ("--dtype float32" in caplog.text) == bool(is_told)
