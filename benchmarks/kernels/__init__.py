@@ -1,0 +1,1 @@
+"""Times of the kernels alone; `python -m benchmarks.kernels.bench`."""
