@@ -208,15 +208,15 @@ class _Events:
             flushed = self._text.finish()
             text, stop_string = text + flushed.text, flushed.stop_string
         if delivered or text:
-            delta = generation_pb2.GenerationDelta(
-                index=0,
-                token_offset=self._num_tokens,
-                token_ids=delivered,
-                text=text,
-                completion_tokens=self._num_tokens + len(delivered),
-            )
+            # Filled in place: made once per token, and a delta passed to the constructor is copied.
+            message = generation_pb2.GenerateResponse()
+            delta = message.delta
+            delta.token_offset = self._num_tokens
             self._num_tokens += len(delivered)
-            messages.append(generation_pb2.GenerateResponse(delta=delta))
+            delta.token_ids.extend(delivered)
+            delta.text = text
+            delta.completion_tokens = self._num_tokens
+            messages.append(message)
         if stop_string is not None:
             messages.append(self._finished(types_pb2.FINISH_REASON_STOP_STRING, stop_string))
         elif finish_reason is not None:
