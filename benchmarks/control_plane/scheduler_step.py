@@ -1,8 +1,9 @@
-"""Time of plan and apply per step of steady decode: 256 running rows, waiting requests behind them, many adapters.
+"""Time of a control-plane step of steady decode: 256 running rows, waiting requests behind them, many adapters.
 
 `python -m benchmarks.control_plane.scheduler_step [--waiting N] [--adapters N] [--steps N]`: no worker, tokens from a
-seeded generator; prints median and p99 in microseconds of CPU time of the thread, for several lengths of the waiting
-queue.
+seeded generator. A step is the scheduler's plan and apply, and the plan's encoding and the result's decoding on the
+wire; prints medians and the p99 of the whole in microseconds of CPU time of the thread, for several lengths of the
+waiting queue.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import hashlib
 import random
 import statistics
 import time
+from dataclasses import dataclass, field
 
+import numpy as np
+from motet.v1 import plan_pb2
+
+from control_plane.fleet.wire import PlanEncoder
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import (
     AdapterRef,
@@ -21,13 +27,29 @@ from control_plane.scheduler.types import (
     Request,
     RequestId,
     StepPlan,
-    StepResult,
     WorkerLimits,
 )
 
+VOCAB_SIZE = 32_000
 
-def answer(plan: StepPlan, prefill_left: dict[int, int], rng: random.Random) -> StepResult:
-    """The result that a worker would send, with random tokens."""
+
+@dataclass
+class Durations:
+    """Seconds of each measured step."""
+
+    scheduler: list[float] = field(default_factory=list)  # plan and apply
+    wire: list[float] = field(default_factory=list)  # encode and decode
+    add_s: float = 0.0  # all admissions to the queue together
+
+    def medians_us(self) -> tuple[float, float, float, float]:
+        """Medians of scheduler, wire and both, and the p99 of both, in microseconds."""
+        both = [a + b for a, b in zip(self.scheduler, self.wire, strict=True)]
+        medians = [statistics.median(values) * 1e6 for values in (self.scheduler, self.wire, both)]
+        return medians[0], medians[1], medians[2], sorted(both)[int(len(both) * 0.99)] * 1e6
+
+
+def answer(plan: StepPlan, prefill_left: dict[int, int], rng: random.Random) -> plan_pb2.StepResult:
+    """The message that a worker would send, with random tokens."""
     for new in plan.new_rows:
         prefill_left[new.row] = len(new.token_ids) - new.num_computed_tokens
     rows = []
@@ -36,7 +58,13 @@ def answer(plan: StepPlan, prefill_left: dict[int, int], rng: random.Random) -> 
             prefill_left[scheduled.row] -= scheduled.num_tokens
         if scheduled.is_decode or prefill_left[scheduled.row] == 0:
             rows.append(scheduled.row)
-    return StepResult(plan.step_id, rows, [rng.randrange(32_000) for _ in rows])
+    tokens = [rng.randrange(VOCAB_SIZE) for _ in rows]
+    return plan_pb2.StepResult(step_id=plan.step_id, epoch=1, rows=packed(rows), token_ids=packed(tokens))
+
+
+def packed(values: list[int]) -> bytes:
+    """As they travel."""
+    return np.array(values, dtype="<i4").tobytes()
 
 
 def obey(scheduler: Scheduler) -> None:
@@ -47,10 +75,8 @@ def obey(scheduler: Scheduler) -> None:
             report(command.slot, command.generation)
 
 
-def measure(
-    num_rows: int, num_waiting: int, num_adapters: int, num_slots: int, num_steps: int, seed: int
-) -> tuple[list[float], float]:
-    """Seconds of each step (plan and apply), and of all admissions to the queue together."""
+def measure(num_rows: int, num_waiting: int, num_adapters: int, num_slots: int, num_steps: int, seed: int) -> Durations:
+    """Times of steady decode."""
     rng = random.Random(seed)
     limits = WorkerLimits(
         num_blocks=num_rows * 80,
@@ -77,31 +103,40 @@ def measure(
     began = time.thread_time()
     for request in requests:
         scheduler.add(request, request.arrival_s)
-    add_s = time.thread_time() - began
+    durations = Durations(add_s=time.thread_time() - began)
     obey(scheduler)
     prefill_left: dict[int, int] = {}
-    warm_up, durations, pending = 40, [], []
+    encoder = PlanEncoder(epoch=1, vocab_size=VOCAB_SIZE)
+    warm_up, pending = 40, []
     gc.collect()
     gc.freeze()
     for step in range(warm_up + num_steps):
-        spent = 0.0
+        spent_s = wire_s = 0.0
         while True:
             began = time.thread_time()
             plan = scheduler.plan(0.0)
-            spent += time.thread_time() - began
+            planned = time.thread_time()
+            spent_s += planned - began
             if plan is None:
                 break
-            pending.append(answer(plan, prefill_left, rng))
+            encoder.encode(plan).SerializeToString()
+            wire_s += time.thread_time() - planned
+            pending.append(answer(plan, prefill_left, rng).SerializeToString())
         began = time.thread_time()
-        scheduler.apply(pending.pop(0), 0.0)
-        spent += time.thread_time() - began
+        result = encoder.decode_result(plan_pb2.StepResult.FromString(pending.pop(0)))
+        decoded = time.thread_time()
+        assert result is not None, "a stale result"
+        scheduler.apply(result, 0.0)
+        spent_s += time.thread_time() - decoded
+        wire_s += decoded - began
         obey(scheduler)
         if step >= warm_up:
-            durations.append(spent)
+            durations.scheduler.append(spent_s)
+            durations.wire.append(wire_s)
     gc.unfreeze()
     num_running = len(scheduler.running)
     assert num_running == num_rows or num_slots < num_adapters, f"{num_running} rows run, {num_rows} should"
-    return durations, add_s
+    return durations
 
 
 def main() -> None:
@@ -114,14 +149,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="measured steps, a count (default 800)")
     parser.add_argument("--seed", type=int, default=1, help="of prompts, adapters and tokens (default 1)")
     args = parser.parse_args()
-    print(f"{args.rows} rows, {args.adapters} adapters, {args.steps} steps; plan + apply in microseconds of CPU time")
-    print(f"{'waiting':>8} {'median':>8} {'p99':>8} {'add, each':>10}")
+    print(f"{args.rows} rows, {args.adapters} adapters, {args.steps} steps; microseconds of CPU time, medians")
+    print(f"{'waiting':>8} {'scheduler':>10} {'wire':>8} {'both':>8} {'p99':>8} {'add, each':>10}")
     for num_waiting in sorted({0, args.waiting, 10 * args.waiting}):
-        durations, add_s = measure(args.rows, num_waiting, args.adapters, args.slots, args.steps, args.seed)
-        median_us = statistics.median(durations) * 1e6
-        p99_us = sorted(durations)[int(len(durations) * 0.99)] * 1e6
-        add_us = add_s / (args.rows + num_waiting) * 1e6
-        print(f"{num_waiting:>8} {median_us:>8.0f} {p99_us:>8.0f} {add_us:>10.1f}")
+        durations = measure(args.rows, num_waiting, args.adapters, args.slots, args.steps, args.seed)
+        scheduler_us, wire_us, both_us, p99_us = durations.medians_us()
+        add_us = durations.add_s / (args.rows + num_waiting) * 1e6
+        print(f"{num_waiting:>8} {scheduler_us:>10.0f} {wire_us:>8.0f} {both_us:>8.0f} {p99_us:>8.0f} {add_us:>10.1f}")
 
 
 if __name__ == "__main__":
