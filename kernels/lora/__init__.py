@@ -10,7 +10,7 @@ import torch
 
 from kernels.devices import has_triton
 from kernels.lora import cpu, reference
-from kernels.lora.layout import PAGE_RANKS, Columns, PagedSite, Route, SiteGroup, StackedSite, stack_columns
+from kernels.lora.layout import PAGE_RANKS, Columns, Epilogue, PagedSite, Route, SiteGroup, StackedSite, stack_columns
 from kernels.lora.ops import (
     add_lora_group,
     bgmv_expand,
@@ -28,6 +28,7 @@ __all__ = [
     "PAGE_RANKS",
     "Columns",
     "DeviceRoute",
+    "Epilogue",
     "PagedSite",
     "Route",
     "SiteGroup",

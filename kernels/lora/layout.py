@@ -82,6 +82,20 @@ class SiteGroup:
         return PagedSite(self.pages, self.page_ids, *table, self.in_features, self.out_features[index])
 
 
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What an expand does beside adding s * (h @ B), for slots that have an adapter at the site.
+
+    y = gain * (y - base_bias + s * (h @ B + lora_bias)) + base_bias, as PEFT does for LoRA with bias and for DoRA:
+    there gain is magnitude / norm of the rows of W + s * B.T @ A, and the linear's own bias is not scaled. A slot
+    without them has gain 1 and lora_bias 0. The columns are those of y.
+    """
+
+    gain: torch.Tensor | None = None  # float32 [num_slots, sum of out]
+    lora_bias: torch.Tensor | None = None  # float32 [num_slots, sum of out]
+    base_bias: torch.Tensor | None = None  # float32 [sum of out]; matters with a gain only
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
     """What each row of a stack is. Sites with equal ranks and scalings share one object, and so its masks."""

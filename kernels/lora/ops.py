@@ -12,7 +12,7 @@ import torch
 
 from kernels.devices import runs_triton
 from kernels.lora import reference
-from kernels.lora.layout import PagedSite, SiteGroup
+from kernels.lora.layout import Epilogue, PagedSite, SiteGroup
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one
 
 
@@ -104,10 +104,21 @@ def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_ra
 
 
 def lora_expand(
-    h: torch.Tensor, group: SiteGroup, y: torch.Tensor, route: DeviceRoute, *, add_inputs: bool = True
+    h: torch.Tensor,
+    group: SiteGroup,
+    y: torch.Tensor,
+    route: DeviceRoute,
+    *,
+    add_inputs: bool = True,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """y [T, sum of out] += scaling * h @ B for every site of the group, side by side, in one launch."""
-    _expand(h, group, y, route, add_inputs)
+    """y [T, sum of out] += scaling * h @ B for every site of the group, side by side, in one launch.
+
+    With an epilogue also the biases and gains of the slots: LoRA bias, DoRA.
+    """
+    if epilogue is not None:
+        _check_epilogue(epilogue, group, add_inputs)
+    _expand(h, group, y, route, add_inputs, epilogue)
 
 
 def add_lora_group(y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> None:
@@ -127,16 +138,23 @@ def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRou
         reference.shrink(x, h, group, route, scaling=scaling)
 
 
-def _expand(h: torch.Tensor, group: SiteGroup, y: torch.Tensor, route: DeviceRoute, add_inputs: bool) -> None:
+def _expand(
+    h: torch.Tensor,
+    group: SiteGroup,
+    y: torch.Tensor,
+    route: DeviceRoute,
+    add_inputs: bool,
+    epilogue: Epilogue | None = None,
+) -> None:
     """From h [planes, sites, T, width]."""
     _check_rows("y", y, route, sum(group.out_features), group.pages.dtype)
     _check_h(h, group, route)
     if runs_triton(y):
         from kernels.lora import triton_kernel
 
-        triton_kernel.expand(h, y, group, route, add_inputs=add_inputs)
+        triton_kernel.expand(h, y, group, route, add_inputs=add_inputs, epilogue=epilogue)
     else:
-        reference.expand(h.sum(0), y, group, route, add_inputs=add_inputs)
+        reference.expand(h.sum(0), y, group, route, add_inputs=add_inputs, epilogue=epilogue)
 
 
 def _slice(y: torch.Tensor, offset: int, size: int) -> torch.Tensor:
@@ -164,4 +182,22 @@ def _check_h(h: torch.Tensor, group: SiteGroup, route: DeviceRoute) -> None:
         raise ValueError(
             f"h is {h.dtype} {list(h.shape)} with strides {h.stride()}, want float32 [planes, {group.num_sites}, "
             f"{route.num_tokens}, width] with ranks side by side"
+        )
+
+
+def _check_epilogue(epilogue: Epilogue, group: SiteGroup, add_inputs: bool) -> None:
+    if epilogue.gain is not None and not add_inputs:
+        raise ValueError("a gain multiplies the base output as well: it needs add_inputs=True")
+    if epilogue.base_bias is not None and epilogue.gain is None:
+        raise ValueError("base_bias is of no use without a gain")
+    width = sum(group.out_features)
+    for name, shape in (("gain", (group.num_slots, width)), ("lora_bias", (group.num_slots, width))):
+        _check_table(name, getattr(epilogue, name), shape)
+    _check_table("base_bias", epilogue.base_bias, (width,))
+
+
+def _check_table(name: str, table: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if table is not None and (table.dtype != torch.float32 or table.shape != shape or table.stride(-1) != 1):
+        raise ValueError(
+            f"{name} is {table.dtype} {list(table.shape)}, want float32 {list(shape)}, columns side by side"
         )

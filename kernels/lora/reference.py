@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, PagedSite, SiteGroup
+from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup
 from kernels.lora.route import DeviceRoute
 
 
@@ -49,11 +49,20 @@ def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRout
             h[index, tokens, :rank] = x[tokens].float() @ a.float().T * scaling
 
 
-def expand(h: torch.Tensor, y: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, add_inputs: bool) -> None:
+def expand(
+    h: torch.Tensor,
+    y: torch.Tensor,
+    group: SiteGroup,
+    route: DeviceRoute,
+    *,
+    add_inputs: bool,
+    epilogue: Epilogue | None = None,
+) -> None:
     """y[t, columns of site] (+)= scaling[site, s] * h[site, t, :rank] @ B[site, s] in fp32, rounded once.
 
     h is rounded to the dtype of the weights before it is multiplied.
     """
+    epilogue = epilogue or Epilogue()
     if not add_inputs:
         y.zero_()
     for slot, tokens in groups(route):
@@ -64,5 +73,11 @@ def expand(h: torch.Tensor, y: torch.Tensor, group: SiteGroup, route: DeviceRout
             columns = slice(column, column + features)
             column += features
             if b.shape[0]:
-                delta = h[index, tokens, : b.shape[0]].to(b.dtype).float() @ b.float() * site.scaling[slot]
-                y[tokens, columns] = (y[tokens, columns].float() + delta).to(y.dtype)
+                delta = h[index, tokens, : b.shape[0]].to(b.dtype).float() @ b.float()
+                if epilogue.lora_bias is not None:
+                    delta += epilogue.lora_bias[slot, columns]
+                total = y[tokens, columns].float() + delta * site.scaling[slot]
+                if epilogue.gain is not None:
+                    bias = epilogue.base_bias[columns] if epilogue.base_bias is not None else 0.0
+                    total = epilogue.gain[slot, columns] * (total - bias) + bias
+                y[tokens, columns] = total.to(y.dtype)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora.layout import PAGE_RANKS, SiteGroup
+from kernels.lora.layout import PAGE_RANKS, Epilogue, SiteGroup
 from kernels.lora.route import MIN_BLOCK_TOKENS, DeviceRoute
 
 PART_COLUMNS = 512  # the least that is worth a program of its own
@@ -184,6 +184,9 @@ def expand_kernel(
     first_ptr,
     rank_ptr,
     scaling_ptr,
+    gain_ptr,
+    lora_bias_ptr,
+    base_bias_ptr,
     order_ptr,
     block_slot_ptr,
     block_start_ptr,
@@ -196,6 +199,8 @@ def expand_kernel(
     stride_yt,
     stride_yn,
     stride_table,
+    stride_gain,
+    stride_lora_bias,
     OUT_FEATURES: tl.constexpr,
     NUM_SITES: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -204,12 +209,16 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ADD_INPUTS: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    HAS_LORA_BIAS: tl.constexpr,
+    HAS_BASE_BIAS: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
 ):
     """y [token, columns of site] (+)= scaling[site, slot] * (sum of planes of h) @ B[site, slot], rounded once.
 
-    The sum over ranks is float32, of h rounded to the weights' dtype. Grid: [blocks, column tiles, sites].
+    The sum over ranks is float32, of h rounded to the weights' dtype. Then kernels.lora.layout.Epilogue.
+    Grid: [blocks, column tiles, sites].
     """
     block = tl.program_id(0)
     site = tl.program_id(2)
@@ -257,9 +266,22 @@ def expand_kernel(
                 )
                 b = tl.load(pages_ptr + offsets, mask=is_inside, other=0.0)
                 acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
+            is_column = offs_n < out_features
+            if HAS_LORA_BIAS:
+                lora_bias_at = lora_bias_ptr + slot.to(tl.int64) * stride_lora_bias + y_columns
+                acc += tl.load(lora_bias_at, mask=is_column, other=0.0)[None, :]
             acc *= tl.load(scaling_ptr + table)
             if ADD_INPUTS:
                 acc += base
+            if HAS_GAIN:
+                gain_at = gain_ptr + slot.to(tl.int64) * stride_gain + y_columns
+                gain = tl.load(gain_at, mask=is_column, other=1.0)[None, :]
+                if HAS_BASE_BIAS:
+                    bias = tl.load(base_bias_ptr + y_columns, mask=is_column, other=0.0)[None, :]
+                    # A gain of 1 changes no bit.
+                    acc = tl.where(gain == 1.0, acc, gain * (acc - bias) + bias)
+                else:
+                    acc *= gain
             tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_y)
 
 
@@ -322,9 +344,11 @@ def expand(
     route: DeviceRoute,
     *,
     add_inputs: bool,
+    epilogue: Epilogue | None = None,
     tiles: Tiles | None = None,
 ) -> None:
     """h [planes, sites, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
+    gain, lora_bias, base_bias = (epilogue.gain, epilogue.lora_bias, epilogue.base_bias) if epilogue else (None,) * 3
     planes, num_sites, _, width = h.shape
     tiles = tiles or Tiles.choose(width, group)
     if not add_inputs:
@@ -340,6 +364,9 @@ def expand(
         group.first,
         group.rank,
         group.scaling,
+        h if gain is None else gain,
+        h if lora_bias is None else lora_bias,
+        h if base_bias is None else base_bias,
         route.order,
         route.block_slot,
         route.block_start,
@@ -352,6 +379,8 @@ def expand(
         y.stride(0),
         y.stride(1),
         group.first.stride(0),
+        0 if gain is None else gain.stride(0),
+        0 if lora_bias is None else lora_bias.stride(0),
         OUT_FEATURES=group.out_features,
         NUM_SITES=num_sites,
         ALIGN=16 if all(features % 16 == 0 for features in group.out_features) else 1,
@@ -360,6 +389,9 @@ def expand(
         BLOCK_N=tiles.out_columns,
         NUM_PLANES=planes,
         ADD_INPUTS=add_inputs,
+        HAS_GAIN=gain is not None,
+        HAS_LORA_BIAS=lora_bias is not None,
+        HAS_BASE_BIAS=base_bias is not None,
         TILE_WIDTH=group.pages.shape[2],
         PAGE_RANKS=PAGE_RANKS,
         num_warps=4,

@@ -26,7 +26,7 @@ def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stage
             signature[name] = "constexpr"
         elif name in ("x_ptr", "y_ptr", "pages_ptr"):
             signature[name] = f"*{dtype}"
-        elif name in ("h_ptr", "scaling_ptr"):
+        elif name in ("h_ptr", "scaling_ptr", "gain_ptr", "lora_bias_ptr", "base_bias_ptr"):
             signature[name] = "*fp32"
         elif name.endswith("_ptr"):
             signature[name] = "*i32"
@@ -51,6 +51,7 @@ def main() -> None:
     shrink = {"BLOCK_R": 64, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True, "stride_xk": 1}
     compile_kernel(triton_kernel.shrink_kernel, "bf16", shrink | shared, num_stages=3)
     expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "ADD_INPUTS": True, "stride_yn": 1}
+    expand |= {"HAS_GAIN": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True}
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_SITES": 3, "ALIGN": 16}
     compile_kernel(triton_kernel.expand_kernel, "bf16", expand | shared, num_stages=1)
     compile_kernel(triton_route.count_kernel, "i32", {"BLOCK": 1024}, num_stages=3)

@@ -1,0 +1,121 @@
+"""LoRA with bias and DoRA: the definition against PEFT's layers, the kernel against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as PeftLinear
+
+from kernels.lora import Epilogue, SiteGroup, lora_expand, lora_shrink, ops, reference
+from kernels.lora.cases import Case, GroupInputs, make_group
+from kernels.lora.route import route_in_torch
+from tests.kernels.tolerances import assert_close
+
+CASE = Case("epilogue", (1, 0, -1, 2, 1, 0), (8, 17, 3))
+WIDTHS = (32, 16)
+
+
+def tables(inputs: GroupInputs, seed: int = 3) -> Epilogue:
+    """Gains and biases of every slot; slot 0 has neither."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (inputs.group.num_slots, sum(inputs.group.out_features))
+    gain = torch.rand(shape, generator=generator) + 0.5
+    lora_bias = torch.randn(shape, generator=generator)
+    gain[0], lora_bias[0] = 1.0, 0.0
+    return Epilogue(gain, lora_bias, torch.randn(shape[1], generator=generator))
+
+
+def added(inputs: GroupInputs, epilogue: Epilogue | None) -> torch.Tensor:
+    route = route_in_torch(inputs.token_slots, inputs.group.num_slots, 16)
+    y = inputs.y.clone()
+    h = lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    lora_expand(h, inputs.group, y, route, epilogue=epilogue)
+    return y
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("kind", ["lora bias", "dora"])
+def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
+    inputs = make_group(CASE, (32,), torch.float32)
+    site, is_dora = inputs.group.site(0), kind == "dora"
+    base = torch.nn.Linear(48, 32, bias=has_bias)
+    inputs.y.copy_(base(inputs.x).detach())
+    gain, lora_bias = torch.ones(3, 32), torch.zeros(3, 32)
+    expected = inputs.y.clone()
+    for slot in (1, 2):
+        a, b = reference.gather(site, slot)
+        rank, scaling = len(a), float(site.scaling[slot])
+        config = LoraConfig(r=rank, lora_alpha=rank, use_dora=is_dora, lora_bias=has_bias and not is_dora)
+        alpha: Any = scaling * rank
+        layer: Any = PeftLinear(base, "one", config, r=rank, lora_alpha=alpha)
+        layer.lora_A["one"].weight.data.copy_(a)
+        layer.lora_B["one"].weight.data.copy_(b.T)
+        if is_dora:
+            magnitude = torch.rand(32) + 0.5
+            layer.lora_magnitude_vector["one"].weight.data.copy_(magnitude)
+            gain[slot] = magnitude / (base.weight.detach() + scaling * b.T @ a).norm(dim=1)
+        elif has_bias:
+            lora_bias[slot] = torch.randn(32)
+            layer.lora_B["one"].bias.data.copy_(lora_bias[slot])
+        with torch.no_grad():
+            rows = inputs.token_slots == slot
+            expected[rows] = layer(inputs.x[rows])
+    own = base.bias.detach() if has_bias and is_dora else None
+    epilogue = Epilogue(gain if is_dora else None, None if is_dora else lora_bias, own)
+    actual = added(inputs, epilogue)
+    rows = inputs.token_slots != 0
+    assert_close(actual[rows], expected[rows], magnitude=4.0)
+    plain = added(inputs, None)
+    assert torch.equal(actual[2], inputs.y[2])
+    assert_close(actual[~rows], plain[~rows], magnitude=4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("leave_out", [(), ("base_bias",), ("gain", "base_bias"), ("lora_bias",)], ids=str)
+def test_kernel_equals_the_definition(
+    leave_out: tuple[str, ...], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_group(CASE, WIDTHS, dtype)
+    full = tables(inputs)
+    names = ("gain", "lora_bias", "base_bias")
+    epilogue = Epilogue(**{name: getattr(full, name) for name in names if name not in leave_out})
+    expected, plain = added(inputs, epilogue), added(inputs, None)
+    monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
+    group = inputs.group
+    moved = [tensor.to(device) for tensor in (group.pages, group.page_ids, group.first, group.rank, group.scaling)]
+    there = GroupInputs(
+        inputs.x.to(device),
+        inputs.y.to(device),
+        inputs.token_slots.to(device),
+        SiteGroup(*moved, group.in_features, group.out_features),
+        inputs.max_rank,
+    )
+    on_device = Epilogue(
+        *(
+            None if table is None else table.to(device)
+            for table in (epilogue.gain, epilogue.lora_bias, epilogue.base_bias)
+        )
+    )
+    actual = added(there, on_device).cpu()
+    assert_close(actual, expected, magnitude=8.0)
+    assert not torch.equal(actual[0], plain[0])
+    for token in (1, 5):  # slot 0, which has neither
+        assert torch.equal(actual[token], added(there, None).cpu()[token])
+
+
+def test_wrong_tables_are_refused() -> None:
+    inputs = make_group(CASE, WIDTHS, torch.float32)
+    route = route_in_torch(inputs.token_slots, 3, 16)
+    h = lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    gain = torch.ones(3, 48)
+    with pytest.raises(ValueError, match="needs add_inputs=True"):
+        lora_expand(h, inputs.group, inputs.y, route, add_inputs=False, epilogue=Epilogue(gain))
+    with pytest.raises(ValueError, match=r"gain is torch\.float32 \[3, 47\], want float32 \[3, 48\]"):
+        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(gain[:, 1:]))
+    with pytest.raises(ValueError, match=r"lora_bias is torch\.bfloat16"):
+        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(lora_bias=gain.bfloat16()))
+    with pytest.raises(ValueError, match="of no use without a gain"):
+        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(base_bias=gain[0]))
