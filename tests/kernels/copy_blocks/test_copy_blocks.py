@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
-from kernels.copy_blocks import copy_blocks
+from kernels.copy_blocks import copy_blocks, triton_kernel
 from kernels.copy_blocks.cases import CASES, Case, make
 
 
@@ -39,11 +37,8 @@ def test_sources_are_read_before_destinations_are_written(device: torch.device) 
     assert torch.equal(on_device[0].cpu(), expected[0])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
 def test_the_gpu_kernel_copies_the_same(case: Case, device: torch.device) -> None:
-    from kernels.copy_blocks import triton_kernel
-
     caches, pairs = make(case)
     expected = expected_of(caches, pairs)
     on_device = [cache.to(device) for cache in caches]

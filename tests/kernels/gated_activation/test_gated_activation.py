@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.gated_activation import ACTIVATIONS, gated_activation, reference
+from kernels.gated_activation import ACTIVATIONS, gated_activation, reference, triton_kernel
 from kernels.gated_activation.cases import CASES, Case, make
 from tests.kernels.tolerances import assert_close
 
@@ -32,9 +32,6 @@ def test_equals_the_formula(case: Case, activation: str) -> None:
 def test_the_gpu_kernel_equals_the_reference(
     case: Case, activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    pytest.importorskip("triton")
-    from kernels.gated_activation import triton_kernel
-
     x = make(case, dtype)
     there = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x)
     actual = triton_kernel.gated_activation(there, activation)

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from kernels.paged_attention import AttentionBatch, reference, triton_kernel
 from kernels.paged_attention.cases import CASES, Case, Inputs, make
 from kernels.paged_attention.triton_kernel import Tiles

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
-from kernels.rms_norm import reference, rms_norm
+from kernels.rms_norm import reference, rms_norm, triton_kernel
 from kernels.rms_norm.cases import CASES, Case, make
 from tests.kernels.tolerances import assert_close
 
 EPS = 1e-5
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -24,12 +21,9 @@ def test_equals_torch(case: Case) -> None:
     assert residual is None or torch.equal(residual, total)
 
 
-@needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_gpu_kernel_equals_the_reference(case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    from kernels.rms_norm import triton_kernel
-
     x, weight, residual = make(case, dtype)
     there = [None if tensor is None else tensor.to(device, copy=True) for tensor in (x, weight, residual)]
     assert there[0] is not None and there[1] is not None
@@ -39,11 +33,8 @@ def test_the_gpu_kernel_equals_the_reference(case: Case, dtype: torch.dtype, dev
         assert_close(there[2].cpu(), residual)
 
 
-@needs_triton
 def test_powers_of_two_come_out_bit_for_bit(device: torch.device) -> None:
     """Rows of +-2^n have a mean square of 4^n: every step is exact."""
-    from kernels.rms_norm import triton_kernel
-
     signs = torch.randint(0, 2, (5, 64), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     x = signs * torch.tensor([0.5, 1.0, 2.0, 8.0, 64.0])[:, None]
     weight = torch.arange(64.0)

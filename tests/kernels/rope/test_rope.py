@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kernels.rope import apply_rope, apply_rope_and_store_kv
+from kernels.rope import apply_rope, apply_rope_and_store_kv, triton_kernel
 from kernels.rope.cases import CASES, Case, Inputs, make
 from tests.kernels.tolerances import assert_close
 
@@ -34,9 +34,6 @@ def test_equals_transformers() -> None:
 @pytest.mark.parametrize("case", CASES, **by_name)
 def test_the_gpu_kernel_equals_the_reference(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     """Rotation and caches; slots that nobody writes keep their NaN."""
-    pytest.importorskip("triton")
-    from kernels.rope import triton_kernel
-
     ours, theirs = make(case, dtype, device=device.type), make(case, dtype)
     apply_rope_and_store_kv(*tensors(theirs))
     store = (ours.value, ours.key_cache, ours.value_cache, ours.slot_mapping)
@@ -54,9 +51,6 @@ def test_the_gpu_kernel_equals_the_reference(case: Case, dtype: torch.dtype, dev
 
 def test_quarter_turns_are_exact(device: torch.device) -> None:
     """cos 0, sin 1: (a, b) becomes (-b, a)."""
-    pytest.importorskip("triton")
-    from kernels.rope import triton_kernel
-
     query = torch.arange(16.0, device=device).view(1, 2, 8)
     key = query[:, :1].clone()
     zeros, ones = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from kernels.store_kv import reference, triton_kernel
 from kernels.store_kv.cases import CASES, Case, make
 
