@@ -201,7 +201,7 @@ class Registry:
 
     def _forget_change(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, MotetError):
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, (MotetError, _Abandoned)):
             logger.error("registry change failed", exc_info=error)
 
     async def _register(
@@ -377,5 +377,5 @@ class Registry:
             logger.info("adapter deleted adapter_id=%s", adapter_id)
 
 
-class _Abandoned(MotetError):
+class _Abandoned(Exception):
     """Nobody waits for this registration any more."""
