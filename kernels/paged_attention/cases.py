@@ -107,3 +107,22 @@ def make(case: Case, dtype: torch.dtype, *, seed: int = 0, poison: float = 0.0) 
         case.key_dim**-0.5,
         slopes,
     )
+
+
+def make_one_hot(case: Case, dtype: torch.dtype) -> Inputs:
+    """Integers of which one key takes all weight: exp(0) against exp(-256 or less), which is 0 in float32.
+
+    Query heads of even number choose a sequence's first key, the others that at the place of its first query. Values
+    are integers too, so that the output is exact in any order of sums. Keys have at most 256 values.
+    """
+    inputs = make(case, dtype)
+    inputs.query.zero_()
+    inputs.query[:, ::2, 0] = 4096
+    inputs.query[:, 1::2, 1] = 4096
+    inputs.key_cache.zero_()
+    inputs.key_cache[..., :2] = -1
+    inputs.value_cache.mul_(30).round_()
+    for row, (num_queries, num_keys) in enumerate(case.sequences):
+        for dim, key in ((0, 0), (1, num_keys - num_queries)):
+            inputs.key_cache[int(inputs.block_tables[row, key // case.block_size]), key % case.block_size, :, dim] = 0
+    return inputs

@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.copy_blocks import cases as copy_cases
+from kernels.copy_blocks import copy_blocks
+from kernels.gated_activation import ACTIVATIONS, gated_activation
+from kernels.gated_activation import cases as gate_cases
 from kernels.lora import Route, add_lora
 from kernels.lora import cases as lora_cases
 from kernels.paged_attention import AttentionBatch, paged_attention
 from kernels.paged_attention import cases as attention_cases
 from kernels.paged_attention import reference as attention_reference
+from kernels.rms_norm import cases as norm_cases
+from kernels.rms_norm import rms_norm
+from kernels.rope import apply_rope_and_store_kv
+from kernels.rope import cases as rope_cases
 from kernels.sampling import SamplingRows, sample
 from kernels.store_kv import cases as store_cases
 from kernels.store_kv import store_kv
+from kernels.swap_blocks import swap_blocks
 from tests.kernels.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +76,78 @@ def test_paged_attention(case: attention_cases.Case, dtype: torch.dtype) -> None
     settings |= {"sinks": to_gpu(inputs.sinks), "alibi_slopes": to_gpu(inputs.alibi_slopes)}
     actual = paged_attention(query, keys, values, batch, **settings)
     assert_close(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "dim"), [(2, 64), (8, 128), (14, 80), (2, 256), (64, 64)])
+def test_one_key_takes_all_weight_bit_for_bit(num_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """The launch parameters that are used, with integers: what a miscompiled product would get wrong."""
+    sequences = ((1, 40), (1, 1500), (200, 300), (150, 150), (3, 90))
+    case = attention_cases.Case("one hot", sequences, num_heads, 2, dim, dim)
+    inputs = attention_cases.make_one_hot(case, dtype)
+    tables = (inputs.block_tables, inputs.query_start, inputs.context_lens)
+    options = {"scale": inputs.scale, "sliding_window": None, "softcap": None, "sinks": None}
+    expected = attention_reference.paged_attention(
+        inputs.query, inputs.key_cache, inputs.value_cache, *tables, **options
+    )
+    on_gpu = [to_gpu(tensor) for tensor in (inputs.query, inputs.key_cache, inputs.value_cache)]
+    actual = paged_attention(*on_gpu, AttentionBatch.build(*tables), **options)
+    assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("case", copy_cases.CASES, **by_name)
+def test_copy_blocks(case: copy_cases.Case) -> None:
+    caches, pairs = copy_cases.make(case)
+    on_gpu = [to_gpu(cache) for cache in caches]
+    copy_blocks(caches, pairs)
+    copy_blocks(on_gpu, pairs)
+    for cache, other in zip(caches, on_gpu, strict=True):
+        assert torch.equal(cache, other.cpu())
+
+
+def test_swap_blocks() -> None:
+    """Out to pinned memory and back to other blocks."""
+    cache = torch.arange(6 * 32, dtype=torch.float32, device=CUDA).view(6, 4, 8)
+    host = torch.zeros(3, 4, 8, pin_memory=True)
+    swap_blocks(cache, host, torch.tensor([[4, 0], [5, 1], [0, 2]]))
+    swap_blocks(host, cache, torch.tensor([[0, 1], [2, 2]]))
+    torch.cuda.synchronize()
+    assert torch.equal(host, cache[[4, 5, 0]].cpu())
+    assert torch.equal(cache[[1, 2]], cache[[4, 0]])
+    with pytest.raises(ValueError, match="pageable memory"):
+        swap_blocks(cache, torch.zeros(3, 4, 8), torch.tensor([[0, 0]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", norm_cases.CASES, **by_name)
+def test_rms_norm(case: norm_cases.Case, dtype: torch.dtype) -> None:
+    x, weight, residual = norm_cases.make(case, dtype)
+    there = to_gpu(residual)
+    actual = rms_norm(to_gpu(x), to_gpu(weight), 1e-5, residual=there, weight_offset=case.weight_offset)
+    assert_close(actual.cpu(), rms_norm(x, weight, 1e-5, residual=residual, weight_offset=case.weight_offset))
+    if residual is not None:
+        assert torch.equal(there.cpu(), residual)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_activation(dtype: torch.dtype, activation: str) -> None:
+    for case in gate_cases.CASES:
+        x = gate_cases.make(case, dtype)
+        actual = gated_activation(to_gpu(x), activation)
+        assert_close(actual.cpu(), gated_activation(x, activation), magnitude=4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", rope_cases.CASES, **by_name)
+def test_rope_and_store_kv(case: rope_cases.Case, dtype: torch.dtype) -> None:
+    here = [getattr(rope_cases.make(case, dtype), item.name) for item in fields(rope_cases.Inputs)]
+    there = [to_gpu(tensor) for tensor in here]
+    apply_rope_and_store_kv(*here)
+    apply_rope_and_store_kv(*there)
+    for tensor, other in zip(here, there, strict=True):
+        if tensor.is_floating_point():
+            assert_close(other.cpu().nan_to_num(), tensor.nan_to_num())
 
 
 @pytest.mark.parametrize("case", store_cases.CASES, **by_name)

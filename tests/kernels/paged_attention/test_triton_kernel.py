@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.paged_attention import AttentionBatch, reference, triton_kernel
-from kernels.paged_attention.cases import CASES, Case, Inputs, make
+from kernels.paged_attention.cases import CASES, Case, Inputs, make, make_one_hot
 from kernels.paged_attention.triton_kernel import Tiles
 from tests.kernels.tolerances import assert_close
 
@@ -97,27 +97,10 @@ def test_splits_are_joined(options: dict[str, Any], device: torch.device) -> Non
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_one_key_takes_all_weight_bit_for_bit(block_m: int, block_n: int, device: torch.device) -> None:
-    """Scores of 0 and 2^12: the weights are exactly 0 and 1, and the output is the chosen key's value, an integer."""
     case = Case("one hot", ((1, 40), (1, 7), (24, 40)), 6, 2, 16, 16)
-    inputs = one_hot(case)
+    inputs = make_one_hot(case, torch.bfloat16)
     launch = {"decode": Tiles(min(block_m, 32), block_n, 4, 1), "prefill": Tiles(block_m, block_n, 4, 1)}
     assert torch.equal(run(case, inputs, device, split_keys=64, **launch), define(case, inputs))
-
-
-def one_hot(case: Case) -> Inputs:
-    """Every 8th key is one that the queries choose by a bit of their own: the last key of a kind wins by its size."""
-    inputs = make(case, torch.bfloat16)
-    generator = torch.Generator().manual_seed(1)
-    for row, (_, num_keys) in enumerate(case.sequences):
-        for key in range(num_keys):
-            where = int(inputs.block_tables[row, key // case.block_size]), key % case.block_size
-            inputs.key_cache[where] = 0
-            inputs.key_cache[where][:, 0] = key
-            inputs.value_cache[where] = torch.randint(-99, 99, (case.num_kv_heads, 16), generator=generator).bfloat16()
-    inputs.query.zero_()
-    inputs.query[:, ::2, 0] = 1024  # these heads take the last key they see, the others the first
-    inputs.query[:, 1::2, 0] = -1024
-    return inputs
 
 
 def test_equal_scores_average_bit_for_bit(device: torch.device) -> None:
