@@ -91,7 +91,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                         validate_only=header.validate_only,
                     )
                     if not header.validate_only:
-                        await self._pins.follow(record)
+                        await self._pins.follow(record.adapter_id)
                     line.digest = record.active_digest
                     return adapters_pb2.UploadAdapterResponse(adapter=wire.adapter_message(record, with_modules=True))
 
@@ -125,7 +125,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                     validate_only=request.validate_only,
                 )
                 if not request.validate_only:
-                    await self._pins.follow(record)
+                    await self._pins.follow(record.adapter_id)
                 line.digest = record.active_digest
                 return wire.adapter_message(record, with_modules=True)
 
@@ -201,7 +201,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         violations.raise_if_any()
         with _Audit("activate", context, adapter_id, request.digest):
             record = await self._registry.activate(adapter_id, request.digest, request.etag)
-            await self._pins.follow(record)
+            await self._pins.follow(record.adapter_id)
         return adapters_pb2.ActivateAdapterVersionResponse(adapter=wire.adapter_message(record))
 
     async def PinAdapter(

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 
 from control_plane.api.parts import Fleet, Record, Registry, Weights
-from control_plane.errors import MotetError
+from control_plane.errors import AdapterNotFound, MotetError
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,13 @@ class Pins:
             had_pin = adapter_id in self._digest_by_id
             await self._hold(adapter_id, self._registry.get(adapter_id).active_digest)
             try:
-                return await self._registry.set_pinned(adapter_id)
+                record = await self._registry.set_pinned(adapter_id)
             except BaseException:
                 if not had_pin:
                     await self._release(adapter_id)
                 raise
+            await self._move(record)  # the active version may have changed before the name was pinned
+            return record
 
     async def unpin(self, adapter_id: str) -> Record:
         """Take the pin back; not pinned is not an error."""
@@ -47,20 +49,20 @@ class Pins:
             await self._release(adapter_id)
             return record
 
-    async def follow(self, record: Record) -> None:
+    async def follow(self, adapter_id: str) -> None:
         """After the active version changed: move the pin of a pinned name.
 
         Where the new version does not fit the pin budget the name stays pinned in the registry and this says so in
         the log: the version is served all the same.
         """
-        if not record.is_pinned:
-            return
         async with self._lock:
             try:
-                await self._hold(record.adapter_id, record.active_digest)
-            except MotetError as error:
-                await self._release(record.adapter_id)
-                logger.warning("pin not moved adapter_id=%s reason=%s", record.adapter_id, error.reason)
+                # Asked under the lock: others may have pinned, unpinned, updated or deleted it since the change.
+                record = self._registry.get(adapter_id)
+            except AdapterNotFound:
+                return
+            if record.is_pinned:
+                await self._move(record)
 
     async def forget(self, adapter_id: str) -> None:
         """The name is being deleted."""
@@ -73,9 +75,16 @@ class Pins:
         while True:
             records, token = self._registry.list_page(1000, token)
             for record in records:
-                await self.follow(record)
+                await self.follow(record.adapter_id)
             if not token:
                 return
+
+    async def _move(self, record: Record) -> None:
+        try:
+            await self._hold(record.adapter_id, record.active_digest)
+        except MotetError as error:
+            await self._release(record.adapter_id)
+            logger.warning("pin not moved adapter_id=%s reason=%s", record.adapter_id, error.reason)
 
     async def _hold(self, adapter_id: str, digest: str) -> None:
         before = self._digest_by_id.get(adapter_id)

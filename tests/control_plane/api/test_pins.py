@@ -1,0 +1,52 @@
+"""Pins against changes of the adapter that happen at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from control_plane.api.pins import Pins
+from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, FakeFleet, FakeRegistry, FakeWeights
+
+
+class MeanwhileWeights(FakeWeights):
+    """While a pin is under way, a new version of "a" becomes active."""
+
+    def __init__(self, registry: FakeRegistry) -> None:
+        super().__init__([])
+        self._registry = registry
+
+    async def pin(self, digest: str) -> None:
+        await super().pin(digest)
+        await self._registry.activate("a", OTHER_DIGEST)
+
+
+async def test_version_that_became_active_during_a_pin_is_the_pinned_one() -> None:
+    registry, fleet = FakeRegistry(), FakeFleet([])
+    weights = MeanwhileWeights(registry)
+    registry.add("a", DIGEST, OTHER_DIGEST)
+    record = await Pins(registry, weights, fleet).pin("a")
+    assert record.active_digest == OTHER_DIGEST
+    assert weights.pinned == [*fleet.pinned] == [OTHER_DIGEST]
+
+
+@pytest.mark.parametrize("change", ["unpinned", "deleted", "updated again"])
+async def test_pin_follows_what_the_registry_says_by_then(change: str) -> None:
+    registry, fleet, weights = FakeRegistry(), FakeFleet([]), FakeWeights([])
+    pins = Pins(registry, weights, fleet)
+    registry.add("a", DIGEST, OTHER_DIGEST)
+    await pins.pin("a")
+    updated = await registry.activate("a", OTHER_DIGEST)
+    # Before the one who updated it comes to move the pin, somebody else is faster.
+    if change == "unpinned":
+        await pins.unpin("a")
+    elif change == "deleted":
+        del registry.records["a"]
+        await pins.forget("a")
+    else:
+        registry.records["a"] = replace(updated, active_digest=DIGEST)
+        await pins.follow("a")
+    await pins.follow(updated.adapter_id)
+    expected = [DIGEST] if change == "updated again" else []
+    assert weights.pinned == [*fleet.pinned] == expected
