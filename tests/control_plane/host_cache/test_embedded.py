@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, find_redis_server
+from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, RedisNotStarted, find_redis_server
 
 
 async def _no_sleep(_: float) -> None:
@@ -76,6 +76,15 @@ async def test_a_long_data_directory_gets_a_short_socket(tmp_path: Path) -> None
         assert len(str(server.socket)) < 100
         assert _try(server.url, "PING")
     assert not server.socket.parent.exists()
+
+
+async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 100)
+    server = EmbeddedRedis(directory, binary=Path("/bin/false"), sleep=_no_sleep)
+    assert server.socket.parent != directory and server.socket.parent.exists()
+    with pytest.raises(RedisNotStarted, match="ended at once with status 1"):
+        await server.start()
+    assert list(directory.iterdir()) == [] and not server.socket.parent.exists()
 
 
 def test_without_redis_the_error_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
