@@ -7,17 +7,19 @@ same etag one wins. A caller's cancellation never leaves memory and store apart.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from control_plane.errors import AdapterNotActive, Exhausted, MotetError
+from control_plane.errors import AdapterNotActive, Exhausted, MotetError, StoreUnavailable
 from control_plane.registry.base_model import BaseModel
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.ingest import PackedInfo, ingest
@@ -133,11 +135,12 @@ class Registry:
         change = self._register(
             adapter_id, dict(files), display_name, dict(labels or {}), is_abandoned, validate_only=validate_only
         )
-        try:
-            return await self._finish(change)
-        except asyncio.CancelledError:
-            is_abandoned.set()
-            raise
+        with _disk_errors(adapter_id):
+            try:
+                return await self._finish(change)
+            except asyncio.CancelledError:
+                is_abandoned.set()
+                raise
 
     async def update(
         self,
@@ -375,6 +378,18 @@ class Registry:
                     if not self._catalog.num_names(digest):
                         await self._delete_blob(digest)
             logger.info("adapter deleted adapter_id=%s", adapter_id)
+
+
+@contextmanager
+def _disk_errors(adapter_id: str) -> Iterator[None]:
+    """Trouble with the files that are read and packed, in a client's words; the log has the rest."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("adapter not packed adapter_id=%s error=%s", adapter_id, error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Exhausted("the server has too little disk space to pack this adapter", retry_after_s=60.0) from error
+        raise StoreUnavailable("the server could not read and pack the adapter's files; try again") from error
 
 
 class _Abandoned(Exception):

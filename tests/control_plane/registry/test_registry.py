@@ -345,6 +345,25 @@ async def test_an_unreadable_incarnation_never_goes_back(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, Exhausted), (5, StoreUnavailable)])
+async def test_disk_trouble_while_packing_is_no_mistake_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    registry = await open_registry(str(tmp_path / "store"))
+    adapter = files(tmp_path)
+
+    def write_bytes(path: Path, data: bytes) -> int:
+        raise OSError(number, "the disk", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_bytes)
+        with pytest.raises(error) as caught:
+            await registry.register("a", adapter)
+    assert str(tmp_path) not in str(caught.value)
+    assert (await registry.register("a", adapter)).active_digest  # the next one works
+    await registry.close()
+
+
+@pytest.mark.parametrize(("number", "error"), [(28, Exhausted), (5, StoreUnavailable)])
 async def test_storage_trouble_is_told_and_the_next_try_works(tmp_path: Path, number: int, error: type) -> None:
     storage = FailingFiles(tmp_path / "store")
     storage.error = lambda: OSError(number, "trouble")
