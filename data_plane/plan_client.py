@@ -178,7 +178,7 @@ class PlanClient:
                 if refusal is not None:
                     return refusal
                 source = self._make_source(_stub(weights_channel), first.welcome.host_cache_url)
-                return self._serve(first.welcome, inbox, outbox, source, call)
+                return self._serve(first.welcome, inbox, outbox, source, call, weights_channel)
             finally:
                 welcome_timer.cancel()
                 welcome_timer.join()
@@ -222,6 +222,7 @@ class PlanClient:
         outbox: SimpleQueue[plan_pb2.AttachRequest | None],
         source: AdapterSource,
         call: grpc.CallIterator[plan_pb2.AttachResponse],
+        weights_channel: grpc.Channel,
     ) -> _Ended | None:
         """From the Welcome to the end of the session. The engine is empty before and after."""
         session = _Session(
@@ -242,8 +243,10 @@ class PlanClient:
         finally:
             session.closed.set()
             outbox.put(None)
-            # 1. Nothing more reaches the stream. 2. Loads that hang on it fail. 3. The engine forgets everything.
+            # 1. Nothing more reaches the stream. 2. Loads that wait for the control plane fail. 3. The engine forgets
+            # everything.
             call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
+            weights_channel.close()
             watch.join()
             session.loaders.shutdown(wait=True, cancel_futures=True)
             self._engine.reset()

@@ -9,7 +9,8 @@ import grpc
 import numpy as np
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
-from data_plane.plan_client import PlanClientSettings
+from data_plane.plan_client import PlanClientSettings, SourceFactory
+from data_plane.worker import source_factory
 from tests.fakes.fleet_rig import CAPACITIES, PackedSource, ThreadedWorker, make_packed
 from tests.fakes.hash_engine import HashEngine
 
@@ -44,8 +45,13 @@ class Peer:
         await self._context.write(plan_pb2.AttachResponse(**message))  # type: ignore[arg-type]  # the caller names one
 
 
-async def play(*scripts: Script) -> ThreadedWorker:
-    """Let a worker meet one script per session, in order; the worker once the last script is through."""
+async def play(
+    *scripts: Script, fetch: Callable[[], Awaitable[None]] | None = None, make_source: SourceFactory | None = None
+) -> ThreadedWorker:
+    """Let a worker meet one script per session, in order; the worker once the last script is through.
+
+    `fetch` is what FetchAdapter does, for a `make_source` that calls it.
+    """
     remaining = list(scripts)
     through = asyncio.Event()
     failures: list[BaseException] = []
@@ -64,12 +70,18 @@ async def play(*scripts: Script) -> ThreadedWorker:
                 if failures or not remaining:
                     through.set()
 
+        async def FetchAdapter(self, _request: object, _context: object) -> None:  # noqa: N802 - the RPC's name
+            assert fetch is not None, "nobody was to fetch"
+            await fetch()
+
     server = grpc.aio.server()
     plan_pb2_grpc.add_WorkerServiceServicer_to_server(Service(), server)  # type: ignore[no-untyped-call]  # generated
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     source = PackedSource({DIGEST: PACKED})
-    worker = ThreadedWorker(f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), lambda _stub, _url: source)
+    worker = ThreadedWorker(
+        f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), make_source or (lambda _stub, _url: source)
+    )
     try:
         async with asyncio.timeout(30):
             await through.wait()
@@ -189,6 +201,24 @@ async def test_a_failed_load_is_reported_with_its_reason() -> None:
         assert not failed.retryable
 
     await play(script)
+
+
+async def test_a_load_that_hangs_does_not_keep_the_worker_from_its_next_session() -> None:
+    is_fetching = asyncio.Event()
+
+    async def hang() -> None:
+        is_fetching.set()
+        await asyncio.Event().wait()
+
+    async def first(peer: Peer) -> None:
+        await peer.welcome(9)
+        await peer.send(load_adapter=plan_pb2.LoadAdapter(slot=0, generation=1, digest=DIGEST, epoch=9))
+        await is_fetching.wait()
+
+    async def second(peer: Peer) -> None:
+        await peer.welcome(10)
+
+    await play(first, second, fetch=hang, make_source=source_factory("w0"))
 
 
 async def test_a_silent_control_plane_is_left_after_its_time() -> None:
