@@ -42,6 +42,18 @@ def test_every_linear_below_the_head_takes_adapters(tmp_path: Path) -> None:
     assert (loaded.context_limit, loaded.probe.vocab_size, loaded.dtype) == (512, 256, torch.float32)
 
 
+def test_router_that_is_a_linear_of_its_own_kind_is_left_alone(tmp_path: Path) -> None:
+    """phimoe's derives from Linear, and its forward returns more than a product."""
+    experts = {"num_local_experts": 4, "intermediate_size": 32, "num_key_value_heads": 4, "sliding_window": None}
+    loaded = load(save(tmp_path, "phimoe", **SIZES, **experts, max_position_embeddings=64))
+    router = loaded.model.get_submodule("model.layers.0.mlp.router")
+    assert not isinstance(router, LoraLinear)
+    assert not router.weight.is_meta
+    assert loaded.probe.linear_names == [
+        f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in ("q", "k", "v", "o")
+    ]
+
+
 def test_sharded_checkpoint_with_tied_embeddings_loads_whole(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "qwen2", max_shard_size="100KB", tie_word_embeddings=True)
     assert (checkpoint / "model.safetensors.index.json").is_file()
