@@ -230,7 +230,11 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         adapter_id = adapter_id_of(request.name)
         self._book.check_room()
         with _Audit("delete", context, adapter_id):
-            digests = await self._registry.begin_delete(adapter_id, request.etag)
+            # A client that leaves now must not leave a name behind that is being deleted and never gone.
+            return await asyncio.shield(asyncio.ensure_future(self._begin_delete(adapter_id, request.etag)))
+
+    async def _begin_delete(self, adapter_id: str, etag: str) -> Any:
+        digests = await self._registry.begin_delete(adapter_id, etag)
 
         async def work() -> empty_pb2.Empty:
             await self.clear(adapter_id, digests)

@@ -79,6 +79,8 @@ class FakeRegistry:
         self.calls: list[tuple[object, ...]] = []
         self.files: dict[str, dict[str, bytes]] = {}
         self.gate: asyncio.Event | None = None  # register waits for it
+        self.delete_gate: asyncio.Event | None = None  # begin_delete waits for it
+        self.delete_begun, self.delete_finished = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
         self.entered, self.entered_twice, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -163,11 +165,15 @@ class FakeRegistry:
     async def begin_delete(self, adapter_id: str, etag: str = "") -> list[str]:
         record = self.get(adapter_id)
         self.calls.append(("begin_delete", adapter_id, etag))
+        self.delete_begun.set()
+        if self.delete_gate is not None:
+            await self.delete_gate.wait()
         del self.records[adapter_id]
         return [version.digest for version in record.versions]
 
     async def finish_delete(self, adapter_id: str) -> None:
         self.calls.append(("finish_delete", adapter_id))
+        self.delete_finished.set()
 
     def stats(self) -> FakeRegistryStats:
         return FakeRegistryStats(len(self.records), len(self.records))

@@ -370,6 +370,25 @@ async def test_pins_are_restored_from_the_registry(api: Api) -> None:
     assert api.weights.pinned == [*api.fleet.pinned] == [DIGEST]
 
 
+async def test_delete_whose_client_leaves_is_ended_all_the_same(api: Api) -> None:
+    class Caller:
+        def peer(self) -> str:
+            return "nobody"
+
+    api.registry.add("poet")
+    api.registry.delete_gate = asyncio.Event()
+    caller: Any = Caller()
+    request = adapters_pb2.DeleteAdapterRequest(name="adapters/poet")
+    handler = asyncio.create_task(api.adapters.DeleteAdapter(request, caller))
+    await asyncio.wait_for(api.registry.delete_begun.wait(), 5)
+    handler.cancel()  # what gRPC does when a client leaves
+    await asyncio.wait([handler])
+    assert handler.cancelled()
+    api.registry.delete_gate.set()
+    await asyncio.wait_for(api.registry.delete_finished.wait(), 5)
+    assert api.calls[-1] == ("finish_delete", "poet")
+
+
 async def test_delete_clears_every_tier_in_order(api: Api) -> None:
     api.registry.add("poet", DIGEST, OTHER_DIGEST)
     await api.pins.pin("poet")
