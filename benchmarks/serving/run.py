@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from benchmarks.serving.workloads import POPULARITIES, Job, num_adapters_of, off
 from benchmarks.system import ROOT, StartFailed, System
 
 HASH_WORKER = ("-m", "tests.fakes.hash_worker")
+NUM_MARKS = 8  # token ids from 0 on that no workload draws
 
 
 def parser() -> argparse.ArgumentParser:
@@ -164,12 +166,13 @@ def _run_all(
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         for repeat in range(repeats):
-            for name, jobs in workloads.items():
+            for index, (name, jobs) in enumerate(workloads.items()):
                 if repeat == 0:
                     asyncio.run(drive(target, _warm_up(jobs), names, lambda _: None))
                 task = progress.add_task(f"{name}, run {repeat + 1}", total=sum(job.max_tokens for job in jobs))
-                # Fresh first tokens per repeat: a prompt seen before would come from the prefix cache.
-                records = asyncio.run(drive(target, _renewed(jobs, repeat), names, partial(progress.advance, task)))
+                records = asyncio.run(
+                    drive(target, renewed(jobs, repeat, index), names, partial(progress.advance, task))
+                )
                 runs[name].append(summarise(records))
     results = [{"name": name, "median": medians(of_name), "runs": of_name} for name, of_name in runs.items()]
     return results, records
@@ -182,9 +185,17 @@ def _warm_up(jobs: Sequence[Job]) -> list[Job]:
     ]
 
 
-def _renewed(jobs: Sequence[Job], repeat: int) -> list[Job]:
-    """The same jobs with another first token, of a range that workloads do not draw from."""
-    return [Job((repeat % 8, *job.prompt_token_ids[1:]), job.max_tokens, job.adapter, job.arrival_s) for job in jobs]
+def renewed(jobs: Sequence[Job], repeat: int, workload: int) -> list[Job]:
+    """The same jobs with first tokens of this run's own, of a range that workloads do not draw from.
+
+    Workloads of one seed share prompts and adapters: what an earlier run sent would come from the prefix cache.
+    """
+    mark = (repeat % NUM_MARKS, workload % NUM_MARKS)
+    return [replace(job, prompt_token_ids=_marked(job.prompt_token_ids, mark)) for job in jobs]
+
+
+def _marked(token_ids: tuple[int, ...], mark: tuple[int, ...]) -> tuple[int, ...]:
+    return (mark + token_ids[len(mark) :])[: len(token_ids)]
 
 
 def _run_peer(
