@@ -25,6 +25,7 @@ START_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
+_SOCKET_DIR_PREFIX = "motet-redis-"
 _SERVER_COMMANDS = "+get +set +unlink +del +exists +mget +scan +ping +hello +auth +client|setinfo +client|setname"
 _WORKER_COMMANDS = "+get +mget +exists +ping +hello +auth +client|setinfo +client|setname"
 
@@ -73,7 +74,7 @@ class EmbeddedRedis:
         self._supervisor: asyncio.Task[None] | None = None
         self.socket = directory.absolute() / "redis.sock"
         if len(os.fsencode(self.socket)) > _LONGEST_SOCKET_PATH:
-            self._socket_dir = Path(tempfile.mkdtemp(prefix="motet-redis-"))
+            self._socket_dir = Path(tempfile.mkdtemp(prefix=_SOCKET_DIR_PREFIX))
             self.socket = self._socket_dir / "redis.sock"
 
     @property
@@ -99,6 +100,7 @@ class EmbeddedRedis:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._directory.chmod(0o700)
             self._kill_leftover()
+            self._remove_leftover_socket_dir()
             self._write_config()
             await self._launch()
         except BaseException:
@@ -221,3 +223,14 @@ class EmbeddedRedis:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             logger.info("ended a leftover redis-server pid=%d", pid)
+
+    def _remove_leftover_socket_dir(self) -> None:
+        """Remove the short directory of a control plane that was killed on this one; its configuration names it."""
+        try:
+            found = re.search(r'^unixsocket "(.+)/redis\.sock"$', self._config_path.read_text(encoding="utf-8"), re.M)
+        except (OSError, ValueError):
+            return
+        if found is not None:
+            former = Path(found[1])
+            if former.parent == Path(tempfile.gettempdir()) and former.name.startswith(_SOCKET_DIR_PREFIX):
+                shutil.rmtree(former, ignore_errors=True)

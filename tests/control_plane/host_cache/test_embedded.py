@@ -78,6 +78,19 @@ async def test_a_long_data_directory_gets_a_short_socket(tmp_path: Path) -> None
     assert not server.socket.parent.exists()
 
 
+async def test_the_short_socket_of_a_killed_control_plane_is_removed(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 100)
+    killed = EmbeddedRedis(directory)
+    await killed.start()
+    assert killed._supervisor is not None and killed._process is not None
+    killed._supervisor.cancel()  # nobody looks after it any more
+    assert killed.socket.exists()
+    async with EmbeddedRedis(directory) as server:
+        assert not killed.socket.parent.exists()
+        assert _try(server.url, "PING")
+    await asyncio.wait_for(killed._process.wait(), 10)
+
+
 async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     directory = tmp_path / ("d" * 100)
     server = EmbeddedRedis(directory, binary=Path("/bin/false"), sleep=_no_sleep)
