@@ -198,9 +198,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter-root",
         dest="adapter_roots",
         action="append",
-        type=_adapter_root,
         metavar="NAME=DIR",
-        default=[_adapter_root(item) for item in roots.split(",") if item],
+        default=[item for item in roots.split(",") if item],
         help="directory that CreateAdapter may read, by name; repeatable, in the environment separated by commas",
     )
     parser.add_argument(
@@ -214,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_args(namespace: argparse.Namespace) -> ServerConfig:
     """The checked configuration. Raises ConfigError naming the flag, the value and the limit."""
     values = {field.name: getattr(namespace, field.name) for field in fields(ServerConfig)}
-    return ServerConfig(**{**values, "adapter_roots": tuple(values["adapter_roots"])})
+    return ServerConfig(**{**values, "adapter_roots": tuple(map(_adapter_root, values["adapter_roots"]))})
 
 
 def _byte_size(text: str) -> int:
@@ -227,7 +226,7 @@ def _byte_size(text: str) -> int:
 def _adapter_root(text: str) -> tuple[str, Path]:
     name, sign, path = text.partition("=")
     if not (name and sign and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR")
+        raise ConfigError(f"--adapter-root: {text!r} is not NAME=DIR")
     return name, Path(path)
 
 

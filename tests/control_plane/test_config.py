@@ -49,6 +49,12 @@ def test_environment_gives_the_default_and_a_flag_wins(model_dir: Path, monkeypa
     assert parse(model_dir, "--max-waiting-requests", "9").max_waiting_requests == 9
 
 
+def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_ADAPTER_ROOT", f"a={model_dir},bad")
+    with pytest.raises(ConfigError, match="--adapter-root: 'bad' is not NAME=DIR"):
+        parse(model_dir)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
