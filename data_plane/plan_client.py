@@ -8,6 +8,7 @@ highest epoch seen.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -110,7 +111,7 @@ class PlanClient:
         self._on_ready = on_ready  # called with the epoch of each session
         self._clock = clock
         self._rng = rng or random.Random(settings.worker_id)
-        self._stopping = threading.Event()
+        self._is_stopping = False  # no Event: a signal handler may have interrupted who holds its lock
         self._inbox: SimpleQueue[_InboxItem] = SimpleQueue()
         self._highest_epoch = 0
         self._heard_s = 0.0  # when the control plane was last heard
@@ -118,7 +119,7 @@ class PlanClient:
 
     def stop(self) -> None:
         """Ask `run` to return after the step in hand. Safe in a signal handler and from any thread."""
-        self._stopping.set()
+        self._is_stopping = True
         self._inbox.put(_Stop())
 
     def run(self) -> int:
@@ -128,12 +129,12 @@ class PlanClient:
         """
         backoff_s = BACKOFF_MIN_S
         disconnected_s = self._clock()
-        while not self._stopping.is_set():
+        while not self._is_stopping:
             num_sessions = self.num_sessions
             ended = self._attach()
             if self.num_sessions > num_sessions:
                 backoff_s, disconnected_s = BACKOFF_MIN_S, self._clock()
-            if ended is None or self._stopping.is_set():
+            if ended is None or self._is_stopping:
                 return 0
             if ended.code in _FATAL_CODES:
                 logger.error("refused by the control plane worker_id=%s: %s", self._settings.worker_id, ended.reason)
@@ -143,9 +144,17 @@ class PlanClient:
                 logger.error("no control plane at %s for %.1f s", self._settings.control_plane, limit_s)
                 return 1
             logger.warning("session ended worker_id=%s: %s", self._settings.worker_id, ended.reason)
-            self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+            self._rest(backoff_s * self._rng.uniform(0.5, 1.0))
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
         return 0
+
+    def _rest(self, time_s: float) -> None:
+        """Wait between sessions, or until a stop."""
+        inbox: SimpleQueue[_InboxItem] = SimpleQueue()
+        self._inbox = inbox
+        if not self._is_stopping:
+            with contextlib.suppress(Empty):
+                inbox.get(timeout=time_s)
 
     # ---- one session ----
 
@@ -157,7 +166,7 @@ class PlanClient:
         ):
             inbox: SimpleQueue[_InboxItem] = SimpleQueue()
             self._inbox = inbox
-            if self._stopping.is_set():
+            if self._is_stopping:
                 return None
             outbox: SimpleQueue[plan_pb2.AttachRequest | None] = SimpleQueue()
             outbox.put(encode_hello(self._engine.capacities, self._settings.worker_id))
@@ -264,7 +273,7 @@ class PlanClient:
             kind = item.WhichOneof("message")
             if kind == "drain":
                 logger.info("drained worker_id=%s: %s", self._settings.worker_id, item.drain.reason)
-                self._stopping.set()
+                self._is_stopping = True
                 self._close(session, inbox)
                 return None
             try:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Awaitable, Callable
+from types import FrameType
+from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
-from data_plane.plan_client import PlanClientSettings, SourceFactory
+from data_plane import plan_client
+from data_plane.plan import AdapterSource
+from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.worker import source_factory
 from tests.fakes.fleet_rig import CAPACITIES, PackedSource, ThreadedWorker, make_packed
 from tests.fakes.hash_engine import HashEngine
@@ -260,3 +267,37 @@ async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
     )
     assert await asyncio.to_thread(client.run) == 1
     assert client.num_sessions == 0
+
+
+def test_stop_may_interrupt_any_line_of_the_wait_between_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal handler does, in the thread that it interrupts."""
+    monkeypatch.setattr(plan_client, "BACKOFF_MIN_S", 0.001)
+    monkeypatch.setattr(PlanClient, "_attach", lambda _self: plan_client._Ended("refused"))
+    for interrupted_line in range(1, 40):
+        client = PlanClient(HashEngine(CAPACITIES), PlanClientSettings("127.0.0.1:1", "w0"), make_source=_no_source)
+        thread = threading.Thread(target=_run_interrupted, args=(client, interrupted_line), daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive(), f"a stop in line {interrupted_line} of the wait hangs"
+
+
+def _run_interrupted(client: PlanClient, interrupted_line: int) -> None:
+    """Run, and stop before the given line of the client's and of threading's code."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _arg: object) -> Any:
+        nonlocal num_lines
+        if frame.f_code.co_filename not in (plan_client.__file__, threading.__file__):
+            return None
+        if event == "line":
+            num_lines += 1
+            if num_lines == interrupted_line:
+                client.stop()
+        return trace
+
+    sys.settrace(trace)
+    client.run()
+
+
+def _no_source(*_: object) -> AdapterSource:
+    raise AssertionError("nothing is loaded")
