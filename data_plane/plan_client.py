@@ -207,6 +207,9 @@ class PlanClient:
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 details = f"{self._settings.control_plane} takes no workers; give the control plane's worker port"
             inbox.put(_Ended(f"{code.name if code else 'no status'}: {details}", code))
+        except Exception as error:  # the thread's edge: without a word from here the compute thread would wait for ever
+            logger.exception("reader failed worker_id=%s", self._settings.worker_id)
+            inbox.put(_Ended(f"reader failed: {type(error).__name__}: {error}"))
 
     def _check_welcome(self, message: plan_pb2.AttachResponse) -> _Ended | None:
         if message.WhichOneof("message") != "welcome":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -267,6 +268,18 @@ async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
     )
     assert await asyncio.to_thread(client.run) == 1
     assert client.num_sessions == 0
+
+
+def test_reader_that_fails_for_any_reason_ends_the_session() -> None:
+    def broken_stream() -> Iterator[plan_pb2.AttachResponse]:
+        yield plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=1))
+        raise RuntimeError("no message of ours")
+
+    client = PlanClient(HashEngine(CAPACITIES), PlanClientSettings("127.0.0.1:1", "w0"), make_source=_no_source)
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    client._read(broken_stream(), inbox)  # type: ignore[arg-type]  # a call's only used part is its iteration
+    assert inbox.get_nowait().WhichOneof("message") == "ping"
+    assert "no message of ours" in inbox.get_nowait().reason
 
 
 def test_stop_may_interrupt_any_line_of_the_wait_between_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
