@@ -55,7 +55,9 @@ class TorchEngine:
         return StepOutput(plan.step_id, rows, tokens, failed, step_time_us)
 
     def reset(self) -> None:
-        """Forget all rows, slots and KV."""
+        """Forget all rows, slots and KV. Raises where the device is lost: such a worker must not attach again."""
+        if self._last_tokens.is_cuda:
+            torch.cuda.synchronize()
         self._clean(np.flatnonzero(self._rows.is_used & self._rows.is_suspect).astype(np.int32))
         self._rows.clear()
         self._arena.clear()
