@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -101,6 +102,9 @@ def workloads_of(args: argparse.Namespace) -> dict[str, list[Job]]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     console = Console(stderr=True)
+    if args.out and importlib.util.find_spec("matplotlib") is None:
+        console.print("--out draws a chart, and matplotlib is not there: make setup-bench, or leave --out out")
+        return 2
     workloads = workloads_of(args)
     console.print(f"making the checkpoint ({args.model_shape}) and its adapters where they are missing")
     model_dir = make_base(args.model_shape, args.cache, args.dtype)
