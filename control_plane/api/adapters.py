@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf import empty_pb2
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 audit = logging.getLogger("motet.audit")
 
 SERVICE_NAME = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -83,15 +85,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
 
                 async def register() -> adapters_pb2.UploadAdapterResponse:
                     files = await upload.receive()
-                    record = await self._registry.register(
-                        header.adapter_id,
-                        files,
-                        display_name=header.display_name,
-                        labels=dict(header.labels),
-                        validate_only=header.validate_only,
-                    )
-                    if not header.validate_only:
-                        await self._pins.follow(record.adapter_id)
+                    record = await self._register(header, files)
                     line.digest = record.active_digest
                     return adapters_pb2.UploadAdapterResponse(adapter=wire.adapter_message(record, with_modules=True))
 
@@ -117,15 +111,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
 
         async def work() -> adapters_pb2.Adapter:
             with _Audit("create", peer, request.adapter_id) as line:
-                record = await self._registry.register(
-                    request.adapter_id,
-                    files,
-                    display_name=request.display_name,
-                    labels=dict(request.labels),
-                    validate_only=request.validate_only,
-                )
-                if not request.validate_only:
-                    await self._pins.follow(record.adapter_id)
+                record = await self._register(request, files)
                 line.digest = record.active_digest
                 return wire.adapter_message(record, with_modules=True)
 
@@ -199,9 +185,14 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         violations = Violations()
         check_digest(request.digest, "digest", violations)
         violations.raise_if_any()
-        with _Audit("activate", context, adapter_id, request.digest):
+
+        async def activate() -> Record:
             record = await self._registry.activate(adapter_id, request.digest, request.etag)
-            await self._pins.follow(record.adapter_id)
+            await self._pins.follow(adapter_id)
+            return record
+
+        with _Audit("activate", context, adapter_id, request.digest):
+            record = await _to_the_end(activate())
         return adapters_pb2.ActivateAdapterVersionResponse(adapter=wire.adapter_message(record))
 
     async def PinAdapter(
@@ -211,7 +202,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._gate.check()
         adapter_id = adapter_id_of(request.name)
         with _Audit("pin", context, adapter_id):
-            record = await self._pins.pin(adapter_id)
+            record = await _to_the_end(self._pins.pin(adapter_id))
         return adapters_pb2.PinAdapterResponse(adapter=wire.adapter_message(record))
 
     async def UnpinAdapter(
@@ -221,7 +212,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._gate.check()
         adapter_id = adapter_id_of(request.name)
         with _Audit("unpin", context, adapter_id):
-            record = await self._pins.unpin(adapter_id)
+            record = await _to_the_end(self._pins.unpin(adapter_id))
         return adapters_pb2.UnpinAdapterResponse(adapter=wire.adapter_message(record))
 
     async def DeleteAdapter(self, request: adapters_pb2.DeleteAdapterRequest, context: Context) -> Any:
@@ -231,7 +222,22 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._book.check_room()
         with _Audit("delete", context, adapter_id):
             # A client that leaves now must not leave a name behind that is being deleted and never gone.
-            return await asyncio.shield(asyncio.ensure_future(self._begin_delete(adapter_id, request.etag)))
+            return await _to_the_end(self._begin_delete(adapter_id, request.etag))
+
+    async def _register(
+        self, asked: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest, files: Mapping[str, Path]
+    ) -> Record:
+        try:
+            return await self._registry.register(
+                asked.adapter_id,
+                files,
+                display_name=asked.display_name,
+                labels=dict(asked.labels),
+                validate_only=asked.validate_only,
+            )
+        finally:  # cancelled, it may be registered all the same
+            if not asked.validate_only:
+                await _to_the_end(self._pins.follow(asked.adapter_id))
 
     async def _begin_delete(self, adapter_id: str, etag: str) -> Any:
         digests = await self._registry.begin_delete(adapter_id, etag)
@@ -263,6 +269,11 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             for worker_id in self._fleet.placements(digest)
         ]
         return placements
+
+
+async def _to_the_end(change: Coroutine[Any, Any, T]) -> T:
+    """What the change gives. It is made to its end even if the client leaves, so that the tiers stay consistent."""
+    return await asyncio.shield(asyncio.ensure_future(change))
 
 
 class _Audit:

@@ -125,21 +125,24 @@ class Registry:
         """Check and pack the files and make them the active version of the name.
 
         The same bytes again change nothing, but that they are active again. Cancelled before the change begins,
-        nothing is registered.
+        nothing is registered; cancelled later, the change is made to its end before this returns.
         """
         check_adapter_id(adapter_id)
         check_display_name(display_name)
         check_labels(labels or {})
         self._registrable(adapter_id)
         is_abandoned = threading.Event()
-        change = self._register(
-            adapter_id, dict(files), display_name, dict(labels or {}), is_abandoned, validate_only=validate_only
+        change = asyncio.ensure_future(
+            self._register(
+                adapter_id, dict(files), display_name, dict(labels or {}), is_abandoned, validate_only=validate_only
+            )
         )
         with _disk_errors(adapter_id):
             try:
                 return await self._finish(change)
             except asyncio.CancelledError:
                 is_abandoned.set()
+                await asyncio.wait([change])
                 raise
 
     async def update(
@@ -195,7 +198,7 @@ class Registry:
 
     # ---- how changes are made ----
 
-    async def _finish(self, change: Coroutine[Any, Any, _T]) -> _T:
+    async def _finish(self, change: Coroutine[Any, Any, _T] | asyncio.Task[_T]) -> _T:
         """Run a change to its end even if the caller is cancelled."""
         task = asyncio.ensure_future(change)
         self._changes.add(task)

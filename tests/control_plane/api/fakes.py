@@ -80,6 +80,8 @@ class FakeRegistry:
         self.files: dict[str, dict[str, bytes]] = {}
         self.gate: asyncio.Event | None = None  # register waits for it
         self.delete_gate: asyncio.Event | None = None  # begin_delete waits for it
+        self.answer_gate: asyncio.Event | None = None  # what is pinned or unpinned already waits for it
+        self.answer_due = asyncio.Event()
         self.delete_begun, self.delete_finished = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
         self.entered, self.entered_twice, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -126,7 +128,9 @@ class FakeRegistry:
         if self.error is not None:
             raise self.error
         self.files[adapter_id] = {name: path.read_bytes() for name, path in files.items()}
-        record = FakeRecord(adapter_id, (FakeVersion(DIGEST),), DIGEST, display_name, dict(labels))
+        before = self.records.get(adapter_id)
+        is_pinned = before is not None and before.is_pinned
+        record = FakeRecord(adapter_id, (FakeVersion(DIGEST),), DIGEST, display_name, dict(labels), is_pinned=is_pinned)
         if not validate_only:
             self.records[adapter_id] = record
         return record
@@ -156,11 +160,18 @@ class FakeRegistry:
         if self.error is not None:
             raise self.error
         self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=True)
+        await self._answer()
         return self.records[adapter_id]
 
     async def clear_pinned(self, adapter_id: str) -> FakeRecord:
         self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=False)
+        await self._answer()
         return self.records[adapter_id]
+
+    async def _answer(self) -> None:
+        self.answer_due.set()
+        if self.answer_gate is not None:
+            await self.answer_gate.wait()
 
     async def begin_delete(self, adapter_id: str, etag: str = "") -> list[str]:
         record = self.get(adapter_id)
@@ -194,6 +205,8 @@ class FakeWeights:
         self.calls = calls
         self.pinned: list[str] = []
         self.max_pinned = 10
+        self.pin_gate: asyncio.Event | None = None  # pin waits for it
+        self.pin_begun = asyncio.Event()
 
     async def drop(self, digest: str) -> None:
         self.calls.append(("drop", digest))
@@ -202,6 +215,9 @@ class FakeWeights:
         if len(self.pinned) >= self.max_pinned:
             raise PinBudgetExceeded("pins would exceed the budget of 100 bytes; unpin another adapter")
         assert digest not in self.pinned
+        self.pin_begun.set()
+        if self.pin_gate is not None:
+            await self.pin_gate.wait()
         self.pinned.append(digest)
 
     async def unpin(self, digest: str) -> None:

@@ -370,11 +370,66 @@ async def test_pins_are_restored_from_the_registry(api: Api) -> None:
     assert api.weights.pinned == [*api.fleet.pinned] == [DIGEST]
 
 
-async def test_delete_whose_client_leaves_is_ended_all_the_same(api: Api) -> None:
-    class Caller:
-        def peer(self) -> str:
-            return "nobody"
+class Caller:
+    def peer(self) -> str:
+        return "nobody"
 
+
+async def left(handler: asyncio.Task[Any], begun: asyncio.Event, gate: asyncio.Event) -> None:
+    """Cancels the handler once `begun` is set, as gRPC does when a client leaves; then lets what it waits for go on."""
+    await asyncio.wait_for(begun.wait(), 5)
+    handler.cancel()
+    await asyncio.wait([handler])
+    assert handler.cancelled()
+    gate.set()
+
+
+@pytest.mark.parametrize("change", ["activate", "create"])
+async def test_pin_follows_a_new_version_though_the_client_leaves(api: Api, change: str) -> None:
+    api.registry.add("a", OTHER_DIGEST, DIGEST)
+    await api.pins.pin("a")
+    caller: Any = Caller()
+    gate = api.weights.pin_gate = asyncio.Event()
+    api.weights.pin_begun.clear()
+    if change == "activate":
+        request = adapters_pb2.ActivateAdapterVersionRequest(name="adapters/a", digest=DIGEST)
+        handler = asyncio.create_task(api.adapters.ActivateAdapterVersion(request, caller))
+        await left(handler, api.weights.pin_begun, gate)
+    else:
+        (api.root / "x").mkdir()
+        for name, data in FILES.items():
+            (api.root / "x" / name).write_bytes(data)
+        create = adapters_pb2.CreateAdapterRequest(adapter_id="a", source="team/x")
+        operation = await api.adapters.CreateAdapter(create, caller)
+        task = api.book.get(operation.name).task
+        assert task is not None
+        await asyncio.wait_for(api.weights.pin_begun.wait(), 5)
+        task.cancel()
+        await asyncio.wait([task])
+        gate.set()
+    await api.pins.follow("b")  # comes after the change, which holds the lock
+    assert api.weights.pinned == [*api.fleet.pinned] == [DIGEST]
+
+
+async def test_pin_and_unpin_reach_every_tier_though_the_client_leaves(api: Api) -> None:
+    api.registry.add("a")
+    caller: Any = Caller()
+    for is_pinned in (True, False):
+        gate = api.registry.answer_gate = asyncio.Event()
+        api.registry.answer_due.clear()
+        if is_pinned:
+            pin = adapters_pb2.PinAdapterRequest(name="adapters/a")
+            handler = asyncio.create_task(api.adapters.PinAdapter(pin, caller))
+        else:
+            unpin = adapters_pb2.UnpinAdapterRequest(name="adapters/a")
+            handler = asyncio.create_task(api.adapters.UnpinAdapter(unpin, caller))
+        await left(handler, api.registry.answer_due, gate)
+        await api.pins.follow("b")  # comes after the change, which holds the lock
+        assert api.registry.records["a"].is_pinned == is_pinned
+        assert api.weights.pinned == [*api.fleet.pinned] == ([DIGEST] if is_pinned else [])
+
+
+async def test_delete_whose_client_leaves_is_ended_all_the_same(api: Api) -> None:
     api.registry.add("poet")
     api.registry.delete_gate = asyncio.Event()
     caller: Any = Caller()
