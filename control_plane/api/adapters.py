@@ -228,13 +228,16 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self, asked: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest, files: Mapping[str, Path]
     ) -> Record:
         try:
-            return await self._registry.register(
+            record = await self._registry.register(
                 asked.adapter_id,
                 files,
                 display_name=asked.display_name,
                 labels=dict(asked.labels),
                 validate_only=asked.validate_only,
             )
+            if not asked.validate_only:
+                self._fleet.keep(record.active_digest)
+            return record
         finally:  # cancelled, it may be registered all the same
             if not asked.validate_only:
                 await _to_the_end(self._pins.follow(asked.adapter_id))
@@ -249,11 +252,14 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         return self._book.start(adapter_id, "delete", work, is_cancellable=False)
 
     async def clear(self, adapter_id: str, digests: Sequence[str]) -> None:
-        """Take a name that is being deleted out of every tier; `digests` are those that no other name uses."""
+        """Take a name that is being deleted out of every tier; `digests` are those that no other name used then."""
         await self._pins.forget(adapter_id)
         for digest in digests:
-            await self._fleet.retire(digest)
-            await self._weights.drop(digest)
+            # Another name may register the same weights at any time, also while they are being retired.
+            if not self._registry.is_shared(digest):
+                await self._fleet.retire(digest)
+            if not self._registry.is_shared(digest):
+                await self._weights.drop(digest)
         await self._registry.finish_delete(adapter_id)
         logger.info("adapter deleted adapter_id=%s num_digests=%d", adapter_id, len(digests))
 

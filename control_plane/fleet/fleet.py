@@ -362,8 +362,12 @@ class Fleet:
             session.unpin(digest)
 
     async def retire(self, digest: str) -> None:
-        """Drop an adapter from every worker; returns once nothing uses or holds it."""
+        """Drop an adapter from every worker; returns once nothing uses or holds it, or `keep` was called."""
         await self._retirement.retire(digest)
+
+    def keep(self, digest: str) -> None:
+        """Stop retiring an adapter: another name uses it now."""
+        self._retirement.keep(digest)
 
     # ---- time ----
 

@@ -20,10 +20,18 @@ class Retirement:
         self._is_check_due = False
 
     async def retire(self, digest: str) -> None:
-        """Return once no request uses the adapter and no worker holds it. Several callers may wait for one digest."""
+        """Return once no request uses the adapter and no worker holds it, or it is kept after all.
+
+        Several callers may wait for one digest.
+        """
         gone = self._gone.setdefault(digest, asyncio.Event())
         self._check()
         await gone.wait()
+
+    def keep(self, digest: str) -> None:
+        """Let who waits for the digest go: it is wanted again. A worker that forgets it loads it at its next use."""
+        if digest in self._gone:
+            self._gone.pop(digest).set()
 
     def check_soon(self) -> None:
         """Look again after this turn of the loop: something ended."""

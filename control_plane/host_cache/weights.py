@@ -72,12 +72,12 @@ class AdapterWeights:
             await self._fill(digest)
 
     async def drop(self, digest: str) -> None:
-        """Forget it in the cache: it is being deleted."""
+        """Forget it in the cache: it is being deleted. A pinned one stays: another name holds that pin."""
         fill = self._fills.get(digest)
         if fill is not None:
             await asyncio.wait([fill])
-        await self.unpin(digest)
-        await self._cache.drop(digest)
+        if digest not in self._pinned:
+            await self._cache.drop(digest)
 
     def touch(self, digest: str) -> None:
         """It was used just now."""

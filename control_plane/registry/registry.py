@@ -103,6 +103,10 @@ class Registry:
         """One page of a name's versions, newest first, and the token of the next page ("": none)."""
         return self._catalog.versions_page(adapter_id, page_size, page_token)
 
+    def is_shared(self, digest: str) -> bool:
+        """Whether several names have a version of this digest, those that are being deleted included."""
+        return self._catalog.num_names(digest) > 1
+
     def pinned_digests(self) -> list[str]:
         """Active digests of all pinned names, sorted."""
         return self._catalog.pinned_digests()

@@ -135,6 +135,9 @@ class FakeRegistry:
             self.records[adapter_id] = record
         return record
 
+    def is_shared(self, digest: str) -> bool:
+        return any(version.digest == digest for record in self.records.values() for version in record.versions)
+
     async def update(
         self,
         adapter_id: str,
@@ -270,7 +273,8 @@ class FakeFleet:
         self.jobs: list[ScriptedJob] = []
         self.on_submit: Callable[[ScriptedJob, Request], None] = lambda job, request: None
         self.submitted = asyncio.Event()
-        self.retire_gate: asyncio.Event | None = None
+        self.retire_gate: asyncio.Event | None = None  # retire waits for it
+        self.retire_begun = asyncio.Event()
         self.num_workers = 1
         self.pinned: set[str] = set()
         self._ids = itertools.count(1)
@@ -297,9 +301,14 @@ class FakeFleet:
         self.pinned.remove(digest)
 
     async def retire(self, digest: str) -> None:
+        self.retire_begun.set()
         if self.retire_gate is not None:
             await self.retire_gate.wait()
         self.calls.append(("retire", digest))
+
+    def keep(self, digest: str) -> None:
+        if self.retire_gate is not None:
+            self.retire_gate.set()
 
     def worker_snapshots(self) -> list[WorkerSnapshot]:
         names = [f.name for f in WorkerSnapshot.__dataclass_fields__.values()]

@@ -467,6 +467,16 @@ async def test_delete_clears_every_tier_in_order(api: Api) -> None:
     assert code == grpc.StatusCode.NOT_FOUND
 
 
+async def test_weights_that_another_name_registers_are_not_dropped(api: Api) -> None:
+    api.registry.add("poet")
+    api.fleet.retire_gate = asyncio.Event()  # the other name's traffic would hold it back for ever
+    operation = await adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet"))
+    await asyncio.wait_for(api.fleet.retire_begun.wait(), 5)
+    await upload(api, messages("bard"))
+    assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
+    assert api.calls[-1] == ("finish_delete", "poet") and ("drop", DIGEST) not in api.calls
+
+
 async def test_mutations_are_refused_while_draining(api: Api) -> None:
     api.registry.add("a")
     api.gate.close()

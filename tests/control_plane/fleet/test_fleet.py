@@ -448,6 +448,23 @@ async def test_retire_waits_for_requests_that_use_the_adapter(clock: FakeClock) 
     assert not worker.session.scheduler.has_digest(adapter.digest)
 
 
+async def test_retire_ends_when_another_name_wants_the_adapter(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    adapter = weights_of(fleet).add("a")
+    request = make_request(fleet, [1], 30, adapter)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await worker.turn()
+    retired = asyncio.create_task(fleet.retire(adapter.digest))
+    await worker.turn()
+    assert not retired.done()
+    fleet.keep(adapter.digest)
+    await asyncio.wait_for(retired, 5)
+    assert not reader.done()
+    await worker.run(reader.done)
+    assert await reader == expected(request)
+
+
 def reader_tokens(reader: asyncio.Task[list[int]]) -> list[int]:
     return reader.result() if reader.done() else []
 

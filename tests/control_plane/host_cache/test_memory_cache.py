@@ -31,3 +31,15 @@ async def test_a_failed_fill_leaves_the_budget_whole(store: FakeStore) -> None:
     with pytest.raises(StoreUnavailable):
         await weights.ensure_cached(digest)
     assert weights.stats().used_bytes == 0
+
+
+async def test_pinned_adapter_outlives_a_drop(store: FakeStore) -> None:
+    """Another name with the same weights pinned it while the first name was being deleted."""
+    weights = AdapterWeights(MemoryHostCache(budget_bytes=12_000), store)
+    digest = store.add(1, (5000,))
+    await weights.pin(digest)
+    await weights.drop(digest)
+    assert weights.is_cached(digest)
+    for seed in range(2, 5):
+        await weights.ensure_cached(store.add(seed, (5000,)))
+    assert weights.is_cached(digest)

@@ -216,6 +216,7 @@ async def test_dropped_adapters_leave_no_key(
 ) -> None:
     digest = store.add(1)
     await weights.pin(digest)
+    await weights.unpin(digest)
     await weights.drop(digest)
     assert not weights.is_cached(digest)
     assert not redis_process.client.keys("motet:a:*")
