@@ -69,6 +69,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._uploads = uploads
         self._roots = roots
         self._memory = memory
+        self._deletions: dict[str, asyncio.Task[Any]] = {}  # by adapter id, until the deletion ends: its operation
 
     # The stubs name the methods.
     # ruff: noqa: N802
@@ -216,13 +217,16 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         return adapters_pb2.UnpinAdapterResponse(adapter=wire.adapter_message(record))
 
     async def DeleteAdapter(self, request: adapters_pb2.DeleteAdapterRequest, context: Context) -> Any:
-        """Refuse new requests at once; the operation ends when every tier is clear."""
+        """Refuse new requests at once; the operation ends when every tier is clear. One deletion runs per name."""
         self._gate.check()
         adapter_id = adapter_id_of(request.name)
-        self._book.check_room()
         with _Audit("delete", context, adapter_id):
             # A client that leaves now must not leave a name behind that is being deleted and never gone.
-            return await _to_the_end(self._begin_delete(adapter_id, request.etag))
+            begun = self._deletions.get(adapter_id)
+            if begun is None:
+                begun = asyncio.ensure_future(self._begin_delete(adapter_id, request.etag))
+                self._deletions[adapter_id] = begun
+            return await asyncio.shield(begun)
 
     async def _register(
         self, asked: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest, files: Mapping[str, Path]
@@ -243,13 +247,21 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 await _to_the_end(self._pins.follow(asked.adapter_id))
 
     async def _begin_delete(self, adapter_id: str, etag: str) -> Any:
-        digests = await self._registry.begin_delete(adapter_id, etag)
-
         async def work() -> empty_pb2.Empty:
-            await self.clear(adapter_id, digests)
+            try:
+                await self.clear(adapter_id, digests)
+            finally:
+                del self._deletions[adapter_id]
             return empty_pb2.Empty()
 
-        return self._book.start(adapter_id, "delete", work, is_cancellable=False)
+        try:
+            # Reserved first: refused after the mark, the name would stay half deleted.
+            with self._book.reserved():
+                digests = await self._registry.begin_delete(adapter_id, etag)
+                return self._book.start(adapter_id, "delete", work, is_cancellable=False, has_room=True)
+        except BaseException:
+            del self._deletions[adapter_id]
+            raise
 
     async def clear(self, adapter_id: str, digests: Sequence[str]) -> None:
         """Take a name that is being deleted out of every tier; `digests` are those that no other name used then."""

@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +54,36 @@ class OperationBook:
         self._max_kept = max_kept
         self._operations: dict[str, _Operation] = {}  # by name, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_reserved = 0  # operations that are about to start
 
     def check_room(self) -> None:
         """Raises Exhausted where one more could not run."""
-        if len(self._tasks) >= self._max_running:
-            raise Exhausted(f"{len(self._tasks)} operations are running, at most {self._max_running}; try again")
+        num_running = len(self._tasks) + self._num_reserved
+        if num_running >= self._max_running:
+            raise Exhausted(f"{num_running} operations are running, at most {self._max_running}; try again")
 
-    def start(self, adapter_id: str, verb: str, work: Callable[[], Awaitable[Message]], *, is_cancellable: bool) -> Any:
-        """Begin; the operation as it stands. `work`'s message becomes its response."""
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Hold room for one operation that is started inside. Raises Exhausted where one more could not run."""
         self.check_room()
+        self._num_reserved += 1
+        try:
+            yield
+        finally:
+            self._num_reserved -= 1
+
+    def start(
+        self,
+        adapter_id: str,
+        verb: str,
+        work: Callable[[], Awaitable[Message]],
+        *,
+        is_cancellable: bool,
+        has_room: bool = False,
+    ) -> Any:
+        """Begin; the operation as it stands. `work`'s message becomes its response. `has_room`: it was reserved."""
+        if not has_room:
+            self.check_room()
         message = operations_pb2.Operation(name=f"operations/{secrets.token_hex(16)}")
         metadata = adapters_pb2.AdapterOperationMetadata(
             adapter=f"adapters/{adapter_id}", verb=verb, create_time=timestamp(self._wall_clock())

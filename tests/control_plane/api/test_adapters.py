@@ -15,9 +15,10 @@ from google.longrunning import operations_pb2, operations_pb2_grpc  # type: igno
 from google.protobuf import empty_pb2, field_mask_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
+from control_plane.api.operations import OperationBook
 from control_plane.api.request_memory import RequestMemory
 from control_plane.api.upload import UploadReceiver
-from control_plane.errors import DeadlineExceeded, InvalidAdapter, InvalidRequest
+from control_plane.errors import DeadlineExceeded, Exhausted, InvalidAdapter, InvalidRequest
 from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, Api, details
 
 FILES = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": bytes(range(256)) * 300}
@@ -465,6 +466,43 @@ async def test_delete_clears_every_tier_in_order(api: Api) -> None:
     assert not api.weights.pinned and not api.fleet.pinned
     code, _, _ = await refused(adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet")))
     assert code == grpc.StatusCode.NOT_FOUND
+
+
+async def test_second_delete_joins_the_first(api: Api) -> None:
+    api.registry.add("poet")
+    api.registry.delete_gate, api.fleet.retire_gate = asyncio.Event(), asyncio.Event()
+    stub, request = adapters(api), adapters_pb2.DeleteAdapterRequest(name="adapters/poet")
+    first = asyncio.ensure_future(stub.DeleteAdapter(request))
+    await asyncio.wait_for(api.registry.delete_begun.wait(), 5)
+    second = asyncio.create_task(api.adapters.DeleteAdapter(request, Caller()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    api.registry.delete_gate.set()
+    operation = await asyncio.wait_for(first, 5)
+    third = await stub.DeleteAdapter(request)
+    assert operation.name == (await second).name == third.name
+    api.fleet.retire_gate.set()
+    assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
+    assert [call[0] for call in api.calls] == ["begin_delete", "retire", "drop", "finish_delete"]
+
+
+async def test_delete_that_begins_has_room_for_its_operation(api: Api) -> None:
+    for name in ("poet", "bard"):
+        api.registry.add(name)
+    api.adapters._book = book = OperationBook(max_running=1)
+    gate = api.registry.delete_gate = asyncio.Event()
+    caller: Any = Caller()
+    request = adapters_pb2.DeleteAdapterRequest(name="adapters/poet")
+    first = asyncio.create_task(api.adapters.DeleteAdapter(request, caller))
+    await asyncio.wait_for(api.registry.delete_begun.wait(), 5)
+    with pytest.raises(Exhausted, match="1 operations are running, at most 1"):
+        await asyncio.wait_for(
+            api.adapters.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/bard"), caller), 5
+        )
+    gate.set()
+    await asyncio.wait_for(first, 5)
+    await asyncio.wait_for(api.registry.delete_finished.wait(), 5)
+    assert "bard" in api.registry.records
+    await book.close(timeout_s=5)
 
 
 async def test_weights_that_another_name_registers_are_not_dropped(api: Api) -> None:
