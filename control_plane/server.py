@@ -131,7 +131,10 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     weights = AdapterWeights(cache, store)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     clients = listeners.client_server(
-        max_streams_per_connection=config.max_streams_per_connection, max_concurrent_rpcs=config.max_concurrent_rpcs
+        max_streams_per_connection=config.max_streams_per_connection,
+        max_concurrent_rpcs=config.max_concurrent_rpcs,
+        # A response is written in a moment where the client reads; that moment it gets in any case.
+        write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
     )
     stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
     workers = listeners.worker_server()

@@ -36,14 +36,16 @@ def common_options() -> list[Option]:
     ]
 
 
-def client_server(*, max_streams_per_connection: int, max_concurrent_rpcs: int) -> grpc.aio.Server:
+def client_server(
+    *, max_streams_per_connection: int, max_concurrent_rpcs: int, write_timeout_s: float
+) -> grpc.aio.Server:
     """A server for the clients' port."""
     options = [
         *common_options(),
         ("grpc.max_concurrent_streams", max_streams_per_connection),
         ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
     ]
-    return _server(options, max_concurrent_rpcs)
+    return _server(options, max_concurrent_rpcs, ErrorInterceptor(write_timeout_s=write_timeout_s))
 
 
 def worker_server() -> grpc.aio.Server:
@@ -54,7 +56,7 @@ def worker_server() -> grpc.aio.Server:
         ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", WORKER_MESSAGE_BYTES),
     ]
-    return _server(options, WORKER_CONCURRENT_RPCS)
+    return _server(options, WORKER_CONCURRENT_RPCS, ErrorInterceptor())
 
 
 def bind(server: grpc.aio.Server, address: str) -> str:
@@ -66,7 +68,7 @@ def bind(server: grpc.aio.Server, address: str) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _server(options: Sequence[tuple[str, Any]], max_concurrent_rpcs: int) -> grpc.aio.Server:
-    return grpc.aio.server(
-        interceptors=[ErrorInterceptor()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
-    )
+def _server(
+    options: Sequence[tuple[str, Any]], max_concurrent_rpcs: int, interceptor: ErrorInterceptor
+) -> grpc.aio.Server:
+    return grpc.aio.server(interceptors=[interceptor], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs)

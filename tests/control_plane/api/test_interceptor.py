@@ -29,6 +29,8 @@ class Handlers:
         self.entered = asyncio.Event()
         self.closed = asyncio.Event()
         self.waits = False
+        self.floods = False  # the streamed response has no end
+        self.task: asyncio.Task[Any] | None = None  # of the streamed response
 
     async def _act(self) -> None:
         self.entered.set()
@@ -45,7 +47,10 @@ class Handlers:
         return types_pb2.TokenIds(ids=request.ids)
 
     async def unary_stream(self, request: Any, context: Any) -> AsyncIterator[types_pb2.TokenIds]:
+        self.task = asyncio.current_task()
         yield types_pb2.TokenIds(ids=request.ids)
+        while self.floods:
+            yield types_pb2.TokenIds(ids=[0] * 100_000)
         await self._act()
 
     async def stream_unary(self, requests: AsyncIterator[Any], context: Any) -> types_pb2.TokenIds:
@@ -62,7 +67,7 @@ class Handlers:
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Handlers, grpc.aio.Channel]]:
     handlers = Handlers()
-    server = listeners.client_server(max_streams_per_connection=10, max_concurrent_rpcs=10)
+    server = listeners.client_server(max_streams_per_connection=10, max_concurrent_rpcs=10, write_timeout_s=0.3)
     methods = {
         kind: getattr(grpc, f"{kind}_rpc_method_handler")(
             getattr(handlers, kind), types_pb2.TokenIds.FromString, types_pb2.TokenIds.SerializeToString
@@ -185,3 +190,21 @@ async def test_unknown_method_is_unimplemented(served: tuple[Handlers, grpc.aio.
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary("/t.T/none")(b"")
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_client_that_does_not_read_holds_no_handler(served: tuple[Handlers, grpc.aio.Channel]) -> None:
+    handlers, channel = served
+    handlers.floods = True
+    stream: Any = channel.unary_stream("/t.T/unary_stream")(GOOD)
+    assert await stream.read() == GOOD
+    assert handlers.task is not None
+    await asyncio.wait([handlers.task], timeout=10)
+    assert handlers.task.done()
+    # What was sent can still be read, and then why it ended.
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+        raise AssertionError("the stream ended well")
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details(caught.value)[0].reason == "SLOW_CONSUMER"
+    assert await call(channel, "unary_unary") == [GOOD]
