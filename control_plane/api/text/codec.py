@@ -70,8 +70,11 @@ class TextCodec:
         return None if self._factory is None else self._factory.make()
 
     async def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the checkpoint adds."""
-        return await self._run(len(text), self._encode, text, True)
+        """Token ids of a text, with the special tokens that the checkpoint adds. Raises InvalidRequest on "text"."""
+        try:
+            return await self._run(len(text), self._encode, text, True)
+        except _Unencodable as error:
+            raise InvalidRequest(FieldViolation("text", str(error))) from error
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers. Raises InvalidRequest on field "chat"."""
@@ -80,7 +83,7 @@ class TextCodec:
             raise TokenizerUnavailable("the checkpoint has no chat template; send text or token_ids instead")
         try:
             return await self._run(MAX_INLINE_CHARS + 1, self._encode_chat, messages)
-        except ChatTemplateError as error:
+        except (ChatTemplateError, _Unencodable) as error:
             raise InvalidRequest(FieldViolation("chat", str(error))) from error
 
     def require_stop_strings(self) -> None:
@@ -104,11 +107,21 @@ class TextCodec:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert self._tokenizer is not None
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library, which is written in Rust, is no Exception
+            logger.warning("tokenizer failed error=%s", type(error).__name__)
+            raise _Unencodable("the checkpoint's tokenizer cannot encode it; send token_ids instead") from error
 
     def _require_tokenizer(self) -> None:
         if self._tokenizer is None:
             raise TokenizerUnavailable(f"{self._reason}; send token_ids and no stop strings instead")
+
+
+class _Unencodable(Exception):
+    """The tokenizer failed on a text."""
 
 
 def _load_tokenizer(model_dir: Path, cache_file: Path) -> tuple[Tokenizer | None, str]:
