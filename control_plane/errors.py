@@ -72,6 +72,12 @@ class AdapterNotActive(MotetError):
     reason = "ADAPTER_NOT_ACTIVE"
 
 
+class AdapterTooLarge(MotetError):
+    """The adapter does not fit the adapter memory of any worker."""
+
+    reason = "ADAPTER_TOO_LARGE"
+
+
 class BaseModelMismatch(MotetError):
     """The adapter or the worker belongs to another base model."""
 
@@ -194,6 +200,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterNotFound: grpc.StatusCode.NOT_FOUND,
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
+    AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     TokenizerUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     EtagMismatch: grpc.StatusCode.ABORTED,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from control_plane.errors import (
     AdapterLoadFailed,
+    AdapterTooLarge,
     ContextTooLong,
     DeadlineExceeded,
     FieldViolation,
@@ -20,11 +21,15 @@ from control_plane.scheduler.types import FinishReason, Request, RequestOutput
 def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
     """The request is larger than every worker that is attached."""
     if isinstance(refusal, AdapterNeverFits):
-        return AdapterLoadFailed(f"adapter {_digest(request)} is larger than the adapter memory of every worker")
+        assert request.adapter is not None, "no adapter, and it does not fit"
+        return AdapterTooLarge(
+            f"adapter {_digest(request)} takes {request.adapter.arena_bytes} bytes, more than the adapter memory of "
+            "every worker; lower its rank, or start a worker with a larger --arena-bytes"
+        )
     num_prompt = len(request.prompt_token_ids)
     return ContextTooLong(
         FieldViolation(
-            "max_tokens",
+            "stopping.max_tokens",
             f"prompt of {num_prompt} tokens and max_tokens {request.max_tokens}: {refusal}",
         )
     )

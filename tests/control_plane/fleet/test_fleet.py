@@ -12,6 +12,7 @@ from motet.v1 import plan_pb2
 
 from control_plane.errors import (
     AdapterLoadFailed,
+    AdapterTooLarge,
     ContextTooLong,
     DeadlineExceeded,
     Draining,
@@ -22,6 +23,7 @@ from control_plane.errors import (
     SlowConsumer,
     Unavailable,
     WorkerLost,
+    status_of,
 )
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
@@ -489,8 +491,9 @@ async def test_request_that_never_fits_names_the_numbers(clock: FakeClock) -> No
     fleet = make_fleet(clock)
     waiting = fleet.submit(make_request(fleet, [1] * 100, 1000))
     LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_blocks=100))
-    with pytest.raises(ContextTooLong, match=r"100 tokens and max_tokens 1000.*275 KV blocks.*100"):
+    with pytest.raises(ContextTooLong, match=r"100 tokens and max_tokens 1000.*275 KV blocks.*100") as caught:
         await read_all(waiting)
+    assert caught.value.violations[0].field == "stopping.max_tokens"
     with pytest.raises(ContextTooLong):
         fleet.submit(make_request(fleet, [1] * 100, 1000))
     large = LoopbackWorker(fleet, "large", capacities=replace(CAPACITIES, num_blocks=1000))
@@ -501,8 +504,10 @@ async def test_request_that_never_fits_names_the_numbers(clock: FakeClock) -> No
 async def test_adapter_larger_than_every_arena_is_refused(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     LoopbackWorker(fleet, capacities=replace(CAPACITIES, arena_bytes=100))
-    with pytest.raises(AdapterLoadFailed, match="larger"):
-        fleet.submit(make_request(fleet, [1], 5, weights_of(fleet).add("a")))
+    adapter = weights_of(fleet).add("a")
+    with pytest.raises(AdapterTooLarge, match=f"takes {adapter.arena_bytes} bytes, more than") as caught:
+        fleet.submit(make_request(fleet, [1], 5, adapter))
+    assert status_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION  # which no client tries again
 
 
 async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> None:
