@@ -256,6 +256,16 @@ def test_wrong_command_line_ends_with_usage(capsys: Capture) -> None:
     assert "PROMPT" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["nan", "-1", "0", "inf", "soon"])
+@pytest.mark.parametrize("command", [("generate", "hi", "--timeout-s"), ("status", "--watch", "--interval-s")])
+def test_time_that_is_none_is_refused(capsys: Capture, command: tuple[str, ...], value: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, value])
+    assert caught.value.code == exits.USAGE
+    expected = f"argument {command[-1]}: {value}: seconds above 0 and at most 1e+06 are expected"
+    assert expected in capsys.readouterr().err
+
+
 def test_empty_answer_still_ends_its_line(server: ScriptedServer, capsys: Capture) -> None:
     server.scripts.append(lambda request, context: iter([started(), finished(0)]))
     assert motet(server, "generate", "hi") == 0

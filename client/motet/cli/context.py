@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from motet.channel import RetryPolicy
 from motet.client import Client
 
 DEFAULT_SERVER = "127.0.0.1:50051"
+MAX_SECONDS = 1e6  # some eleven days
 
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 Subparsers: TypeAlias = Any  # argparse's own type is private
@@ -28,6 +30,17 @@ def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
         help=f"address of the control plane (default: $MOTET_SERVER, else {DEFAULT_SERVER})",
     )
     return parent
+
+
+def seconds(text: str) -> float:
+    """The argparse type of a flag in seconds: above 0, at most MAX_SECONDS."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MAX_SECONDS:  # NaN fails this too
+        raise argparse.ArgumentTypeError(f"{text}: seconds above 0 and at most {MAX_SECONDS:g} are expected")
+    return value
 
 
 def connect(arguments: argparse.Namespace) -> Client:

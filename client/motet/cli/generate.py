@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from motet.cli import exits
-from motet.cli.context import Subparsers, connect, server_option
+from motet.cli.context import Subparsers, connect, seconds, server_option
 from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
@@ -42,7 +42,7 @@ def add_parser(commands: Subparsers) -> None:
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     parser.add_argument("--cache-salt", default="", metavar="TEXT", help="prefix-cache partition")
     parser.add_argument("--request-id", default="", metavar="TEXT", help="label of the request in the server's log")
-    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="seconds in all (default: 600)")
+    parser.add_argument("--timeout-s", type=seconds, default=600.0, metavar="S", help="seconds in all (default: 600)")
     parser.set_defaults(run=_generate)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from motet.cli import exits
-from motet.cli.context import Subparsers, connect, server_option
+from motet.cli.context import Subparsers, connect, seconds, server_option
 from motet.cli.output import json_line, size, table
 from motet.types import ServerStatus
 
@@ -25,7 +25,9 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     parser.add_argument("--watch", action="store_true", help="again and again until Ctrl-C")
-    parser.add_argument("--interval-s", type=float, default=2.0, metavar="S", help="with --watch, seconds (default: 2)")
+    parser.add_argument(
+        "--interval-s", type=seconds, default=2.0, metavar="S", help="with --watch, seconds (default: 2)"
+    )
     parser.set_defaults(run=run_status)
 
 
