@@ -5,6 +5,7 @@ The sync and the async client only send them, so that nothing is written twice.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -112,6 +113,7 @@ def create_adapter(
         display_name=display_name,
         labels=dict(labels or {}),
         validate_only=validate_only,
+        request_id=uuid.uuid4().hex,  # sent again after a lost answer, it begins nothing twice
     )
     return _operation_call(_ADAPTERS + "CreateAdapter", request)
 

@@ -171,6 +171,9 @@ def test_operation_that_never_ends_meets_the_timeout(server: ScriptedServer, dri
 def test_register_from_root_reads_the_adapter_of_the_operation(server: ScriptedServer, driver: Driver) -> None:
     adapter = driver.run(lambda client: client.adapters.register_from_root("pirate", "shared/pirate"))
     assert adapter.id == "pirate" and server.requests[0].source == "shared/pirate"
+    driver.run(lambda client: client.adapters.register_from_root("pirate", "shared/pirate"))
+    request_ids = {request.request_id for request in server.requests}
+    assert len(request_ids) == 2 and all(len(request_id) == 32 for request_id in request_ids)
 
 
 def test_status_is_read(server: ScriptedServer, driver: Driver) -> None:
