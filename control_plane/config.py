@@ -200,13 +200,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME=DIR",
         default=[item for item in roots.split(",") if item],
-        help="directory that CreateAdapter may read, by name; repeatable, in the environment separated by commas",
+        help="directory that CreateAdapter may read, by name; repeatable, in the environment separated by commas "
+        "(default none)",
     )
     parser.add_argument(
         "--no-reflection",
         action="store_true",
         default=os.environ.get("MOTET_NO_REFLECTION", "").lower() in ("1", "true", "yes"),
-        help="leave the gRPC reflection service out",
+        help="leave the gRPC reflection service out (default: it is there)",
     )
 
 

@@ -266,6 +266,28 @@ def test_time_that_is_none_is_refused(capsys: Capture, command: tuple[str, ...],
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (
+            ("generate",),
+            "--max-tokens --temperature --top-k --top-p --seed --stop --stop-token-id --cache-salt --request-id "
+            "--timeout-s --adapter --adapter-digest",
+        ),
+        (("adapters", "add"), "--display-name"),
+        (("status",), "--interval-s"),
+        (("control-plane",), "--adapter-root --no-reflection"),
+    ],
+)
+def test_help_tells_defaults(capsys: Capture, command: tuple[str, ...], flags: str) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    entries = [" ".join(entry.split()) for entry in capsys.readouterr().out.split("\n  -")]
+    for flag in flags.split():
+        (entry,) = [entry for entry in entries if entry.split()[0] == flag.removeprefix("-")]
+        assert "default" in entry, entry
+
+
 def test_empty_answer_still_ends_its_line(server: ScriptedServer, capsys: Capture) -> None:
     server.scripts.append(lambda request, context: iter([started(), finished(0)]))
     assert motet(server, "generate", "hi") == 0

@@ -29,19 +29,37 @@ def add_parser(commands: Subparsers) -> None:
     what.add_argument("--chat", action="store_true", help="take PROMPT as a user's turn in the chat template")
     what.add_argument("--token-ids", action="store_true", help="take PROMPT as token ids, apart by spaces or commas")
     parser.add_argument("--system", metavar="TEXT", help="system message before PROMPT; implies --chat")
-    sampling = parser.add_argument_group("sampling (default: the server's)")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate, a count")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy, no unit")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens, a count")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="nucleus, no unit, in (0, 1]")
-    sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate, a count (default: 128)")
     sampling.add_argument(
-        "--stop-token-id", action="append", default=[], type=int, metavar="ID", help="end after it; may be repeated"
+        "--temperature", type=float, metavar="T", help="0 is greedy, no unit, at most 100 (default: 0)"
+    )
+    sampling.add_argument(
+        "--top-k", type=int, metavar="K", help="keep the K most likely tokens, a count (default: all)"
+    )
+    sampling.add_argument("--top-p", type=float, metavar="P", help="nucleus, no unit, in (0, 1] (default: 1)")
+    sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: drawn)")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated (default: none)"
+    )
+    sampling.add_argument(
+        "--stop-token-id",
+        action="append",
+        default=[],
+        type=int,
+        metavar="ID",
+        help="end after it; may be repeated (default: none)",
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    parser.add_argument("--cache-salt", default="", metavar="TEXT", help="prefix-cache partition")
-    parser.add_argument("--request-id", default="", metavar="TEXT", help="label of the request in the server's log")
+    parser.add_argument(
+        "--cache-salt", default="", metavar="TEXT", help="prefix-cache partition, at most 128 bytes (default: none)"
+    )
+    parser.add_argument(
+        "--request-id",
+        default="",
+        metavar="TEXT",
+        help="label of the request in the server's log, at most 128 bytes (default: the server makes one)",
+    )
     parser.add_argument("--timeout-s", type=seconds, default=600.0, metavar="S", help="seconds in all (default: 600)")
     parser.set_defaults(run=_generate)
 
