@@ -6,7 +6,6 @@ prompts of one length at once: what a static batch does best. Loading and a warm
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -94,10 +93,12 @@ ENGINES = {"peft": run_peft, "vllm-cpu": run_vllm_cpu}
 
 def main() -> int:
     job = json.load(sys.stdin)
-    # Engines print to stdout as they like; only the answer may go there.
-    with contextlib.redirect_stdout(sys.stderr):
-        result = ENGINES[sys.argv[1]](job)
-    json.dump(result, sys.stdout)
+    # Engines and the processes that they start print to stdout as they like; only the answer may go there.
+    answer_fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    result = ENGINES[sys.argv[1]](job)
+    with os.fdopen(answer_fd, "w") as answer:
+        json.dump(result, answer)
     return 0
 
 
