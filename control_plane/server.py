@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -113,22 +114,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     codec_file = config.data_dir / "tokenizers" / f"{base_model.fingerprint}.json"
     codec = await asyncio.to_thread(TextCodec.load, config.model_dir, codec_file)
     stack.callback(codec.close)
-    store = ArtifactStore(config.store_url)
-    scratch_dir = config.data_dir / "scratch"
-    registry = await Registry.open(
-        store=store,
-        base_model=base_model,
-        max_adapter_bytes=config.max_adapter_bytes,
-        clock=time.time,
-        scratch_dir=scratch_dir,
-    )
-    stack.push_async_callback(registry.close)
-    # Only now, that the store is locked: another server on this directory may be running until then.
-    for directory in (uploads_dir, scratch_dir):
-        shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
-        directory.mkdir()
-    cache = await _host_cache(config, stack)
-    weights = AdapterWeights(cache, store)
+    registry, weights = await _open_storage(config, base_model, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     clients = listeners.client_server(
         max_streams_per_connection=config.max_streams_per_connection,
@@ -139,19 +125,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
     workers = listeners.worker_server()
     stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
-    fleet = Fleet(
-        FleetSettings(
-            max_waiting_requests=config.max_waiting_requests,
-            plan_depth=config.plan_depth,
-            heartbeat_interval_ms=config.heartbeat_interval_ms,
-            dead_after_ms=config.dead_after_ms,
-            worker_grace_s=config.worker_grace_s,
-            slow_reader_timeout_s=config.slow_reader_timeout_s,
-        ),
-        base_model,
-        weights,
-        registry.incarnation,
-    )
+    fleet = Fleet(_fleet_settings(config), base_model, weights, registry.incarnation)
     stack.push_async_callback(fleet.close)
     book = operations.OperationBook()
     pins = Pins(registry, weights, fleet)
@@ -220,6 +194,39 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         await asyncio.gather(fleet.drain(timeout_s), book.close(timeout_s=timeout_s))
 
     return ControlPlane(client_address, worker_address, fleet, drain)
+
+
+async def _open_storage(
+    config: ServerConfig, base_model: BaseModel, uploads_dir: Path, stack: contextlib.AsyncExitStack
+) -> tuple[Registry, AdapterWeights]:
+    """The store with its registry, locked for this server, and the host cache in front of it."""
+    store = ArtifactStore(config.store_url)
+    scratch_dir = config.data_dir / "scratch"
+    registry = await Registry.open(
+        store=store,
+        base_model=base_model,
+        max_adapter_bytes=config.max_adapter_bytes,
+        clock=time.time,
+        scratch_dir=scratch_dir,
+    )
+    stack.push_async_callback(registry.close)
+    # Only now, that the store is locked: another server on this directory may be running until then.
+    for directory in (uploads_dir, scratch_dir):
+        shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
+        directory.mkdir()
+    cache = await _host_cache(config, stack)
+    return registry, AdapterWeights(cache, store)
+
+
+def _fleet_settings(config: ServerConfig) -> FleetSettings:
+    return FleetSettings(
+        max_waiting_requests=config.max_waiting_requests,
+        plan_depth=config.plan_depth,
+        heartbeat_interval_ms=config.heartbeat_interval_ms,
+        dead_after_ms=config.dead_after_ms,
+        worker_grace_s=config.worker_grace_s,
+        slow_reader_timeout_s=config.slow_reader_timeout_s,
+    )
 
 
 async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) -> HostCache:
