@@ -267,7 +267,8 @@ def test_deadline_reaches_the_server_and_ends_the_call(server: ScriptedServer, d
     server.scripts.append(server.waiting_for_cancel())
     with pytest.raises(DeadlineExceeded):
         driver.generate(timeout_s=0.2)
-    assert server.cancelled.wait(10) and server.time_remaining_s[0] <= 0.2
+    assert server.cancelled.wait(10)
+    assert server.time_remaining_s[0] <= 0.3  # gRPC rounds what it sends upwards; a default server time is infinite
 
 
 def test_leaving_with_cancels(server: ScriptedServer) -> None:
