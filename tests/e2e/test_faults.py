@@ -184,6 +184,6 @@ def test_control_plane_terminated_politely_lets_streams_finish(system: System) -
     client = system.client()
     fingerprint = client.status().model.fingerprint
     streams = Streams(client, num_tokens=120)
-    wait_for_traffic(client)
+    wait_until(lambda: client.status().queues.num_accepted == 24, "every stream is accepted")
     assert system.control_plane.terminate() == 0
     streams.check(fingerprint)

@@ -32,7 +32,12 @@ def ask(client: Client, job: Job) -> Answer:
     digest = ""
     token_ids: list[int] = []
     with client.generate(
-        list(job.prompt), adapter=job.adapter, max_tokens=job.num_tokens, ignore_eos=True, temperature=0.0
+        list(job.prompt),
+        adapter=job.adapter,
+        max_tokens=job.num_tokens,
+        ignore_eos=True,
+        temperature=0.0,
+        timeout_s=120.0,
     ) as stream:
         for chunk in stream:
             assert chunk.token_offset == len(token_ids) or not chunk.token_ids
