@@ -19,3 +19,13 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 def has_triton() -> bool:
     """Whether triton is installed. CPU builds of torch come without it."""
     return importlib.util.find_spec("triton") is not None
+
+
+def device_name(tensor: torch.Tensor) -> str | None:
+    """The GPU of a tensor as its maker names it, such as "NVIDIA H200"; None on the CPU."""
+    return _gpu_name(tensor.get_device()) if tensor.is_cuda else None
+
+
+@cache
+def _gpu_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
