@@ -38,7 +38,8 @@ def tuned(op: str, defaults: Launch, device_name: str | None, **sizes: Size) -> 
     if device_name is None:
         return defaults
     rounded = tuple([(name, round_up(size)) for name, size in sizes.items()])
-    launch: Launch = _tuned(op, defaults, device_name, rounded, TABLES)
+    hashable: Any = defaults  # since it is frozen
+    launch: Launch = _tuned(op, hashable, device_name, rounded, TABLES)
     return launch
 
 
