@@ -7,13 +7,19 @@ No torch here: the fake worker runs without it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+def no_pairs() -> Int32Array:
+    """An empty list of pairs, [0, 2]."""
+    return np.zeros((0, 2), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,16 @@ class RowSampling:
     top_k: int  # most likely tokens kept; 0 keeps all
     top_p: float  # nucleus, no unit, in (0, 1]
     seed: int  # 64-bit unsigned
+    min_p: float = 0.0  # least probability over the largest one, no unit, in [0, 1]
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits, no unit, > 0
+    presence_penalty: float = 0.0  # subtracted from logits of generated tokens
+    frequency_penalty: float = 0.0  # the same for each time that a token was generated
+    biased_token_ids: Int32Array | None = None  # [n]; None: no bias
+    biases: Float32Array | None = None  # [n] added to their logits
+    min_tokens: int = 0  # generated tokens before which no banned token is sampled
+    banned_token_ids: Int32Array | None = None  # [n]; set where min_tokens is
+    num_logprobs: int | None = None  # most likely tokens told beside each sampled one; None: no log-probabilities
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens from the second on
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,7 @@ class NewRow:
     slot: int | None  # None: no adapter
     slot_generation: int
     sampling: RowSampling
+    is_stepwise: bool = False  # decodes only where fed_tokens names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,22 @@ class StepPlan:
     resumed_rows: Int32Array  # [n]
     prefills: Int32Array  # [n, 2] (row, number of tokens)
     block_copies: Int32Array  # [n, 2] (source, destination)
+    fed_tokens: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, token id) of stepwise rows that decode
+    swap_outs: Int32Array = field(default_factory=no_pairs)  # [n, 2] (block, host block)
+    swap_ins: Int32Array = field(default_factory=no_pairs)  # [n, 2] (host block, block)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of n consecutive tokens of one row under the model's own distribution."""
+
+    row: int
+    first_position: int  # tokens of the row before the first of these
+    token_ids: Int32Array  # [n]
+    logprobs: Float32Array  # [n] natural logarithm
+    ranks: Int32Array  # [n] tokens that were more likely, plus one
+    top_token_ids: Int32Array  # [n, num_top] the most likely first, equal ones by token id
+    top_logprobs: Float32Array  # [n, num_top]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +96,8 @@ class StepOutput:
     token_ids: Int32Array  # [n]
     failed_rows: Int32Array  # [n] rows whose logits were not finite
     step_time_us: int
+    sampled_logprobs: list[RowLogprobs] = field(default_factory=list)  # of the rows that asked, in the order of rows
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows whose prompt was computed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +115,7 @@ class Capacities:
     num_slots: int
     max_model_len: int  # tokens
     vocab_size: int  # tokens
+    num_host_blocks: int = 0  # KV blocks in host memory; 0: it does not swap
 
 
 class AdapterSource(Protocol):

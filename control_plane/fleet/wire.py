@@ -13,11 +13,20 @@ from itertools import chain
 import numpy as np
 from motet.v1 import plan_pb2
 
-from control_plane.scheduler.types import LoadSlot, NewRow, SlotCommand, StepPlan, StepResult, WorkerLimits
+from control_plane.scheduler.types import (
+    LoadSlot,
+    NewRow,
+    SlotCommand,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerLimits,
+)
 
 PROTOCOL = 1
 
 _INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
 
 
 class GarbageResult(Exception):
@@ -30,10 +39,12 @@ class PlanEncoder:
     def __init__(self, epoch: int, vocab_size: int) -> None:
         self._epoch = epoch
         self._vocab_size = vocab_size
-        # Invariant: a row the worker knows is in exactly one of these three.
+        # Invariant: a row the worker knows is in exactly one of these four.
         self._tokens_left: dict[int, int] = {}  # row in prefill -> known tokens not yet computed
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
+        self._stepwise: set[int] = set()  # past its prefill, and decodes only where it is fed
+        self._is_stepwise: set[int] = set()  # rows that were begun so, those in prefill included
         self._expected: deque[bytes] = deque()  # per unanswered step: rows that sample, in order, packed
         self._num_answered = 0  # steps; they count up from 1, so this is also the last answered step's id
         self.num_stale_results = 0  # of another epoch, or answered before: dropped
@@ -47,10 +58,14 @@ class PlanEncoder:
         for new in plan.new_rows:
             assert not self._is_known(new.row), f"row {new.row} begins and was not freed"
             self._tokens_left[new.row] = len(new.token_ids) - new.num_computed_tokens
+            if new.is_stepwise:
+                self._is_stepwise.add(new.row)
 
         decodes = [item.row for item in plan.scheduled if item.is_decode]
         prefills = [(item.row, item.num_tokens) for item in plan.scheduled if not item.is_decode]
-        scheduled = set(decodes)
+        fed = {row for row, _ in plan.fed_tokens}
+        assert fed <= self._stepwise, f"step {plan.step_id} feeds rows {sorted(fed - self._stepwise)}"
+        scheduled = set(decodes) - fed
         paused = sorted(self._decoding - scheduled)
         resumed = sorted(scheduled & self._paused)
         unknown = scheduled - self._decoding - self._paused
@@ -66,9 +81,12 @@ class PlanEncoder:
             self._tokens_left[row] = left
             if left == 0:
                 del self._tokens_left[row]
-                self._decoding.add(row)
+                (self._stepwise if row in self._is_stepwise else self._decoding).add(row)
                 sampling.append(row)
         self._expected.append(_packed(sampling))
+        if plan.num_steps > 1:
+            assert not fed and not self._tokens_left, f"step {plan.step_id} is no plan to be repeated"
+            self._expected.extend([_packed(sorted(self._decoding))] * (plan.num_steps - 1))
         return plan_pb2.AttachResponse(
             step_plan=plan_pb2.StepPlan(
                 step_id=plan.step_id,
@@ -80,6 +98,10 @@ class PlanEncoder:
                 resumed_rows=_packed(resumed),
                 prefills=_packed_pairs(prefills),
                 block_copies=_packed_pairs(plan.block_copies),
+                fed_tokens=_packed_pairs(plan.fed_tokens),
+                swap_outs=_packed_pairs(plan.swap_outs),
+                swap_ins=_packed_pairs(plan.swap_ins),
+                num_steps=plan.num_steps if plan.num_steps > 1 else 0,
             )
         )
 
@@ -109,10 +131,15 @@ class PlanEncoder:
         tokens = np.frombuffer(message.token_ids, dtype=_INT32)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise GarbageResult(f"step {message.step_id}: token outside 0..{self._vocab_size - 1}")
+        row_ids = np.frombuffer(rows, dtype=_INT32).tolist()
+        result = StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows)
+        for told in message.sampled_logprobs:
+            result.logprobs[told.row] = self._logprobs(message.step_id, told)[0]
+        for told in message.prompt_logprobs:
+            result.prompt_logprobs[told.row] = self._logprobs(message.step_id, told)
         self._expected.popleft()
         self._num_answered += 1
-        row_ids = np.frombuffer(rows, dtype=_INT32).tolist()
-        return StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows)
+        return result
 
     def encode_command(self, command: SlotCommand) -> plan_pb2.AttachResponse:
         """The message that carries a slot command."""
@@ -124,14 +151,35 @@ class PlanEncoder:
         evict = plan_pb2.EvictAdapter(slot=command.slot, generation=command.generation, epoch=self._epoch)
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
+    def _logprobs(self, step_id: int, told: plan_pb2.RowLogprobs) -> list[TokenLogprobs]:
+        """One row's log-probabilities, position by position. Raises GarbageResult where sizes or tokens are off."""
+        num_tokens, num_top = len(told.token_ids) // 4, told.num_top
+        sizes = [len(told.logprobs), len(told.ranks), len(told.top_token_ids), len(told.top_logprobs)]
+        if num_tokens < 1 or sizes != [4 * num_tokens, 4 * num_tokens, *[4 * num_tokens * num_top] * 2]:
+            raise GarbageResult(f"step {step_id}: row {told.row} has log-probabilities of sizes {sizes}")
+        token_ids = np.frombuffer(told.token_ids, dtype=_INT32)
+        top_token_ids = np.frombuffer(told.top_token_ids, dtype=_INT32)
+        for ids in (token_ids, top_token_ids):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+                raise GarbageResult(f"step {step_id}: log-probabilities of a token outside 0..{self._vocab_size - 1}")
+        tops = zip(top_token_ids.tolist(), np.frombuffer(told.top_logprobs, dtype=_FLOAT32).tolist(), strict=True)
+        top_by_position = list(zip(*[tops] * num_top, strict=True)) if num_top else [()] * num_tokens
+        logprobs = np.frombuffer(told.logprobs, dtype=_FLOAT32).tolist()
+        ranks = np.frombuffer(told.ranks, dtype=_INT32).tolist()
+        return [
+            TokenLogprobs(*entry) for entry in zip(token_ids.tolist(), logprobs, ranks, top_by_position, strict=True)
+        ]
+
     def _is_known(self, row: int) -> bool:
-        return row in self._tokens_left or row in self._decoding or row in self._paused
+        return row in self._tokens_left or row in self._decoding or row in self._paused or row in self._stepwise
 
     def _forget(self, row: int) -> None:
         assert self._is_known(row), f"row {row} is freed and was not in use"
         self._tokens_left.pop(row, None)
         self._decoding.discard(row)
         self._paused.discard(row)
+        self._stepwise.discard(row)
+        self._is_stepwise.discard(row)
 
 
 def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
@@ -145,6 +193,7 @@ def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
         arena_bytes=hello.arena_bytes,
         max_model_len=hello.max_model_len,
         plan_depth=plan_depth,
+        num_host_blocks=hello.num_host_blocks,
     )
 
 
@@ -162,6 +211,17 @@ def _encode_new_row(row: NewRow) -> plan_pb2.NewRow:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         seed=sampling.seed,
+        min_p=sampling.min_p,
+        repetition_penalty=None if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        biased_token_ids=_packed([token_id for token_id, _ in sampling.logit_bias]),
+        biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
+        min_tokens=sampling.min_tokens,
+        banned_token_ids=_packed(list(row.banned_token_ids)),
+        num_logprobs=sampling.num_logprobs,
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
+        is_stepwise=row.is_stepwise,
     )
 
 

@@ -12,6 +12,11 @@ from typing import NewType
 RequestId = NewType("RequestId", int)  # made by the fleet, never reused within one control plane process
 
 
+def sample_seed(seed: int, index: int) -> int:
+    """Seed of one sample of a request, 64-bit unsigned: the request's own for index 0, far apart for the others."""
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
     """One adapter version as the scheduler sees it."""
@@ -28,6 +33,31 @@ class Sampling:
     top_k: int = 0  # most likely tokens kept; 0 keeps all
     top_p: float = 1.0  # nucleus, no unit, in (0, 1]
     seed: int = 0  # 64-bit unsigned
+    min_p: float = 0.0  # least probability over the largest one, no unit, in [0, 1]
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits, no unit, > 0
+    presence_penalty: float = 0.0  # subtracted from logits of generated tokens
+    frequency_penalty: float = 0.0  # the same for each time that a token was generated
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), by token id
+    min_tokens: int = 0  # generated tokens before which no stop token is sampled
+    num_logprobs: int | None = None  # most likely tokens told beside each sampled one; None: no log-probabilities
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens from the second on
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Beam search instead of sampling, as transformers' generate() does it."""
+
+    width: int  # beams
+    length_penalty: float = 1.0  # exponent of the length that a score is divided by, no unit
+    early_stopping: bool = False  # end with `width` ended answers, not when no running beam can beat them
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one index of a request with several samples has so far."""
+
+    token_ids: tuple[int, ...] = ()  # accepted tokens
+    is_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +74,11 @@ class Request:
     cache_salt: bytes = b""  # prefix-cache partition
     arrival_s: float = 0.0  # monotonic clock, seconds
     deadline_s: float | None = None  # monotonic clock, seconds
+    tenant: str = "default"  # who it is counted for
+    priority: int = 0  # among the tenant's requests; higher runs first
+    num_samples: int = 1  # answers to sample (best_of); sample i > 0 draws with sample_seed(seed, i)
+    beam: BeamSearch | None = None  # beam search; num_samples is 1 then
+    answers: tuple[Answer, ...] = ()  # with num_samples > 1: generated earlier (migration), by index; else empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +93,7 @@ class WorkerLimits:
     arena_bytes: int  # adapter arena
     max_model_len: int  # longest context, tokens
     plan_depth: int = 2  # plans sent and not answered
+    num_host_blocks: int = 0  # KV blocks in host memory; 0: the worker does not swap
 
 
 # ---- plans: scheduler -> worker ----
@@ -76,6 +112,8 @@ class NewRow:
     slot: int | None  # None: no adapter
     slot_generation: int  # 0 where slot is None
     sampling: Sampling
+    banned_token_ids: tuple[int, ...] = ()  # before sampling.min_tokens generated tokens; empty without min_tokens
+    is_stepwise: bool = False  # decodes only in steps that feed it a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +138,10 @@ class StepPlan:
     appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # (row, block id), table order; not new rows'
     freed_rows: list[int] = field(default_factory=list)  # rows whose request ended or was preempted
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) before the pass
+    fed_tokens: list[tuple[int, int]] = field(default_factory=list)  # (row, token id) of stepwise rows that decode
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (block, host block), first of all block moves
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before block_copies
+    num_steps: int = 1  # the plan, then this many less one that only decode on; step ids go on counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +169,16 @@ SlotCommand = LoadSlot | EvictSlot
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position under the model's own distribution: before bias, penalties and filters."""
+
+    token_id: int
+    logprob: float  # natural logarithm
+    rank: int  # tokens that were more likely, plus one
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), the most likely first, equal ones by token id
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Tokens of one step."""
 
@@ -134,6 +186,8 @@ class StepResult:
     rows: list[int]  # rows that sampled, in the order of the step
     token_ids: list[int]  # as long as rows
     failed_rows: list[int] = field(default_factory=list)  # logits were not finite
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where asked for
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
 
 
 class FinishReason(enum.Enum):
@@ -158,3 +212,8 @@ class RequestOutput:
     first_scheduled_s: float | None = None  # monotonic time of the first plan that carried the request
     message: str = ""  # for ADAPTER_FAILED: why
     request: Request | None = None  # for ADAPTER_FAILED: it with every accepted token, to be tried elsewhere
+    # With several samples or beams every index ends by itself; an end that is no LENGTH or STOP_TOKEN ends them all.
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
+    score: float | None = None  # for beam search: what the answers are ranked by
