@@ -17,6 +17,7 @@ import torch
 from data_plane.adapters.manifest import Manifest, read_manifest
 from data_plane.adapters.packed import TORCH_DTYPES, read_chunk
 from data_plane.adapters.pages import PagePool
+from data_plane.adapters.site_groups import SiteGroups
 from data_plane.adapters.sites import Site
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
 from data_plane.adapters.step import LoraStep, PagedStep, StackedStep
@@ -24,7 +25,7 @@ from data_plane.adapters.working_set import WorkingSet
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
 from kernels.devices import runs_triton
-from kernels.lora import PagedSite, Route, SiteGroup, lora_route
+from kernels.lora import PagedSite, Route, lora_route
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class AdapterArena:
         self._table = SlotTable(sites, num_slots, self._pool.num_pages, self._device)
         self._working_set = WorkingSet(sites, self._pool, arena_bytes)
         self._reads_pages = runs_triton(self._pool.pages) if reads_pages is None else reads_pages
-        self._groups = {site.name: SiteGroup.of([self._table.site(site, self._pool.pages)]) for site in sites}
+        self._groups = SiteGroups(sites, self._table, self._pool.pages)
         # The greatest rank at each site that these adapters target; a step mostly has the adapters of the last.
         self._max_ranks: tuple[frozenset[ResidentAdapter], dict[str, int]] = (frozenset(), {})
         # Guards the pool's free list, _loads, _ready and _unlisted.
@@ -270,7 +271,7 @@ class AdapterArena:
         """One site's weights of all slots as they lie in the arena. Valid until the next load, evict or clear."""
         if self._unlisted:
             self._list_published()
-        return self._table.site(self._sites[name], self._pool.pages)
+        return self._table.group([self._sites[name]], self._pool.pages).site(0)
 
     def _list_published(self) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.sites import Site
-from kernels.lora import PagedSite
+from kernels.lora import SiteGroup
 
 
 class SlotPhase(Enum):
@@ -74,18 +74,15 @@ class SlotTable:
         # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
 
-    def site(self, site: Site, pages: torch.Tensor) -> PagedSite:
-        """One site's view, for kernels."""
-        index = self._sites[site.name]
-        return PagedSite(
-            pages,
-            self.page_ids,
-            self.first[index],
-            self.rank[index],
-            self.scaling[index],
-            site.in_features,
-            site.out_features,
-        )
+    def group(self, sites: Sequence[Site], pages: torch.Tensor) -> SiteGroup:
+        """The view of sites that follow one another in the table and read inputs of one width, for kernels."""
+        indices = [self._sites[site.name] for site in sites]
+        rows = slice(indices[0], indices[0] + len(indices))
+        assert indices == list(range(rows.start, rows.stop)), f"{[site.name for site in sites]} lie apart"
+        widths = {site.in_features for site in sites}
+        assert len(widths) == 1, f"{[site.name for site in sites]} read {sorted(widths)} features"
+        table = (self.first[rows], self.rank[rows], self.scaling[rows])
+        return SiteGroup(pages, self.page_ids, *table, widths.pop(), tuple(site.out_features for site in sites))
 
     def put(self, adapter: ResidentAdapter) -> None:
         """Enter an adapter into its slot, which is empty."""

@@ -1,4 +1,4 @@
-"""The adapters of one step, applied linear by linear."""
+"""The adapters of one step, applied linear by linear or to linears that were fused."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
+from data_plane.adapters.site_groups import SiteGroups
 from data_plane.adapters.slots import ResidentAdapter
 from data_plane.adapters.working_set import WorkingSet
-from kernels.lora import DeviceRoute, Route, SiteGroup, add_lora, add_lora_group
+from kernels.lora import DeviceRoute, Route, add_lora, add_lora_group
 
 
 class LoraStep(Protocol):
@@ -24,6 +25,10 @@ class LoraStep(Protocol):
 
         A no-op for a site that no adapter of the step targets.
         """
+        ...
+
+    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
         ...
 
 
@@ -43,12 +48,17 @@ class StackedStep:
         if site is not None and self.targets(site_name):
             add_lora(y, x, site, self._route)
 
+    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        parts = torch.split(y, [self._working_set.out_features(name) for name in site_names], dim=1)
+        for name, part in zip(site_names, parts, strict=True):
+            self.apply(name, x, part)
+
 
 class PagedStep:
     """A step that multiplies with the arena's pages where they lie. `max_ranks` names the sites that it targets."""
 
-    def __init__(self, sites: Mapping[str, SiteGroup], max_ranks: Mapping[str, int], route: DeviceRoute) -> None:
-        self._sites = sites
+    def __init__(self, groups: SiteGroups, max_ranks: Mapping[str, int], route: DeviceRoute) -> None:
+        self._groups = groups
         self._max_ranks = max_ranks
         self._route = route
 
@@ -56,5 +66,12 @@ class PagedStep:
         return site_name in self._max_ranks
 
     def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        if site_name in self._max_ranks:
-            add_lora_group(y, x, self._sites[site_name], self._route, max_rank=self._max_ranks[site_name])
+        self.apply_group((site_name,), x, y)
+
+    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        groups = self._groups.of(site_names)
+        parts = torch.split(y, [sum(group.out_features) for _, group in groups], dim=1)
+        for (names, group), part in zip(groups, parts, strict=True):
+            max_rank = max(self._max_ranks.get(name, 0) for name in names)
+            if max_rank:
+                add_lora_group(part, x, group, self._route, max_rank=max_rank)

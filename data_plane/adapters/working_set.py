@@ -54,6 +54,10 @@ class WorkingSet:
         """A site's stack, or None if no member targets it."""
         return self._stacked.get(name)
 
+    def out_features(self, name: str) -> int:
+        """A site's width, whether a member targets it or not."""
+        return self._sites[name].out_features
+
     def ensure(self, needed: Sequence[ResidentAdapter]) -> None:
         """Hold all of these adapters, and perhaps idle ones of earlier steps."""
         missing = [adapter for adapter in needed if (adapter.slot, adapter.generation) not in self._members]

@@ -18,6 +18,9 @@ class LoraStep(Protocol):
     def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the adapters' part of the site to y [num_tokens, out], in place, for x [num_tokens, in]."""
 
+    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
+
 
 class StepContext:
     """The step in hand; between steps everything is None."""

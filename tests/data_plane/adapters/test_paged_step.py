@@ -34,6 +34,45 @@ def test_a_slot_that_is_filled_again_has_its_new_adapter() -> None:
     run_step(arena, [0], {0: last})
 
 
+@pytest.mark.parametrize("reads_pages", [False, True], ids=["stacked", "paged"])
+def test_fused_sites_equal_the_packed_matrices(reads_pages: bool) -> None:
+    """Side by side in the table or apart, in any order; slot 1 leaves a site out, slot 2 all of them."""
+    arena = make_arena(reads_pages=reads_pages)
+    q, v, up = (site.name for site in SITES[:3])
+    adapters = {0: pack(13), 1: pack({q: 3, up: 20}, seed=1), 2: pack({SITES[3].name: 2}, seed=2)}
+    for slot, packed in adapters.items():
+        load(arena, slot, 1, packed)
+    slots = [0, -1, 1, 1, 2, 0]
+    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 1, 2])
+    assert step is not None
+    for names, num_groups in (((q, v, up), 1), ((v, up, q), 2), ((up, v), 2), ((v,), 1)):
+        if isinstance(step, PagedStep):
+            assert len(arena._groups.of(names)) == num_groups
+        x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+        deltas = [expected_delta(name, x, slots, adapters) for name in names]
+        y = torch.cat([torch.full_like(delta, index) for index, delta in enumerate(deltas)], dim=1)
+        expected = y + torch.cat(deltas, dim=1)
+        step.apply_group(names, x, y)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        step.apply_group((q, v), torch.randn(6, 32), torch.zeros(6, 65))
+
+
+def test_fused_sites_follow_a_slot_that_is_filled_again() -> None:
+    """The groups were made for the first adapter and are not made again."""
+    arena = make_arena(reads_pages=True)
+    names = tuple(site.name for site in SITES[:3])
+    for generation, packed in enumerate((pack(4), pack(20, seed=1)), 1):
+        load(arena, 2, generation, packed)
+        step = arena.begin_step(torch.tensor([2, -1], dtype=torch.int32), [2])
+        assert step is not None
+        x, y = torch.randn(2, 32), torch.zeros(2, 144)
+        step.apply_group(names, x, y)
+        deltas = [expected_delta(name, x, [2, -1], {2: packed}) for name in names]
+        torch.testing.assert_close(y, torch.cat(deltas, dim=1), rtol=1e-4, atol=1e-3)
+        arena.evict(2, generation)
+
+
 def test_sites_that_no_adapter_targets_are_left_alone() -> None:
     arena = make_arena(reads_pages=True)
     packed = pack({SITES[0].name: 3})
