@@ -30,7 +30,9 @@ def mend_interpreter() -> None:
     """Mend what the interpreter of Triton 3.6 gets wrong.
 
     `range(0, n)` of an n known at run time takes int() of an array with one element, which NumPy 2.4 refuses.
-    float32 is cut off to bfloat16 instead of rounded, and `tl.dot` takes the bits of bfloat16 for integers.
+    float32 is cut off to bfloat16 instead of rounded, and `tl.dot` takes the bits of bfloat16 for integers. Casts to
+    float8e4nv lose carries and turn large numbers into NaN; a GPU rounds to even and saturates. `tl.dot` sums in an
+    order that depends on the BLAS and on a row's place in its tile; summed in float64 and rounded once, it does not.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -44,20 +46,30 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def convert_and_round(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        tensor = torch.from_numpy(np.ascontiguousarray(data)).reshape(data.shape)
         if (source, target) == (tl.float32, tl.bfloat16):
-            rounded = torch.from_numpy(np.ascontiguousarray(data)).to(torch.bfloat16)
-            return rounded.view(torch.int16).numpy().view(np.uint16)
+            return tensor.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         if (source, target) == (tl.bfloat16, tl.float32):
             return (data.astype(np.uint32) << 16).view(np.float32)
+        if source == tl.float8e4nv:
+            tensor = tensor.view(torch.float8_e4m3fn)
+            if target == tl.bfloat16:
+                return tensor.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+            return tensor.to(torch.float16 if target == tl.float16 else torch.float32).numpy()
+        if target == tl.float8e4nv:
+            tensor = tensor.view(torch.bfloat16) if source == tl.bfloat16 else tensor
+            return tensor.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return convert_float(data, source, target, rounding)
 
     def widen(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return interpreter.TensorHandle(convert_and_round(handle.data, tl.bfloat16, tl.float32, None), tl.float32)
+        data = handle.data
+        if handle.dtype.scalar == tl.bfloat16:
+            data = convert_and_round(data, tl.bfloat16, tl.float32, None)
+        return interpreter.TensorHandle(data.astype(np.float64), tl.float64) if data.dtype.kind == "f" else handle
 
-    def dot_of_floats(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, widen(a), widen(b), *rest)
+    def dot_of_floats(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        wide = create_dot(self, widen(a), widen(b), widen(d), *rest)
+        return interpreter.TensorHandle(wide.data.astype(d.data.dtype), d.dtype.scalar)
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
     interpreter._convert_float = convert_and_round
