@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.rope.reference import HeadNorm
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -20,6 +22,9 @@ class Case:
     rotary_dim: int = 16
     num_skipped: int = 0  # tokens of slot -1
     is_strided: bool = False  # query, key and value are slices of one fused projection
+    has_norm: bool = False
+    weight_offset: float = 0.0
+    has_positions: bool = True  # else the tables have one row for each token
 
 
 CASES = (
@@ -28,22 +33,34 @@ CASES = (
     Case("skipped tokens", 5, num_skipped=2),
     Case("part of a head", 4, rotary_dim=6, dim=10, value_dim=7),
     Case("MQA, strided", 6, num_heads=3, num_kv_heads=1, is_strided=True),
+    Case("norm", 3, num_heads=5, is_strided=True, has_norm=True),
+    Case("norm, part of a head", 2, dim=20, rotary_dim=12, value_dim=3, has_norm=True, weight_offset=1.0),
+    Case("a row for each token", 5, has_norm=True, has_positions=False, num_skipped=1),
 )
 
 
 @dataclass(slots=True)
 class Inputs:
-    """Tensors of one case, in the order of apply_rope_and_store_kv's arguments."""
+    """Arguments of one case, in the order of apply_rope_and_store_kv's."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor | None
     cos: torch.Tensor
     sin: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     slot_mapping: torch.Tensor
+    norm: HeadNorm | None
+
+    def store(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Value, caches and slots."""
+        return self.value, self.key_cache, self.value_cache, self.slot_mapping
+
+    def changed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What apply_rope_and_store_kv writes."""
+        return self.query, self.key, self.key_cache, self.value_cache
 
 
 def make(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> Inputs:
@@ -67,5 +84,20 @@ def make(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) 
         for dim in (case.dim, case.value_dim)
     ]
     positions = torch.randint(0, 100, (case.num_tokens,), generator=generator)
-    tables = (angles.cos().to(device), angles.sin().to(device))
-    return Inputs(parts[0], parts[1], parts[2], positions.to(device), *tables, caches[0], caches[1], slots.to(device))
+    if not case.has_positions:
+        angles = angles[positions]
+    # As transformers gives them: every value twice, so that rows are not dense.
+    tables = [torch.cat([table, table], dim=1).to(device)[:, :half] for table in (angles.cos(), angles.sin())]
+    weights = [torch.randn(case.dim, generator=generator).to(dtype).to(device) for _ in range(2)]
+    return Inputs(
+        parts[0],
+        parts[1],
+        parts[2],
+        positions.to(device) if case.has_positions else None,
+        tables[0],
+        tables[1],
+        caches[0],
+        caches[1],
+        slots.to(device),
+        HeadNorm(weights[0], weights[1], 1e-5, case.weight_offset) if case.has_norm else None,
+    )

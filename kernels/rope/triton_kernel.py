@@ -1,10 +1,66 @@
-"""apply_rope on the GPU, with the cache's write of the rotated keys and of the values in the same launch."""
+"""apply_rope on the GPU, with the norms of the heads before and the write to the cache behind, in one launch."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from kernels.rope.reference import HeadNorm
+
+# Of one token, in one program of one warp. The same for every number of tokens: the order of the norm's sums follows
+# the program's shape, and a token's result must not depend on what else is in the batch.
+BLOCK_HEADS = 4
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr,  # [heads, DIM] of one token, read and written
+    weight_ptr,  # [DIM], read only if HAS_NORM
+    heads,  # int64 [BLOCK_HEADS, 1]
+    is_head,
+    cos,  # [1, BLOCK_HALF]
+    sin,
+    eps,
+    weight_offset,
+    stride_h,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Norm and rotate some heads in place; what was stored: both halves and, where 2 HALF < DIM, the rest."""
+    offs = tl.arange(0, BLOCK_HALF)[None, :]
+    offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    is_half = is_head & (offs < HALF)
+    is_rest = is_head & (offs_rest < DIM)
+    row_ptr = x_ptr + heads * stride_h
+    a = tl.load(row_ptr + offs, mask=is_half, other=0.0).to(tl.float32)
+    b = tl.load(row_ptr + HALF + offs, mask=is_half, other=0.0).to(tl.float32)
+    rest = a
+    if 2 * HALF < DIM:
+        rest = tl.load(row_ptr + offs_rest, mask=is_rest, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        square = tl.sum(a * a + b * b, 1)
+        if 2 * HALF < DIM:
+            square += tl.sum(rest * rest, 1)
+        scale = (1.0 / tl.sqrt(square / DIM + eps))[:, None]
+        weight_a = tl.load(weight_ptr + offs, mask=offs < HALF, other=0.0).to(tl.float32) + weight_offset
+        weight_b = tl.load(weight_ptr + HALF + offs, mask=offs < HALF, other=0.0).to(tl.float32) + weight_offset
+        a = a * scale * weight_a
+        b = b * scale * weight_b
+        if 2 * HALF < DIM:
+            weight_rest = tl.load(weight_ptr + offs_rest, mask=offs_rest < DIM, other=0.0).to(tl.float32)
+            rest = rest * scale * (weight_rest + weight_offset)
+    turned_a = (a * cos - b * sin).to(x_ptr.dtype.element_ty)
+    turned_b = (b * cos + a * sin).to(x_ptr.dtype.element_ty)
+    rest = rest.to(x_ptr.dtype.element_ty)
+    tl.store(row_ptr + offs, turned_a, mask=is_half)
+    tl.store(row_ptr + HALF + offs, turned_b, mask=is_half)
+    if 2 * HALF < DIM and HAS_NORM:
+        tl.store(row_ptr + offs_rest, rest, mask=is_rest)
+    return turned_a, turned_b, rest
 
 
 @triton.jit
@@ -13,12 +69,17 @@ def _rope_kernel(
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, Hkv, D]
     value_ptr,  # [T, Hkv, Dv]; as the caches and slot_mapping read only if HAS_CACHE
-    positions_ptr,  # int64 [T]
-    cos_ptr,  # [num_positions, HALF], contiguous
+    query_weight_ptr,  # [D]; as key_weight read only if HAS_NORM
+    key_weight_ptr,
+    positions_ptr,  # int64 [T], read only if HAS_POSITIONS
+    cos_ptr,  # [num_positions, HALF]
     sin_ptr,
     key_cache_ptr,  # contiguous
     value_cache_ptr,
     slot_mapping_ptr,  # int64 [T]
+    # numbers
+    eps,
+    weight_offset,
     # strides
     stride_qt,
     stride_qh,
@@ -26,96 +87,119 @@ def _rope_kernel(
     stride_kh,
     stride_vt,
     stride_vh,
+    stride_cos,
+    stride_sin,
     # sizes and options
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     HAS_CACHE: tl.constexpr,
 ):
-    """One head of one token. Grid: (T, NUM_HEADS + NUM_KV_HEADS); query heads first. See the reference."""
+    """BLOCK_HEADS heads of one token. Grid: (T, QUERY_TILES + tiles of the key's heads). Sums are float32.
+
+    See the reference.
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    position = tl.load(positions_ptr + token)
-    offs = tl.arange(0, BLOCK_HALF)
-    is_half = offs < HALF
-    cos = tl.load(cos_ptr + position * HALF + offs, mask=is_half, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + position * HALF + offs, mask=is_half, other=0.0).to(tl.float32)
-    if head < NUM_HEADS:
-        x_ptr = query_ptr + token * stride_qt + head.to(tl.int64) * stride_qh
-        a = tl.load(x_ptr + offs, mask=is_half, other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + HALF + offs, mask=is_half, other=0.0).to(tl.float32)
-        tl.store(x_ptr + offs, (a * cos - b * sin).to(query_ptr.dtype.element_ty), mask=is_half)
-        tl.store(x_ptr + HALF + offs, (b * cos + a * sin).to(query_ptr.dtype.element_ty), mask=is_half)
+    tile = tl.program_id(1)
+    row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
+    offs = tl.arange(0, BLOCK_HALF)[None, :]
+    cos = tl.load(cos_ptr + row * stride_cos + offs, mask=offs < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + row * stride_sin + offs, mask=offs < HALF, other=0.0).to(tl.float32)
+    heads = tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
+    if tile < QUERY_TILES:
+        heads += tile * BLOCK_HEADS
+        is_head = heads < NUM_HEADS
+        x_ptr = query_ptr + token * stride_qt
+        _turn_heads(
+            x_ptr, query_weight_ptr, heads, is_head, cos, sin, eps, weight_offset, stride_qh,
+            DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM,
+        )  # fmt: skip
     else:
-        kv_head = (head - NUM_HEADS).to(tl.int64)
-        x_ptr = key_ptr + token * stride_kt + kv_head * stride_kh
-        a = tl.load(x_ptr + offs, mask=is_half, other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + HALF + offs, mask=is_half, other=0.0).to(tl.float32)
-        rotated_a = (a * cos - b * sin).to(key_ptr.dtype.element_ty)
-        rotated_b = (b * cos + a * sin).to(key_ptr.dtype.element_ty)
-        tl.store(x_ptr + offs, rotated_a, mask=is_half)
-        tl.store(x_ptr + HALF + offs, rotated_b, mask=is_half)
+        heads += (tile - QUERY_TILES) * BLOCK_HEADS
+        is_head = heads < NUM_KV_HEADS
+        x_ptr = key_ptr + token * stride_kt
+        turned_a, turned_b, rest = _turn_heads(
+            x_ptr, key_weight_ptr, heads, is_head, cos, sin, eps, weight_offset, stride_kh,
+            DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM,
+        )  # fmt: skip
         if HAS_CACHE:
             slot = tl.load(slot_mapping_ptr + token)
             if slot >= 0:
-                place = key_cache_ptr + (slot * NUM_KV_HEADS + kv_head) * DIM
-                tl.store(place + offs, rotated_a.to(key_cache_ptr.dtype.element_ty), mask=is_half)
-                tl.store(place + HALF + offs, rotated_b.to(key_cache_ptr.dtype.element_ty), mask=is_half)
-                offs_d = tl.arange(0, BLOCK_D)
-                is_rest = (offs_d >= 2 * HALF) & (offs_d < DIM)
-                rest = tl.load(x_ptr + offs_d, mask=is_rest)
-                tl.store(place + offs_d, rest.to(key_cache_ptr.dtype.element_ty), mask=is_rest)
-                offs_dv = tl.arange(0, BLOCK_DV)
-                is_value = offs_dv < VALUE_DIM
-                values = tl.load(value_ptr + token * stride_vt + kv_head * stride_vh + offs_dv, mask=is_value)
-                place = value_cache_ptr + (slot * NUM_KV_HEADS + kv_head) * VALUE_DIM
+                is_half = is_head & (offs < HALF)
+                place = key_cache_ptr + (slot * NUM_KV_HEADS + heads) * DIM
+                tl.store(place + offs, turned_a.to(key_cache_ptr.dtype.element_ty), mask=is_half)
+                tl.store(place + HALF + offs, turned_b.to(key_cache_ptr.dtype.element_ty), mask=is_half)
+                if 2 * HALF < DIM:
+                    offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+                    is_rest = is_head & (offs_rest < DIM)
+                    tl.store(place + offs_rest, rest.to(key_cache_ptr.dtype.element_ty), mask=is_rest)
+                offs_dv = tl.arange(0, BLOCK_DV)[None, :]
+                is_value = is_head & (offs_dv < VALUE_DIM)
+                values = tl.load(value_ptr + token * stride_vt + heads * stride_vh + offs_dv, mask=is_value)
+                place = value_cache_ptr + (slot * NUM_KV_HEADS + heads) * VALUE_DIM
                 tl.store(place + offs_dv, values.to(value_cache_ptr.dtype.element_ty), mask=is_value)
 
 
 def apply_rope(
     query: torch.Tensor,
     key: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    norm: HeadNorm | None,
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """See the package. The last dimension of every tensor is dense."""
+    """See the package. The last dimension of every tensor is dense; store is value, both caches and slot_mapping."""
     num_tokens, num_heads, dim = query.shape
     if num_tokens == 0:
         return
     num_kv_heads, half = key.shape[1], cos.shape[1]
-    # Without a cache its pointers are read by nobody.
-    value, key_cache, value_cache, slot_mapping = store or (key, key, key, positions)
-    _rope_kernel[(num_tokens, num_heads + num_kv_heads)](
+    # What is not there is given as some other pointer, which is read by nobody.
+    value, key_cache, value_cache, slot_mapping = store or (key, key, key, key)
+    query_tiles = triton.cdiv(num_heads, BLOCK_HEADS)
+    _rope_kernel[(num_tokens, query_tiles + triton.cdiv(num_kv_heads, BLOCK_HEADS))](
         query,
         key,
         value,
-        positions,
+        query if norm is None else norm.query_weight,
+        key if norm is None else norm.key_weight,
+        key if positions is None else positions,
         cos,
         sin,
         key_cache,
         value_cache,
         slot_mapping,
+        0.0 if norm is None else norm.eps,
+        0.0 if norm is None else norm.weight_offset,
         query.stride(0),
         query.stride(1),
         key.stride(0),
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        cos.stride(0),
+        sin.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
         VALUE_DIM=value.shape[2],
         HALF=half,
+        BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
         BLOCK_DV=triton.next_power_of_2(value.shape[2]),
+        QUERY_TILES=query_tiles,
+        HAS_NORM=norm is not None,
+        HAS_POSITIONS=positions is not None,
         HAS_CACHE=store is not None,
         num_warps=1,
     )

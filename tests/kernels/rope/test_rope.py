@@ -1,72 +1,92 @@
-"""apply_rope: the definition against transformers, the GPU kernel against the definition."""
+"""apply_rope: the definition against transformers' own modules, and what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from kernels.rope import apply_rope, apply_rope_and_store_kv, triton_kernel
-from kernels.rope.cases import CASES, Case, Inputs, make
+from kernels.rope import HeadNorm, apply_rope, apply_rope_and_store_kv
+from kernels.rope.cases import CASES, Inputs, make
 from tests.kernels.tolerances import assert_close
 
-NAMES = [field.name for field in fields(Inputs)]
-by_name = {"ids": lambda case: case.name}
+
+def call(inputs: Inputs) -> None:
+    apply_rope_and_store_kv(**{field.name: getattr(inputs, field.name) for field in fields(Inputs)})
 
 
-def tensors(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    return tuple(getattr(inputs, name) for name in NAMES)
+def rotated_by_transformers(inputs: Inputs, norms: tuple[Any, Any] | None = None) -> list[torch.Tensor]:
+    """Query and key [T, H, D] as a transformers attention computes them."""
+    cos, sin = (torch.cat([table, table], dim=1)[inputs.positions][None] for table in (inputs.cos, inputs.sin))
+    heads = [inputs.query, inputs.key]
+    if norms is not None:
+        heads = [norm(x) for norm, x in zip(norms, heads, strict=True)]
+    rotated = apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in heads), cos, sin)
+    return [x[0].transpose(0, 1) for x in rotated]
 
 
 def test_equals_transformers() -> None:
     inputs = make(CASES[2], torch.float32)
-    cos, sin = (torch.cat([table, table], dim=1)[inputs.positions][None] for table in (inputs.cos, inputs.sin))
-    query, key = (x.transpose(0, 1)[None] for x in (inputs.query, inputs.key))
-    expected = apply_rotary_pos_emb(query, key, cos, sin)
+    expected = rotated_by_transformers(inputs)
     apply_rope(inputs.query, inputs.key, inputs.positions, inputs.cos, inputs.sin)
     for ours, theirs in zip((inputs.query, inputs.key), expected, strict=True):
-        assert_close(ours, theirs[0].transpose(0, 1))
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, **by_name)
-def test_the_gpu_kernel_equals_the_reference(case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    """Rotation and caches; slots that nobody writes keep their NaN."""
-    ours, theirs = make(case, dtype, device=device.type), make(case, dtype)
-    apply_rope_and_store_kv(*tensors(theirs))
-    store = (ours.value, ours.key_cache, ours.value_cache, ours.slot_mapping)
-    triton_kernel.apply_rope(ours.query, ours.key, ours.positions, ours.cos, ours.sin, store)
-    for mine, other in zip(tensors(ours), tensors(theirs), strict=True):
-        if mine.is_floating_point():
-            assert torch.equal(mine.cpu().isnan(), other.isnan())
-            assert_close(mine.cpu().nan_to_num(), other.nan_to_num())
-    alone = make(case, dtype, device=device.type)
-    triton_kernel.apply_rope(alone.query, alone.key, alone.positions, alone.cos, alone.sin, None)
-    assert torch.equal(alone.query, ours.query)
-    assert torch.equal(alone.key, ours.key)
-    assert alone.key_cache.isnan().all()
+@pytest.mark.parametrize(("norm_class", "weight_offset"), [(Qwen3RMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+@torch.no_grad()
+def test_norm_and_rotation_equal_transformers(norm_class: Any, weight_offset: float, dtype: torch.dtype) -> None:
+    case = replace(CASES[2], has_norm=True, weight_offset=weight_offset)
+    inputs = make(case, dtype)
+    assert inputs.norm is not None
+    norms = (norm_class(case.dim, eps=1e-5).to(dtype), norm_class(case.dim, eps=1e-5).to(dtype))
+    for norm, weight in zip(norms, (inputs.norm.query_weight, inputs.norm.key_weight), strict=True):
+        norm.weight.copy_(weight)
+    expected = [x.to(dtype) for x in rotated_by_transformers(inputs, norms)]
+    call(inputs)
+    for ours, theirs in zip((inputs.query, inputs.key), expected, strict=True):
+        assert_close(ours, theirs, magnitude=2.0)
+    kept = inputs.slot_mapping >= 0
+    assert torch.equal(inputs.key_cache.flatten(0, 1)[inputs.slot_mapping[kept]], inputs.key[kept])
+    assert torch.equal(inputs.value_cache.flatten(0, 1)[inputs.slot_mapping[kept]], inputs.value[kept])
 
 
-def test_quarter_turns_are_exact(device: torch.device) -> None:
-    """cos 0, sin 1: (a, b) becomes (-b, a)."""
-    query = torch.arange(16.0, device=device).view(1, 2, 8)
-    key = query[:, :1].clone()
-    zeros, ones = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)
-    expected = torch.cat([-query[..., 4:], query[..., :4]], dim=-1)
-    triton_kernel.apply_rope(query, key, torch.zeros(1, dtype=torch.int64, device=device), zeros, ones, None)
-    assert torch.equal(query, expected)
-    assert torch.equal(key, expected[:, :1])
+def test_a_row_for_each_token_is_the_same_as_positions() -> None:
+    ours, theirs = make(CASES[1], torch.float32), make(CASES[1], torch.float32)
+    assert ours.positions is not None
+    apply_rope(ours.query, ours.key, None, ours.cos[ours.positions], ours.sin[ours.positions])
+    apply_rope(theirs.query, theirs.key, theirs.positions, theirs.cos, theirs.sin)
+    assert torch.equal(ours.query, theirs.query)
+    assert torch.equal(ours.key, theirs.key)
+
+
+def test_a_cache_of_another_dtype_takes_rounded_values() -> None:
+    inputs = make(CASES[1], torch.float32)
+    inputs.key_cache, inputs.value_cache = inputs.key_cache.bfloat16(), inputs.value_cache.bfloat16()
+    call(inputs)
+    assert torch.equal(inputs.key_cache.flatten(0, 1)[inputs.slot_mapping], inputs.key.bfloat16())
 
 
 def test_wrong_arguments_are_refused() -> None:
     inputs = make(CASES[1], torch.float32)
+    query, key, positions, cos, sin = inputs.query, inputs.key, inputs.positions, inputs.cos, inputs.sin
+    assert positions is not None
     with pytest.raises(ValueError, match="want int64"):
-        apply_rope(inputs.query, inputs.key, inputs.positions.int(), inputs.cos, inputs.sin)
+        apply_rope(query, key, positions.int(), cos, sin)
     with pytest.raises(ValueError, match="2 n at most 16"):
-        apply_rope(inputs.query, inputs.key, inputs.positions, inputs.cos.repeat(1, 2), inputs.sin.repeat(1, 2))
+        apply_rope(query, key, positions, cos.repeat(1, 2), sin.repeat(1, 2))
     with pytest.raises(ValueError, match="of one dtype"):
-        apply_rope(inputs.query, inputs.key.half(), inputs.positions, inputs.cos, inputs.sin)
+        apply_rope(query, key.half(), positions, cos, sin)
+    with pytest.raises(ValueError, match="100 rows for 1 tokens"):
+        apply_rope(query, key, None, cos, sin)
+    with pytest.raises(ValueError, match=r"norm.key_weight is \(15,\), want \[16\]"):
+        apply_rope(query, key, positions, cos, sin, norm=HeadNorm(torch.ones(16), torch.ones(15), 1e-6))
+    inputs.value_cache = inputs.value_cache[1:]
     with pytest.raises(ValueError, match="disagree"):
-        apply_rope_and_store_kv(*tensors(inputs)[:7], inputs.value_cache[1:], inputs.slot_mapping)
+        call(inputs)
