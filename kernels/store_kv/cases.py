@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.fp8 import FP8, KVScale
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -46,3 +48,14 @@ def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> tuple[torch.Tensor
     slots = torch.randperm(case.num_blocks * case.block_size, generator=generator)[: case.num_tokens]
     slots[torch.randperm(case.num_tokens, generator=generator)[: case.num_skipped]] = -1
     return key, value, slots
+
+
+def make_fp8_caches(
+    case: Case, *, has_token_scales: bool, device: str | torch.device = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, KVScale, KVScale]:
+    """FP8 caches of the case, all ones, and their scales: floats, or 7 for each token and head."""
+    shape = (case.num_blocks, case.block_size, case.num_kv_heads)
+    keys, values = (torch.ones(*shape, dim, device=device).to(FP8) for dim in (case.key_dim, case.value_dim))
+    if has_token_scales:
+        return keys, values, torch.full(shape, 7.0, device=device), torch.full(shape, 7.0, device=device)
+    return keys, values, 0.003, 0.3

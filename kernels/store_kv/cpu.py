@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.fp8 import FP8, FP8_MAX, MIN_SCALE, KVScale
+
 
 def store_kv(
     key: torch.Tensor,
@@ -11,12 +13,29 @@ def store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scale: KVScale = 1.0,
+    value_scale: KVScale = 1.0,
 ) -> None:
     """See the package. On CUDA it waits for the device once: how many tokens are skipped is data."""
     kept = slot_mapping >= 0
     if not bool(kept.all()):
         rows = kept.nonzero().squeeze(1)
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
-    for tokens, cache in ((key, key_cache), (value, value_cache)):
+    for tokens, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
         flat = cache.view(-1, *cache.shape[2:])
-        flat.index_copy_(0, slot_mapping, tokens.to(cache.dtype))
+        if cache.dtype == FP8:
+            codes = _quantize(tokens.float(), scale, slot_mapping)
+            flat.view(torch.uint8).index_copy_(0, slot_mapping, codes.view(torch.uint8))
+        else:
+            flat.index_copy_(0, slot_mapping, tokens.to(cache.dtype))
+
+
+def _quantize(tokens: torch.Tensor, scale: KVScale, slot_mapping: torch.Tensor) -> torch.Tensor:
+    """FP8 [T, Hkv, D] of float32 tokens; a scale per token and head is chosen here and written to its slot."""
+    if isinstance(scale, torch.Tensor):
+        chosen = tokens.abs().amax(dim=-1).mul_(1 / FP8_MAX).clamp_(min=MIN_SCALE)
+        scale.view(-1, scale.shape[2]).index_copy_(0, slot_mapping, chosen)
+        scaled = tokens * chosen.reciprocal_().unsqueeze(-1)
+    else:
+        scaled = tokens * (1 / scale)
+    return scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8)

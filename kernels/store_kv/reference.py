@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.fp8 import FP8, FP8_MAX, MIN_SCALE, KVScale
+
 
 def store_kv(
     key: torch.Tensor,
@@ -11,11 +13,27 @@ def store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scale: KVScale = 1.0,
+    value_scale: KVScale = 1.0,
 ) -> None:
-    """key_cache[slot // block_size, slot % block_size] = key[t] for every token t with slot >= 0; value alike."""
+    """key_cache[slot // block_size, slot % block_size] = key[t] for every token t with slot >= 0; value alike.
+
+    FP8 caches hold x / scale, rounded to even and at most 448 in size (NaN stays NaN): clamp(x * (1 / scale)). A scale
+    per token and head is max(|x|) / 448 over the head's values, at least 2^-64, and is stored beside them.
+    """
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
             continue
-        key_cache[slot // block_size, slot % block_size] = key[token].to(key_cache.dtype)
-        value_cache[slot // block_size, slot % block_size] = value[token].to(value_cache.dtype)
+        place = (slot // block_size, slot % block_size)
+        for tokens, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+            heads = tokens[token]
+            if cache.dtype == FP8:
+                heads = heads.float()
+                if isinstance(scale, torch.Tensor):
+                    scale[place] = (heads.abs().amax(dim=-1) * (1 / FP8_MAX)).clamp(min=MIN_SCALE)
+                    heads = heads * (1 / scale[place])[:, None]
+                else:
+                    heads = heads * (1 / scale)
+                heads = heads.clamp(-FP8_MAX, FP8_MAX)
+            cache[place] = heads.to(cache.dtype)

@@ -1,7 +1,7 @@
 """store_kv on the GPU: one launch for keys and values, no wait for the device.
 
-The grid is (tokens, chunks of one token's values): it depends on shapes alone, and a skipped token's programs end at
-once.
+The grids are (tokens, chunks of one token's values) and, where each head has a scale, (tokens, heads): they depend on
+shapes alone, and a skipped token's programs end at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fp8 import FP8, MIN_SCALE, KVScale
+
 MAX_CHUNK = 2048
+
+
+@triton.jit
+def _saturate(values):
+    """float32 within the range of float8e4nv; NaN stays, so that it shows."""
+    return tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -19,12 +27,14 @@ def _store_one(
     cache_ptr,
     token,
     slot,
+    inverse_scale,
     stride_token,
     stride_head,
     stride_dim,
     offs,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Copy the elements offs of one token [NUM_HEADS, DIM] to its slot; offsets past the token are masked."""
     heads = offs // DIM
@@ -32,6 +42,8 @@ def _store_one(
     is_inside = offs < NUM_HEADS * DIM
     source = token.to(tl.int64) * stride_token + heads.to(tl.int64) * stride_head + dims.to(tl.int64) * stride_dim
     values = tl.load(tokens_ptr + source, mask=is_inside)
+    if IS_FP8:
+        values = _saturate(values.to(tl.float32) * inverse_scale)
     # The caches are contiguous: slot * NUM_HEADS * DIM is where block slot // block_size, offset slot % block_size is.
     target = slot * (NUM_HEADS * DIM) + offs
     tl.store(cache_ptr + target, values.to(cache_ptr.dtype.element_ty), mask=is_inside)
@@ -45,6 +57,9 @@ def _store_kv_kernel(
     key_cache_ptr,  # [num_blocks, block_size, Hkv, D], contiguous
     value_cache_ptr,
     slot_mapping_ptr,  # int64 [T]
+    # read only if IS_FP8
+    inverse_key_scale,
+    inverse_value_scale,
     # strides, in elements
     stride_slot,
     stride_kt,
@@ -58,14 +73,82 @@ def _store_kv_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """key_cache[slot[t]] = key[t] and value_cache[slot[t]] = value[t] where slot[t] >= 0."""
     token = tl.program_id(0)
     slot = tl.load(slot_mapping_ptr + token.to(tl.int64) * stride_slot)
     if slot >= 0:
         offs = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-        _store_one(key_ptr, key_cache_ptr, token, slot, stride_kt, stride_kh, stride_kd, offs, NUM_HEADS, KEY_DIM)
-        _store_one(value_ptr, value_cache_ptr, token, slot, stride_vt, stride_vh, stride_vd, offs, NUM_HEADS, VALUE_DIM)
+        _store_one(
+            key_ptr, key_cache_ptr, token, slot, inverse_key_scale, stride_kt, stride_kh, stride_kd, offs, NUM_HEADS,
+            KEY_DIM, IS_FP8,
+        )  # fmt: skip
+        _store_one(
+            value_ptr, value_cache_ptr, token, slot, inverse_value_scale, stride_vt, stride_vh, stride_vd, offs,
+            NUM_HEADS, VALUE_DIM, IS_FP8,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_head(
+    tokens_ptr,  # at the token's head
+    cache_ptr,
+    scale_ptr,  # float32 [slots, NUM_HEADS]
+    place,  # int64: slot * NUM_HEADS + head
+    stride_dim,
+    MIN_SCALE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Choose the head's scale and store both."""
+    offs = tl.arange(0, BLOCK_D)
+    values = tl.load(tokens_ptr + offs.to(tl.int64) * stride_dim, mask=offs < DIM, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0) * (1 / 448), MIN_SCALE)
+    codes = _saturate(values * tl.div_rn(1.0, scale))
+    tl.store(scale_ptr + place, scale)
+    tl.store(cache_ptr + place * DIM + offs, codes.to(cache_ptr.dtype.element_ty), mask=offs < DIM)
+
+
+@triton.jit
+def _store_scaled_kernel(
+    # pointers, as in _store_kv_kernel
+    key_ptr,
+    value_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    key_scale_ptr,  # float32 [num_blocks, block_size, Hkv], contiguous
+    value_scale_ptr,
+    slot_mapping_ptr,
+    # strides, in elements
+    stride_slot,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    # sizes
+    MIN_SCALE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """scale = max(max |x|, 448 MIN_SCALE) / 448 over one head's x, cache = x / scale. Grid: (T, Hkv)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token * stride_slot)
+    if slot >= 0:
+        place = slot * tl.num_programs(1) + head
+        _store_head(
+            key_ptr + token * stride_kt + head * stride_kh, key_cache_ptr, key_scale_ptr, place, stride_kd, MIN_SCALE,
+            KEY_DIM, BLOCK_D,
+        )  # fmt: skip
+        _store_head(
+            value_ptr + token * stride_vt + head * stride_vh, value_cache_ptr, value_scale_ptr, place, stride_vd,
+            MIN_SCALE, VALUE_DIM, BLOCK_DV,
+        )  # fmt: skip
 
 
 def store_kv(
@@ -74,6 +157,8 @@ def store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scale: KVScale = 1.0,
+    value_scale: KVScale = 1.0,
 ) -> None:
     """See the package."""
     num_tokens, num_heads, key_dim = key.shape
@@ -81,6 +166,27 @@ def store_kv(
     width = num_heads * max(key_dim, value_dim)
     if num_tokens == 0 or width == 0:
         return
+    if isinstance(key_scale, torch.Tensor):
+        _store_scaled_kernel[(num_tokens, num_heads)](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            key_scale,
+            value_scale,
+            slot_mapping,
+            slot_mapping.stride(0),
+            *key.stride(),
+            *value.stride(),
+            MIN_SCALE=MIN_SCALE,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_D=triton.next_power_of_2(key_dim),
+            BLOCK_DV=triton.next_power_of_2(value_dim),
+            num_warps=1,
+        )
+        return
+    assert not isinstance(value_scale, torch.Tensor), "check_scales lets no mixture pass"
     chunk = min(triton.next_power_of_2(width), MAX_CHUNK)
     _store_kv_kernel[(num_tokens, triton.cdiv(width, chunk))](
         key,
@@ -88,6 +194,8 @@ def store_kv(
         key_cache,
         value_cache,
         slot_mapping,
+        1 / key_scale,
+        1 / value_scale,
         slot_mapping.stride(0),
         *key.stride(),
         *value.stride(),
@@ -95,4 +203,5 @@ def store_kv(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         CHUNK=chunk,
+        IS_FP8=key_cache.dtype == FP8,
     )

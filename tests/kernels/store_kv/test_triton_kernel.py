@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.fp8 import FP8
 from kernels.store_kv import reference, triton_kernel
-from kernels.store_kv.cases import CASES, Case, make
+from kernels.store_kv.cases import CASES, Case, make, make_fp8_caches
 
 NAN = float("nan")
 LARGEST = 13 if not torch.cuda.is_available() else 1 << 20  # tokens of a case; the interpreter is slow
@@ -14,6 +15,11 @@ LARGEST = 13 if not torch.cuda.is_available() else 1 << 20  # tokens of a case; 
 
 def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours.cpu().nan_to_num(nan=1e4), theirs.nan_to_num(nan=1e4))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """With its strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 @pytest.mark.parametrize("from_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -24,7 +30,7 @@ def test_equals_the_reference_bit_for_bit(
 ) -> None:
     """Slots that nobody writes keep their NaN."""
     key, value, slots = make(case, from_dtype)
-    if device.type == "cpu":
+    if device.type == "cpu" and dtype == torch.float16:
         # The interpreter cuts digits off where a GPU rounds: values that need neither.
         for tensor in (key, value):
             tensor.copy_(tensor.bfloat16().clamp(-3, 3))
@@ -32,10 +38,38 @@ def test_equals_the_reference_bit_for_bit(
     expected = [torch.full((*shape, dim), NAN, dtype=dtype) for dim in (case.key_dim, case.value_dim)]
     actual = [cache.to(device, copy=True) for cache in expected]
     reference.store_kv(key, value, expected[0], expected[1], slots)
-    on_device = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in (key, value)]
-    triton_kernel.store_kv(on_device[0], on_device[1], actual[0], actual[1], slots.to(device))
+    there = [to_device(tensor, device) for tensor in (key, value)]
+    triton_kernel.store_kv(there[0], there[1], actual[0], actual[1], slots.to(device))
     for ours, theirs in zip(actual, expected, strict=True):
         assert equal_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("has_token_scales", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.num_tokens <= LARGEST], ids=lambda case: case.name)
+def test_fp8_equals_the_reference_bit_for_bit(
+    case: Case, dtype: torch.dtype, device: torch.device, *, has_token_scales: bool
+) -> None:
+    """Sizes from 1e-4 to 1e4, so that both ends of the range are met. Slots that nobody writes keep their ones."""
+    key, value, slots = make(case, torch.float32)
+    key, value = ((tensor * 10**tensor).to(dtype) for tensor in (key, value))
+    expected = make_fp8_caches(case, has_token_scales=has_token_scales)
+    actual = make_fp8_caches(case, has_token_scales=has_token_scales, device=device)
+    reference.store_kv(key, value, *expected[:2], slots, *expected[2:])
+    there = [to_device(tensor, device) for tensor in (key, value)]
+    triton_kernel.store_kv(there[0], there[1], *actual[:2], slots.to(device), *actual[2:])
+    for ours, theirs in zip(actual, expected, strict=True):
+        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            assert torch.equal(ours.cpu().float(), theirs.float())
+
+
+def test_fp8_saturates_and_keeps_nan(device: torch.device) -> None:
+    values = torch.tensor([1e6, -1e6, 449.0, NAN, 2.0**-12, 1.0], device=device)[None, None]
+    cache = torch.zeros(1, 1, 1, 6, device=device).to(FP8)
+    triton_kernel.store_kv(values, values, cache, cache.clone(), torch.tensor([0], device=device))
+    stored = cache.cpu().float()[0, 0, 0]
+    assert stored[[0, 1, 2, 4, 5]].tolist() == [448, -448, 448, 0, 1]
+    assert stored[3].isnan()
 
 
 def test_a_token_wider_than_one_chunk_is_written_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""FP8 KV caches (torch.float8_e4m3fn): the format's limits, the two kinds of scales, and reading them without a kernel.
+
+A stored number times its scale is the value. The scale is a float, one for the whole cache, or a float32 tensor
+[num_blocks, block_size, Hkv] beside the blocks, one for each token and head, which store_kv writes. Other caches have
+the scale 1. Both attention and store_kv check scales here.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# The least scale of a token's head: its inverse is finite, and a head of zeros needs no case of its own.
+MIN_SCALE = 2.0**-64
+NEEDED_CAPABILITY = (8, 9)  # of an NVIDIA GPU, for the conversions that Triton compiles
+
+KVScale = float | torch.Tensor
+
+
+def check_scales(key_cache: torch.Tensor, value_cache: torch.Tensor, key_scale: KVScale, value_scale: KVScale) -> None:
+    """Refuse scales that do not belong to these caches, and FP8 caches on a device that cannot read them."""
+    if key_cache.dtype != value_cache.dtype and FP8 in (key_cache.dtype, value_cache.dtype):
+        raise ValueError(f"the caches are {key_cache.dtype} and {value_cache.dtype}, want both {FP8} or neither")
+    if isinstance(key_scale, torch.Tensor) != isinstance(value_scale, torch.Tensor):
+        raise ValueError("key_scale and value_scale are of two kinds, want two floats or two tensors")
+    _check_scale(key_cache, key_scale, "key")
+    _check_scale(value_cache, value_scale, "value")
+    refusal = fp8_refusal(key_cache.device) if key_cache.dtype == FP8 else None
+    if refusal is not None:
+        raise ValueError(refusal)
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why the device cannot serve FP8 caches, or None if it can."""
+    capability = _capability(device.index) if device.type == "cuda" and torch.version.cuda else NEEDED_CAPABILITY
+    if capability >= NEEDED_CAPABILITY:
+        return None
+    have, want = (".".join(map(str, version)) for version in (capability, NEEDED_CAPABILITY))
+    return f"{torch.cuda.get_device_name(device)} has compute capability {have}, FP8 KV caches need at least {want}"
+
+
+def widen(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of FP8 numbers, exactly. A table of 256 is faster on a CPU than torch's own cast, which is scalar."""
+    table = _values(dtype, codes.device)
+    return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+
+
+def _check_scale(cache: torch.Tensor, scale: KVScale, name: str) -> None:
+    if cache.dtype != FP8:
+        if isinstance(scale, torch.Tensor) or scale != 1.0:
+            raise ValueError(f"{name}_scale is given for a cache of {cache.dtype}; only {FP8} caches have scales")
+    elif not isinstance(scale, torch.Tensor):
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"{name}_scale is {scale}, want a positive number")
+    elif scale.dtype != torch.float32 or scale.shape != cache.shape[:3] or not scale.is_contiguous():
+        raise ValueError(
+            f"{name}_scale is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()}, "
+            f"want contiguous float32 {list(cache.shape[:3])}"
+        )
+    elif scale.device != cache.device:
+        raise ValueError(f"{name}_scale is on {scale.device}, its cache on {cache.device}")
+
+
+@cache
+def _values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[256]: what each code stands for."""
+    return torch.arange(256, dtype=torch.uint8).view(FP8).to(dtype).to(device)
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

@@ -1,0 +1,41 @@
+"""Compiles Triton kernels for an H200, which needs no GPU. Only for processes that do not interpret them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+H200 = GPUTarget("cuda", 90, 32)
+
+
+def compile_for_h200(
+    kernel: Any,
+    constants: Mapping[str, Any],
+    types: Mapping[str, str],
+    *,
+    not_of_16: Sequence[str] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Any:
+    """Triton's compiled kernel: asm["ptx"], metadata.shared.
+
+    types: of arguments by name, "*bf16" and the like; others are int32, and pointers to it. All pointers and integers
+    are multiples of 16 but those named.
+    """
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    position = {name: index for index, name in enumerate(kernel.arg_names)}
+    aligned = [name for name, kind in signature.items() if kind[0] in "*i" and name not in not_of_16]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={(position[name],): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=H200, options={"num_warps": num_warps, "num_stages": num_stages})
