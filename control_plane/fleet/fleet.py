@@ -21,7 +21,7 @@ from control_plane.fleet import placement
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.failures import error_of, lost, never_fits, poisoned
 from control_plane.fleet.hello import BaseModelLike, check_hello
-from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
 from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings, QueueSnapshot, WorkerSnapshot
@@ -91,7 +91,12 @@ class Fleet:
         self._check_admission()
         request_id = request.request_id
         assert request_id not in self._jobs, f"request id {request_id} is in use"
-        stream = JobStream(lambda: self._on_read(request_id), lambda: self._cancel(request_id))
+        stream = JobStream(
+            lambda: self._on_read(request_id),
+            lambda: self._cancel(request_id),
+            lambda index: self._cancel_index(request_id, index),
+            num_indices=num_indices_of(request),
+        )
         job = Job(request, stream)
         self._jobs[request_id] = job
         self._waiting[request_id] = job
@@ -171,19 +176,22 @@ class Fleet:
             job.has_run = True
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
         job.num_tokens_here += len(output.token_ids)
-        reason = output.finish_reason
+        job.num_generated += len(output.token_ids)
+        stream, reason = job.stream, output.finish_reason
         if reason is None or reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
-            job.stream.push(output.token_ids, reason)
-            if reason is not None:
+            if not stream.is_live(output.index):
+                return  # given up meanwhile
+            stream.push(output, reason)
+            if stream.has_ended:
                 self._finish(job)
-            elif job.full_since_s is None and job.stream.num_unread_tokens >= MAX_UNREAD_TOKENS:
+            elif job.full_since_s is None and stream.num_unread_tokens >= MAX_UNREAD_TOKENS * stream.num_indices:
                 job.full_since_s = self._clock()
                 self._full[output.request_id] = job
                 assert job.session is not None, "tokens of a request without a session"
                 job.session.pause(output.request_id)
             return
-        if output.token_ids:
-            job.stream.push(output.token_ids, None)
+        if output.token_ids and stream.is_live(output.index):
+            stream.push(output, None)
         if output.finish_reason is not FinishReason.ADAPTER_FAILED or not self._try_elsewhere(job, output):
             self._fail(job, error_of(output, job.request))
 
@@ -221,6 +229,14 @@ class Fleet:
             if job.session is not None:
                 job.session.cancel(request_id)
             self._finish(job)
+
+    def _cancel_index(self, request_id: RequestId, index: int) -> None:
+        job = self._jobs.get(request_id)
+        if job is not None:
+            if job.session is not None:
+                job.session.cancel(request_id, index)
+            else:
+                job.request = without_index(job.request, index)
 
     def _fail(self, job: Job, error: MotetError) -> None:
         """End a job with an error; its session, if any, has dropped it already or is told by the caller."""

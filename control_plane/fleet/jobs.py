@@ -1,49 +1,74 @@
 """One request on its way through the fleet: the stream its reader iterates, and the fleet's record of it.
 
-Tokens that are not read yet are kept and coalesced into one event. The stream only stores; the fleet decides when a
-reader is too slow.
+Tokens that are not read yet are kept, those of one index coalesced into one event. The stream only stores; the fleet
+decides when a reader is too slow.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from control_plane.errors import MotetError
-from control_plane.scheduler.types import FinishReason, Request
+from control_plane.scheduler.types import Answer, FinishReason, Request, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from control_plane.fleet.session import WorkerSession
 
-MAX_UNREAD_TOKENS = 256  # beyond it the request is not scheduled until its reader catches up
+MAX_UNREAD_TOKENS = 256  # per index; beyond it the request is not scheduled until its reader catches up
+
+
+def num_indices_of(request: Request) -> int:
+    """Answers that a request yields, each with its own index: samples, or beams."""
+    return request.num_samples if request.beam is None else request.beam.width
+
+
+def without_index(request: Request, index: int) -> Request:
+    """The request as it is to go on where nobody waits for one of its answers any more."""
+    answers = list(request.answers) or [Answer()] * request.num_samples
+    answers[index] = replace(answers[index], is_ended=True)
+    return replace(request, answers=tuple(answers))
 
 
 # Not frozen: one is made per token, and a frozen one costs three times as much to make.
 @dataclass(slots=True)
 class JobEvent:
-    """What a request gained since the event before."""
+    """What one index of a request gained since its event before."""
 
-    token_ids: list[int]  # new tokens, in order; empty at most in the last event
-    finish_reason: FinishReason | None  # LENGTH or STOP_TOKEN in the last event; every other end is an exception
+    token_ids: list[int]  # new tokens, in order; empty at most in the index's last event
+    finish_reason: FinishReason | None  # LENGTH or STOP_TOKEN in its last event; every other end is an exception
     num_cached_tokens: int  # prompt tokens served by the prefix cache when the request first ran
     queue_time_s: float  # arrival to the first plan that carried the request
+    index: int = 0  # which answer of the request
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
+    score: float | None = None  # for beam search: what the answers are ranked by
 
 
 class JobStream:
     """Async iterator over the events of one request, for one reader. Raises MotetError where the request failed."""
 
-    def __init__(self, on_read: Callable[[], None], on_cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_read: Callable[[], None],
+        on_cancel: Callable[[], None],
+        on_cancel_index: Callable[[int], None],
+        *,
+        num_indices: int = 1,
+    ) -> None:
         self._on_read = on_read
         self._on_cancel = on_cancel
-        self._pending: list[int] = []
+        self._on_cancel_index = on_cancel_index
+        self.num_indices = num_indices
+        self._pending: dict[int, JobEvent] = {}  # by index; the one that has waited longest first
+        self._num_pending_tokens = 0
+        self._live = set(range(num_indices))  # indices for which more may be pushed
         self._num_cached_tokens = 0
         self._queue_time_s = 0.0
-        self._finish_reason: FinishReason | None = None
         self._error: MotetError | None = None
         self._has_ended = False  # nothing more will be pushed
-        self._is_over = False  # the reader got the last event
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
 
     def __aiter__(self) -> JobStream:
@@ -54,24 +79,42 @@ class JobStream:
             # A bare future: one is made per token and stream, an Event costs twice as much.
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self._is_over:
+        if not self._pending:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
             raise StopAsyncIteration
-        if not self._pending and self._error is not None:
-            self._is_over = True
-            raise self._error
-        token_ids, self._pending = self._pending, []
-        finish_reason = self._finish_reason
-        self._is_over = finish_reason is not None
+        event = self._pending.pop(next(iter(self._pending)))
+        event.num_cached_tokens, event.queue_time_s = self._num_cached_tokens, self._queue_time_s
+        self._num_pending_tokens -= len(event.token_ids)
         self._on_read()
-        return JobEvent(token_ids, finish_reason, self._num_cached_tokens, self._queue_time_s)
+        return event
 
     def cancel(self) -> None:
         """Give the request up; nothing follows. Idempotent, and harmless after the end."""
         if not self._has_ended:
             self._on_cancel()
-        self._has_ended = self._is_over = True
+        self._has_ended = True
+        self._live.clear()
         self._pending.clear()
+        self._num_pending_tokens = 0
+        self._error = None
         self._wake()
+
+    def cancel_index(self, index: int) -> None:
+        """Give one answer up; nothing of it follows, the others go on. Idempotent, and harmless after its end."""
+        event = self._pending.pop(index, None)
+        if event is not None:
+            self._num_pending_tokens -= len(event.token_ids)
+        if index not in self._live:
+            return
+        if len(self._live) == 1:
+            if not self._has_ended:
+                self._on_cancel()
+            self._has_ended = True
+        else:
+            self._on_cancel_index(index)
+        self._live.discard(index)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -82,20 +125,49 @@ class JobStream:
     @property
     def num_unread_tokens(self) -> int:
         """Tokens pushed and not read."""
-        return len(self._pending)
+        return self._num_pending_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every index has ended, or the request failed or was cancelled."""
+        return self._has_ended
+
+    def is_live(self, index: int) -> bool:
+        """Whether more of this answer is awaited."""
+        return index in self._live
 
     def describe(self, num_cached_tokens: int, queue_time_s: float) -> None:
         """Set what every event repeats."""
         self._num_cached_tokens = num_cached_tokens
         self._queue_time_s = queue_time_s
 
-    def push(self, token_ids: list[int], finish_reason: FinishReason | None) -> None:
-        """Append tokens, and end the stream if there is a reason."""
-        assert not self._has_ended, "tokens after the end of a stream"
-        self._pending.extend(token_ids)
+    def push(self, output: RequestOutput, finish_reason: FinishReason | None) -> None:
+        """Append one index's tokens, and end that index if there is a reason; the stream ends with the last of them."""
+        index = output.index
+        assert index in self._live, f"tokens after the end of index {index}"
+        pending = self._pending.get(index)
+        if pending is None:
+            self._pending[index] = JobEvent(
+                [*output.token_ids],
+                finish_reason,
+                0,
+                0.0,
+                index,
+                output.logprobs and [*output.logprobs],
+                output.prompt_logprobs,
+                output.score,
+            )
+        else:
+            pending.token_ids.extend(output.token_ids)
+            pending.finish_reason = finish_reason
+            if output.logprobs:
+                pending.logprobs = [*(pending.logprobs or ()), *output.logprobs]
+            pending.prompt_logprobs = pending.prompt_logprobs or output.prompt_logprobs
+            pending.score = output.score
+        self._num_pending_tokens += len(output.token_ids)
         if finish_reason is not None:
-            self._finish_reason = finish_reason
-            self._has_ended = True
+            self._live.discard(index)
+            self._has_ended = not self._live
         self._wake()
 
     def fail(self, error: MotetError) -> None:
@@ -103,6 +175,7 @@ class JobStream:
         assert not self._has_ended, "an error after the end of a stream"
         self._error = error
         self._has_ended = True
+        self._live.clear()
         self._wake()
 
 
@@ -117,5 +190,6 @@ class Job:
     num_migrations: int = 0  # times it was taken off a session that computed it
     num_deaths: int = 0  # workers that died while they computed it, since it was last cleared of suspicion
     num_tokens_here: int = 0  # accepted since its last placement
+    num_generated: int = 0  # tokens delivered to its stream, over all its indices
     failed_load_epochs: set[int] = field(default_factory=set)  # sessions that could not load its adapter
     full_since_s: float | None = None  # when its stream filled up; it is paused in its scheduler since then

@@ -121,9 +121,9 @@ class WorkerSession:
         self.scheduler.add(request, self._clock())
         self._pump_soon()
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Drop a request; its blocks and slot are free once no plan in flight uses them."""
-        self.scheduler.cancel(request_id, self._clock())
+    def cancel(self, request_id: RequestId, index: int | None = None) -> None:
+        """Drop a request, or one of its answers; its blocks and slot are free once no plan in flight uses them."""
+        self.scheduler.cancel(request_id, self._clock(), index)
         self._pump_soon()
 
     def pause(self, request_id: RequestId) -> None:

@@ -70,8 +70,8 @@ class Scheduler:
             if len(self._deadlines) > 64 + 2 * len(self.sequences):
                 self._deadlines.keep_only(set(self.sequences))
 
-    def cancel(self, request_id: RequestId, now_s: float) -> None:
-        """End a request without a word; unknown and ended ones are fine."""
+    def cancel(self, request_id: RequestId, now_s: float, index: int | None = None) -> None:
+        """End a request, or one answer of several, without a word; unknown and ended ones are fine."""
         sequence = self.sequences.get(request_id)
         if sequence is not None:
             self.roster.end(sequence)

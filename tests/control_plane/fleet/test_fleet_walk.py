@@ -78,7 +78,7 @@ class Walk:
         """Some readers take what is there."""
         for request_id in list(self.streams):
             request, stream, tokens = self.streams[request_id]
-            if self.rng.random() < 0.3 and (stream.num_unread_tokens or stream._has_ended):
+            if self.rng.random() < 0.3 and (stream.num_unread_tokens or stream.has_ended):
                 try:
                     tokens += (await anext(stream)).token_ids
                 except StopAsyncIteration:
