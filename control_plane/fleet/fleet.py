@@ -1,8 +1,8 @@
-"""All workers as one: places requests, carries their tokens to streams, and moves them off a lost worker.
+"""All workers as one: takes requests, carries their tokens to streams, and ends what has to end.
 
-Owns the sessions and every unfinished request. Called by the API (submit, retire, drain), by the worker service
-(attach) and by the sessions (outputs, end). Everything happens on one event loop; time comes from the clock, and
-whatever is due by time is done in `tick`.
+Owns every unfinished request; which worker runs it is the dispatcher's business. Called by the API (submit, retire,
+drain), by the worker service (attach) and by the sessions (outputs, end). Everything happens on one event loop; time
+comes from the clock, and whatever is due by time is done in `tick`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import grpc
 from motet.v1 import plan_pb2
 
 from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer, Unavailable
-from control_plane.fleet import placement
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
-from control_plane.fleet.failures import error_of, lost, never_fits, poisoned
+from control_plane.fleet.dispatcher import Dispatcher
+from control_plane.fleet.failures import error_of, lost
 from control_plane.fleet.hello import BaseModelLike, check_hello
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
 from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings, QueueSnapshot, WorkerSnapshot
-from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.types import FinishReason, Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -51,11 +50,9 @@ class Fleet:
         self._weights = weights
         self._incarnation = incarnation  # of the control plane; counts up at every start
         self._clock = clock
-        self._sessions: dict[str, WorkerSession] = {}  # by worker id
+        self._dispatcher = Dispatcher(self._fail)
+        self._sessions = self._dispatcher.sessions  # at hand; by worker id
         self._jobs: dict[RequestId, Job] = {}
-        # Invariant: a job is here exactly if it is in _jobs and has no session. Arrival order.
-        self._waiting: dict[RequestId, Job] = {}
-        self._trials: dict[int, Job] = {}  # epoch -> the suspect on trial there
         self._full: dict[RequestId, Job] = {}  # jobs whose stream is full
         self._quarantined_until_s: dict[str, float] = {}  # worker id -> monotonic seconds
         self._request_ids = itertools.count(1)
@@ -68,14 +65,15 @@ class Fleet:
         self._is_draining = self._is_closed = False
         self._idle = asyncio.Event()
         self._drain_until_s: float | None = None
-        self._num_accepted = self._num_finished = self._num_rejected = self._num_migrated = 0
+        self._num_accepted = self._num_finished = self._num_rejected = 0
         self._last_tick_s = clock()
         self._tick_handle: asyncio.TimerHandle | None = None
         if ticks_by_itself:
             self._tick_later()
 
     def __repr__(self) -> str:
-        return f"Fleet(workers={sorted(self._sessions)}, requests={len(self._jobs)}, waiting={len(self._waiting)})"
+        num_waiting = len(self._dispatcher.waiting)
+        return f"Fleet(workers={sorted(self._sessions)}, requests={len(self._jobs)}, waiting={num_waiting})"
 
     # ---- requests ----
 
@@ -99,8 +97,7 @@ class Fleet:
         )
         job = Job(request, stream)
         self._jobs[request_id] = job
-        self._waiting[request_id] = job
-        error = self._place(job)
+        error = self._dispatcher.add(job)
         if error is not None:
             self._forget(job)
             raise error
@@ -121,41 +118,7 @@ class Fleet:
                 raise QueueFull(f"{limit} requests wait already, the most this server holds; try again in a moment")
 
     def _num_waiting(self) -> int:
-        return len(self._waiting) + sum(s.scheduler.stats().num_waiting for s in self._sessions.values())
-
-    def _place(self, job: Job) -> MotetError | None:
-        """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
-        adapter = job.request.adapter
-        sessions = placement.by_preference(self._sessions.values(), adapter.digest if adapter else None)
-        if job.failed_load_epochs:  # only where the adapter did not fail yet, if there is such a worker
-            sessions = [s for s in sessions if s.epoch not in job.failed_load_epochs] or sessions
-        is_suspect = placement.is_suspect(job)
-        if is_suspect:
-            sessions = [session for session in sessions if session.epoch not in self._trials]
-        refusal: RequestNeverFits | None = None
-        for session in sessions:
-            try:
-                session.add(job.request)
-            except RequestNeverFits as error:
-                refusal = error
-                continue
-            job.session, job.num_tokens_here = session, 0
-            if job.full_since_s is not None:
-                session.pause(job.request.request_id)
-            if is_suspect:
-                self._trials[session.epoch] = job
-            del self._waiting[job.request.request_id]
-            return None
-        return never_fits(job.request, refusal) if refusal is not None else None
-
-    def _place_waiting(self) -> None:
-        for job in list(self._waiting.values()):
-            error = self._place(job)
-            if error is not None:
-                self._fail(job, error)
-
-    def _sort_waiting(self) -> None:
-        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.arrival_s))
+        return len(self._dispatcher.waiting) + sum(s.scheduler.stats().num_waiting for s in self._sessions.values())
 
     # ---- tokens ----
 
@@ -166,10 +129,7 @@ class Fleet:
             if job is None or job.session is not session:
                 continue  # cancelled meanwhile
             self._deliver(job, output)
-        if session.epoch in self._trials and placement.is_cleared(
-            self._trials[session.epoch], self.settings.plan_depth
-        ):
-            self._end_trial(self._trials[session.epoch])
+        self._dispatcher.judge(session, self.settings.plan_depth)
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
         if not job.has_run and output.first_scheduled_s is not None:
@@ -192,29 +152,11 @@ class Fleet:
             return
         if output.token_ids and stream.is_live(output.index):
             stream.push(output, None)
-        if output.finish_reason is not FinishReason.ADAPTER_FAILED or not self._try_elsewhere(job, output):
-            self._fail(job, error_of(output, job.request))
-
-    def _try_elsewhere(self, job: Job, output: RequestOutput) -> bool:
-        """Move a request whose adapter its worker could not load to one where that did not fail, if there is one."""
-        session, request_id = job.session, output.request_id
-        assert session is not None and output.request is not None, "a load failed for a request without a worker"
-        job.failed_load_epochs.add(session.epoch)
-        is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in self._sessions.values())
-        if is_tried_everywhere or len(job.failed_load_epochs) > placement.MAX_MIGRATIONS:
-            return False
-        job.request, job.session = output.request, None
-        was_on_trial = self._trials.get(session.epoch) is job
-        if was_on_trial:
-            del self._trials[session.epoch]  # without a verdict
-        self._waiting[request_id] = job
-        self._sort_waiting()
-        if self._place(job) is not None:
-            return False
-        logger.info("request tried elsewhere request_id=%d epoch=%d: adapter not loaded", request_id, session.epoch)
-        if was_on_trial:
-            self._place_waiting()
-        return True
+        if output.finish_reason is FinishReason.ADAPTER_FAILED:
+            assert output.request is not None, "a load failed, and the request is not given back"
+            if self._dispatcher.try_elsewhere(job, output.request):
+                return
+        self._fail(job, error_of(output, job.request))
 
     def _on_read(self, request_id: RequestId) -> None:
         job = self._full.pop(request_id, None)
@@ -250,19 +192,11 @@ class Fleet:
     def _forget(self, job: Job) -> None:
         request_id = job.request.request_id
         del self._jobs[request_id]
-        self._waiting.pop(request_id, None)
         self._full.pop(request_id, None)
         if not self._jobs:
             self._idle.set()
-        if job.session is not None and self._trials.get(job.session.epoch) is job:
-            self._end_trial(job)
+        self._dispatcher.forget(job)
         self._retirement.check_soon()
-
-    def _end_trial(self, job: Job) -> None:
-        assert job.session is not None, "a trial without a worker"
-        del self._trials[job.session.epoch]
-        job.num_deaths = 0
-        self._place_waiting()
 
     # ---- workers ----
 
@@ -298,44 +232,18 @@ class Fleet:
         if former is not None:
             reason = f"another worker attached as {hello.worker_id}; give each its own --worker-id"
             former.end(grpc.StatusCode.ALREADY_EXISTS, reason)
-        self._place_waiting()
+        self._dispatcher.place_waiting()
         self._tell_workers_changed()
         return session
 
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that is over."""
-        if self._sessions.get(session.worker_id) is session:
-            del self._sessions[session.worker_id]
-        if not self._sessions:
-            self._no_worker_since_s = self._clock()
         if session.sent_garbage:
             self._quarantined_until_s[session.worker_id] = self._clock() + self.settings.quarantine_s
-        convict = self._trials.pop(session.epoch, None)
-        running = session.running_request_ids()
-        moved = {request.request_id: request for request in session.scheduler.drain_requests()}
-        num_moved = 0
-        for job in [job for job in self._jobs.values() if job.session is session]:
-            request = moved.get(job.request.request_id)
-            job.session = None
-            num_moved += 1
-            if request is None or self._is_closed:
-                self._fail(job, lost(job))
-                continue
-            job.request = request
-            if request.request_id in running:
-                job.num_migrations += 1
-                job.num_deaths += session.is_death
-                self._num_migrated += 1
-            if job is convict and session.is_death:
-                self._fail(job, poisoned(job))
-            elif job.num_migrations > placement.MAX_MIGRATIONS:
-                self._fail(job, lost(job))
-            else:
-                self._waiting[request.request_id] = job
-        level = logging.WARNING if session.is_death else logging.INFO
-        logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, num_moved)
-        self._sort_waiting()
-        self._place_waiting()
+        jobs = [job for job in self._jobs.values() if job.session is session]
+        self._dispatcher.take_back(session, jobs, is_closed=self._is_closed)
+        if not self._sessions:
+            self._no_worker_since_s = self._clock()
         self._retirement.check_soon()
         self._tell_workers_changed()
 
@@ -395,11 +303,11 @@ class Fleet:
         self._last_tick_s = now_s
         for session in list(self._sessions.values()):
             session.tick(now_s, was_asleep=was_asleep)
-        for job in list(self._waiting.values()):
+        for job in list(self._dispatcher.waiting.values()):
             if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
                 self._fail(job, DeadlineExceeded("the deadline passed before a worker could take the request"))
         if not self._sessions and now_s - self._no_worker_since_s >= self.settings.worker_grace_s:
-            for job in list(self._waiting.values()):
+            for job in list(self._dispatcher.waiting.values()):
                 error = lost(job) if job.has_run else NoWorker("no worker attached in time; try again in a moment")
                 self._fail(job, error)
         for job in list(self._full.values()):
@@ -465,5 +373,5 @@ class Fleet:
             num_accepted=self._num_accepted,
             num_finished=self._num_finished,
             num_rejected=self._num_rejected,
-            num_migrated=self._num_migrated,
+            num_migrated=self._dispatcher.num_migrated,
         )

@@ -1,0 +1,151 @@
+"""Which worker runs which request: the attached sessions, the requests that wait for one, and the moves between them.
+
+Policy is in placement.py; here is the state it is applied to. Called by the fleet alone, which owns the streams and is
+told of every request that cannot go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from control_plane.errors import MotetError
+from control_plane.fleet import placement
+from control_plane.fleet.failures import lost, never_fits, poisoned
+from control_plane.fleet.jobs import Job
+from control_plane.fleet.session import WorkerSession
+from control_plane.scheduler.errors import RequestNeverFits
+from control_plane.scheduler.types import Request, RequestId
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Where every unfinished request is."""
+
+    def __init__(self, fail: Callable[[Job, MotetError], None]) -> None:
+        self.sessions: dict[str, WorkerSession] = {}  # by worker id
+        # Invariant: a job is here exactly if it is unfinished and has no session. Arrival order.
+        self.waiting: dict[RequestId, Job] = {}
+        self.num_migrated = 0  # in all
+        self._trials: dict[int, Job] = {}  # epoch -> the suspect on trial there
+        self._fail = fail  # ends a job; calls `forget` for it
+
+    # ---- to a worker ----
+
+    def add(self, job: Job) -> MotetError | None:
+        """Give a new job to a worker, or let it wait for one; an error if it fits none of those attached."""
+        self.waiting[job.request.request_id] = job
+        return self._place(job)
+
+    def place_waiting(self) -> None:
+        """Give every waiting job to a worker that may take it; those that fit none fail."""
+        for job in list(self.waiting.values()):
+            error = self._place(job)
+            if error is not None:
+                self._fail(job, error)
+
+    def _place(self, job: Job) -> MotetError | None:
+        """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
+        adapter = job.request.adapter
+        sessions = placement.by_preference(self.sessions.values(), adapter.digest if adapter else None)
+        if job.failed_load_epochs:  # only where the adapter did not fail yet, if there is such a worker
+            sessions = [s for s in sessions if s.epoch not in job.failed_load_epochs] or sessions
+        is_suspect = placement.is_suspect(job)
+        if is_suspect:
+            sessions = [session for session in sessions if session.epoch not in self._trials]
+        refusal: RequestNeverFits | None = None
+        for session in sessions:
+            try:
+                session.add(job.request)
+            except RequestNeverFits as error:
+                refusal = error
+                continue
+            job.session, job.num_tokens_here = session, 0
+            if job.full_since_s is not None:
+                session.pause(job.request.request_id)
+            if is_suspect:
+                self._trials[session.epoch] = job
+            del self.waiting[job.request.request_id]
+            return None
+        return never_fits(job.request, refusal) if refusal is not None else None
+
+    def _sort_waiting(self) -> None:
+        self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1].request.arrival_s))
+
+    # ---- from a worker ----
+
+    def take_back(self, session: WorkerSession, jobs: list[Job], *, is_closed: bool) -> None:
+        """Move the jobs of a session that is over, or fail those that may not go on; `is_closed`: none may."""
+        if self.sessions.get(session.worker_id) is session:
+            del self.sessions[session.worker_id]
+        convict = self._trials.pop(session.epoch, None)
+        running = session.running_request_ids()
+        moved = {request.request_id: request for request in session.scheduler.drain_requests()}
+        for job in jobs:
+            request = moved.get(job.request.request_id)
+            job.session = None
+            if request is None or is_closed:
+                self._fail(job, lost(job))
+                continue
+            job.request = request
+            if request.request_id in running:
+                job.num_migrations += 1
+                job.num_deaths += session.is_death
+                self.num_migrated += 1
+            if job is convict and session.is_death:
+                self._fail(job, poisoned(job))
+            elif job.num_migrations > placement.MAX_MIGRATIONS:
+                self._fail(job, lost(job))
+            else:
+                self.waiting[request.request_id] = job
+        level = logging.WARNING if session.is_death else logging.INFO
+        logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, len(jobs))
+        self._sort_waiting()
+        self.place_waiting()
+
+    def try_elsewhere(self, job: Job, request: Request) -> bool:
+        """Move a job whose adapter its worker could not load to one where that did not fail, if there is one.
+
+        `request` is the job's with every accepted token.
+        """
+        session = job.session
+        assert session is not None, "a load failed for a request without a worker"
+        job.failed_load_epochs.add(session.epoch)
+        is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in self.sessions.values())
+        if is_tried_everywhere or len(job.failed_load_epochs) > placement.MAX_MIGRATIONS:
+            return False
+        job.request, job.session = request, None
+        was_on_trial = self._trials.get(session.epoch) is job
+        if was_on_trial:
+            del self._trials[session.epoch]  # without a verdict
+        self.waiting[request.request_id] = job
+        self._sort_waiting()
+        if self._place(job) is not None:
+            return False
+        logger.info(
+            "request tried elsewhere request_id=%d epoch=%d: adapter not loaded", request.request_id, session.epoch
+        )
+        if was_on_trial:
+            self.place_waiting()
+        return True
+
+    def forget(self, job: Job) -> None:
+        """The job is over: it waits no more, and its trial, if any, has ended."""
+        self.waiting.pop(job.request.request_id, None)
+        if job.session is not None and self._trials.get(job.session.epoch) is job:
+            self._end_trial(job)
+
+    # ---- trials ----
+
+    def judge(self, session: WorkerSession, plan_depth: int) -> None:
+        """Clear the suspect on trial at the session, if it has come far enough."""
+        suspect = self._trials.get(session.epoch)
+        if suspect is not None and placement.is_cleared(suspect, plan_depth):
+            self._end_trial(suspect)
+
+    def _end_trial(self, job: Job) -> None:
+        assert job.session is not None, "a trial without a worker"
+        del self._trials[job.session.epoch]
+        job.num_deaths = 0
+        self.place_waiting()
