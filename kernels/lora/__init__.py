@@ -1,6 +1,7 @@
 """Adds each token's LoRA product to a linear's output.
 
-`add_lora` does it whole: on the CPU from stacked weights along a `Route`, anywhere from pages (the definition).
+`add_lora` does it whole, and `add_lora_embedding` for an embedding: on the CPU from stacked weights along a `Route`,
+anywhere from pages (the definition).
 `lora_route` groups a step's tokens on their device, for the operators on pages (kernels.lora.ops).
 """
 
@@ -16,6 +17,7 @@ from kernels.lora.ops import (
     bgmv_expand,
     bgmv_expand_slice,
     bgmv_shrink,
+    lora_embed,
     lora_expand,
     lora_shrink,
     sgmv_expand,
@@ -34,10 +36,12 @@ __all__ = [
     "SiteGroup",
     "StackedSite",
     "add_lora",
+    "add_lora_embedding",
     "add_lora_group",
     "bgmv_expand",
     "bgmv_expand_slice",
     "bgmv_shrink",
+    "lora_embed",
     "lora_expand",
     "lora_route",
     "lora_shrink",
@@ -80,19 +84,50 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, weights: StackedSite | PagedSite,
 
     Tokens without an adapter keep their bits. y may be a column slice of a wider tensor.
     """
-    if isinstance(weights, PagedSite):
-        in_features, out_features, dtype = weights.in_features, weights.out_features, weights.pages.dtype
-    else:
-        in_features, out_features, dtype = weights.a.shape[1], weights.b.shape[1], weights.a.dtype
     num_tokens = len(route.token_slots)
-    if x.shape != (num_tokens, in_features) or y.shape != (num_tokens, out_features):
-        raise ValueError(
-            f"x is {tuple(x.shape)} and y {tuple(y.shape)}, want [{num_tokens}, {in_features}] "
-            f"and [{num_tokens}, {out_features}]"
-        )
-    if x.dtype != dtype or y.dtype != dtype:
-        raise ValueError(f"x is {x.dtype} and y {y.dtype}, the adapters are {dtype}")
+    _check_output(y, weights, num_tokens)
+    in_features = _in_features(weights)
+    if x.shape != (num_tokens, in_features) or x.dtype != y.dtype:
+        raise ValueError(f"x is {x.dtype} {list(x.shape)}, want {y.dtype} [{num_tokens}, {in_features}]")
     if isinstance(weights, PagedSite):
         reference.add_lora(y, x, weights, route.token_slots)
     else:
         cpu.add_lora(y, x, weights, route)
+
+
+def add_lora_embedding(
+    y: torch.Tensor, token_ids: torch.Tensor, weights: StackedSite | PagedSite, route: Route
+) -> None:
+    """y [T, out] += scaling * A[:, token_ids].T @ B in place: add_lora for an embedding, A [rank, vocabulary].
+
+    token_ids is int32 or int64 [T]; all are checked, so that a GPU is waited for. Tokens without an adapter keep their
+    bits.
+    """
+    num_tokens = len(route.token_slots)
+    if token_ids.shape != (num_tokens,) or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_ids is {token_ids.dtype} {list(token_ids.shape)}, want int32 or int64 [{num_tokens}]")
+    _check_output(y, weights, num_tokens)
+    vocab_size = _in_features(weights)
+    if num_tokens and (int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size):
+        raise ValueError(
+            f"token_ids are {int(token_ids.min())} to {int(token_ids.max())}, the vocabulary is 0 to {vocab_size - 1}"
+        )
+    if isinstance(weights, PagedSite):
+        reference.add_lora_embedding(y, token_ids, weights, route.token_slots)
+    else:
+        cpu.add_lora_embedding(y, token_ids, weights, route)
+
+
+def _in_features(weights: StackedSite | PagedSite) -> int:
+    return weights.in_features if isinstance(weights, PagedSite) else weights.a.shape[1]
+
+
+def _check_output(y: torch.Tensor, weights: StackedSite | PagedSite, num_tokens: int) -> None:
+    if isinstance(weights, PagedSite):
+        out_features, dtype = weights.out_features, weights.pages.dtype
+    else:
+        out_features, dtype = weights.b.shape[1], weights.b.dtype
+    if y.shape != (num_tokens, out_features) or y.dtype != dtype:
+        raise ValueError(
+            f"y is {y.dtype} {list(y.shape)}, want {dtype} [{num_tokens}, {out_features}] as the adapters are"
+        )

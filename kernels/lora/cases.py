@@ -37,6 +37,8 @@ CASES = (
     Case("site targeted by none", (0, 1), (0, 0)),
     Case("odd sizes", (2, 0, 1, -1, 1), (5, 7, 11), 21, 35, 7),
     Case("every width its own page", (0, 1), (8, 9), 37, 1, 1),
+    Case("last tiles in part", (0, 2, -1, 1), (8, 17, 3), 37, 51, 16),
+    Case("wider pages than widths", (0, -1, 1), (9, 3), 21, 35, 64),
     Case("all ranks", tuple(slot for slot in range(64) for _ in range(1 + slot % 3)), _ALL_RANKS),
     Case("runs of tokens", (0,) * 20 + (-1,) * 7 + (1,) * 33 + (0,) * 5, (8, 32)),
     Case("every token has one", (1,) * 3 + (0,) * 4, (8, 8)),
@@ -157,7 +159,7 @@ def _paged_sites(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> list[PagedSite]:
-    """Writes the pages one tile at a time, in shuffled order."""
+    """Writes the pages one tile at a time, in shuffled order. Columns past the width are NaN."""
     tiles: list[torch.Tensor] = []
     num_slots = max(len(by_site[0]), 1)
     first = torch.zeros(len(by_site), num_slots, dtype=torch.int32)
@@ -169,9 +171,10 @@ def _paged_sites(
             for matrix in (a, b):
                 for row in range(0, matrix.shape[0], PAGE_RANKS):
                     for column in range(0, matrix.shape[1], case.tile_width):
-                        tile = torch.zeros(PAGE_RANKS, case.tile_width, dtype=dtype)
                         part = matrix[row : row + PAGE_RANKS, column : column + case.tile_width]
-                        tile[: part.shape[0]] = part
+                        tile = torch.full((PAGE_RANKS, case.tile_width), float("nan"), dtype=dtype)
+                        tile[:, : part.shape[1]] = 0
+                        tile[: part.shape[0], : part.shape[1]] = part
                         tiles.append(tile)
     order = torch.randperm(len(tiles) + 2, generator=generator)
     pages = torch.full((len(order), PAGE_RANKS, case.tile_width), float("nan"), dtype=dtype)

@@ -1,4 +1,4 @@
-"""add_lora on stacked weights: two dense products over all slots, or two per slot.
+"""add_lora on stacked weights: two dense products over all slots, or two per slot; its embedding form, slot by slot.
 
 Written for the CPU, runs on any device.
 """
@@ -85,3 +85,15 @@ def _add_segment(y: torch.Tensor, x: torch.Tensor, site: StackedSite, slot: int)
     """y += scaling * (x @ A.T) @ B in place, with the weights of one slot."""
     columns = site.columns.rows_by_slot[slot]
     y.addmm_(torch.mm(x, site.a[columns].T), site.b[columns], alpha=site.columns.scaling_by_slot[slot])
+
+
+def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, site: StackedSite, route: Route) -> None:
+    """See the package. Slot by slot: a model has one embedding, so that its calls are few."""
+    for segment in route.segments:
+        columns = site.columns.rows_by_slot.get(segment.slot)
+        if columns is None:
+            continue
+        shrunk = site.a[columns].index_select(1, token_ids[segment.rows]).T
+        part = y[segment.rows].addmm_(shrunk, site.b[columns], alpha=site.columns.scaling_by_slot[segment.slot])
+        if not isinstance(segment.rows, slice):
+            y[segment.rows] = part

@@ -1,13 +1,15 @@
 """How adapter weights lie in memory and which token takes which: the arguments of `add_lora`.
 
-Two forms of one site's weights (a site is one linear of the model):
+Two forms of one site's weights (a site is one linear of the model, or its embedding, whose `in` is the vocabulary):
 
-PagedSite, where they live. The arena is one tensor of pages [num_pages, 8, W], W dividing every width of the model.
-A page holds 8 ranks of W columns. The matrix A [rank, in] of a slot is cut in ceil(rank / 8) groups of 8 rows and
-in / W tiles of columns; the ids of its pages stand in page_ids from first[slot] on, group by group, and those of B
-[rank, out] follow at once. Rows past the rank are zero.
+PagedSite, where they live. The arena is one tensor of pages [num_pages, 8, W]. A page holds 8 ranks of W columns. The
+matrix A [rank, in] of a slot is cut in ceil(rank / 8) groups of 8 rows and ceil(in / W) tiles of columns; the ids of
+its pages stand in page_ids from first[slot] on, group by group, and those of B [rank, out] follow at once. Rows past
+the rank are zero. Where W does not divide the width, as with an odd vocabulary, the last tile has columns that are
+never read.
 
-    rank 12, in 64, out 32, W 32: A takes pages (group 0: tiles 0 1)(group 1: tiles 0 1), B (group 0)(group 1)
+    rank 12, in 64, out 40, W 32: A takes pages (group 0: tiles 0 1)(group 1: tiles 0 1), B the same,
+    with columns 32 to 39 in the first 8 columns of tile 1
 
 StackedSite, a copy for dense products: the A of several slots one below the other, and their B.
 """

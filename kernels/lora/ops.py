@@ -12,6 +12,7 @@ import torch
 
 from kernels.devices import runs_triton
 from kernels.lora import reference
+from kernels.lora.launch import num_parts
 from kernels.lora.layout import Epilogue, PagedSite, SiteGroup
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one
 
@@ -91,15 +92,34 @@ def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_ra
         raise ValueError(f"max_rank is {max_rank}, want at least 0")
     planes, is_triton = 1, runs_triton(x)
     if is_triton and route.num_tokens < MANY_TOKENS:
-        from kernels.lora import triton_kernel
-
-        planes = triton_kernel.num_parts(group.in_features)
+        planes = num_parts(group.in_features)
     h = torch.empty(planes, group.num_sites, route.num_tokens, max_rank, dtype=torch.float32, device=x.device)
     if planes == 1:
         _shrink(x, group, h[0], route, 1.0)
     else:
+        from kernels.lora import triton_shrink
+
         _check_rows("x", x, route, group.in_features, group.pages.dtype)
-        triton_kernel.shrink(x, h, group, route)
+        triton_shrink.shrink(x, h, group, route)
+    return h
+
+
+def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
+    """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, max_rank] for `lora_expand`.
+
+    token_ids is int32 or int64 [T]. An id that the site has no column of gives NaN, as does, on a GPU, a rank above
+    max_rank; the definition refuses that.
+    """
+    if max_rank < 0:
+        raise ValueError(f"max_rank is {max_rank}, want at least 0")
+    _check_ids(token_ids, route.num_tokens)
+    h = torch.empty(1, 1, route.num_tokens, max_rank, dtype=torch.float32, device=token_ids.device)
+    if runs_triton(site.pages):
+        from kernels.lora import triton_embedding
+
+        triton_embedding.embed(token_ids, h[0, 0], site, route)
+    else:
+        reference.embed(token_ids, h[0, 0], site, route)
     return h
 
 
@@ -131,9 +151,9 @@ def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRou
     _check_rows("x", x, route, group.in_features, group.pages.dtype)
     _check_h(h[None], group, route)
     if runs_triton(x):
-        from kernels.lora import triton_kernel
+        from kernels.lora import triton_shrink
 
-        triton_kernel.shrink(x, h[None], group, route, scaling=scaling)
+        triton_shrink.shrink(x, h[None], group, route, scaling=scaling)
     else:
         reference.shrink(x, h, group, route, scaling=scaling)
 
@@ -150,9 +170,9 @@ def _expand(
     _check_rows("y", y, route, sum(group.out_features), group.pages.dtype)
     _check_h(h, group, route)
     if runs_triton(y):
-        from kernels.lora import triton_kernel
+        from kernels.lora import triton_expand
 
-        triton_kernel.expand(h, y, group, route, add_inputs=add_inputs, epilogue=epilogue)
+        triton_expand.expand(h, y, group, route, add_inputs=add_inputs, epilogue=epilogue)
     else:
         reference.expand(h.sum(0), y, group, route, add_inputs=add_inputs, epilogue=epilogue)
 
@@ -174,6 +194,13 @@ def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, width: int, d
         raise ValueError(
             f"{name} is {rows.dtype} {list(rows.shape)}, want {dtype} [{route.num_tokens}, {width}] as the route "
             "and the adapters are"
+        )
+
+
+def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:
+    if token_ids.dtype not in (torch.int32, torch.int64) or token_ids.shape != (num_tokens,):
+        raise ValueError(
+            f"token_ids is {token_ids.dtype} {list(token_ids.shape)}, want int32 or int64 [{num_tokens}], as the route"
         )
 
 

@@ -1,4 +1,4 @@
-"""The definitions: add_lora token by token, shrink and expand block by block, from the pages."""
+"""The definitions: add_lora and its embedding form token by token, the rest block by block, from the pages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def gather(site: PagedSite, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     num_groups = -(-rank // PAGE_RANKS)
     matrices = []
     for width in (site.in_features, site.out_features):
-        num_tiles = width // site.pages.shape[2]
+        num_tiles = -(-width // site.pages.shape[2])
         ids = site.page_ids[first : first + num_groups * num_tiles].long()
-        tiles = site.pages[ids].view(num_groups, num_tiles, PAGE_RANKS, site.pages.shape[2])
-        matrices.append(tiles.transpose(1, 2).reshape(num_groups * PAGE_RANKS, width)[:rank])
+        tiles = site.pages[ids].view(num_groups, num_tiles, *site.pages.shape[1:]).transpose(1, 2)
+        matrices.append(tiles.reshape(num_groups * PAGE_RANKS, num_tiles * site.pages.shape[2])[:rank, :width])
         first += num_groups * num_tiles
     return matrices[0], matrices[1]
 
@@ -29,6 +29,16 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, site: PagedSite, token_slots: tor
             continue
         a, b = gather(site, slot)
         delta = (x[token].float() @ a.float().T) @ b.float() * site.scaling[slot]
+        y[token] = (y[token].float() + delta).to(y.dtype)
+
+
+def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, site: PagedSite, token_slots: torch.Tensor) -> None:
+    """y[t] += scaling[s] * A[s][:, token_ids[t]] @ B[s], s = token_slots[t], in fp32, rounded once."""
+    for token, slot in enumerate(token_slots.tolist()):
+        if slot < 0 or int(site.rank[slot]) == 0:
+            continue
+        a, b = gather(site, slot)
+        delta = a[:, int(token_ids[token])].float() @ b.float() * site.scaling[slot]
         y[token] = (y[token].float() + delta).to(y.dtype)
 
 
@@ -47,6 +57,19 @@ def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRout
             if rank > h.shape[2]:
                 raise ValueError(f"slot {slot} has rank {rank}, h has room for {h.shape[2]}")
             h[index, tokens, :rank] = x[tokens].float() @ a.float().T * scaling
+
+
+def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: DeviceRoute) -> None:
+    """h[t, :rank] = A[s][:, token_ids[t]], s the slot of token t. h is [T, width]; ids outside A give NaN."""
+    for slot, tokens in groups(route):
+        a, _ = gather(site, slot)
+        rank = a.shape[0]
+        if rank > h.shape[1]:
+            raise ValueError(f"slot {slot} has rank {rank}, h has room for {h.shape[1]}")
+        ids = token_ids[tokens].long()
+        is_known = (ids >= 0) & (ids < site.in_features)
+        columns = a[:, ids.where(is_known, 0)].T.float()
+        h[tokens, :rank] = columns.masked_fill(~is_known[:, None], float("nan"))
 
 
 def expand(

@@ -45,6 +45,11 @@ def default_block_tokens(num_tokens: int) -> int:
     return 2 * MIN_BLOCK_TOKENS if num_tokens >= MANY_TOKENS else MIN_BLOCK_TOKENS
 
 
+def padded_block_tokens(block_tokens: int) -> int:
+    """Rows of a block's product: a power of two, enough for a tensor core."""
+    return max(MIN_BLOCK_TOKENS, 1 << (block_tokens - 1).bit_length())
+
+
 def empty_route(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> DeviceRoute:
     """A route of the right sizes whose values are not set."""
     num_tokens = token_slots.shape[0]

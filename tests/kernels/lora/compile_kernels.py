@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.lora import triton_kernel, triton_route
+from kernels.lora import triton_embedding, triton_expand, triton_route, triton_shrink
 
 H200 = GPUTarget("cuda", 90, 32)
 SIZES_OF_16 = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
@@ -28,6 +28,8 @@ def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stage
             signature[name] = f"*{dtype}"
         elif name in ("h_ptr", "scaling_ptr", "gain_ptr", "lora_bias_ptr", "base_bias_ptr"):
             signature[name] = "*fp32"
+        elif name == "token_ids_ptr":
+            signature[name] = "*i64"
         elif name.endswith("_ptr"):
             signature[name] = "*i32"
         else:
@@ -49,11 +51,13 @@ def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stage
 def main() -> None:
     shared = {"BLOCK_T": 32, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
     shrink = {"BLOCK_R": 64, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True, "stride_xk": 1}
-    compile_kernel(triton_kernel.shrink_kernel, "bf16", shrink | shared, num_stages=3)
+    compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink | shared, num_stages=3)
     expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "ADD_INPUTS": True, "stride_yn": 1}
     expand |= {"HAS_GAIN": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True}
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_SITES": 3, "ALIGN": 16}
-    compile_kernel(triton_kernel.expand_kernel, "bf16", expand | shared, num_stages=1)
+    compile_kernel(triton_expand.expand_kernel, "bf16", expand | shared, num_stages=1)
+    embed = {"BLOCK_T": 16, "BLOCK_R": 16, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
+    compile_kernel(triton_embedding.embed_kernel, "bf16", embed, num_stages=3)
     compile_kernel(triton_route.count_kernel, "i32", {"BLOCK": 1024}, num_stages=3)
     compile_kernel(triton_route.place_kernel, "i32", {"BLOCK": 1024, "SLOTS": 256}, num_stages=3)
 

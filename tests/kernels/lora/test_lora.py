@@ -183,7 +183,7 @@ def test_few_tokens_are_dense_and_many_are_grouped(
 
 def test_wrong_arguments_are_refused() -> None:
     inputs = make(by_name("mixed"), torch.float32)
-    with pytest.raises(ValueError, match=r"want \[9, 48\]"):
+    with pytest.raises(ValueError, match=r"want torch\.float32 \[9, 48\]"):
         add_lora(inputs.y, inputs.x[:, 1:], inputs.stacked, route_of(inputs))
-    with pytest.raises(ValueError, match=r"the adapters are torch\.float32"):
+    with pytest.raises(ValueError, match=r"y is torch\.bfloat16 .* want torch\.float32 \[9, 32\] as the adapters are"):
         add_lora(inputs.y.bfloat16(), inputs.x.bfloat16(), inputs.stacked, route_of(inputs))

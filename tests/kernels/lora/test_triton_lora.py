@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.lora import SiteGroup, lora_route, ops, reference, triton_kernel
+from kernels.lora import SiteGroup, lora_route, ops, reference, triton_expand, triton_shrink
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
+from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
 from kernels.lora.route import DeviceRoute, blocks_of_one, route_in_torch
-from kernels.lora.triton_kernel import Tiles
 from tests.kernels.tolerances import assert_close
 
 GROUP = (32, 48, 16)  # unequal, as with grouped queries
@@ -46,7 +46,7 @@ def empty_h(inputs: GroupInputs, planes: int = 1) -> torch.Tensor:
 
 def shrunk(inputs: GroupInputs, route: DeviceRoute, planes: int = 1, **options: Any) -> torch.Tensor:
     h = empty_h(inputs, planes)
-    triton_kernel.shrink(inputs.x, h, inputs.group, route, **options)
+    triton_shrink.shrink(inputs.x, h, inputs.group, route, **options)
     return h
 
 
@@ -68,7 +68,7 @@ def test_one_site_equals_the_definition(case: Case, dtype: torch.dtype, device: 
     h = shrunk(inputs, route)
     torch.testing.assert_close(h, expected_h, rtol=2e-5, atol=2e-5, equal_nan=True)
     y = on(inputs.y, device)
-    triton_kernel.expand(h, y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(h, y, inputs.group, route, add_inputs=True)
     assert_close(y, expected, magnitude=4.0)
     for token, slot in enumerate(case.token_slots):
         if slot < 0:
@@ -82,56 +82,56 @@ def test_unequal_sites_in_one_launch(case: Case, dtype: torch.dtype, device: tor
     _, expected = defined(inputs)
     route = route_of(inputs)
     y = on(inputs.y, device)
-    triton_kernel.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
     assert_close(y, expected, magnitude=4.0)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "tile_width", "block_tokens"),
+    ("ranks", "in_columns", "out_columns", "tile_width", "block_tokens"),
     [
-        (Tiles(16, 16, 16), 16, 16),
-        (Tiles(16, 128, 128), 128, 1),
-        (Tiles(32, 64, 32), 16, 32),
-        (Tiles(32, 64, 64), 192, 16),
-        (Tiles(64, 32, 16), 5, 1),
-        (Tiles(64, 64, 128), 64, 32),
+        (16, 16, 16, 16, 16),
+        (16, 128, 128, 128, 1),
+        (32, 64, 32, 48, 32),
+        (32, 64, 64, 192, 16),
+        (64, 32, 16, 5, 1),
+        (64, 64, 128, 64, 32),
+        (128, 128, 512, 100, 16),
     ],
     ids=str,
 )
 def test_exact_sums_have_the_same_bits_in_every_tiling(
-    tiles: Tiles, tile_width: int, block_tokens: int, device: torch.device
+    ranks: int, in_columns: int, out_columns: int, tile_width: int, block_tokens: int, device: torch.device
 ) -> None:
-    """Of small integers every sum is exact, so that nothing but the right one will do."""
-    sizes = {"in_features": 3 * tile_width, "tile_width": tile_width}
+    """Of small integers every sum is exact, so that nothing but the right one will do. Some widths end in a tile."""
+    sizes = {"in_features": 300, "tile_width": tile_width}
     inputs = on(
         make_group(replace(SMALL, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device
     )
     expected_h, expected = defined(inputs)
     route = route_of(inputs, block_tokens)
     for planes, parts in ((1, 2), (3, 3)):
-        h = shrunk(inputs, route, planes, parts=parts, tiles=tiles)
+        h = shrunk(inputs, route, planes, parts=parts, launch=ShrinkLaunch(ranks, in_columns))
         assert torch.equal(h.sum(0).nan_to_num(nan=99.0), expected_h[0].nan_to_num(nan=99.0))
         y = on(inputs.y, device)
-        triton_kernel.expand(h, y, inputs.group, route, add_inputs=True, tiles=tiles)
+        triton_expand.expand(h, y, inputs.group, route, add_inputs=True, launch=ExpandLaunch(out_columns))
         assert torch.equal(y, expected)
 
 
 def test_a_token_has_the_same_bits_in_every_batch(device: torch.device) -> None:
-    """Alone, beside others of its slot, of other slots, in another order, in parts or whole: one result."""
-    inputs = on(make_group(MIXED, (32,), torch.bfloat16), device)
+    """Alone, beside others of its slot or of others, in another order, in parts or whole, tiled otherwise."""
+    inputs = on(make_group(replace(MIXED, in_features=320), (32,), torch.bfloat16), device)
 
-    def run(tokens: torch.Tensor, block_tokens: int, planes: int) -> torch.Tensor:
+    def run(tokens: torch.Tensor, block_tokens: int, planes: int, in_columns: int = 128) -> torch.Tensor:
         part = replace(inputs, x=inputs.x[tokens], y=inputs.y[tokens], token_slots=inputs.token_slots[tokens])
         route = route_of(part, block_tokens)
-        tiles = Tiles(64, 16, 32)
-        h = shrunk(part, route, planes, parts=3, tiles=tiles)
-        triton_kernel.expand(h, part.y, part.group, route, add_inputs=True, tiles=tiles)
+        h = shrunk(part, route, planes, parts=3, launch=ShrinkLaunch(64, in_columns))
+        triton_expand.expand(h, part.y, part.group, route, add_inputs=True)
         return part.y
 
     everyone = torch.arange(len(MIXED.token_slots), device=device)
     together = run(everyone, 16, 1)
     assert torch.equal(run(everyone, 16, 3), together)
-    assert torch.equal(run(everyone, 1, 3), together)
+    assert torch.equal(run(everyone, 1, 3, 64), together)
     assert torch.equal(run(everyone.flip(0), 16, 1).flip(0), together)
     for token in (0, 8):
         assert torch.equal(run(everyone[token : token + 1], 16, 3), together[token : token + 1])
@@ -142,7 +142,7 @@ def test_without_inputs_the_output_is_overwritten(device: torch.device) -> None:
     inputs.y.fill_(NAN)
     _, expected = defined(inputs, add_inputs=False)
     route = route_of(inputs)
-    triton_kernel.expand(shrunk(inputs, route), inputs.y, inputs.group, route, add_inputs=False)
+    triton_expand.expand(shrunk(inputs, route), inputs.y, inputs.group, route, add_inputs=False)
     assert_close(inputs.y, expected, magnitude=4.0)
     assert not inputs.y[2].any()
 
@@ -152,10 +152,10 @@ def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
     inputs = on(make_group(Case("rank", (0, 1), (8, 20)), (32,), torch.float32), device)
     wide = torch.full((1, 1, 2, 32), 7.0, device=device)
     route = route_of(inputs)
-    triton_kernel.shrink(inputs.x, wide[..., :12], inputs.group, route)
+    triton_shrink.shrink(inputs.x, wide[..., :12], inputs.group, route)
     assert wide[0, 0, 1, :12].isnan().all()
     assert (wide[..., 12:] == 7.0).all()
-    triton_kernel.expand(wide[..., :12], inputs.y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(wide[..., :12], inputs.y, inputs.group, route, add_inputs=True)
     assert inputs.y[1].isnan().all()
     assert inputs.y[0].isfinite().all()
 
@@ -176,7 +176,7 @@ def test_random_groups(ranks: list[int], data: st.DataObject, num_in: int, num_o
     _, expected = defined(inputs)
     route = route_of(inputs)
     y = on(inputs.y, device)
-    triton_kernel.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
     assert torch.equal(y, expected)
 
 

@@ -1,0 +1,187 @@
+"""Expand on pages in Triton, for any mix of ranks and widths in one launch, with LoRA bias and DoRA gain."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.lora.launch import ExpandLaunch
+from kernels.lora.layout import PAGE_RANKS, Epilogue, SiteGroup
+from kernels.lora.route import DeviceRoute, padded_block_tokens
+from kernels.lora.triton_pages import block_tokens, page_offsets
+
+# Ranks of one step of a program. Fixed, since it decides the order of the sum.
+EXPAND_RANKS = 32
+
+
+@triton.jit(do_not_specialize=["width", "stride_hp", "stride_hs"])
+def expand_kernel(
+    h_ptr,
+    y_ptr,
+    pages_ptr,
+    page_ids_ptr,
+    first_ptr,
+    rank_ptr,
+    scaling_ptr,
+    gain_ptr,
+    lora_bias_ptr,
+    base_bias_ptr,
+    order_ptr,
+    block_slot_ptr,
+    block_start_ptr,
+    block_end_ptr,
+    in_tiles,
+    width,
+    stride_hp,
+    stride_hs,
+    stride_ht,
+    stride_yt,
+    stride_yn,
+    stride_table,
+    stride_gain,
+    stride_lora_bias,
+    OUT_FEATURES: tl.constexpr,
+    NUM_SITES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    ADD_INPUTS: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    HAS_LORA_BIAS: tl.constexpr,
+    HAS_BASE_BIAS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+):
+    """y [token, columns of site] (+)= scaling[site, slot] * (sum of planes of h) @ B[site, slot], rounded once.
+
+    The sum over ranks is float32, of h rounded to the weights' dtype. Then kernels.lora.layout.Epilogue.
+    Grid: [blocks, column tiles, sites].
+    """
+    block = tl.program_id(0)
+    site = tl.program_id(2)
+    # Columns of the site: sites lie side by side in y.
+    site_begin = 0
+    out_features = OUT_FEATURES[0]
+    for other in tl.static_range(1, NUM_SITES):
+        site_begin += tl.where(site >= other, OUT_FEATURES[other - 1], 0)
+        out_features = tl.where(site == other, OUT_FEATURES[other], out_features)
+    column = tl.program_id(1) * BLOCK_N
+    slot = tl.load(block_slot_ptr + block)
+    if (slot >= 0) & (column < out_features):
+        table = site.to(tl.int64) * stride_table + slot
+        rank = tl.load(rank_ptr + table)
+        if rank > 0:
+            tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
+            offs_n = column + tl.arange(0, BLOCK_N)
+            is_y = is_token[:, None] & (offs_n < out_features)[None, :]
+            y_columns = tl.multiple_of(site_begin + column, ALIGN) + tl.arange(0, BLOCK_N)
+            y_at = y_ptr + (tokens * stride_yt)[:, None] + (y_columns.to(tl.int64) * stride_yn)[None, :]
+            if ADD_INPUTS:  # asked for before the products, needed after them
+                base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
+            first = tl.load(first_ptr + table) + tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
+            h_rows = h_ptr + site.to(tl.int64) * stride_hs + tokens * stride_ht
+            acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+            for rank_begin in range(0, rank, BLOCK_R):
+                offs_r = rank_begin + tl.arange(0, BLOCK_R)
+                is_rank = offs_r < rank
+                is_h = is_token[:, None] & (offs_r < tl.minimum(rank, width))[None, :]
+                h = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+                for plane in tl.static_range(NUM_PLANES):
+                    h_plane = h_rows + tl.cast(plane, tl.int64) * stride_hp
+                    h += tl.load(h_plane[:, None] + offs_r[None, :], mask=is_h, other=0.0)
+                offsets, is_inside = page_offsets(
+                    page_ids_ptr,
+                    first,
+                    tl.cdiv(out_features, TILE_WIDTH),
+                    offs_r,
+                    is_rank,
+                    column,
+                    out_features,
+                    BLOCK_N,
+                    TILE_WIDTH,
+                    PAGE_RANKS,
+                )
+                b = tl.load(pages_ptr + offsets, mask=is_inside, other=0.0)
+                acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
+            is_column = offs_n < out_features
+            if HAS_LORA_BIAS:
+                lora_bias_at = lora_bias_ptr + slot.to(tl.int64) * stride_lora_bias + y_columns
+                acc += tl.load(lora_bias_at, mask=is_column, other=0.0)[None, :]
+            acc *= tl.load(scaling_ptr + table)
+            if ADD_INPUTS:
+                acc += base
+            if HAS_GAIN:
+                gain_at = gain_ptr + slot.to(tl.int64) * stride_gain + y_columns
+                gain = tl.load(gain_at, mask=is_column, other=1.0)[None, :]
+                if HAS_BASE_BIAS:
+                    bias = tl.load(base_bias_ptr + y_columns, mask=is_column, other=0.0)[None, :]
+                    # A gain of 1 changes no bit.
+                    acc = tl.where(gain == 1.0, acc, gain * (acc - bias) + bias)
+                else:
+                    acc *= gain
+            tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_y)
+
+
+def expand(
+    h: torch.Tensor,
+    y: torch.Tensor,
+    group: SiteGroup,
+    route: DeviceRoute,
+    *,
+    add_inputs: bool,
+    epilogue: Epilogue | None = None,
+    launch: ExpandLaunch | None = None,
+) -> None:
+    """h [planes, sites, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
+    gain, lora_bias, base_bias = (epilogue.gain, epilogue.lora_bias, epilogue.base_bias) if epilogue else (None,) * 3
+    planes, num_sites, _, width = h.shape
+    if not add_inputs:
+        y.zero_()
+    if route.num_blocks == 0 or width == 0:
+        return
+    launch = launch or ExpandLaunch.choose(y, width, group)
+    grid = (route.num_blocks, triton.cdiv(max(group.out_features), launch.out_columns), num_sites)
+    expand_kernel[grid](
+        h,
+        y,
+        group.pages,
+        group.page_ids,
+        group.first,
+        group.rank,
+        group.scaling,
+        h if gain is None else gain,
+        h if lora_bias is None else lora_bias,
+        h if base_bias is None else base_bias,
+        route.order,
+        route.block_slot,
+        route.block_start,
+        route.block_end,
+        triton.cdiv(group.in_features, group.pages.shape[2]),
+        width,
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        y.stride(0),
+        y.stride(1),
+        group.first.stride(0),
+        0 if gain is None else gain.stride(0),
+        0 if lora_bias is None else lora_bias.stride(0),
+        OUT_FEATURES=group.out_features,
+        NUM_SITES=num_sites,
+        ALIGN=16 if all(features % 16 == 0 for features in group.out_features) else 1,
+        BLOCK_T=padded_block_tokens(route.block_tokens),
+        BLOCK_R=EXPAND_RANKS,
+        BLOCK_N=launch.out_columns,
+        NUM_PLANES=planes,
+        ADD_INPUTS=add_inputs,
+        HAS_GAIN=gain is not None,
+        HAS_LORA_BIAS=lora_bias is not None,
+        HAS_BASE_BIAS=base_bias is not None,
+        TILE_WIDTH=group.pages.shape[2],
+        PAGE_RANKS=PAGE_RANKS,
+        num_warps=launch.num_warps,
+        num_stages=1,
+    )

@@ -1,0 +1,50 @@
+"""What the LoRA kernels share: where a page's elements lie, and which tokens a block has.
+
+A program takes one block of a route: up to BLOCK_T tokens of one slot. It ends at once if the block is not needed, or
+if the slot's rank at the site does not reach its ranks; so tokens without an adapter and ranks that others have cost
+nothing. Sums are float32 and of a fixed order, without atomics: the same token has the same bits in every batch.
+
+Blocks have 16 or 32 rows, so that every product is mma.sync: ptxas before 13.3 miscompiles pipelined wgmma with an
+operand in registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def page_offsets(
+    page_ids_ptr,
+    first,
+    num_tiles,
+    offs_r,
+    is_rank,
+    column,
+    num_columns,
+    BLOCK_C: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+):
+    """Offsets [R, C] into the pages of a matrix for ranks offs_r and columns from `column` on, and which exist."""
+    offs_c = column + tl.arange(0, BLOCK_C)
+    ids_ptr = page_ids_ptr + first + (offs_r // PAGE_RANKS) * num_tiles
+    in_page = (offs_r % PAGE_RANKS) * TILE_WIDTH
+    is_inside = is_rank[:, None] & (offs_c < num_columns)[None, :]
+    if TILE_WIDTH % BLOCK_C == 0:  # all columns are of one tile
+        page = tl.load(ids_ptr + column // TILE_WIDTH, mask=is_rank & (column < num_columns), other=0).to(tl.int64)
+        rows = page * (PAGE_RANKS * TILE_WIDTH) + in_page
+        offsets = rows[:, None] + (column % TILE_WIDTH + tl.arange(0, BLOCK_C))[None, :]
+    else:
+        page = tl.load(ids_ptr[:, None] + (offs_c // TILE_WIDTH)[None, :], mask=is_inside, other=0).to(tl.int64)
+        offsets = page * (PAGE_RANKS * TILE_WIDTH) + in_page[:, None] + (offs_c % TILE_WIDTH)[None, :]
+    return offsets, is_inside
+
+
+@triton.jit
+def block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T: tl.constexpr):
+    """The tokens of a block as int64 [BLOCK_T], and which of them exist."""
+    offs = tl.load(block_start_ptr + block) + tl.arange(0, BLOCK_T)
+    is_token = offs < tl.load(block_end_ptr + block)
+    return tl.load(order_ptr + offs, mask=is_token, other=0).to(tl.int64), is_token

@@ -1,0 +1,154 @@
+"""Shrink on pages in Triton, for any mix of ranks in one launch.
+
+The sum over the input is cut in NUM_PARTS parts by the input's width alone; whether one program computes all parts or
+each its own plane, they are added in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.lora.launch import ShrinkLaunch, num_parts, part_steps
+from kernels.lora.layout import PAGE_RANKS, SiteGroup
+from kernels.lora.route import DeviceRoute, padded_block_tokens
+from kernels.lora.triton_pages import block_tokens, page_offsets
+
+
+@triton.jit(do_not_specialize=["width", "stride_hp", "stride_hs"])
+def shrink_kernel(
+    x_ptr,
+    h_ptr,
+    pages_ptr,
+    page_ids_ptr,
+    first_ptr,
+    rank_ptr,
+    order_ptr,
+    block_slot_ptr,
+    block_start_ptr,
+    block_end_ptr,
+    scaling,
+    in_features,
+    width,
+    stride_xt,
+    stride_xk,
+    stride_hp,
+    stride_hs,
+    stride_ht,
+    stride_table,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PART_STEPS: tl.constexpr,
+    HAS_PLANES: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+):
+    """h [plane, site, token, rank] = scaling * x [token, in] @ A[site, slot].T, float32.
+
+    Grid: [blocks, rank tiles * planes, sites]. Without planes there is one, the sum of all parts.
+    """
+    block = tl.program_id(0)
+    site = tl.program_id(2).to(tl.int64)
+    slot = tl.load(block_slot_ptr + block)
+    if slot >= 0:
+        rank = tl.load(rank_ptr + site * stride_table + slot)
+        if HAS_PLANES:
+            plane = tl.program_id(1) % NUM_PARTS
+            rank_begin = (tl.program_id(1) // NUM_PARTS) * BLOCK_R
+            part_begin = plane
+            part_end = plane + 1
+        else:
+            plane = 0
+            rank_begin = tl.program_id(1) * BLOCK_R
+            part_begin = 0
+            part_end = NUM_PARTS
+        if rank_begin < rank:
+            tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
+            first = tl.load(first_ptr + site * stride_table + slot)
+            offs_r = rank_begin + tl.arange(0, BLOCK_R)
+            is_rank = offs_r < rank
+            x_rows = x_ptr + tokens * stride_xt
+            total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+            for part in range(part_begin, part_end):
+                acc = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+                for step in range(0, PART_STEPS):
+                    column = (part * PART_STEPS + step) * BLOCK_K
+                    offs_k = column + tl.arange(0, BLOCK_K)
+                    is_x = is_token[:, None] & (offs_k < in_features)[None, :]
+                    x = tl.load(x_rows[:, None] + (offs_k.to(tl.int64) * stride_xk)[None, :], mask=is_x, other=0.0)
+                    offsets, is_inside = page_offsets(
+                        page_ids_ptr,
+                        first,
+                        tl.cdiv(in_features, TILE_WIDTH),
+                        offs_r,
+                        is_rank,
+                        column,
+                        in_features,
+                        BLOCK_K,
+                        TILE_WIDTH,
+                        PAGE_RANKS,
+                    )
+                    a = tl.load(pages_ptr + offsets, mask=is_inside, other=0.0)
+                    acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+                total += acc
+            total *= scaling
+            # A launch cannot raise: ranks that h has no room for turn its rows to NaN.
+            total = tl.where(rank > width, float("nan"), total)
+            h_rows = h_ptr + plane.to(tl.int64) * stride_hp if HAS_PLANES else h_ptr
+            h_rows += site * stride_hs + tokens * stride_ht
+            is_h = is_token[:, None] & (offs_r < tl.minimum(rank, width))[None, :]
+            tl.store(h_rows[:, None] + offs_r[None, :], total, mask=is_h)
+
+
+def shrink(
+    x: torch.Tensor,
+    h: torch.Tensor,
+    group: SiteGroup,
+    route: DeviceRoute,
+    *,
+    scaling: float = 1.0,
+    parts: int | None = None,
+    launch: ShrinkLaunch | None = None,
+) -> None:
+    """x [T, in] into h [planes, sites, T, width]; planes is 1 or `parts` (default num_parts(in))."""
+    planes, num_sites, _, width = h.shape
+    parts = num_parts(group.in_features) if parts is None else parts
+    assert planes in (1, parts), f"{planes} planes for {parts} parts"
+    if route.num_blocks == 0 or width == 0:
+        return
+    launch = launch or ShrinkLaunch.choose(x, width, group)
+    grid = (route.num_blocks, triton.cdiv(width, launch.ranks) * planes, num_sites)
+    shrink_kernel[grid](
+        x,
+        h,
+        group.pages,
+        group.page_ids,
+        group.first,
+        group.rank,
+        route.order,
+        route.block_slot,
+        route.block_start,
+        route.block_end,
+        scaling,
+        group.in_features,
+        width,
+        x.stride(0),
+        x.stride(1),
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        group.first.stride(0),
+        BLOCK_T=padded_block_tokens(route.block_tokens),
+        BLOCK_R=launch.ranks,
+        BLOCK_K=launch.in_columns,
+        NUM_PARTS=parts,
+        PART_STEPS=part_steps(group.in_features, parts, launch.in_columns),
+        HAS_PLANES=planes > 1,
+        TILE_WIDTH=group.pages.shape[2],
+        PAGE_RANKS=PAGE_RANKS,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )

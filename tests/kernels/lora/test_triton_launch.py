@@ -1,0 +1,80 @@
+"""Launch parameters: what is refused, that tables reach the kernels, that no choice moves the parts of a sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import tuning
+from kernels.lora import SiteGroup, launch, triton_expand, triton_shrink
+from kernels.lora.cases import Case, make_group
+from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, expand_sizes, num_parts, part_steps, shrink_sizes
+from kernels.lora.route import route_in_torch
+
+DEVICE = "A GPU"
+
+
+@pytest.mark.parametrize("in_features", [1, 100, 1024, 4096, 5120, 11008, 14336])
+def test_parts_have_the_same_columns_whatever_the_steps(in_features: int) -> None:
+    parts = num_parts(in_features)
+    whole = part_steps(in_features, parts, 128) * 128
+    assert parts * whole >= in_features
+    for in_columns in (16, 32, 64):
+        columns = part_steps(in_features, parts, in_columns) * in_columns
+        assert columns == whole if parts > 1 else columns >= in_features
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ShrinkLaunch(8, 64), "ranks is 8, want a power of two from 16 to 128"),
+        (lambda: ShrinkLaunch(16, 256), "in_columns is 256, want a power of two from 16 to 128"),
+        (lambda: ShrinkLaunch(16, 64, num_warps=3), "num_warps is 3"),
+        (lambda: ShrinkLaunch(16, 64, num_stages=0), "num_stages is 0, want 1 to 8"),
+        (lambda: ExpandLaunch(24), "out_columns is 24"),
+        (lambda: ExpandLaunch(64, num_warps=32), "num_warps is 32"),
+    ],
+)
+def test_what_the_kernels_cannot_run_with_is_refused(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("width", "page", "ranks", "columns"), [(8, 1024, 16, 128), (40, 48, 64, 16), (200, 5, 64, 64)]
+)
+def test_defaults_follow_ranks_and_pages(width: int, page: int, ranks: int, columns: int) -> None:
+    group = make_group(Case("default", (0,), (8,), page, tile_width=page), (page,), torch.float32).group
+    assert ShrinkLaunch.default(width, group) == ShrinkLaunch(ranks, columns)
+    assert ExpandLaunch.default(group) == ExpandLaunch(columns)
+
+
+def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    inputs = make_group(Case("tuned", (0, 1, -1), (8, 20), 96), (32, 64), torch.bfloat16, is_exact=True)
+    group = SiteGroup(
+        *(getattr(inputs.group, name).to(device) for name in ("pages", "page_ids", "first", "rank", "scaling")),
+        inputs.group.in_features,
+        inputs.group.out_features,
+    )
+    x, y, route = inputs.x.to(device), inputs.y.to(device), route_in_torch(inputs.token_slots.to(device), 2, 16)
+    buckets = (
+        ("lora_shrink", shrink_sizes(x, 21, group), {"ranks": 16, "in_columns": 32, "num_warps": 2}),
+        ("lora_expand", expand_sizes(y, 21, group), {"out_columns": 64, "num_warps": 8}),
+    )
+    for op, sizes, parameters in buckets:
+        tuning.write_table(op, DEVICE, {}, {tuning.bucket_name(**sizes): parameters}, tmp_path)
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    monkeypatch.setattr(launch, "device_name", lambda tensor: DEVICE)
+    assert ShrinkLaunch.choose(x, 21, group) == ShrinkLaunch(16, 32, 2)
+    assert ExpandLaunch.choose(y, 21, group) == ExpandLaunch(64, 8)
+    assert ShrinkLaunch.choose(x, 40, group) == ShrinkLaunch.default(40, group)
+    results = []
+    for shrink_launch, expand_launch in ((None, None), (ShrinkLaunch(64, 16), ExpandLaunch(16))):
+        h, total = torch.empty(1, 2, 3, 21, device=device), y.clone()
+        triton_shrink.shrink(x, h, group, route, launch=shrink_launch)
+        triton_expand.expand(h, total, group, route, add_inputs=True, launch=expand_launch)
+        results.append(total)
+    assert torch.equal(results[0], results[1])
