@@ -65,7 +65,7 @@ class WorkerSession:
         self.epoch = epoch
         self.max_rows = hello.max_rows
         self.limits = limits_of(hello, settings.plan_depth)
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, settings.scheduler)
         self._device = hello.device
         self._settings = settings
         self._owner = owner

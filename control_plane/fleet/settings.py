@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
@@ -16,6 +18,7 @@ class FleetSettings:
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
     quarantine_s: float = 5.0  # how long a worker that sent garbage stays out, seconds
+    scheduler: SchedulerSettings = DEFAULT_SETTINGS  # of every worker
 
     def __post_init__(self) -> None:
         for name in ("max_waiting_requests", "plan_depth", "heartbeat_interval_ms"):

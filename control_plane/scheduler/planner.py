@@ -11,21 +11,18 @@ from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.preemption import choose_paused, choose_victim
 from control_plane.scheduler.roster import Roster, by_order
 from control_plane.scheduler.sequence import Sequence, SequenceState
+from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import NewRow, ScheduledRow, WorkerLimits
-
-# Blocks that an admission leaves free while others run, as a share of the pool: their next decodes need them, and an
-# admission that is preempted at once is wasted work.
-WATERMARK = 0.01
 
 
 class Planner:
     """Fills step plans for one worker."""
 
-    def __init__(self, limits: WorkerLimits, roster: Roster) -> None:
+    def __init__(self, limits: WorkerLimits, roster: Roster, settings: SchedulerSettings) -> None:
         self._block_size = limits.block_size
         self._roster = roster
         self._decode_rows = [ScheduledRow(row, 1, True) for row in range(limits.max_rows)]
-        self._watermark = max(1, round(limits.num_blocks * WATERMARK))
+        self._watermark = max(1, round(limits.num_blocks * settings.watermark))
         self.prefix_query_tokens = 0  # looked up at first admissions, in all
         self.prefix_hit_tokens = 0  # of those found in the prefix cache
 

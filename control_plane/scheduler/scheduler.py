@@ -16,12 +16,14 @@ from dataclasses import replace
 
 from control_plane.scheduler.admission import make_sequence
 from control_plane.scheduler.deadlines import Deadlines
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.plan_draft import Flight, PlanDraft, check_answer
 from control_plane.scheduler.planner import Planner
 from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.roster import Roster, by_order
 from control_plane.scheduler.sequence import Sequence, SequenceState
+from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
 from control_plane.scheduler.types import (
     FinishReason,
@@ -38,14 +40,22 @@ from control_plane.scheduler.types import (
 class Scheduler:
     """Decides what one worker computes."""
 
-    def __init__(self, limits: WorkerLimits) -> None:
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        settings: SchedulerSettings = DEFAULT_SETTINGS,
+        counters: VirtualCounters | None = None,
+    ) -> None:
+        """`counters` are the tenants' accounts, one object for all schedulers of a process; None: its own."""
         self.limits = limits
+        self.settings = settings
+        self.counters = VirtualCounters() if counters is None else counters
         self.roster = roster = Roster(limits)
         # Its parts at hand; they are the roster's for good.
         self.pool, self.cache, self.slots, self.rows = roster.pool, roster.cache, roster.slots, roster.rows
         self.waiting, self.running, self.sequences = roster.waiting, roster.running, roster.sequences
         self.flights: deque[Flight] = deque()  # unanswered plans, oldest first
-        self._planner = Planner(limits, roster)
+        self._planner = Planner(limits, roster, settings)
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []  # ends that came up where none could be returned
         self._next_step_id = 1

@@ -1,0 +1,150 @@
+"""Virtual token counters: whose turn it is among tenants that wait.
+
+Every tenant has a counter of the service that it got, weighted tokens over its weight; the waiting tenant with the
+least is served next. One object is shared by all schedulers of the process, so that a tenant is counted once over all
+workers. Method: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 and its weighted
+form: two tenants that both wait all the time differ in service over weight by no more than 2 x max(prefill of the
+longest prompt, decode of all tokens that run at once).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Prices of the paper and of S-LoRA: a token that is generated costs about twice one that is read.
+PREFILL_WEIGHT = 1.0
+DECODE_WEIGHT = 2.0
+# Accounts that are kept in any case; beyond, idle ones are forgotten that a lift would bring back as they are.
+MIN_KEPT_TENANTS = 1024
+
+
+@dataclass(slots=True)
+class Tenant:
+    """The account of one tenant."""
+
+    weight: float  # share of service, against the others' weights
+    counter: float = 0.0  # virtual: weighted tokens over weight, lifts included; never falls
+    num_waiting: int = 0  # requests that wait to be admitted, over all workers
+    is_listed: bool = False  # among those whose counters are compared
+    num_prefill_tokens: int = 0  # service in all, tokens
+    num_decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """One tenant at one moment."""
+
+    tenant: str
+    weight: float
+    counter: float  # virtual tokens
+    num_waiting: int  # requests
+    num_prefill_tokens: int  # total
+    num_decode_tokens: int  # total
+
+
+class VirtualCounters:
+    """Accounts of all tenants, made as they come."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        default_weight: float = 1.0,
+        prefill_weight: float = PREFILL_WEIGHT,
+        decode_weight: float = DECODE_WEIGHT,
+    ) -> None:
+        """Raises ValueError for a weight that is not a finite number above zero."""
+        self._weights = dict(weights or {})
+        named = [*self._weights.items(), ("default_weight", default_weight)]
+        for name, weight in [*named, ("prefill_weight", prefill_weight), ("decode_weight", decode_weight)]:
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"{name}: weight {weight} is no finite number above 0")
+        self._default_weight = default_weight
+        self._prefill_weight = prefill_weight
+        self._decode_weight = decode_weight
+        self._tenants: dict[str, Tenant] = {}
+        self._max_tenants = MIN_KEPT_TENANTS  # accounts at which idle ones are forgotten
+        # Every waiting tenant is here once, at a counter that it had; a counter never falls, so the front is corrected
+        # when it is looked at.
+        self._waiting: list[tuple[float, str]] = []
+        self._last_counter = 0.0  # of the tenant that was the last to stop waiting
+
+    def counter(self, tenant: str) -> float:
+        """The tenant's virtual counter."""
+        return self._tenant(tenant).counter
+
+    def wait(self, tenant: str) -> None:
+        """One more of its requests waits. A tenant that comes back is lifted: idle time is no credit.
+
+        It goes to the least counter of those that wait, or, where none does, to that of the last one that did.
+        """
+        account = self._tenant(tenant)
+        if account.num_waiting == 0:
+            account.counter = max(account.counter, self._floor())
+            if not account.is_listed:
+                account.is_listed = True
+                heapq.heappush(self._waiting, (account.counter, tenant))
+        account.num_waiting += 1
+
+    def stop_waiting(self, tenant: str) -> None:
+        """One of its requests waits no more."""
+        account = self._tenants[tenant]
+        assert account.num_waiting > 0, f"tenant {tenant} stops waiting but has no request that waits"
+        account.num_waiting -= 1
+        if account.num_waiting == 0:
+            self._last_counter = account.counter
+
+    def charge_prefill(self, tenant: str, num_tokens: int) -> None:
+        """The tenant gets this many tokens of a prompt computed."""
+        account = self._tenant(tenant)
+        account.num_prefill_tokens += num_tokens
+        account.counter += self._prefill_weight * num_tokens / account.weight
+
+    def charge_decode(self, tenant: str, num_tokens: int) -> None:
+        """The tenant got this many generated tokens."""
+        account = self._tenant(tenant)
+        account.num_decode_tokens += num_tokens
+        account.counter += self._decode_weight * num_tokens / account.weight
+
+    def stats(self) -> list[TenantStats]:
+        """All tenants by name."""
+        return [
+            TenantStats(name, t.weight, t.counter, t.num_waiting, t.num_prefill_tokens, t.num_decode_tokens)
+            for name, t in sorted(self._tenants.items())
+        ]
+
+    def _tenant(self, name: str) -> Tenant:
+        account = self._tenants.get(name)
+        if account is None:
+            if len(self._tenants) >= self._max_tenants:
+                self._forget_idle()
+            account = self._tenants[name] = Tenant(self._weights.get(name, self._default_weight))
+        return account
+
+    def _forget_idle(self) -> None:
+        """Drop the accounts that a lift would set to what they are; names come from outside and have no end."""
+        self._waiting = [(t.counter, name) for name, t in self._tenants.items() if t.num_waiting > 0]
+        heapq.heapify(self._waiting)
+        floor = self._floor()
+        for name, account in list(self._tenants.items()):
+            account.is_listed = account.num_waiting > 0
+            if not account.is_listed and account.counter <= floor:
+                del self._tenants[name]
+        self._max_tenants = max(MIN_KEPT_TENANTS, 2 * len(self._tenants))
+
+    def _floor(self) -> float:
+        """What a tenant that comes back is lifted to."""
+        heap = self._waiting
+        while heap:
+            counter, name = heap[0]
+            account = self._tenants[name]
+            if account.num_waiting == 0:
+                heapq.heappop(heap)
+                account.is_listed = False
+            elif account.counter > counter:
+                heapq.heapreplace(heap, (account.counter, name))
+            else:
+                return counter
+        return self._last_counter

@@ -1,0 +1,100 @@
+"""Virtual token counters: lifts, weights, and the bound of the paper on a server that is never idle."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from control_plane.scheduler.fairness import DECODE_WEIGHT, MIN_KEPT_TENANTS, PREFILL_WEIGHT, VirtualCounters
+
+
+def test_service_is_priced_by_kind_and_divided_by_weight() -> None:
+    counters = VirtualCounters({"paying": 4.0})
+    counters.charge_prefill("paying", 10)
+    counters.charge_decode("paying", 3)
+    counters.charge_decode("other", 3)
+    assert counters.counter("paying") == (10 * PREFILL_WEIGHT + 3 * DECODE_WEIGHT) / 4
+    assert counters.counter("other") == 3 * DECODE_WEIGHT
+    (other, paying) = counters.stats()
+    assert (other.tenant, other.num_decode_tokens) == ("other", 3)
+    assert (paying.num_prefill_tokens, paying.num_decode_tokens, paying.weight) == (10, 3, 4.0)
+
+
+def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_that_wait() -> None:
+    counters = VirtualCounters()
+    for tenant, num_tokens in [("a", 100), ("b", 300)]:
+        counters.wait(tenant)
+        counters.charge_prefill(tenant, num_tokens)
+    counters.wait("late")
+    assert counters.counter("late") == 100
+    counters.charge_prefill("late", 500)
+    counters.stop_waiting("late")
+    counters.wait("late")
+    assert counters.counter("late") == 600, "a lift never takes service away"
+
+
+def test_where_nobody_waits_the_lift_goes_to_the_last_who_did() -> None:
+    counters = VirtualCounters()
+    counters.wait("a")
+    counters.charge_prefill("a", 70)
+    counters.stop_waiting("a")
+    counters.wait("late")
+    assert counters.counter("late") == 70
+
+
+def test_only_the_first_waiting_request_of_a_tenant_lifts_it() -> None:
+    counters = VirtualCounters()
+    counters.wait("a")
+    counters.wait("b")
+    counters.charge_prefill("b", 50)
+    counters.stop_waiting("a")
+    counters.wait("a")
+    counters.wait("a")
+    assert counters.counter("a") == 50
+    counters.charge_prefill("b", 50)
+    counters.stop_waiting("a")
+    assert counters.counter("a") == 50
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused_by_name(weight: float) -> None:
+    with pytest.raises(ValueError, match="tenant-7"):
+        VirtualCounters({"tenant-7": weight})
+
+
+def test_idle_accounts_that_a_lift_would_restore_are_forgotten() -> None:
+    counters = VirtualCounters()
+    counters.charge_prefill("debtor", 1000)
+    counters.wait("busy")
+    counters.charge_prefill("busy", 10)
+    for idx in range(3 * MIN_KEPT_TENANTS):
+        counters.wait(f"passer-by {idx}")
+        counters.stop_waiting(f"passer-by {idx}")
+    assert len(counters.stats()) <= MIN_KEPT_TENANTS + 1
+    assert counters.counter("debtor") == 1000, "who had more than the others is remembered"
+
+
+def test_backlogged_tenants_get_service_within_the_bound_of_the_paper_whoever_joins_and_leaves() -> None:
+    """One server, one request at a time: two tenants that wait all the time differ by two longest requests at most."""
+    rng = random.Random(5)
+    longest = 60
+    counters = VirtualCounters({"double": 2.0})
+    tenants = ["single", "double", "now and then"]
+    served = dict.fromkeys(tenants, 0.0)
+    waiting = {"single": 1, "double": 1, "now and then": 0}
+    for tenant in ("single", "double"):
+        counters.wait(tenant)
+    for _ in range(4000):
+        if waiting["now and then"] == 0 and rng.random() < 0.05:
+            waiting["now and then"] = 1
+            counters.wait("now and then")
+        tenant = min((t for t in tenants if waiting[t]), key=lambda t: (counters.counter(t), t))
+        num_tokens = rng.randint(1, longest)
+        counters.charge_prefill(tenant, num_tokens)
+        served[tenant] += num_tokens * PREFILL_WEIGHT
+        if tenant == "now and then":
+            waiting[tenant] = 0
+            counters.stop_waiting(tenant)
+        assert abs(served["single"] - served["double"] / 2) <= 2 * longest * PREFILL_WEIGHT
+    assert served["now and then"] > 0
