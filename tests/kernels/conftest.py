@@ -76,5 +76,29 @@ def mend_interpreter() -> None:
     builder.create_dot = dot_of_floats
 
 
+def patch_once_per_launch() -> None:
+    """Have the interpreter patch the language once per launch, not in every call of a helper: most of its time."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch_lang, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+    patched: set[int] = set()  # ids of the modules patched since the launch began
+
+    def patch_what_is_not(fn: Any) -> Any:
+        modules = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if modules and modules <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(modules)
+        return patch_lang(fn)
+
+    def restore_and_forget(self: Any) -> None:
+        patched.clear()
+        restore(self)
+
+    interpreter._patch_lang = patch_what_is_not
+    interpreter._LangPatchScope.restore = restore_and_forget
+
+
 if os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON:
     mend_interpreter()
+    patch_once_per_launch()
