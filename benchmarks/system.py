@@ -1,4 +1,4 @@
-"""Starts a whole Motet as child processes for the demo, the benchmarks and the GPU check, and ends it again.
+"""Starts Motet's processes for the demo, the benchmarks and the tests, and ends them again.
 
 The control plane brings its embedded Redis. Ports are the system's choice, read from the ready lines.
 """
@@ -13,15 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 ROOT = Path(__file__).resolve().parents[1]
-_CONTROL_PLANE_READY = re.compile(r"motet control-plane ready clients=(\S+) workers=(\S+)")
-_WORKER_READY = re.compile(r"motet worker ready worker_id=(\S+) epoch=(\d+)")
+CONTROL_PLANE_READY = re.compile(r"motet control-plane ready clients=(\S+) workers=(\S+)")
+WORKER_READY = re.compile(r"motet worker ready worker_id=(\S+) epoch=(\d+)")
 
 
 class StartFailed(Exception):
@@ -29,21 +29,30 @@ class StartFailed(Exception):
 
 
 class Child:
-    """One process: its stdout is watched for the ready line, its stderr goes to a log file."""
+    """One Python process: its stdout is watched for lines, its stderr goes to a log file."""
 
-    def __init__(self, name: str, command: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], log_path: Path, *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start the interpreter with these arguments; `environment` is added to this process's own."""
         self.name = name
         self._log_path = log_path
         path = os.pathsep.join([str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
+        with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                list(command), cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=log
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
             )
         # None: the process closed its stdout.
         self._lines: queue.Queue[str | None] = queue.Queue()
         assert self._process.stdout is not None
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -64,22 +73,35 @@ class Child:
                 return match
 
     def log_tail(self, num_lines: int = 20) -> str:
+        """The end of its stderr."""
         lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
+    def send(self, signum: int) -> None:
+        """Send a signal, if it still runs."""
+        self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """End it at once, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
     def stop(self, timeout_s: float = 20.0) -> int:
-        """Ask it to end, insist after `timeout_s`; its exit status."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        """Ask it to end, insist after `timeout_s`; its exit status. Idempotent."""
+        for signum in (signal.SIGCONT, signal.SIGTERM):
+            self._process.send_signal(signum)
         try:
-            return self._process.wait(timeout_s)
+            code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait()
+            code = self._process.wait()
+        self._reader.join()
+        return code
 
     def _read(self, stdout: IO[bytes]) -> None:
-        for line in stdout:
-            self._lines.put(line.decode(errors="replace").rstrip())
+        with stdout:
+            for line in stdout:
+                self._lines.put(line.decode(errors="replace").rstrip())
         self._lines.put(None)
 
 
@@ -108,17 +130,17 @@ class System:
     def _start(self) -> None:
         listen = ["--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]
         model = ["--model", str(self.model_dir)]
-        command = [sys.executable, "-m", "control_plane", *model, "--data-dir", str(self.data_dir), *listen]
+        command = ["-m", "control_plane", *model, "--data-dir", str(self.data_dir), *listen]
         control_plane = Child(
             "control plane", [*command, *self.control_plane_args], self.data_dir / "logs" / "control-plane.log"
         )
         self.children.append(control_plane)
-        ready = control_plane.wait_ready(_CONTROL_PLANE_READY, self.timeout_s)
+        ready = control_plane.wait_ready(CONTROL_PLANE_READY, self.timeout_s)
         self.clients, workers = ready.group(1), ready.group(2)
-        command = [sys.executable, *self.worker_command, "--control-plane", workers, *model]
+        command = [*self.worker_command, "--control-plane", workers, *model]
         worker = Child("worker", [*command, *self.worker_args], self.data_dir / "logs" / "worker.log")
         self.children.append(worker)
-        worker.wait_ready(_WORKER_READY, self.timeout_s)
+        worker.wait_ready(WORKER_READY, self.timeout_s)
 
     def stop(self) -> None:
         """End the worker, then the control plane. Idempotent."""

@@ -139,7 +139,7 @@ def test_control_plane_killed_and_started_again(system: System) -> None:
     names = [(adapter.id, adapter.active_version.digest) for adapter in client.adapters.list()]
     streams = Streams(client)
     wait_for_traffic(client)
-    system.control_plane.close()
+    system.control_plane.kill()
     system.start_control_plane()
     streams.check(fingerprint)
     assert [(adapter.id, adapter.active_version.digest) for adapter in client.adapters.list()] == names
@@ -175,7 +175,7 @@ def test_worker_terminated_politely_hands_its_requests_over(system: System) -> N
     client = system.client()
     streams = Streams(client)
     wait_for_traffic(client)
-    assert system.workers["w0"].terminate() == 0
+    assert system.workers["w0"].stop(40.0) == 0
     streams.check(client.status().model.fingerprint)
 
 
@@ -185,5 +185,5 @@ def test_control_plane_terminated_politely_lets_streams_finish(system: System) -
     fingerprint = client.status().model.fingerprint
     streams = Streams(client, num_tokens=120)
     wait_until(lambda: client.status().queues.num_accepted == 24, "every stream is accepted")
-    assert system.control_plane.terminate() == 0
+    assert system.control_plane.stop(40.0) == 0
     streams.check(fingerprint)
