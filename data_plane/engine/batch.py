@@ -102,9 +102,13 @@ def _sampling(rows: Rows, sampled: Int64Array, device: torch.device) -> Sampling
         temperature=torch.from_numpy(temperature).to(device),
         top_k=torch.from_numpy(rows.top_k[sampled]).to(device),
         top_p=torch.from_numpy(rows.top_p[sampled]).to(device),
+        min_p=torch.zeros(len(sampled), device=device),
         seed=torch.from_numpy(rows.seed[sampled]).to(device),
         # The token to be sampled is the one behind all known ones.
         position=torch.from_numpy(rows.num_known[sampled] - rows.num_prompt[sampled]).to(device),
+        has_top_k=bool(rows.top_k[sampled].any()),
+        has_top_p=bool((rows.top_p[sampled] < 1).any()),
+        has_min_p=False,
     )
 
 

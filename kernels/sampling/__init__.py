@@ -1,48 +1,38 @@
-"""Next tokens from logits, per row: greedy, or temperature, top-k, top-p with a seed. `sample` is the only public call.
+"""Next tokens from logits, per row, and the log-probabilities that users see: `sample` and `token_logprobs`.
 
-The draw of a row depends on its logits, seed and position alone: not on the device, not on the other rows.
+Greedy, or temperature, top-k, top-p, min-p with a seed; penalties, biases and bans before that. The draw of a row
+depends on its logits, settings, history, seed and position alone: not on the device, not on the other rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from kernels.devices import runs_triton
 from kernels.sampling import reference
+from kernels.sampling.logprobs import TokenLogprobs, token_logprobs
+from kernels.sampling.rows import IN_ANSWER, IN_PROMPT, Adjustments, SamplingRows, check_adjustments, check_rows
 
-__all__ = ["SamplingRows", "sample"]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """How each of n rows draws. All tensors lie on the logits' device."""
-
-    temperature: torch.Tensor  # float32 [n], no unit, >= 0; 0 is greedy
-    top_k: torch.Tensor  # int64 [n] most likely tokens kept; 0 keeps all
-    top_p: torch.Tensor  # float32 [n] nucleus, in (0, 1]
-    seed: torch.Tensor  # int64 [n], the 64 bits of an unsigned seed
-    position: torch.Tensor  # int64 [n] index of the token within its answer, from 0
+__all__ = ["IN_ANSWER", "IN_PROMPT", "Adjustments", "SamplingRows", "TokenLogprobs", "sample", "token_logprobs"]
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows | None) -> torch.Tensor:
-    """One token id per row, int64 [n], for finite logits [n, vocab] of any float dtype. rows=None: all greedy."""
+def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None = None) -> torch.Tensor:
+    """One token id per row, int64 [n], for finite logits [n, vocab] of any float dtype. rows=None: all greedy.
+
+    On a GPU nothing waits for the device, and the launches depend on shapes and on the `has_` fields alone.
+    """
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits is {tuple(logits.shape)}, want [rows, vocabulary]")
-    if rows is None:
+    if rows is not None:
+        check_rows(logits, rows)
+    if adjustments is not None:
+        check_adjustments(logits, adjustments)
+        if len(adjustments.rows) == 0:
+            adjustments = None
+    if (rows is None and adjustments is None) or len(logits) == 0:
         return logits.argmax(dim=-1)
-    wanted = {
-        "temperature": torch.float32,
-        "top_k": torch.int64,
-        "top_p": torch.float32,
-        "seed": torch.int64,
-        "position": torch.int64,
-    }
-    for name, dtype in wanted.items():
-        tensor: torch.Tensor = getattr(rows, name)
-        if tensor.dtype != dtype or tensor.shape != logits.shape[:1] or tensor.device != logits.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
-                f"want {dtype} [{logits.shape[0]}] on {logits.device}"
-            )
-    return reference.sample(logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.position)
+    if runs_triton(logits):
+        from kernels.sampling import triton_kernel
+
+        return triton_kernel.sample(logits, rows, adjustments)
+    return reference.sample(logits, rows, adjustments)

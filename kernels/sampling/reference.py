@@ -1,46 +1,92 @@
 """sample, the definition: Gumbel-max over the kept tokens, with noise from a counter-based hash.
 
-    kept   = tokens whose logit is at least the k-th largest, and at least that of the token with which the sum of
-             the k largest tokens' probabilities (descending) reaches top_p; equal logits are kept or dropped together
+    x      = the row's logits, adjusted (see Adjustments), as float32
+    score  = (x - max x) / temperature, float64
+    kept   = tokens of which fewer than top_k have a larger x;
+             and of those, tokens with mass(larger x) < floor(top_p * mass(kept by top_k)), at least the likeliest;
+             and of those, tokens with exp(score) >= min_p
+    mass   = sum over tokens of exp(score) in units of 2^-40, each rounded to an integer
     noise  = -log(-log(u)), u = uniform(hash(seed, position, token id))
-    token  = argmax over kept of logit / temperature + noise
+    token  = argmax over kept of score + noise, the lowest id among equals
 
-Gumbel-max draws from softmax(logit / temperature) over the kept tokens. The hash is SplitMix64 (Steele, Lea, Flood:
-Fast splittable pseudorandom number generators, 2014) on wrapping int64, so that every device computes the same bits;
-scores are float64, so that a last-bit difference of `log` between devices decides about one draw in 10^12.
+so that equal logits are kept or dropped together. Order and meaning are those of transformers' processors:
+temperature, top-k, top-p, min-p. Gumbel-max draws from the softmax of the scores of what is kept.
+
+Devices agree on the tokens: integers may be summed in any order, the hash is SplitMix64 (Steele, Lea, Flood: Fast
+splittable pseudorandom number generators, 2014) on wrapping int64, and scores are float64, so that a last-bit
+difference of exp or log between devices decides about one draw in 10^11.
 """
 
 from __future__ import annotations
 
 import torch
 
+from kernels.sampling.rows import IN_ANSWER, Adjustments, SamplingRows
+
+MASS_OF_ONE = 1 << 40  # 2^22 tokens of exp(score) = 1 still fit in int64
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-_UNIT = 2.0**-53
+_UNIT = 2.0**-52
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-) -> torch.Tensor:
+def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None) -> torch.Tensor:
     """See the package. Greedy rows take the argmax; the others are drawn together."""
+    adjusted = None if adjustments is None else adjust(logits, adjustments)
     tokens = logits.argmax(dim=-1)
-    drawn = temperature.gt(0).nonzero().flatten()
+    if adjustments is not None and adjusted is not None:
+        tokens[adjustments.rows] = adjusted.argmax(dim=-1)
+    if rows is None:
+        return tokens
+    drawn = rows.temperature.gt(0).nonzero().flatten()
     if drawn.numel() == 0:
         return tokens
     values = logits.index_select(0, drawn).float()
-    divisor = temperature.index_select(0, drawn).double().unsqueeze(1)
-    lowest = _lowest_kept(values, divisor, top_k.index_select(0, drawn), top_p.index_select(0, drawn))
-    scores = _scores(values, divisor, values.amax(dim=-1, keepdim=True))
-    scores.masked_fill_(values < lowest.unsqueeze(1), float("-inf"))
-    scores += gumbel(seed.index_select(0, drawn), position.index_select(0, drawn), logits.shape[1])
-    tokens[drawn] = scores.argmax(dim=-1)
+    if adjustments is not None and adjusted is not None:
+        place = torch.full_like(tokens, -1)
+        place[adjustments.rows] = torch.arange(len(adjusted), device=place.device)
+        place = place[drawn]
+        values[place >= 0] = adjusted[place[place >= 0]]
+    tokens[drawn] = _draw(values, rows, drawn)
     return tokens
+
+
+def adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
+    """The adjusted logits of the m rows, float32 [m, vocab]; see Adjustments."""
+    values = logits.index_select(0, adjustments.rows).float()
+    values[adjustments.bias_row, adjustments.bias_token] += adjustments.bias
+    penalised = adjustments.history_row.ge(0).nonzero().flatten()
+    if penalised.numel() == 0:
+        return values
+    history = adjustments.history[adjustments.history_row[penalised]]
+    repetition, presence, frequency = (
+        part[penalised].unsqueeze(1) for part in (adjustments.repetition, adjustments.presence, adjustments.frequency)
+    )
+    x = values[penalised]
+    x = torch.where(history > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    times = torch.div(history, IN_ANSWER, rounding_mode="floor")
+    x = x - frequency * times.float()
+    values[penalised] = x - presence * times.gt(0).float()
+    return values
+
+
+def _draw(values: torch.Tensor, rows: SamplingRows, drawn: torch.Tensor) -> torch.Tensor:
+    """Tokens of float32 values [len(drawn), vocab] by the settings of the rows `drawn`, none of them greedy."""
+    temperature, top_k, top_p, min_p, seed, position = (
+        getattr(rows, name).index_select(0, drawn)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+    )
+    divisor = temperature.double().unsqueeze(1)
+    scores = _scores(values, divisor, values.amax(dim=-1, keepdim=True))
+    if rows.has_top_k or rows.has_top_p:
+        lowest = _lowest_kept(values, divisor, top_k, top_p)
+        scores.masked_fill_(values < lowest.unsqueeze(1), float("-inf"))
+    limited = min_p.gt(0).nonzero().flatten() if rows.has_min_p else drawn[:0]
+    if limited.numel() > 0:
+        chosen = scores.index_select(0, limited)
+        scores[limited] = chosen.masked_fill(chosen.exp() < min_p[limited].double().unsqueeze(1), float("-inf"))
+    scores += gumbel(seed, position, values.shape[1])
+    return scores.argmax(dim=-1)
 
 
 def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -48,7 +94,7 @@ def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch
     key = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
     token_ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seed.device)
     bits = _mix(key.unsqueeze(1) + (token_ids * _GOLDEN).unsqueeze(0))
-    uniform = _shift_right(bits, 11).double().add_(0.5).mul_(_UNIT)  # in (0, 1), both ends excluded
+    uniform = _shift_right(bits, 12).double().add_(0.5).mul_(_UNIT)  # in (0, 1), both ends excluded
     return uniform.log_().neg_().log_().neg_()
 
 
@@ -57,28 +103,34 @@ def _scores(values: torch.Tensor, divisor: torch.Tensor, highest: torch.Tensor) 
     return (values.double() - highest.double()).div_(divisor)
 
 
+def _mass(scores: torch.Tensor) -> torch.Tensor:
+    """exp(scores) in units of 2^-40, int64."""
+    return scores.exp().mul_(MASS_OF_ONE).add_(0.5).to(torch.int64)
+
+
 def _lowest_kept(values: torch.Tensor, divisor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The lowest logit that each row keeps, float32 [n]. Rows without limits keep all: -inf."""
+    """The lowest value that top-k and top-p keep of each row, float32 [n]. Rows without limits keep all: -inf."""
     vocab_size = values.shape[1]
     lowest = torch.full_like(values[:, 0], float("-inf"))
     limited = ((top_p < 1) | ((top_k > 0) & (top_k < vocab_size))).nonzero().flatten()
     if limited.numel() == 0:
         return lowest
     num_kept = top_k.index_select(0, limited)
-    num_kept = torch.where(num_kept > 0, num_kept.clamp(max=vocab_size), vocab_size)
+    num_kept = torch.where(num_kept > 0, num_kept.clamp(max=vocab_size), vocab_size).unsqueeze(1)
     most = int(num_kept.max())
     chosen = values.index_select(0, limited)
     descending = chosen.topk(most, dim=-1).values if most < vocab_size else chosen.sort(dim=-1, descending=True).values
-    scores = _scores(descending, divisor.index_select(0, limited), descending[:, :1])
     ranks = torch.arange(most, device=values.device)
-    scores = scores.masked_fill_(ranks >= num_kept.unsqueeze(1), float("-inf"))
-    # Token j is needed while the sum before it is below top_p; the first always is.
-    probabilities = scores.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
+    mass = _mass(_scores(descending, divisor.index_select(0, limited), descending[:, :1]))
+    mass = mass.masked_fill_(ranks >= num_kept, 0)
+    # Tokens that equal the last one kept are kept too, and count.
+    last = descending.gather(1, num_kept - 1)
+    num_equal = (chosen >= last).sum(dim=-1, keepdim=True) - num_kept
+    total = mass.sum(dim=-1, keepdim=True) + num_equal * mass.gather(1, num_kept - 1)
     nucleus = top_p.index_select(0, limited).double().unsqueeze(1)
-    is_kept = (before < nucleus) | (nucleus >= 1)
-    num_kept = torch.minimum(is_kept.sum(dim=-1).clamp(min=1), num_kept)
-    lowest[limited] = descending.gather(1, (num_kept - 1).unsqueeze(1)).squeeze(1)
+    least = (nucleus * total.double()).to(torch.int64).clamp_(min=1)
+    is_kept = ((mass.cumsum(dim=-1) - mass < least) | (nucleus >= 1)) & (ranks < num_kept)
+    lowest[limited] = descending.gather(1, is_kept.sum(dim=-1, keepdim=True) - 1).squeeze(1)
     return lowest
 
 

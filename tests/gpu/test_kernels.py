@@ -170,6 +170,7 @@ def test_sampling_draws_what_the_cpu_draws(temperature: float) -> None:
         temperature=torch.full((count,), temperature),
         top_k=torch.full((count,), 50),
         top_p=torch.full((count,), 0.9),
+        min_p=torch.full((count,), 0.01),
         seed=torch.arange(count, dtype=torch.int64),
         position=torch.full((count,), 7, dtype=torch.int64),
     )

@@ -1,0 +1,92 @@
+"""What `sample` is told about each row: how it draws, and how its logits are changed before that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each of n rows draws. All tensors lie on the logits' device."""
+
+    temperature: torch.Tensor  # float32 [n], no unit, >= 0; 0 is greedy
+    top_k: torch.Tensor  # int64 [n] most likely tokens kept; 0 keeps all
+    top_p: torch.Tensor  # float32 [n] nucleus, in (0, 1]; 1 keeps all
+    min_p: torch.Tensor  # float32 [n] least probability kept, as a part of the most likely token's, in [0, 1]
+    seed: torch.Tensor  # int64 [n], the 64 bits of an unsigned seed
+    position: torch.Tensor  # int64 [n] index of the token within its answer, from 0
+    # What no row of the step uses need not be searched for. True is always right; the device is not asked.
+    has_top_k: bool = True
+    has_top_p: bool = True
+    has_min_p: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Changes to the logits of m of the n rows before they are drawn from. All tensors lie on the logits' device.
+
+    Of a token's logit x, in this order: its bias is added; if the token was seen in prompt or answer, x / repetition
+    if x > 0, else x * repetition; then - frequency * times - presence * (times > 0), `times` being how often it is in
+    the answer. Logits of banned tokens have a bias of -inf.
+    """
+
+    rows: torch.Tensor  # int64 [m], different rows of the logits
+    repetition: torch.Tensor  # float32 [m], no unit, > 0; 1 changes nothing
+    presence: torch.Tensor  # float32 [m], logits; 0 changes nothing
+    frequency: torch.Tensor  # float32 [m], logits per occurrence; 0 changes nothing
+    # int64 [m]: place of the row's history in `history`, -1 for none: its penalties then change nothing.
+    history_row: torch.Tensor
+    history: torch.Tensor  # int32 [num_histories, vocab]: IN_PROMPT if in the prompt, plus IN_ANSWER per occurrence
+    # Biases, in no order. No pair (bias_row, bias_token) stands twice.
+    bias_row: torch.Tensor  # int64 [num_biases], index into `rows`
+    bias_token: torch.Tensor  # int64 [num_biases]
+    bias: torch.Tensor  # float32 [num_biases], logits; -inf bans
+
+
+IN_PROMPT = 1
+IN_ANSWER = 2
+
+_ROW_DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+    "position": torch.int64,
+}
+_ADJUSTMENT_DTYPES = {
+    "rows": torch.int64,
+    "repetition": torch.float32,
+    "presence": torch.float32,
+    "frequency": torch.float32,
+    "history_row": torch.int64,
+}
+_BIAS_DTYPES = {"bias_row": torch.int64, "bias_token": torch.int64, "bias": torch.float32}
+
+
+def check_rows(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """Raise ValueError unless the rows are those of logits [n, vocab]."""
+    for name, dtype in _ROW_DTYPES.items():
+        _check(name, getattr(rows, name), dtype, logits.shape[:1], logits.device)
+
+
+def check_adjustments(logits: torch.Tensor, adjustments: Adjustments) -> None:
+    """Raise ValueError unless shapes, dtypes and device fit logits [n, vocab]. Values are not looked at."""
+    for name, dtype in _ADJUSTMENT_DTYPES.items():
+        _check(name, getattr(adjustments, name), dtype, adjustments.rows.shape[:1], logits.device)
+    for name, dtype in _BIAS_DTYPES.items():
+        _check(name, getattr(adjustments, name), dtype, adjustments.bias.shape[:1], logits.device)
+    history = adjustments.history
+    wanted = torch.Size((history.shape[0] if history.dim() else 0, logits.shape[1]))
+    _check("history", history, torch.int32, wanted, logits.device)
+    if not history.is_contiguous():
+        raise ValueError(f"history must be contiguous, its strides are {history.stride()}")
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, want {dtype} {list(shape)} on {device}"
+        )

@@ -1,0 +1,157 @@
+"""The Triton sampler against its definition: the same tokens, the same adjusted logits, ranks and normalisers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.sampling import Adjustments, SamplingRows, reference, sample, triton_kernel, triton_logprobs
+from kernels.sampling.logprobs import normalise
+from kernels.sampling.triton_adjust import adjust
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PARTS = {"part": 256, "tile": 128}  # several parts and tiles in a row of few tokens
+PART = {"part": 256, "tile": 256}
+
+
+def there(value: Any) -> Any:
+    """The dataclass with its tensors on the kernels' device."""
+    values = {item.name: getattr(value, item.name) for item in fields(value)}
+    return type(value)(**{n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in values.items()})
+
+
+def make_rows(settings_of_rows: Sequence[tuple[float, int, float, float]]) -> SamplingRows:
+    """Rows by (temperature, top_k, top_p, min_p)."""
+    count = len(settings_of_rows)
+    temperature, top_k, top_p, min_p = zip(*settings_of_rows, strict=True)
+    return SamplingRows(
+        temperature=torch.tensor(temperature, dtype=torch.float32),
+        top_k=torch.tensor(top_k),
+        top_p=torch.tensor(top_p, dtype=torch.float32),
+        min_p=torch.tensor(min_p, dtype=torch.float32),
+        seed=torch.arange(count) - count // 2,
+        position=torch.arange(count) * 3,
+        has_top_k=any(top_k),
+        has_top_p=any(p < 1 for p in top_p),
+        has_min_p=any(min_p),
+    )
+
+
+def make_logits(num_rows: int, vocab_size: int, *, seed: int = 0, levels: int = 0) -> torch.Tensor:
+    """Normal logits, or many equal ones on so many levels."""
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    return (logits * levels / 6).round() / levels if levels else logits
+
+
+def make_adjustments(num_rows: int, vocab_size: int, *, seed: int = 0) -> Adjustments:
+    """Every second row adjusted, the first of them without a history; biases and bans on all."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.arange(0, num_rows, 2)
+    count = len(rows)
+
+    def between(low: float, high: float) -> torch.Tensor:
+        return torch.rand(count, generator=generator) * (high - low) + low
+
+    times = torch.randint(0, 16, (count, vocab_size), generator=generator, dtype=torch.int32)
+    pairs = torch.randperm(count * vocab_size, generator=generator)[: 3 * count]
+    bias = torch.randn(len(pairs), generator=generator) * 5
+    bias[::3] = float("-inf")
+    return Adjustments(
+        rows=rows.flip(0),
+        repetition=between(0.5, 2),
+        presence=between(-2, 2),
+        frequency=between(-4, -1),
+        history_row=torch.arange(count) - 1,
+        history=torch.where(times > 5, times - 5, 0),
+        bias_row=pairs // vocab_size,
+        bias_token=pairs % vocab_size,
+        bias=bias,
+    )
+
+
+MIXED = ((0.0, 3, 0.5, 0.1), (1.0, 0, 1.0, 0.0), (0.7, 20, 0.8, 0.01), (30.0, 7, 1.0, 0.0), (1.3, 0, 0.6, 0.0))
+
+
+def test_mixed_rows_draw_what_the_definition_draws() -> None:
+    logits, rows = make_logits(5, 301), make_rows(MIXED)
+    adjustments = make_adjustments(5, 301)
+    expected = reference.sample(logits, rows, adjustments)
+    assert not torch.equal(expected, reference.sample(logits, rows, None)), "the adjustments decide nothing"
+    actual = triton_kernel.sample(logits.to(DEVICE), there(rows), there(adjustments), **PARTS)
+    assert torch.equal(actual.cpu(), expected)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    vocab_size=st.sampled_from([1, 2, 63, 130, 200]),
+    levels=st.sampled_from([0, 3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    row=st.tuples(
+        st.sampled_from([1e-30, 0.3, 1.0, 50.0]),
+        st.sampled_from([0, 1, 2, 60, 300]),
+        st.sampled_from([1e-7, 0.3, 0.9, 1 - 2**-24, 1.0]),
+        st.sampled_from([0.0, 0.1, 1.0]),
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_random_rows(
+    vocab_size: int, levels: int, dtype: torch.dtype, row: tuple[float, int, float, float], seed: int
+) -> None:
+    logits, rows = make_logits(2, vocab_size, seed=seed, levels=levels).to(dtype), make_rows([row] * 2)
+    rows = replace(rows, seed=rows.seed + seed)
+    actual = triton_kernel.sample(logits.to(DEVICE), there(rows), None, **PART)
+    assert torch.equal(actual.cpu(), reference.sample(logits, rows, None))
+
+
+def test_greedy_takes_the_first_of_equal_logits() -> None:
+    logits = torch.tensor([[0.0, -0.0, 5.0] + [1.0] * 200 + [5.0], [-3.0] * 204])
+    adjustments = replace(make_adjustments(2, 204), bias_row=torch.tensor([0, 0]), bias_token=torch.tensor([0, 203]))
+    adjustments = replace(adjustments, bias=torch.tensor([5.0, -1.0]), history_row=torch.tensor([-1]))
+    actual = triton_kernel.sample(logits.to(DEVICE), None, there(adjustments), **PART)
+    assert actual.tolist() == [0, 0]
+    greedy = there(make_rows([(0.0, 0, 1.0, 0.0)] * 2))
+    assert triton_kernel.sample(logits.to(DEVICE), greedy, None, **PART).tolist() == [2, 0]
+
+
+def test_adjusted_logits_are_the_definitions_bit_for_bit() -> None:
+    """Every element is written, whatever the strides of the logits; bfloat16 is widened first."""
+    wide = make_logits(7, 601).to(torch.bfloat16)
+    logits = wide[:, ::3]
+    adjustments = make_adjustments(7, logits.shape[1])
+    moved = wide.to(DEVICE)[:, ::3]
+    assert torch.equal(adjust(moved, there(adjustments)).cpu(), reference.adjust(logits, adjustments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_and_normalisers(dtype: torch.dtype) -> None:
+    logits = make_logits(3, 5003, levels=4).to(dtype)
+    tokens = torch.tensor([5002, 0, 77])
+    expected, rank = normalise(logits, tokens)
+    actual, actual_rank = triton_logprobs.normalise(logits.to(DEVICE), tokens.to(DEVICE))
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(actual_rank.cpu(), rank)
+
+
+def test_offsets_beyond_two_to_the_31_by_stride() -> None:
+    """Rows 2^30 elements apart in one storage of which only the rows are touched."""
+    storage = torch.empty(3 * 2**30 + 64, dtype=torch.bfloat16, device=DEVICE)
+    logits = storage.as_strided((4, 64), (2**30, 1))
+    logits.copy_(make_logits(4, 64))
+    rows = make_rows([(1.0, 9, 0.9, 0.0)] * 4)
+    expected = reference.sample(logits.cpu().contiguous(), rows, None)
+    assert torch.equal(triton_kernel.sample(logits, there(rows), None, **PART).cpu(), expected)
+    assert torch.equal(sample(logits, there(rows)).cpu(), expected)
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    logits, rows = make_logits(5, 150), make_rows(MIXED)
+    together = triton_kernel.sample(logits.to(DEVICE), there(rows), None, **PART)
+    kept = torch.tensor([3, 2])
+    some = SamplingRows(*(getattr(rows, item.name)[kept] for item in fields(rows)[:6]))  # flags: all searched
+    assert torch.equal(triton_kernel.sample(logits[kept].to(DEVICE), there(some), None, **PART), together[kept])
