@@ -1,29 +1,31 @@
 """From a GenerateRequest to checked, plain values with every default in effect.
 
-Every number is checked after parsing: protobuf truncates integers silently and lets NaN pass. Three steps, cheap
-ones first: `check_request`, then (when the prompt is tokenised) `effective_max_tokens`.
+Every number is checked after parsing: protobuf truncates integers silently and lets NaN pass. Two steps, the cheap
+one first: `check_request`, then (when the prompt is tokenised) `effective_max_tokens`. How tokens are chosen is checked
+in `sampling_params.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motet.v1 import generation_pb2, types_pb2
 
-from control_plane.api.validation import Violations, check_adapter_id, check_digest, check_request_id, quoted
+from control_plane.api.sampling_params import Decoding, check_decoding, check_sampling
+from control_plane.api.validation import Violations, check_adapter_id, check_digest, check_request_id, quoted, refuse
 from control_plane.errors import ContextTooLong, FieldViolation
 from control_plane.scheduler.types import Sampling
 
 DEFAULT_MAX_TOKENS = 128
-MAX_TEMPERATURE = 100.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_BYTES = 128
 MAX_MESSAGES = 1024
 MAX_ROLE_CHARS = 64
+MAX_PRIORITY = 100  # either sign
+MAX_PROMPT_LOGPROB_ENTRIES = 1 << 18  # about 3 MB; a gRPC client takes messages of up to 4 MB by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class CheckedRequest:
     token_ids: tuple[int, ...] | None
     messages: tuple[dict[str, str], ...] | None  # exactly one of text, token_ids and messages is set
     sampling: Sampling
+    decoding: Decoding
     max_tokens: int | None  # None: the default
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]  # the client's own
     ignore_eos: bool
     cache_salt: bytes
     resume_from: tuple[int, ...]
+    priority: int
 
     @property
     def input_field(self) -> str:
@@ -65,8 +69,16 @@ def check_request(
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
         violations.add("cache_salt", f"{len(request.cache_salt.encode())} bytes; at most {MAX_CACHE_SALT_BYTES}")
     text, token_ids, messages = _checked_input(request, vocab_size, violations)
-    sampling = _checked_sampling(request.sampling, vocab_size, draw_seed, violations)
-    max_tokens = _checked_stopping(request.stopping, vocab_size, violations)
+    sampling = check_sampling(request.sampling, vocab_size, draw_seed, violations)
+    max_tokens, min_tokens = _checked_stopping(request.stopping, vocab_size, violations)
+    decoding = check_decoding(request.decoding, sampling, violations)
+    if decoding.beam is not None and request.stopping.stop:
+        violations.add(
+            "stopping.stop", "set with decoding.beam_search, which compares tokens and not text; use stop_token_ids"
+        )
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        violations.add("priority", f"{request.priority}; from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    _check_resume(request, decoding, violations)
     _check_token_ids(request.resume_from.ids, "resume_from.ids", vocab_size, violations)
     if max_tokens is not None and len(request.resume_from.ids) > max_tokens:
         violations.add(
@@ -80,18 +92,23 @@ def check_request(
         text=text,
         token_ids=token_ids,
         messages=messages,
-        sampling=sampling,
+        sampling=replace(sampling, min_tokens=min_tokens),
+        decoding=decoding,
         max_tokens=max_tokens,
         stop=tuple(request.stopping.stop),
         stop_token_ids=frozenset(request.stopping.stop_token_ids),
         ignore_eos=request.stopping.ignore_eos,
         cache_salt=request.cache_salt.encode(),
         resume_from=tuple(request.resume_from.ids),
+        priority=request.priority,
     )
 
 
 def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    """How many tokens may be generated. Raises ContextTooLong where prompt and max_tokens exceed the context."""
+    """How many tokens may be generated.
+
+    Raises ContextTooLong where prompt and max_tokens exceed the context, InvalidRequest where min_tokens exceeds both.
+    """
     left = max_model_len - num_prompt_tokens
     if left < 1:
         raise ContextTooLong(
@@ -114,6 +131,10 @@ def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_mo
         )
     else:
         max_tokens = checked.max_tokens
+    if checked.sampling.min_tokens > max_tokens:
+        raise refuse(
+            "stopping.min_tokens", f"{checked.sampling.min_tokens}; at most {max_tokens}, the max_tokens in effect"
+        )
     if len(checked.resume_from) > max_tokens:
         raise ContextTooLong(
             FieldViolation(
@@ -121,6 +142,20 @@ def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_mo
             )
         )
     return max_tokens
+
+
+def check_prompt_logprobs(checked: CheckedRequest, num_prompt_tokens: int) -> None:
+    """Raises InvalidRequest if the log-probabilities asked for would not fit the message that tells them."""
+    num_logprobs = checked.sampling.num_prompt_logprobs
+    if num_logprobs is None:
+        return
+    num_entries = (num_prompt_tokens - 1) * (num_logprobs + 1)
+    if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+        raise refuse(
+            "sampling.prompt_logprobs",
+            f"{num_logprobs} for a prompt of {num_prompt_tokens} tokens gives {num_entries} log-probabilities; at most "
+            f"{MAX_PROMPT_LOGPROB_ENTRIES} in all; ask for fewer or shorten the prompt",
+        )
 
 
 def _checked_input(
@@ -162,31 +197,22 @@ def _check_token_ids(ids: Sequence[int], field: str, vocab_size: int, violations
         violations.add(f"{field}[{index}]", f"{ids[index]} is not below the vocabulary size {vocab_size}")
 
 
-def _checked_sampling(
-    params: types_pb2.SamplingParams, vocab_size: int, draw_seed: Callable[[], int], violations: Violations
-) -> Sampling:
-    temperature, top_k, top_p = 0.0, 0, 1.0
-    if params.HasField("temperature"):
-        temperature = params.temperature
-        if not 0 <= temperature <= MAX_TEMPERATURE:  # NaN fails this too
-            violations.add("sampling.temperature", f"{temperature}; from 0 to {MAX_TEMPERATURE:g}, 0 being greedy")
-    if params.HasField("top_k"):
-        top_k = params.top_k
-        if not 1 <= top_k <= vocab_size:
-            violations.add(
-                "sampling.top_k", f"{top_k}; from 1 to the vocabulary size {vocab_size}, leave it unset to keep all"
-            )
-        elif top_k == vocab_size:
-            top_k = 0
-    if params.HasField("top_p"):
-        top_p = params.top_p
-        if not 0 < top_p <= 1 or math.isnan(top_p):
-            violations.add("sampling.top_p", f"{top_p}; above 0, at most 1")
-    seed = params.seed if params.HasField("seed") else draw_seed()
-    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+def _check_resume(request: generation_pb2.GenerateRequest, decoding: Decoding, violations: Violations) -> None:
+    if not request.resume_from.ids:
+        return
+    if decoding.num_indices > 1:
+        violations.add(
+            "resume_from",
+            f"set with {decoding.num_indices} answers; only a request for one can be continued, send it anew",
+        )
+    if request.sampling.HasField("prompt_logprobs"):
+        violations.add("sampling.prompt_logprobs", "set with resume_from; they were told at the start, leave it unset")
 
 
-def _checked_stopping(params: types_pb2.StoppingParams, vocab_size: int, violations: Violations) -> int | None:
+def _checked_stopping(
+    params: types_pb2.StoppingParams, vocab_size: int, violations: Violations
+) -> tuple[int | None, int]:
+    """max_tokens, None where unset, and min_tokens."""
     if len(params.stop) > MAX_STOP_STRINGS:
         violations.add("stopping.stop", f"{len(params.stop)} stop strings; at most {MAX_STOP_STRINGS}")
     for index, stop in enumerate(params.stop[: MAX_STOP_STRINGS + 1]):
@@ -198,7 +224,9 @@ def _checked_stopping(params: types_pb2.StoppingParams, vocab_size: int, violati
         violations.add("stopping.stop_token_ids", f"{len(params.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
     _check_token_ids(params.stop_token_ids, "stopping.stop_token_ids", vocab_size, violations)
     if not params.HasField("max_tokens"):
-        return None
+        return None, params.min_tokens
     if params.max_tokens < 1:
         violations.add("stopping.max_tokens", f"{params.max_tokens}; at least 1")
-    return params.max_tokens
+    elif params.min_tokens > params.max_tokens:
+        violations.add("stopping.min_tokens", f"{params.min_tokens}; at most stopping.max_tokens, {params.max_tokens}")
+    return params.max_tokens, params.min_tokens

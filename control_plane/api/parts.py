@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
+from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId, TokenLogprobs
 
 
 class Version(Protocol):
@@ -145,6 +145,14 @@ class JobEvent(Protocol):
     def num_cached_tokens(self) -> int: ...
     @property
     def queue_time_s(self) -> float: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs] | None: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs] | None: ...
+    @property
+    def score(self) -> float | None: ...
 
 
 class JobStream(Protocol):
@@ -152,6 +160,7 @@ class JobStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[JobEvent]: ...
     def cancel(self) -> None: ...
+    def cancel_index(self, index: int) -> None: ...
 
 
 class WorkerSnapshot(Protocol):

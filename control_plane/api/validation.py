@@ -6,7 +6,7 @@ Plain functions over plain values; `Violations` gathers everything wrong with on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from control_plane.errors import FieldViolation, InvalidRequest
 
@@ -19,6 +19,10 @@ MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_TOKEN_CHARS = 512
 
+TENANT_KEY = "motet-tenant"  # metadata
+DEFAULT_TENANT = "default"
+
+_TENANT = re.compile(r"[a-z0-9._-]{1,63}")
 _ADAPTER_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
@@ -100,6 +104,19 @@ def check_labels(labels: Mapping[str, str], field: str, violations: Violations) 
             violations.add(
                 f"{field}[{quoted(key)}]", f"value of {len(value.encode())} bytes; at most {MAX_LABEL_VALUE_BYTES}"
             )
+
+
+def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Who a call is counted for, from its metadata. Raises InvalidRequest."""
+    values = [value for key, value in metadata or () if key == TENANT_KEY]
+    if not values:
+        return DEFAULT_TENANT
+    if len(values) > 1:
+        raise refuse(TENANT_KEY, f"given {len(values)} times in the metadata; give it once")
+    tenant = values[0] if isinstance(values[0], str) else values[0].decode("ascii", "replace")
+    if not _TENANT.fullmatch(tenant):
+        raise refuse(TENANT_KEY, f"{quoted(tenant)} is not a tenant: [a-z0-9._-], from 1 to 63 characters")
+    return tenant
 
 
 def page_size_of(page_size: int, page_token: str) -> int:

@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from motet.v1 import adapters_pb2, types_pb2
 
 from control_plane.api.parts import Record, Version
-from control_plane.scheduler.types import FinishReason
+from control_plane.scheduler.types import FinishReason, TokenLogprobs
 
 FINISH_REASONS = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -32,6 +32,13 @@ def timestamp(wall_s: float) -> timestamp_pb2.Timestamp:
     """A moment of the wall clock, to the microsecond."""
     message = timestamp_pb2.Timestamp()
     message.FromMicroseconds(round(wall_s * 1e6))
+    return message
+
+
+def logprobs_message(told: TokenLogprobs) -> types_pb2.TokenLogprobs:
+    message = types_pb2.TokenLogprobs(token_id=told.token_id, logprob=told.logprob, rank=told.rank)
+    for token_id, logprob in told.top:
+        message.top.add(token_id=token_id, logprob=logprob)
     return message
 
 

@@ -19,11 +19,16 @@ class Piece:
 
 
 class TextStream:
-    """Takes tokens in order; `detokenizer` is None where the checkpoint has no tokenizer: then text is empty."""
+    """Takes tokens in order; `detokenizer` is None where the checkpoint has no tokenizer: then text is empty.
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
+    Stop strings are looked for in the text behind the first `min_tokens` tokens.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
+        self._num_unsearched = min_tokens  # tokens to come whose text is not looked at
+        self._is_searching = min_tokens == 0
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Text of more tokens; stops at the token that completes a stop string."""
@@ -31,6 +36,12 @@ class TextStream:
             return Piece(len(token_ids), "")
         pieces = []
         for position, token_id in enumerate(token_ids):
+            if not self._is_searching:
+                self._is_searching = self._num_unsearched == 0
+                if not self._is_searching:
+                    self._num_unsearched -= 1
+                    pieces.append(self._detokenizer.push(token_id))
+                    continue
             pieces.append(self._matcher.push(self._detokenizer.push(token_id)))
             if self._matcher.matched is not None:
                 return Piece(position + 1, "".join(pieces), self._matcher.matched)
@@ -40,6 +51,8 @@ class TextStream:
         """What was held back, at the end of the sequence."""
         if self._detokenizer is None:
             return Piece(0, "")
+        if not self._is_searching:
+            return Piece(0, self._detokenizer.finish())
         text = self._matcher.push(self._detokenizer.finish())
         if self._matcher.matched is not None:
             return Piece(0, text, self._matcher.matched)

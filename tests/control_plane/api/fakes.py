@@ -26,7 +26,7 @@ from control_plane.api.text.codec import TextCodec
 from control_plane.api.upload import UploadReceiver
 from control_plane.errors import AdapterNotFound, PinBudgetExceeded
 from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
-from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
+from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId, TokenLogprobs
 
 DIGEST = "a" * 64
 OTHER_DIGEST = "b" * 64
@@ -240,6 +240,10 @@ class FakeEvent:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 2
     queue_time_s: float = 0.25
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    score: float | None = None
 
 
 class ScriptedJob:
@@ -248,6 +252,7 @@ class ScriptedJob:
     def __init__(self) -> None:
         self.events: asyncio.Queue[FakeEvent | Exception] = asyncio.Queue()
         self.is_cancelled = asyncio.Event()
+        self.given_up: list[int] = []  # indices
 
     def script(self, *events: FakeEvent | Exception) -> None:
         for event in events:
@@ -262,6 +267,9 @@ class ScriptedJob:
 
     def cancel(self) -> None:
         self.is_cancelled.set()
+
+    def cancel_index(self, index: int) -> None:
+        self.given_up.append(index)
 
 
 class FakeFleet:

@@ -12,7 +12,7 @@ import pytest
 from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
 from control_plane.errors import NoWorker, QueueFull
-from control_plane.scheduler.types import FinishReason, Request
+from control_plane.scheduler.types import FinishReason, Request, Sampling
 from tests.control_plane.api.fakes import DIGEST, Api, FakeEvent, ScriptedJob, byte_level_tokenizer, details
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -37,6 +37,14 @@ def sampling(**fields: Any) -> generation_pb2.GenerateRequest:
 
 def stopping(**fields: Any) -> generation_pb2.GenerateRequest:
     return request(stopping=types_pb2.StoppingParams(**fields))
+
+
+def decoding(**fields: Any) -> generation_pb2.GenerateRequest:
+    return request(decoding=types_pb2.DecodingParams(**fields))
+
+
+def beams(**fields: Any) -> generation_pb2.GenerateRequest:
+    return request(decoding={"beam_search": {"width": 2}}, **fields)
 
 
 def script(api: Api, *events: FakeEvent | Exception) -> None:
@@ -79,6 +87,56 @@ BAD: dict[str, tuple[generation_pb2.GenerateRequest, str]] = {
     "top_p 0": (sampling(top_p=0), "sampling.top_p"),
     "top_p 1.01": (sampling(top_p=1.01), "sampling.top_p"),
     "NaN top_p": (sampling(top_p=float("nan")), "sampling.top_p"),
+    "min_p above 1": (sampling(min_p=1.5), "sampling.min_p"),
+    "NaN min_p": (sampling(min_p=float("nan")), "sampling.min_p"),
+    "repetition_penalty 0": (sampling(repetition_penalty=0), "sampling.repetition_penalty"),
+    "infinite repetition_penalty": (sampling(repetition_penalty=float("inf")), "sampling.repetition_penalty"),
+    "presence_penalty": (sampling(presence_penalty=2.5), "sampling.presence_penalty"),
+    "NaN frequency_penalty": (sampling(frequency_penalty=float("nan")), "sampling.frequency_penalty"),
+    "frequency_penalty": (sampling(frequency_penalty=-2.5), "sampling.frequency_penalty"),
+    "bias of an unknown token": (sampling(logit_bias={300: 1.0}), "sampling.logit_bias[300]"),
+    "NaN bias": (sampling(logit_bias={3: float("nan")}), "sampling.logit_bias[3]"),
+    "infinite bias": (sampling(logit_bias={3: float("-inf")}), "sampling.logit_bias[3]"),
+    "large bias": (sampling(logit_bias={3: 100.5}), "sampling.logit_bias[3]"),
+    "many biases": (sampling(logit_bias=dict.fromkeys(range(1025), 0.0)), "sampling.logit_bias"),
+    "logprobs": (sampling(logprobs=21), "sampling.logprobs"),
+    "prompt_logprobs": (sampling(prompt_logprobs=2**32 - 1), "sampling.prompt_logprobs"),
+    "min_tokens above max_tokens": (stopping(max_tokens=3, min_tokens=4), "stopping.min_tokens"),
+    "min_tokens above the context": (stopping(min_tokens=2**32 - 1), "stopping.min_tokens"),
+    "n 0": (decoding(n=0), "decoding.n"),
+    "n 2^32-1": (decoding(n=2**32 - 1), "decoding.n"),
+    "best_of below n": (decoding(n=3, best_of=2), "decoding.best_of"),
+    "best_of 2^32-1": (decoding(best_of=2**32 - 1), "decoding.best_of"),
+    "one beam": (decoding(beam_search={"width": 1}), "decoding.beam_search.width"),
+    "no width": (decoding(beam_search={}), "decoding.beam_search.width"),
+    "17 beams": (decoding(beam_search={"width": 17}), "decoding.beam_search.width"),
+    "NaN length_penalty": (
+        decoding(beam_search={"width": 2, "length_penalty": float("nan")}),
+        "decoding.beam_search.length_penalty",
+    ),
+    "length_penalty": (
+        decoding(beam_search={"width": 2, "length_penalty": -10.5}),
+        "decoding.beam_search.length_penalty",
+    ),
+    "more answers than beams": (decoding(n=3, beam_search={"width": 2}), "decoding.n"),
+    "best_of of beams": (decoding(best_of=2, beam_search={"width": 2}), "decoding.best_of"),
+    "stop string with beams": (beams(stopping={"stop": ["x"]}), "stopping.stop"),
+    "temperature with beams": (beams(sampling={"temperature": 0.5}), "sampling.temperature"),
+    "top_k with beams": (beams(sampling={"top_k": 5}), "sampling.top_k"),
+    "bias with beams": (beams(sampling={"logit_bias": {3: 1.0}}), "sampling.logit_bias"),
+    "logprobs with beams": (beams(sampling={"logprobs": 0}), "sampling.logprobs"),
+    "penalty with beams": (beams(sampling={"repetition_penalty": 1.5}), "sampling.repetition_penalty"),
+    "priority": (request(priority=101), "priority"),
+    "low priority": (request(priority=-(2**31)), "priority"),
+    "resume of several answers": (
+        request(decoding={"n": 2}, resume_from=types_pb2.TokenIds(ids=[3])),
+        "resume_from",
+    ),
+    "resume of beams": (beams(resume_from=types_pb2.TokenIds(ids=[3])), "resume_from"),
+    "prompt logprobs of a resumed stream": (
+        request(sampling={"prompt_logprobs": 1}, resume_from=types_pb2.TokenIds(ids=[3])),
+        "sampling.prompt_logprobs",
+    ),
     "max_tokens 0": (stopping(max_tokens=0), "stopping.max_tokens"),
     "wrapped max_tokens": (stopping(max_tokens=2**32 - 1), "stopping.max_tokens"),
     "empty stop": (stopping(stop=["a", ""]), "stopping.stop[1]"),
@@ -174,7 +232,7 @@ async def test_stream_starts_with_the_first_token_and_finishes_once(api: Api) ->
     assert (started.prompt_tokens, started.cached_tokens, started.queue_time.ToMilliseconds()) == (3, 2, 250)
     assert (started.sampling.temperature, started.sampling.top_k, started.sampling.seed) == (0.5, 300, 9)
     assert started.stopping == types_pb2.StoppingParams(
-        max_tokens=4, stop=["zzz"], stop_token_ids=[7, 8], ignore_eos=False
+        max_tokens=4, stop=["zzz"], stop_token_ids=[7, 8], ignore_eos=False, min_tokens=0
     )
     assert started.stopping.HasField("ignore_eos")
     deltas = [r.delta for r in responses[1:-1]]
@@ -198,9 +256,14 @@ async def test_defaults_are_made_effective(api: Api) -> None:
     assert started.sampling.seed == 1234
     assert started.sampling.temperature == 0 and started.sampling.HasField("temperature")
     assert started.sampling.top_p == 1
-    assert api.fleet.requests[0].sampling.top_k == 0
+    assert api.fleet.requests[0].sampling == Sampling(seed=1234)
+    assert started.decoding == types_pb2.DecodingParams(n=1, best_of=1)
+    assert started.tenant == "default"
     # What `started` told may be sent back as it is.
-    again = await generate(api, request(text="he", sampling=started.sampling, stopping=started.stopping))
+    again = await generate(
+        api,
+        request(text="he", sampling=started.sampling, stopping=started.stopping, decoding=started.decoding),
+    )
     assert again[0].started.sampling == started.sampling
 
 

@@ -1,0 +1,272 @@
+"""Turns what the fleet delivers for one request into the messages of its stream, answer by answer.
+
+Answers that are told as they come go out at once; those that are chosen at the end (best_of, beam search) are kept
+until all of them have ended. Detokenises and looks for stop strings on the way; decides nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from motet.v1 import generation_pb2, types_pb2
+
+from control_plane.api.generation_request import CheckedRequest
+from control_plane.api.parts import JobEvent
+from control_plane.api.sampling_params import decoding_message, sampling_message
+from control_plane.api.text.stream import TextStream
+from control_plane.api.wire import FINISH_REASONS, duration, logprobs_message
+from control_plane.scheduler.types import FinishReason, Request, TokenLogprobs, sample_seed
+
+MAX_KEPT_DELTA_TOKENS = 256  # of answers that are told at the end
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tokens and text that go out together."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """One index of the request and what is known of it."""
+
+    index: int
+    text: TextStream
+    num_tokens: int = 0  # generated so far, a resumed stream's earlier ones included
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    sum_logprobs: float = 0.0
+    score: float | None = None
+    reason: int | None = None  # why it ended
+    stop_string: str = ""
+    kept: list[_Piece] = field(default_factory=list)  # of answers that are told at the end
+
+    def take(self, event: JobEvent, now_s: float) -> _Piece:
+        """What an event makes deliverable; it has ended if `reason` is set then."""
+        token_ids: Sequence[int] = event.token_ids
+        finish_reason = event.finish_reason
+        # A stop token counts, its text is not delivered.
+        num_spoken = len(token_ids) - (1 if finish_reason is FinishReason.STOP_TOKEN else 0)
+        piece = self.text.push(token_ids[:num_spoken])
+        text, stop_string = piece.text, piece.stop_string
+        delivered = list(token_ids[: piece.num_tokens] if stop_string is not None else token_ids)
+        if finish_reason is not None and stop_string is None:
+            flushed = self.text.finish()
+            text, stop_string = text + flushed.text, flushed.stop_string
+        logprobs = list(event.logprobs[: len(delivered)]) if event.logprobs else []
+        self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        self.last_token_s = now_s
+        self.num_tokens += len(delivered)
+        self.sum_logprobs += sum(told.logprob for told in logprobs)
+        self.score = event.score
+        if stop_string is not None:
+            self.end(types_pb2.FINISH_REASON_STOP_STRING, stop_string)
+        elif finish_reason is not None:
+            self.end(FINISH_REASONS[finish_reason])
+        return _Piece(delivered, text, logprobs)
+
+    def resume(self, token_ids: Sequence[int], *, is_stopped: bool, is_full: bool) -> None:
+        """Bring the text to where the broken stream's stood; it ends here if that stream had had its last token."""
+        piece = self.text.push(token_ids[:-1] if is_stopped else token_ids)
+        self.num_tokens = len(token_ids)
+        if piece.stop_string is not None:
+            self.num_tokens = piece.num_tokens
+            self.end(types_pb2.FINISH_REASON_STOP_STRING, piece.stop_string)
+        elif is_stopped or is_full:
+            flushed = self.text.finish()  # it went out with the last token already
+            if flushed.stop_string is not None:
+                self.end(types_pb2.FINISH_REASON_STOP_STRING, flushed.stop_string)
+            else:
+                self.end(types_pb2.FINISH_REASON_STOP_TOKEN if is_stopped else types_pb2.FINISH_REASON_LENGTH)
+
+    def end(self, reason: int, stop_string: str = "") -> None:
+        self.reason, self.stop_string = reason, stop_string
+
+    def keep(self, piece: _Piece) -> None:
+        """Hold it back until the answers are chosen."""
+        last = self.kept[-1] if self.kept else None
+        if last is None or len(last.token_ids) + len(piece.token_ids) > MAX_KEPT_DELTA_TOKENS:
+            self.kept.append(piece)
+        else:
+            last.token_ids += piece.token_ids
+            last.text += piece.text
+            last.logprobs += piece.logprobs
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.sum_logprobs / self.num_tokens if self.num_tokens else -math.inf
+
+
+class GenerationEvents:
+    """The messages of one request's stream, in order."""
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        adapter_name: str,
+        tenant: str,
+        checked: CheckedRequest,
+        work: Request,
+        vocab_size: int,
+        make_text: Callable[[], TextStream],
+        clock: Callable[[], float],
+    ) -> None:
+        self._label = label
+        self._adapter_name = adapter_name
+        self._tenant = tenant
+        self._checked = checked
+        self._work = work
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._decoding = checked.decoding
+        self._answers = [_Answer(index, make_text()) for index in range(checked.decoding.num_indices)]
+        self._num_running = len(self._answers)
+        self._is_started = False
+        self._num_cached_tokens = 0
+        self._queue_time_s = 0.0
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        # Tokens of a resumed stream's beginning have log-probabilities that are not known here.
+        self._tells_sum = checked.sampling.num_logprobs is not None and not work.generated_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every answer has ended, and all that is to be told of it was."""
+        return self._num_running == 0
+
+    def resume(self) -> bool:
+        """Take on what a broken stream had told; True if it had had its last token already."""
+        token_ids = self._work.generated_token_ids
+        if not token_ids:
+            return False
+        (answer,) = self._answers
+        answer.resume(
+            token_ids,
+            is_stopped=token_ids[-1] in self._work.stop_token_ids,
+            is_full=len(token_ids) >= self._work.max_tokens,
+        )
+        return answer.reason is not None
+
+    def finished_by_resume(self) -> list[generation_pb2.GenerateResponse]:
+        """The whole stream where nothing was left to generate. Its text went out with the last token already."""
+        (answer,) = self._answers
+        self._num_running = 0
+        return [self._started(), self._finished(answer, 0)]
+
+    def take(self, event: JobEvent, give_up: Callable[[int], None]) -> list[generation_pb2.GenerateResponse]:
+        """The messages for one event of the fleet; `give_up` is called with an index that a stop string ended."""
+        if event.prompt_logprobs:
+            self._prompt_logprobs = list(event.prompt_logprobs)
+        answer = self._answers[event.index]
+        if answer.reason is not None or not (event.token_ids or event.finish_reason):
+            return []
+        self._num_cached_tokens, self._queue_time_s = event.num_cached_tokens, event.queue_time_s
+        piece = answer.take(event, self._clock())
+        if answer.reason is not None:
+            self._num_running -= 1
+            if event.finish_reason is None:
+                give_up(answer.index)
+        if self._decoding.is_ranked:
+            answer.keep(piece)
+            return [] if self._num_running else self._chosen()
+        messages = [] if self._is_started else [self._started()]
+        if piece.token_ids or piece.text:
+            messages.append(_delta(piece, answer.index, answer.num_tokens, tells_logprobs=bool(piece.logprobs)))
+        if answer.reason is not None:
+            messages.append(self._finished(answer, answer.index))
+        return messages
+
+    def _chosen(self) -> list[generation_pb2.GenerateResponse]:
+        """All messages of a request whose answers are told at the end, best first."""
+        answers = self._answers  # of a beam search: best first as they come
+        if self._decoding.beam is None:
+            answers = sorted(answers, key=lambda answer: -answer.mean_logprob)
+        tells_logprobs = self._checked.sampling.num_logprobs is not None
+        messages = [self._started()]
+        for index, answer in enumerate(answers[: self._decoding.n]):
+            num_tokens = 0
+            for piece in answer.kept:
+                num_tokens += len(piece.token_ids)
+                messages.append(_delta(piece, index, num_tokens, tells_logprobs=tells_logprobs))
+            messages.append(self._finished(answer, index))
+        return messages
+
+    def _started(self) -> generation_pb2.GenerateResponse:
+        self._is_started = True
+        checked = self._checked
+        return generation_pb2.GenerateResponse(
+            started=generation_pb2.GenerationStarted(
+                request_id=self._label,
+                adapter=self._adapter_name,
+                adapter_digest="" if self._work.adapter is None else self._work.adapter.digest,
+                sampling=sampling_message(checked.sampling, self._vocab_size),
+                stopping=types_pb2.StoppingParams(
+                    max_tokens=self._work.max_tokens,
+                    stop=checked.stop,
+                    stop_token_ids=sorted(checked.stop_token_ids),
+                    ignore_eos=checked.ignore_eos,
+                    min_tokens=checked.sampling.min_tokens,
+                ),
+                prompt_tokens=len(self._work.prompt_token_ids),
+                cached_tokens=self._num_cached_tokens,
+                queue_time=duration(self._queue_time_s),
+                decoding=decoding_message(self._decoding),
+                prompt_logprobs=map(logprobs_message, self._prompt_logprobs),
+                tenant=self._tenant,
+            )
+        )
+
+    def _finished(self, answer: _Answer, index: int) -> generation_pb2.GenerateResponse:
+        assert answer.reason is not None, f"answer {answer.index} has not ended"
+        now_s = answer.last_token_s if self._decoding.is_ranked else self._clock()
+        arrival_s = self._work.arrival_s
+        first_token_s = now_s if answer.first_token_s is None else answer.first_token_s
+        message = generation_pb2.GenerateResponse(
+            finished=generation_pb2.GenerationFinished(
+                index=index,
+                reason=answer.reason,  # type: ignore[arg-type]  # the stub's enum type is not that of its values
+                stop_string=answer.stop_string,
+                usage=types_pb2.Usage(
+                    prompt_tokens=len(self._work.prompt_token_ids),
+                    cached_tokens=self._num_cached_tokens,
+                    completion_tokens=answer.num_tokens,
+                ),
+                timings=types_pb2.Timings(
+                    queue_time=duration(self._queue_time_s),
+                    time_to_first_token=duration(first_token_s - arrival_s),
+                    total_time=duration(now_s - arrival_s),
+                ),
+                seed=self._seed_of(answer),
+                score=answer.score,
+            )
+        )
+        beam = self._decoding.beam
+        if beam is not None and answer.score is not None:
+            message.finished.cumulative_logprob = answer.score * answer.num_tokens**beam.length_penalty
+        elif self._tells_sum:
+            message.finished.cumulative_logprob = answer.sum_logprobs
+        return message
+
+    def _seed_of(self, answer: _Answer) -> int:
+        seed = self._work.sampling.seed
+        return seed if self._decoding.beam is not None else sample_seed(seed, answer.index)
+
+
+def _delta(piece: _Piece, index: int, num_tokens: int, *, tells_logprobs: bool) -> generation_pb2.GenerateResponse:
+    """`num_tokens`: of this answer, those of the piece included."""
+    # Filled in place: made once per token, and a delta passed to the constructor is copied.
+    message = generation_pb2.GenerateResponse()
+    delta = message.delta
+    delta.index = index
+    delta.token_offset = num_tokens - len(piece.token_ids)
+    delta.token_ids.extend(piece.token_ids)
+    delta.text = piece.text
+    delta.completion_tokens = num_tokens
+    if tells_logprobs:
+        delta.logprobs.extend(map(logprobs_message, piece.logprobs))
+    return message
