@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.sequence import Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ def _check_blocks(scheduler: Scheduler) -> None:
 def _check_flights(scheduler: Scheduler) -> None:
     """Plans are within budgets, name a row once, and only rows that are still held by whom they named."""
     flights = scheduler.flights
-    assert len(flights) <= scheduler.limits.plan_depth, "more plans are unanswered than agreed"
+    most = scheduler.limits.plan_depth * MAX_PLAN_STEPS
+    assert len(flights) <= most, "more steps are unanswered than may ever be"
+    assert not flights or flights[-1].ends_plan, "a plan is cut off"
+    for idx, flight in enumerate(flights):
+        assert flight.step_id == flights[0].step_id + idx, "a step is left out"
     named: Counter[int] = Counter()
     planned: Counter[int] = Counter()
     running = {id(sequence) for sequence in scheduler.running}

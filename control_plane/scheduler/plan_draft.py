@@ -18,12 +18,13 @@ _row = attrgetter("row")
 
 @dataclass(slots=True)
 class Flight:
-    """A plan that is not answered."""
+    """A step that is planned and not answered."""
 
     step_id: int
     decodes: list[Sequence]  # ascending by row
     prefills: list[tuple[Sequence, int, bool]]  # (sequence, tokens, whether it samples) in the order of the plan
     sampled_rows: list[int]  # rows that the result must name, in its order
+    ends_plan: bool = True  # the last or only step of its plan
 
 
 class PlanDraft:
@@ -51,8 +52,8 @@ class PlanDraft:
         sequence.is_decoding = sequence.num_planned == sequence.prefill_end
         self.prefills.append((sequence, num_tokens, sequence.is_decoding))
 
-    def finish(self, step_id: int, freed_rows: list[int]) -> tuple[StepPlan, Flight]:
-        """The plan, and what to keep of it."""
+    def finish(self, step_id: int, freed_rows: list[int], num_steps: int) -> tuple[StepPlan, list[Flight]]:
+        """The plan, and what to keep of each of its steps; those after the first only decode."""
         self.decodes.sort(key=_row)
         scheduled = [sequence.decode_row for sequence in self.decodes if sequence.decode_row is not None]
         scheduled += [ScheduledRow(sequence.row, n, False) for sequence, n, _ in self.prefills]
@@ -64,8 +65,12 @@ class PlanDraft:
             new_rows=self.new_rows,
             appended_blocks=self.appended_blocks,
             freed_rows=freed_rows,
+            num_steps=num_steps,
         )
-        return plan, Flight(step_id, self.decodes, self.prefills, sampled_rows)
+        flights = [Flight(step_id, self.decodes, self.prefills, sampled_rows, num_steps == 1)]
+        for idx in range(1, num_steps):
+            flights.append(Flight(step_id + idx, self.decodes, [], sampled_rows, idx == num_steps - 1))
+        return plan, flights
 
 
 def check_answer(flights: deque[Flight], result: StepResult) -> None:

@@ -10,6 +10,7 @@ from bisect import insort
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.preemption import choose_paused, choose_victim
 from control_plane.scheduler.roster import Roster, by_order
+from control_plane.scheduler.run_ahead import is_due
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import NewRow, ScheduledRow, WorkerLimits
@@ -46,6 +47,8 @@ class Planner:
             position = sequence.num_planned
             if position >= sequence.max_planned:
                 continue  # all its tokens are planned
+            if not is_due(sequence):
+                continue
             if draft.budget == 0:
                 return True
             if position == len(sequence.block_ids) * size:

@@ -22,6 +22,7 @@ from control_plane.scheduler.plan_draft import Flight, PlanDraft, check_answer
 from control_plane.scheduler.planner import Planner
 from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.roster import Roster, by_order
+from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS, may_plan, repeat
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
@@ -54,7 +55,7 @@ class Scheduler:
         # Its parts at hand; they are the roster's for good.
         self.pool, self.cache, self.slots, self.rows = roster.pool, roster.cache, roster.slots, roster.rows
         self.waiting, self.running, self.sequences = roster.waiting, roster.running, roster.sequences
-        self.flights: deque[Flight] = deque()  # unanswered plans, oldest first
+        self.flights: deque[Flight] = deque()  # unanswered steps, oldest first
         self._planner = Planner(limits, roster, settings)
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []  # ends that came up where none could be returned
@@ -180,23 +181,28 @@ class Scheduler:
 
     # ---- plans and results ----
 
-    def plan(self, now_s: float) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute or enough plans are unanswered."""
+    def plan(self, now_s: float, max_steps: int = 1) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute or enough steps are unanswered.
+
+        `max_steps`, up to MAX_PLAN_STEPS: how many decode steps the plan may stand for; see run_ahead.
+        """
         assert not self._is_dead, "a plan is asked of a scheduler whose requests were taken away"
-        if len(self.flights) >= self.limits.plan_depth:
+        assert 1 <= max_steps <= MAX_PLAN_STEPS, f"a plan of up to {max_steps} steps is asked for"
+        if not may_plan(len(self.flights), self.limits.plan_depth, max_steps):
             return None
         self._end_expired(now_s)
         draft = PlanDraft(self.limits.max_step_tokens)
         self._planner.fill(draft, now_s)
         if draft.is_empty:
             return None
-        plan, flight = draft.finish(self._next_step_id, self.rows.tell_freed())
-        self._next_step_id += 1
-        self.flights.append(flight)
+        num_steps = repeat(draft, self.roster, max_steps)
+        plan, flights = draft.finish(self._next_step_id, self.rows.tell_freed(), num_steps)
+        self._next_step_id += num_steps
+        self.flights.extend(flights)
         return plan
 
     def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
-        """Take the answer to the oldest unanswered plan. Raises ResultMismatch if it is not that."""
+        """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
         check_answer(self.flights, result)
         flight = self.flights.popleft()
         failed_rows = set(result.failed_rows)
@@ -233,7 +239,7 @@ class Scheduler:
             num_blocks=self.pool.num_blocks,
             num_blocks_held=self.pool.num_held,
             num_blocks_cached=len(self.pool.evictable),
-            num_plans_in_flight=len(self.flights),
+            num_plans_in_flight=sum(flight.ends_plan for flight in self.flights),
             arena_used_bytes=self.slots.used_bytes,
             num_adapters_loaded=len(self.slots.ready_digests()),
             prefix_query_tokens=self._planner.prefix_query_tokens,

@@ -38,6 +38,7 @@ class Sequence:
     generated: list[int]  # accepted tokens
     state: SequenceState = SequenceState.WAITING
     is_paused: bool = False
+    is_stepwise: bool = False  # what it is fed after its prefill is chosen here, not on the worker
     is_ended: bool = False  # DRAINING and never to come back
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
     num_preemptions: int = 0
@@ -54,7 +55,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is computed by answered plans
     num_registered: int = 0  # leading blocks that were offered to the prefix cache
     register_at: int = 0  # computed tokens at which the next block is full
-    num_in_flight: int = 0  # unanswered plans that name it
+    num_in_flight: int = 0  # unanswered steps that name it
     is_decoding: bool = False  # its prefill is planned to the end
     has_progressed: bool = False  # gained a token since it took the row
 

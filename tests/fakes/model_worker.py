@@ -8,13 +8,14 @@ checked as strictly as a real worker does.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from control_plane.scheduler.types import (
     EvictSlot,
     LoadSlot,
     NewRow,
     Request,
+    ScheduledRow,
     SlotCommand,
     StepPlan,
     StepResult,
@@ -67,8 +68,15 @@ class Row:
     slot_generation: int
 
 
+def steps_of(plan: StepPlan) -> list[StepPlan]:
+    """A plan of several steps as plans of one."""
+    first = replace(plan, num_steps=1)
+    decodes = [ScheduledRow(scheduled.row, 1, True) for scheduled in plan.scheduled]
+    return [first, *(StepPlan(plan.step_id + idx, decodes) for idx in range(1, plan.num_steps))]
+
+
 class ModelWorker:
-    """Executes plans in order."""
+    """Executes plans of one step in order."""
 
     def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
@@ -93,6 +101,7 @@ class ModelWorker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the differences, compute, sample."""
+        assert plan.num_steps == 1, "steps_of was not asked"
         assert plan.step_id == self.num_steps + 1, "steps come out of order"
         self.num_steps += 1
         for freed in plan.freed_rows:

@@ -16,7 +16,7 @@ from control_plane.scheduler.types import (
     StepPlan,
     WorkerLimits,
 )
-from tests.fakes.model_worker import ModelWorker
+from tests.fakes.model_worker import ModelWorker, steps_of
 
 
 def make_limits(**changes: Any) -> WorkerLimits:
@@ -53,7 +53,7 @@ class Bench:
         self.limits = make_limits(**limits)
         self.scheduler = Scheduler(self.limits)
         self.worker = ModelWorker(self.limits)
-        self.sent: list[StepPlan] = []
+        self.sent: list[StepPlan] = []  # steps that are not answered, each as a plan of its own
         self.plans: list[StepPlan] = []
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, RequestOutput] = {}
@@ -65,17 +65,17 @@ class Bench:
             self.scheduler.add(request, request.arrival_s)
             self.tokens[request.request_id] = list(request.generated_token_ids)
 
-    def plan(self, now_s: float = 0.0) -> StepPlan | None:
-        """Make one plan and keep it for `answer`."""
-        plan = self.scheduler.plan(now_s)
+    def plan(self, now_s: float = 0.0, max_steps: int = 1) -> StepPlan | None:
+        """Make one plan and keep its steps for `answer`."""
+        plan = self.scheduler.plan(now_s, max_steps)
         if plan is not None:
-            self.sent.append(plan)
+            self.sent.extend(steps_of(plan))
             self.plans.append(plan)
         self.scheduler.check_invariants()
         return plan
 
     def answer(self) -> list[RequestOutput]:
-        """Execute and answer the oldest plan."""
+        """Execute and answer the oldest step."""
         outputs = self.scheduler.apply(self.worker.execute(self.sent.pop(0)), 0.0)
         self.keep(outputs)
         self.scheduler.check_invariants()

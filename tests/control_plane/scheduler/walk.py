@@ -24,7 +24,7 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
-from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, oracle
+from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, oracle, steps_of
 
 FULL_CHECK_EVERY = 8  # steps
 
@@ -42,7 +42,7 @@ class Walk:
             num_slots=rng.choice([1, 2, 3, 6]),
             arena_bytes=rng.choice([100, 200]),
             max_model_len=rng.choice([12, 24, 200]),
-            plan_depth=rng.choice([1, 2, 3]),
+            plan_depth=rng.choice([1, 2, 3, 4]),
         )
         self.scheduler = Scheduler(self.limits)
         self.worker = ModelWorker(self.limits)
@@ -50,6 +50,7 @@ class Walk:
         self.adapters = [AdapterRef(name, rng.choice([10, 30, 60, 100])) for name in names]
         self.failure_rate = rng.choice([0.0, 0.0, 0.3])
         self.not_finite_rate = rng.choice([0.0, 0.0, 0.01])
+        self.max_steps = rng.choice([1, 4])
         self.max_live = rng.choice([3, 10, 30])
         self.now_s = 0.0
         self.next_id = 1
@@ -57,10 +58,11 @@ class Walk:
         self.tokens: dict[RequestId, list[int]] = {}
         self.expected: dict[RequestId, list[int]] = {}
         self.paused: set[RequestId] = set()
-        self.sent: deque[StepPlan] = deque()  # plans on the wire
+        self.sent: deque[StepPlan] = deque()  # steps on the wire
         self.commands: deque[SlotCommand] = deque()  # commands on the wire
         self.free_before: set[int] = set()
         self.num_plans = 0
+        self.num_repeated = 0  # plans of several steps
         self.num_finished = 0
         self.ended_by: dict[FinishReason, int] = {}
         self.trace = hashlib.sha256()
@@ -156,11 +158,12 @@ class Walk:
 
     def make_plan(self) -> None:
         """Ask for a plan; it is executed when its turn comes."""
-        plan = self.scheduler.plan(self.now_s)
+        plan = self.scheduler.plan(self.now_s, self.rng.randint(1, self.max_steps))
         if plan is not None:
             self.num_plans += 1
+            self.num_repeated += plan.num_steps > 1
             self.trace.update(repr(plan).encode())
-            self.sent.append(plan)
+            self.sent.extend(steps_of(plan))
 
     def answer_plan(self) -> None:
         """The worker executes the oldest plan and answers; now and then a row's logits are not finite."""

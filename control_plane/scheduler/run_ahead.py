@@ -1,0 +1,84 @@
+"""How far plans run ahead of their results: the one place for that rule. Pure.
+
+A decoding row's last token stays on the worker and is fed back there, so its next step can be planned before the token
+is known here. Three bounds hold.
+
+1. A plan is made while at most (plan_depth - 1) * max_steps steps are unanswered; a plan stands for at most max_steps.
+   So never more than plan_depth * max_steps are, and as the next plan leaves, the worker has that many less one plan's
+   to do: time that hides the plan's way. max_steps is 1 unless the fleet measured that plan_depth alone is too little.
+2. A plan stands for several steps only where nothing could be decided between them: every row decodes in each of
+   them, none reaches its length before the last, their blocks can be had without preemption, and nobody waits who
+   could be admitted meanwhile. Elsewhere the same room is used by plans of one step.
+3. A row whose next token is chosen here, not on the worker (stepwise), is planned one step late: once no unanswered
+   plan names it.
+
+What the worker computes for a row after its stop token is wasted: at most plan_depth * max_steps - 1 tokens.
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.plan_draft import PlanDraft
+from control_plane.scheduler.roster import Roster
+from control_plane.scheduler.sequence import Sequence, SequenceState
+
+# Steps that one plan may stand for. A request that arrives waits for those already sent, so the fleet asks for no more
+# than the round trip takes.
+MAX_PLAN_STEPS = 4
+
+
+def may_plan(num_unanswered_steps: int, plan_depth: int, max_steps: int) -> bool:
+    """Whether another plan may be made (bound 1)."""
+    return num_unanswered_steps <= (plan_depth - 1) * max_steps
+
+
+def is_due(sequence: Sequence) -> bool:
+    """Whether a row may be planned although its last token may be unknown here (bound 3)."""
+    return not sequence.is_stepwise or sequence.num_in_flight == 0
+
+
+def repeat(draft: PlanDraft, roster: Roster, max_steps: int) -> int:
+    """Steps that the draft's plan stands for (bound 2), the first included; books the others on its sequences."""
+    if max_steps == 1 or not draft.decodes or not _is_settled(draft, roster):
+        return 1
+    num_more = min(max_steps - 1, min(sequence.max_planned - sequence.num_planned for sequence in draft.decodes))
+    while num_more > 0 and _num_blocks_short(draft, roster, num_more) > roster.pool.num_available:
+        num_more -= 1
+    if num_more == 0:
+        return 1
+    for sequence in draft.decodes:
+        sequence.num_planned += num_more
+        sequence.num_in_flight += num_more
+        for _ in range(_num_short(sequence, 0, roster.block_size)):
+            block_id = roster.pool.take_one()
+            assert block_id is not None, "blocks were counted and are not there"
+            sequence.block_ids.append(block_id)
+            draft.appended_blocks.append((sequence.row, block_id))
+    return 1 + num_more
+
+
+def _is_settled(draft: PlanDraft, roster: Roster) -> bool:
+    """Whether nothing could be decided otherwise in the steps that follow, but for what comes from outside."""
+    if draft.prefills:
+        return False
+    is_awaited = roster.waiting.peek() is not None
+    if is_awaited and (roster.rows.num_free > 0 or roster.num_draining > 0):
+        return False
+    planned = set(map(id, draft.decodes))
+    for sequence in roster.running:
+        if not sequence.is_decoding or sequence.is_stepwise:
+            return False
+        if id(sequence) in planned or sequence.is_paused or sequence.state is not SequenceState.RUNNING:
+            continue
+        # 1. Short of a block or of budget. 2. All its tokens are planned, and somebody waits for its row.
+        if sequence.num_planned < sequence.max_planned or is_awaited:
+            return False
+    return True
+
+
+def _num_blocks_short(draft: PlanDraft, roster: Roster, num_more: int) -> int:
+    return sum(_num_short(sequence, num_more, roster.block_size) for sequence in draft.decodes)
+
+
+def _num_short(sequence: Sequence, num_more: int, block_size: int) -> int:
+    """Blocks that its table lacks for so many tokens beyond those planned."""
+    return max(0, -(-(sequence.num_planned + num_more) // block_size) - len(sequence.block_ids))
