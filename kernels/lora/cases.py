@@ -112,11 +112,18 @@ def _stacked(
 
 
 def make_group(
-    case: Case, out_features: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0, is_exact: bool = False
+    case: Case,
+    out_features: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    is_exact: bool = False,
+    is_uniform: bool = False,
 ) -> GroupInputs:
     """Sites of these widths over one input; site i leaves out slot i, and slot 1 has another rank at each.
 
-    is_exact: small integers, of which every sum is exact in float32 in any order.
+    is_uniform: every slot has its rank at every site instead. is_exact: small integers, of which every sum is exact
+    in float32 in any order.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -129,7 +136,9 @@ def make_group(
     for index, width in enumerate(out_features):
         matrices = []
         for slot, case_rank in enumerate(case.ranks):
-            rank = 0 if slot == index and len(out_features) > 1 else case_rank + (index if slot == 1 else 0)
+            rank = case_rank
+            if not is_uniform:
+                rank = 0 if slot == index and len(out_features) > 1 else case_rank + (index if slot == 1 else 0)
             a = random(rank, case.in_features, case.in_features**-0.5)
             b = random(rank, width, max(rank, 1) ** -0.5)
             matrices.append((a, b, float(slot % 4 - 1) if is_exact else 0.5 + slot % 4))

@@ -61,9 +61,9 @@ class ExpandLaunch:
         return cls(_page_columns(group))
 
     @classmethod
-    def choose(cls, y: torch.Tensor, width: int, group: SiteGroup) -> ExpandLaunch:
+    def choose(cls, y: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> ExpandLaunch:
         """What was measured for such a call on the device of y, or the default."""
-        return tuned("lora_expand", cls.default(group), device_name(y), **expand_sizes(y, width, group))
+        return tuned("lora_expand", cls.default(group), device_name(y), **expand_sizes(y, h, group))
 
 
 def shrink_sizes(x: torch.Tensor, width: int, group: SiteGroup) -> dict[str, int | str]:
@@ -71,9 +71,9 @@ def shrink_sizes(x: torch.Tensor, width: int, group: SiteGroup) -> dict[str, int
     return {**_sizes(x, width, group), "in_features": group.in_features}
 
 
-def expand_sizes(y: torch.Tensor, width: int, group: SiteGroup) -> dict[str, int | str]:
-    """The bucket of an expand."""
-    return {**_sizes(y, width, group), "out_features": max(group.out_features)}
+def expand_sizes(y: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> dict[str, int | str]:
+    """The bucket of an expand from h [planes, sites, T, width]."""
+    return {**_sizes(y, h.shape[3], group), "out_features": max(group.out_features), "planes": h.shape[0]}
 
 
 def num_parts(in_features: int) -> int:

@@ -142,7 +142,7 @@ def expand(
         y.zero_()
     if route.num_blocks == 0 or width == 0:
         return
-    launch = launch or ExpandLaunch.choose(y, width, group)
+    launch = launch or ExpandLaunch.choose(y, h, group)
     grid = (route.num_blocks, triton.cdiv(max(group.out_features), launch.out_columns), num_sites)
     expand_kernel[grid](
         h,

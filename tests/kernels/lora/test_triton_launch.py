@@ -60,20 +60,21 @@ def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         inputs.group.out_features,
     )
     x, y, route = inputs.x.to(device), inputs.y.to(device), route_in_torch(inputs.token_slots.to(device), 2, 16)
+    h = torch.empty(1, 2, 3, 21, device=device)
     buckets = (
         ("lora_shrink", shrink_sizes(x, 21, group), {"ranks": 16, "in_columns": 32, "num_warps": 2}),
-        ("lora_expand", expand_sizes(y, 21, group), {"out_columns": 64, "num_warps": 8}),
+        ("lora_expand", expand_sizes(y, h, group), {"out_columns": 64, "num_warps": 8}),
     )
     for op, sizes, parameters in buckets:
         tuning.write_table(op, DEVICE, {}, {tuning.bucket_name(**sizes): parameters}, tmp_path)
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     monkeypatch.setattr(launch, "device_name", lambda tensor: DEVICE)
     assert ShrinkLaunch.choose(x, 21, group) == ShrinkLaunch(16, 32, 2)
-    assert ExpandLaunch.choose(y, 21, group) == ExpandLaunch(64, 8)
+    assert ExpandLaunch.choose(y, h, group) == ExpandLaunch(64, 8)
     assert ShrinkLaunch.choose(x, 40, group) == ShrinkLaunch.default(40, group)
     results = []
     for shrink_launch, expand_launch in ((None, None), (ShrinkLaunch(64, 16), ExpandLaunch(16))):
-        h, total = torch.empty(1, 2, 3, 21, device=device), y.clone()
+        total = y.clone()
         triton_shrink.shrink(x, h, group, route, launch=shrink_launch)
         triton_expand.expand(h, total, group, route, add_inputs=True, launch=expand_launch)
         results.append(total)

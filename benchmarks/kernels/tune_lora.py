@@ -1,0 +1,121 @@
+"""The tuner's problems for shrink and expand: the fused linears of an 8B Llama, at decode and prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.problem import Problem
+from kernels.lora import SiteGroup, reference, triton_expand, triton_shrink
+from kernels.lora.cases import Case, GroupInputs, make_group
+from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, expand_sizes, num_parts, shrink_sizes
+from kernels.lora.route import MANY_TOKENS, DeviceRoute, default_block_tokens, route_in_torch
+
+MAX_ADAPTERS = 8
+EXPANDS = tuple(ExpandLaunch(out_columns, num_warps) for out_columns, num_warps in product((64, 128, 256), (2, 4, 8)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sites over one input."""
+
+    in_features: int
+    out_features: tuple[int, ...]
+    page: int  # columns of a page
+    rank: int
+    tokens: int
+
+
+def shapes(is_short: bool) -> Iterator[Shape]:
+    """q, k, v; gate, up; o; down."""
+    sites = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (4096, (4096,)), (14336, (4096,)))
+    ranks = (16, 64) if is_short else (8, 16, 32, 64, 128)
+    tokens = (64, 2048) if is_short else (1, 8, 32, 64, 128, 256, 2048, 8192)
+    for (in_features, out_features), rank, count in product(sites, ranks, tokens):
+        yield Shape(in_features, out_features, 1024, rank, count)
+
+
+def shrink_problems(device: torch.device, dtype: torch.dtype, is_short: bool) -> Iterator[Problem]:
+    """Every bucket of shrink. The outputs' widths do not matter to it, only how many there are."""
+    for shape in dict.fromkeys(replace(s, out_features=(s.page,) * len(s.out_features)) for s in shapes(is_short)):
+        yield shrink_problem(shape, device, dtype)
+
+
+def expand_problems(device: torch.device, dtype: torch.dtype, is_short: bool) -> Iterator[Problem]:
+    """Every bucket of expand."""
+    for shape in shapes(is_short):
+        yield expand_problem(shape, device, dtype)
+
+
+def shrink_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
+    """One bucket of shrink, in parts side by side where the op takes them."""
+    exact, route, expected, _ = _exact(shape, device, dtype)
+    planes = num_parts(shape.in_features) if shape.tokens < MANY_TOKENS else 1
+    h = torch.empty(planes, len(shape.out_features), shape.tokens, shape.rank, device=device)
+
+    def run(launch: ShrinkLaunch) -> None:
+        triton_shrink.shrink(exact.x, h, exact.group, route, launch=launch)
+
+    def is_right(launch: ShrinkLaunch) -> bool:
+        h.fill_(float("nan"))
+        run(launch)
+        return torch.equal(h.sum(0).nan_to_num(nan=NO_VALUE), expected.nan_to_num(nan=NO_VALUE))
+
+    sizes = shrink_sizes(exact.x, shape.rank, exact.group)
+    default = ShrinkLaunch.default(shape.rank, exact.group)
+    widths = [ranks for ranks in (16, 32, 64, 128) if ranks <= max(default.ranks, shape.rank)]
+    candidates = [ShrinkLaunch(*values) for values in product(widths, (64, 128), (2, 4, 8), (2, 3, 4))]
+    return Problem(sizes, default, candidates, is_right, run)
+
+
+def expand_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
+    """One bucket of expand, from the planes that the op's shrink leaves."""
+    exact, route, h, expected = _exact(shape, device, dtype)
+    planes = num_parts(shape.in_features) if shape.tokens < MANY_TOKENS else 1
+    parts = torch.zeros(planes, *h.shape, device=device)
+    parts[-1] = h
+    y = exact.y.clone()
+
+    def run(launch: ExpandLaunch) -> None:
+        triton_expand.expand(parts, y, exact.group, route, add_inputs=True, launch=launch)
+
+    def is_right(launch: ExpandLaunch) -> bool:
+        y.copy_(exact.y)
+        run(launch)
+        return torch.equal(y, expected)
+
+    sizes = expand_sizes(y, parts, exact.group)
+    return Problem(sizes, ExpandLaunch.default(exact.group), EXPANDS, is_right, run)
+
+
+# Stands for NaN where two tensors are compared; no sum of the cases comes near it.
+NO_VALUE = 1e30
+
+
+def _exact(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> tuple[GroupInputs, DeviceRoute, torch.Tensor, torch.Tensor]:
+    """Small integers on the device, their route, h [sites, T, rank] and y by the definitions; h is NaN where unused."""
+    num_adapters = min(shape.tokens, MAX_ADAPTERS)
+    slots = tuple(token % num_adapters for token in range(shape.tokens))
+    case = Case("tune", slots, (shape.rank,) * num_adapters, shape.in_features, tile_width=shape.page)
+    inputs = make_group(case, shape.out_features, dtype, is_exact=True, is_uniform=True)
+    route = route_in_torch(inputs.token_slots, num_adapters, default_block_tokens(shape.tokens))
+    h = torch.full((len(shape.out_features), shape.tokens, shape.rank), float("nan"))
+    y = inputs.y.clone()
+    reference.shrink(inputs.x, h, inputs.group, route)
+    reference.expand(h, y, inputs.group, route, add_inputs=True)
+    return _on(inputs, device), _on(route, device), h.to(device), y.to(device)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """The dataclass with its tensors on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, GroupInputs | SiteGroup | DeviceRoute):
+        return replace(value, **{item.name: _on(getattr(value, item.name), device) for item in fields(value)})
+    return value
