@@ -1,15 +1,16 @@
-"""Whether a request can run on a worker at all, and the sequence it becomes. No state."""
+"""Whether a request can run on a worker at all, and the group of sequences it becomes. No state."""
 
 from __future__ import annotations
 
 from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits
 from control_plane.scheduler.prefix_cache import chain_root
 from control_plane.scheduler.sequence import Sequence
+from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.types import Request, WorkerLimits
 
 
-def make_sequence(request: Request, limits: WorkerLimits, serial: int) -> Sequence:
-    """A sequence for the request; `serial` orders those that arrived at one time.
+def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceGroup:
+    """A group for the request; `serial` orders those that arrived at one time.
 
     Raises RequestNeverFits (or its subclasses for context and adapter) if it could not run there even alone.
     """
@@ -35,12 +36,21 @@ def make_sequence(request: Request, limits: WorkerLimits, serial: int) -> Sequen
             f"the adapter takes {adapter.arena_bytes} bytes, the worker's arena has {limits.arena_bytes} in "
             f"{limits.num_slots} slots; raise arena_bytes or lower the adapter's rank",
         )
-    return Sequence(
+    group = SequenceGroup(
         request=request,
         order=(request.arrival_s, serial),
         cache_root=chain_root(None if adapter is None else adapter.digest, request.cache_salt),
-        max_generated=max_generated,
-        max_planned=num_prompt + max_generated - 1,
-        stop_token_ids=request.stop_token_ids,
-        generated=list(request.generated_token_ids),
     )
+    group.members.append(
+        Sequence(
+            group=group,
+            index=0,
+            request=request,
+            order=group.order,
+            max_generated=max_generated,
+            max_planned=num_prompt + max_generated - 1,
+            stop_token_ids=request.stop_token_ids,
+            generated=list(request.generated_token_ids),
+        )
+    )
+    return group

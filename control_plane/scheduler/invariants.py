@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.sequence import Sequence, SequenceState
+from control_plane.scheduler.sequence_group import GroupState
 
 if TYPE_CHECKING:
     from control_plane.scheduler.scheduler import Scheduler
-
-_ROW_STATES = (SequenceState.RUNNING, SequenceState.DRAINING)
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -26,7 +25,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.cache.check_invariants()
     scheduler.rows.check_invariants([sequence.row for sequence in scheduler.running])
     leases = Counter(sequence.slot_idx for sequence in scheduler.running if sequence.slot_idx is not None)
-    waiting = Counter(sequence.digest for sequence in scheduler.waiting if sequence.digest is not None)
+    waiting = Counter(group.digest for group in scheduler.waiting if group.digest is not None)
     scheduler.slots.check_invariants(dict(leases), dict(waiting))
     for sequence in scheduler.running:
         _check_running(scheduler, sequence)
@@ -36,21 +35,34 @@ def _check_places(scheduler: Scheduler) -> None:
     """Each live request is in exactly one place, and who ended only holds what an unanswered plan names."""
     waiting, running = list(scheduler.waiting), scheduler.running
     num_draining = sum(s.state is SequenceState.DRAINING for s in running)
-    assert scheduler.roster.num_draining == num_draining, "leaving requests are miscounted"
-    assert [s.order for s in running] == sorted(s.order for s in running), "running requests are out of order"
-    assert all(s.state is SequenceState.WAITING for s in waiting), "a request in the waiting queue is not waiting"
-    assert all(s.state in _ROW_STATES for s in running), "a request that holds a row is in no state to hold one"
-    held = [s for s in scheduler.sequences.values() if s.state is SequenceState.HELD]
-    places = Counter(id(s) for s in (*waiting, *running, *held) if not s.is_ended)
-    assert places == Counter(id(s) for s in scheduler.sequences.values()), "a live request is in no queue, or in two"
-    assert all(s.is_paused for s in held), "a request is held back although its reader reads"
-    assert not any(s.is_paused for s in waiting), "a paused request may be admitted"
-    for sequence in running:
-        is_leaving = sequence.state is SequenceState.DRAINING
-        assert not is_leaving or sequence.num_in_flight > 0, "a request holds a row that no unanswered plan names"
-        assert is_leaving or not sequence.is_ended, "a request ended but may still be planned"
-    for sequence in (*waiting, *held):
-        assert not sequence.block_ids and sequence.num_in_flight == 0, "a waiting request holds blocks or plans"
+    assert scheduler.roster.num_draining == num_draining, "leaving sequences are miscounted"
+    orders = [(s.order, s.index) for s in running]
+    assert orders == sorted(set(orders)), "running sequences are out of order"
+    assert all(g.state is GroupState.WAITING for g in waiting), "a request in the waiting queue is not waiting"
+    assert all(s.state is not SequenceState.IDLE for s in running), "a sequence that holds a row has the wrong state"
+    held = [g for g in scheduler.groups.values() if g.state is GroupState.HELD]
+    with_rows = {id(s.group): s.group for s in running}
+    assert scheduler.roster.num_running_groups == len(with_rows), "requests that hold rows are miscounted"
+    places = Counter(id(g) for g in (*waiting, *with_rows.values(), *held) if not g.is_ended)
+    assert places == Counter(id(g) for g in scheduler.groups.values()), "a live request is in no queue, or in two"
+    assert all(g.is_paused for g in held), "a request is held back although its reader reads"
+    assert not any(g.is_paused for g in waiting), "a paused request may be admitted"
+    for group in with_rows.values():
+        rows = [s for s in group.members if s.state is not SequenceState.IDLE]
+        assert group.num_rows == len(rows) == sum(s.group is group for s in running), "a request miscounts its rows"
+        is_leaving = group.state is GroupState.DRAINING
+        assert is_leaving or group.state is GroupState.RUNNING, "a request that holds rows is in no state to hold them"
+        assert is_leaving or not group.is_ended, "a request ended but may still be planned"
+        assert group.is_ended == all(s.is_ended for s in group.members), "a request and its answers end apart"
+        for sequence in rows:
+            if is_leaving or sequence.is_ended:
+                assert sequence.state is SequenceState.DRAINING, "a sequence of a leaving request may be planned"
+            if sequence.state is SequenceState.DRAINING:
+                assert sequence.num_in_flight > 0, "a leaving sequence holds a row that no unanswered plan names"
+    for group in (*waiting, *held):
+        assert group.num_rows == 0 and not group.has_progressed, "a waiting request holds rows"
+        for sequence in group.members:
+            assert not sequence.block_ids and sequence.num_in_flight == 0, "a waiting request holds blocks or plans"
 
 
 def _check_blocks(scheduler: Scheduler) -> None:

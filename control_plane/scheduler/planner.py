@@ -5,13 +5,12 @@ Takes rows, blocks and slots from the roster, and preempts there when something 
 
 from __future__ import annotations
 
-from bisect import insort
-
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.preemption import choose_paused, choose_victim
-from control_plane.scheduler.roster import Roster, by_order
+from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.run_ahead import is_due
 from control_plane.scheduler.sequence import Sequence, SequenceState
+from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import NewRow, ScheduledRow, WorkerLimits
 
@@ -39,7 +38,7 @@ class Planner:
         prefills: list[Sequence] = []
         is_starved = False
         for sequence in list(self._roster.running):
-            if sequence.is_paused or sequence.state is not SequenceState.RUNNING:
+            if sequence.state is not SequenceState.RUNNING or sequence.group.is_paused:
                 continue
             if not sequence.is_decoding:
                 prefills.append(sequence)
@@ -87,12 +86,12 @@ class Planner:
         One whose adapter is not ready is skipped; one that lacks blocks is not, or large requests would starve.
         """
         while draft.budget > 0:
-            sequence = self._roster.waiting.peek()
-            if sequence is None:
+            group = self._roster.waiting.peek()
+            if group is None:
                 return
-            num_hits = self._fitting_hits(sequence) if self._roster.rows.num_free else None
+            num_hits = self._fitting_hits(group) if self._roster.rows.num_free else None
             if num_hits is not None:
-                self._start(sequence, num_hits, draft, now_s)
+                self._start(group, num_hits, draft, now_s)
                 continue
             # Short of rows or blocks: who is paused gives way; what is not free at once is free after some result.
             victim = choose_paused(self._roster.running) if self._roster.num_draining == 0 else None
@@ -100,9 +99,10 @@ class Planner:
                 return
             self._roster.preempt(victim)
 
-    def _fitting_hits(self, sequence: Sequence) -> int | None:
-        """Cached blocks the sequence can start from, or None if the pool cannot give the others of its prefill."""
+    def _fitting_hits(self, group: SequenceGroup) -> int | None:
+        """Cached blocks the group can start from, or None if the pool cannot give the others of its prefill."""
         size = self._block_size
+        sequence = group.members[0]
         num_known = sequence.num_known
         # At least one token must be computed, or there would be nothing to sample from.
         max_hits = (num_known - 1) // size
@@ -112,32 +112,30 @@ class Planner:
         num_spare = self._roster.pool.num_available - num_unheld - num_needed
         return num_hits if num_spare >= (self._watermark if self._roster.running else 0) else None
 
-    def _start(self, sequence: Sequence, num_hits: int, draft: PlanDraft, now_s: float) -> None:
-        """Give a waiting sequence a row, all blocks of its prefill and a lease, and plan its first chunk.
+    def _start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft, now_s: float) -> None:
+        """Give a waiting group its row, all blocks of its prefill and a lease, and plan its first chunk.
 
         All blocks at once, so that an unfinished prefill never waits for blocks and every admission gains a token.
         """
-        self._roster.unqueue(sequence)
+        self._roster.unqueue(group)
+        sequence = group.members[0]
         size = self._block_size
         num_cached = num_hits * size
         token_ids = sequence.known_tokens()
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = now_s
-            sequence.num_cached_tokens = min(num_cached, len(sequence.request.prompt_token_ids))
+        if group.first_scheduled_s is None:
+            group.first_scheduled_s = now_s
+            group.num_cached_tokens = min(num_cached, len(sequence.request.prompt_token_ids))
             self.prefix_query_tokens += len(token_ids)
             self.prefix_hit_tokens += num_cached
         sequence.block_ids = self._roster.cache.take_hits(sequence, num_hits)
         sequence.block_ids += self._roster.pool.take(-(-len(token_ids) // size) - num_hits)
-        sequence.row = self._roster.rows.take()
+        slot = None if sequence.request.adapter is None else self._roster.slots.lease(sequence.request.adapter.digest)
+        self._roster.take_row(sequence, None if slot is None else slot.slot_idx)
         sequence.decode_row = self._decode_rows[sequence.row]
         sequence.prefill_end = len(token_ids)
         sequence.num_planned = sequence.num_computed = num_cached
         sequence.num_registered = num_hits
         sequence.register_at = num_cached + size
-        slot = None if sequence.request.adapter is None else self._roster.slots.lease(sequence.request.adapter.digest)
-        sequence.slot_idx = None if slot is None else slot.slot_idx
-        sequence.state = SequenceState.RUNNING
-        insort(self._roster.running, sequence, key=by_order)
         draft.new_rows.append(
             NewRow(
                 row=sequence.row,

@@ -45,7 +45,7 @@ class PrefixCache:
         hashes, size = sequence.block_hashes, self._block_size
         while len(hashes) < num_blocks:
             idx = len(hashes)
-            parent = hashes[-1] if hashes else sequence.cache_root
+            parent = hashes[-1] if hashes else sequence.group.cache_root
             hashes.append(chain_next(parent, sequence.tokens_between(idx * size, (idx + 1) * size)))
 
     def count_hits(self, sequence: Sequence, max_blocks: int) -> tuple[int, int]:

@@ -1,11 +1,12 @@
-"""Where each sequence is and what it holds: queue, rows, blocks, adapter slots, prefix cache, all of one worker.
+"""Where each request is and what its sequences hold: queue, rows, blocks, adapter slots, prefix cache of one worker.
 
-Moves sequences from one state to another and keeps the books balanced while it does. What is computed next is the
-planner's business, what came back is the scheduler's.
+Moves groups and their members from one state to another and keeps the books balanced while it does. What is computed
+next is the planner's business, what came back is the scheduler's.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from operator import attrgetter
 
 from control_plane.scheduler.adapter_slots import AdapterSlots
@@ -13,6 +14,7 @@ from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.prefix_cache import PrefixCache
 from control_plane.scheduler.row_pool import RowPool
 from control_plane.scheduler.sequence import Sequence, SequenceState
+from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
 from control_plane.scheduler.types import RequestId, WorkerLimits
 from control_plane.scheduler.waiting_queue import WaitingQueue
 
@@ -20,7 +22,7 @@ by_order = attrgetter("order")
 
 
 class Roster:
-    """Every sequence of one worker."""
+    """Every request of one worker."""
 
     def __init__(self, limits: WorkerLimits) -> None:
         self.block_size = limits.block_size
@@ -29,52 +31,53 @@ class Roster:
         self.slots = AdapterSlots(limits.num_slots, limits.arena_bytes)
         self.waiting = WaitingQueue(self.slots.is_admissible)
         self.rows = RowPool(limits.max_rows)
-        self.running: list[Sequence] = []  # those that hold a row, DRAINING ones included, in order of arrival
-        self.sequences: dict[RequestId, Sequence] = {}  # live requests; ended ones leave it at once
+        self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, by arrival and index
+        self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
         self.num_draining = 0  # of running
-        self.num_preemptions = 0  # in all
+        self.num_running_groups = 0  # requests with members in running
+        self.num_preemptions = 0  # of requests, in all
         self._purged: set[str] = set()  # digests whose blocks are kept out of the cache until nothing of them is left
 
     # ---- coming ----
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that is not known yet."""
-        self.sequences[sequence.request.request_id] = sequence
-        adapter = sequence.request.adapter
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a request that is not known yet."""
+        self.groups[group.request.request_id] = group
+        adapter = group.request.adapter
         if adapter is not None and adapter.digest in self._purged:
             self._purged.discard(adapter.digest)
             self.slots.unretire(adapter.digest)
-        self.queue(sequence)
+        self.queue(group)
 
-    def queue(self, sequence: Sequence) -> None:
+    def queue(self, group: SequenceGroup) -> None:
         """Let it wait for admission, in its place by arrival."""
-        sequence.state = SequenceState.WAITING
-        if sequence.request.adapter is not None:
-            self.slots.want(sequence.request.adapter)
-        self.waiting.add(sequence)
+        group.state = GroupState.WAITING
+        if group.request.adapter is not None:
+            self.slots.want(group.request.adapter)
+        self.waiting.add(group)
 
-    def unqueue(self, sequence: Sequence) -> None:
+    def unqueue(self, group: SequenceGroup) -> None:
         """It waits no more; the caller says what it does instead."""
-        self.waiting.remove(sequence)
-        if sequence.request.adapter is not None:
-            self.slots.unwant(sequence.request.adapter.digest)
+        self.waiting.remove(group)
+        if group.request.adapter is not None:
+            self.slots.unwant(group.request.adapter.digest)
 
-    def hold(self, sequence: Sequence) -> None:
-        """Keep a sequence whose reader is slow from being scheduled."""
-        if sequence.is_paused:
+    def hold(self, group: SequenceGroup) -> None:
+        """Keep a request whose reader is slow from being scheduled."""
+        if group.is_paused:
             return
-        sequence.is_paused = True
-        if sequence.state is SequenceState.WAITING:
-            self.unqueue(sequence)
-            sequence.state = SequenceState.HELD
+        group.is_paused = True
+        if group.state is GroupState.WAITING:
+            self.unqueue(group)
+            group.state = GroupState.HELD
 
-    def unhold(self, sequence: Sequence) -> None:
+    def unhold(self, group: SequenceGroup) -> None:
         """Its reader reads again."""
-        if not sequence.is_paused:
+        if not group.is_paused:
             return
-        sequence.is_paused = False
-        if sequence.state is SequenceState.HELD:
-            self.queue(sequence)
+        group.is_paused = False
+        if group.state is GroupState.HELD:
+            self.queue(group)
 
     def offer_adapters(self) -> None:
         """Let requests take part whose adapters became admissible."""
@@ -86,37 +89,52 @@ class Roster:
         self.cache.register(sequence, keep=sequence.digest not in self._purged)
         sequence.register_at = (sequence.num_registered + 1) * self.block_size
 
+    # ---- running ----
+
+    def take_row(self, sequence: Sequence, slot_idx: int | None) -> None:
+        """Give the sequence the lowest free row; the lease of the slot is the caller's to take."""
+        group = sequence.group
+        sequence.row = self.rows.take()
+        sequence.slot_idx = slot_idx
+        sequence.state = SequenceState.RUNNING
+        group.state = GroupState.RUNNING
+        self.num_running_groups += group.num_rows == 0
+        group.num_rows += 1
+        insort(self.running, sequence, key=by_order)
+
     # ---- leaving ----
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take the row away; the sequence waits again once its unanswered plans are answered."""
-        sequence.num_preemptions += 1
+    def preempt(self, group: SequenceGroup) -> None:
+        """Take all rows away; the group waits again once its unanswered plans are answered."""
+        group.num_preemptions += 1
         self.num_preemptions += 1
-        self._drain(sequence)
+        self._drain(group)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, group: SequenceGroup) -> None:
         """The request is over: forget it, and give back what it holds as soon as no unanswered plan names it."""
-        del self.sequences[sequence.request.request_id]
-        sequence.is_ended = True
-        if sequence.state is SequenceState.WAITING:
-            self.unqueue(sequence)
-        if sequence.state is SequenceState.RUNNING:
-            self._drain(sequence)
-        elif sequence.state is SequenceState.DRAINING:
-            if sequence.num_in_flight == 0:
-                self.leave(sequence)
+        del self.groups[group.request.request_id]
+        group.is_ended = True
+        for sequence in group.members:
+            sequence.is_ended = True
+        if group.state is GroupState.WAITING:
+            self.unqueue(group)
+        if group.num_rows > 0:
+            self._drain(group)
         else:
-            sequence.state = SequenceState.GONE
+            self._vanish(group)
         self.close_purges()
 
-    def _drain(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.DRAINING
-        self.num_draining += 1
-        if sequence.num_in_flight == 0:
-            self.leave(sequence)
+    def end_member(self, sequence: Sequence) -> None:
+        """One answer is complete; the request is over with the last of them."""
+        sequence.is_ended = True
+        if all(member.is_ended for member in sequence.group.members):
+            self.end(sequence.group)
+        else:
+            self._drain_member(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Give back row, blocks and lease; whoever has not ended waits again."""
+        """Give back row, blocks and lease; a group that has not ended waits again once all its members left."""
+        group = sequence.group
         self.running.remove(sequence)
         self.num_draining -= 1
         self.pool.release(sequence.block_ids)
@@ -124,13 +142,33 @@ class Roster:
         if sequence.slot_idx is not None:
             self.slots.release(sequence.slot_idx)
         sequence.leave_row()
-        if sequence.is_ended:
-            sequence.state = SequenceState.GONE
-        elif sequence.is_paused:
-            sequence.state = SequenceState.HELD
-        else:
-            self.queue(sequence)
+        group.num_rows -= 1
+        if group.num_rows == 0:
+            self.num_running_groups -= 1
+            group.has_progressed = False
+            if group.is_ended:
+                self._vanish(group)
+            elif group.is_paused:
+                group.state = GroupState.HELD
+            else:
+                self.queue(group)
         self.close_purges()
+
+    def _drain(self, group: SequenceGroup) -> None:
+        group.state = GroupState.DRAINING
+        for sequence in list(group.members):
+            self._drain_member(sequence)
+
+    def _drain_member(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.RUNNING:
+            sequence.state = SequenceState.DRAINING
+            self.num_draining += 1
+        if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
+            self.leave(sequence)
+
+    def _vanish(self, group: SequenceGroup) -> None:
+        group.state = GroupState.GONE
+        group.members.clear()  # they name each other: nothing is to be left to the garbage collector
 
     # ---- adapters on their way out ----
 
@@ -155,5 +193,5 @@ class Roster:
         return (
             self.slots.has_digest(digest)
             or any(sequence.digest == digest for sequence in self.running)
-            or any(sequence.digest == digest for sequence in self.sequences.values())
+            or any(group.digest == digest for group in self.groups.values())
         )

@@ -67,7 +67,7 @@ def _is_settled(draft: PlanDraft, roster: Roster) -> bool:
     for sequence in roster.running:
         if not sequence.is_decoding or sequence.is_stepwise:
             return False
-        if id(sequence) in planned or sequence.is_paused or sequence.state is not SequenceState.RUNNING:
+        if id(sequence) in planned or sequence.group.is_paused or sequence.state is not SequenceState.RUNNING:
             continue
         # 1. Short of a block or of budget. 2. All its tokens are planned, and somebody waits for its row.
         if sequence.num_planned < sequence.max_planned or is_awaited:

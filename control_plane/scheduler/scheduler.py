@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from control_plane.scheduler.admission import make_sequence
+from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.deadlines import Deadlines
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.invariants import check_scheduler
@@ -24,6 +24,7 @@ from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.roster import Roster, by_order
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS, may_plan, repeat
 from control_plane.scheduler.sequence import Sequence, SequenceState
+from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
 from control_plane.scheduler.types import (
@@ -54,7 +55,7 @@ class Scheduler:
         self.roster = roster = Roster(limits)
         # Its parts at hand; they are the roster's for good.
         self.pool, self.cache, self.slots, self.rows = roster.pool, roster.cache, roster.slots, roster.rows
-        self.waiting, self.running, self.sequences = roster.waiting, roster.running, roster.sequences
+        self.waiting, self.running, self.groups = roster.waiting, roster.running, roster.groups
         self.flights: deque[Flight] = deque()  # unanswered steps, oldest first
         self._planner = Planner(limits, roster, settings)
         self._deadlines = Deadlines()
@@ -72,34 +73,34 @@ class Scheduler:
         Raises RequestNeverFits (or its subclasses for context and adapter) if it could not run here even alone.
         """
         assert not self._is_dead, "a request is added to a scheduler whose requests were taken away"
-        assert request.request_id not in self.sequences, f"request {request.request_id} is added twice"
-        sequence = make_sequence(request, self.limits, self._next_serial)
+        assert request.request_id not in self.groups, f"request {request.request_id} is added twice"
+        group = make_group(request, self.limits, self._next_serial)
         self._next_serial += 1
-        self.roster.add(sequence)
+        self.roster.add(group)
         if request.deadline_s is not None:
             self._deadlines.add(request.deadline_s, request.request_id)
-            if len(self._deadlines) > 64 + 2 * len(self.sequences):
-                self._deadlines.keep_only(set(self.sequences))
+            if len(self._deadlines) > 64 + 2 * len(self.groups):
+                self._deadlines.keep_only(set(self.groups))
 
     def cancel(self, request_id: RequestId, now_s: float, index: int | None = None) -> None:
         """End a request, or one answer of several, without a word; unknown and ended ones are fine."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None:
-            self.roster.end(sequence)
+        group = self.groups.get(request_id)
+        if group is not None:
+            self.roster.end(group)
         elif self._outputs:
             self._outputs = [output for output in self._outputs if output.request_id != request_id]
 
     def pause(self, request_id: RequestId) -> None:
         """Stop scheduling a request whose reader is slow. It gives way first when anything is short."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None:
-            self.roster.hold(sequence)
+        group = self.groups.get(request_id)
+        if group is not None:
+            self.roster.hold(group)
 
     def unpause(self, request_id: RequestId) -> None:
         """Schedule a paused request again."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None:
-            self.roster.unhold(sequence)
+        group = self.groups.get(request_id)
+        if group is not None:
+            self.roster.unhold(group)
 
     def expire(self, now_s: float) -> list[RequestOutput]:
         """Do what time brings about, and return every end that is not told yet; to be called every so often.
@@ -113,8 +114,8 @@ class Scheduler:
     def drain_requests(self) -> list[Request]:
         """Everything live with its accepted tokens, in order of arrival, to go on elsewhere. It is dead after this."""
         self._is_dead = True
-        live = sorted(self.sequences.values(), key=by_order)
-        return [sequence.request_so_far() for sequence in live]
+        live = sorted(self.groups.values(), key=by_order)
+        return [group.request_so_far() for group in live]
 
     # ---- adapter slots ----
 
@@ -222,7 +223,7 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Live requests."""
-        return len(self.sequences)
+        return len(self.groups)
 
     @property
     def is_stuck(self) -> bool:
@@ -231,11 +232,11 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""
-        num_live_running = sum(not sequence.is_ended for sequence in self.running)
+        num_live_running = len({id(sequence.group) for sequence in self.running if not sequence.group.is_ended})
         return SchedulerStats(
-            num_waiting=len(self.sequences) - num_live_running,
-            num_running=len(self.running),
-            num_paused=sum(sequence.is_paused for sequence in self.sequences.values()),
+            num_waiting=len(self.groups) - num_live_running,
+            num_running=self.roster.num_running_groups,
+            num_paused=sum(group.is_paused for group in self.groups.values()),
             num_blocks=self.pool.num_blocks,
             num_blocks_held=self.pool.num_held,
             num_blocks_cached=len(self.pool.evictable),
@@ -261,25 +262,27 @@ class Scheduler:
             if token_id is None:
                 # What it computed may not be finite either: nobody else may start from it.
                 self.cache.forget(sequence.block_ids)
-                outputs.append(self._ending(sequence, FinishReason.NOT_FINITE))
-                self.roster.end(sequence)
+                outputs.append(self._ending(sequence.group, FinishReason.NOT_FINITE))
+                self.roster.end(sequence.group)
                 return
+            group = sequence.group
             sequence.num_computed += num_tokens
             reason = sequence.accept(token_id)
+            group.has_progressed = True
             self._num_tokens_sampled += 1
             outputs.append(
                 RequestOutput(
                     sequence.request.request_id,
                     [token_id],
                     reason,
-                    sequence.num_cached_tokens,
-                    sequence.first_scheduled_s,
+                    group.num_cached_tokens,
+                    group.first_scheduled_s,
                 )
             )
             if sequence.num_computed >= sequence.register_at:
                 self.roster.register(sequence)
             if reason is not None:
-                self.roster.end(sequence)
+                self.roster.end_member(sequence)
                 return
         if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
             self.roster.leave(sequence)
@@ -297,22 +300,20 @@ class Scheduler:
 
     def _end_expired(self, now_s: float) -> None:
         for request_id in self._deadlines.pop_due(now_s):
-            sequence = self.sequences.get(request_id)
-            if sequence is not None:
-                self._outputs.append(self._ending(sequence, FinishReason.DEADLINE))
-                self.roster.end(sequence)
+            group = self.groups.get(request_id)
+            if group is not None:
+                self._outputs.append(self._ending(group, FinishReason.DEADLINE))
+                self.roster.end(group)
 
     def _give_up_adapter(self, digest: str, reason: str) -> None:
         """End the requests that wait for an adapter which cannot be had."""
-        for sequence in self.waiting.of_digest(digest):
-            ending = self._ending(sequence, FinishReason.ADAPTER_FAILED)
-            self._outputs.append(replace(ending, message=reason, request=sequence.request_so_far()))
-            self.roster.end(sequence)
+        for group in self.waiting.of_digest(digest):
+            ending = self._ending(group, FinishReason.ADAPTER_FAILED)
+            self._outputs.append(replace(ending, message=reason, request=group.request_so_far()))
+            self.roster.end(group)
 
-    def _ending(self, sequence: Sequence, reason: FinishReason) -> RequestOutput:
-        return RequestOutput(
-            sequence.request.request_id, [], reason, sequence.num_cached_tokens, sequence.first_scheduled_s
-        )
+    def _ending(self, group: SequenceGroup, reason: FinishReason) -> RequestOutput:
+        return RequestOutput(group.request.request_id, [], reason, group.num_cached_tokens, group.first_scheduled_s)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []

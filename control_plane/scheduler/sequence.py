@@ -1,49 +1,46 @@
-"""One live request inside the scheduler: what is known, planned and computed of it, and what it holds.
+"""One answer to a live request inside the scheduler: what is known, planned and computed of it, and what it holds.
 
-Only scheduler.py moves a sequence from one state to another.
+What is true of the request as a whole is its group's (sequence_group.py). Only roster.py and the planner move a
+sequence from one state to another.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.types import FinishReason, Request, ScheduledRow
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is; each live request is in exactly one place."""
+    """What a sequence holds."""
 
-    WAITING = "waiting"  # in the waiting queue
-    HELD = "held"  # no row, and its reader is slow: out of the queue until it reads again
-    RUNNING = "running"  # holds a row, may be planned
-    DRAINING = "draining"  # holds a row, is planned no more; leaves with the last unanswered plan that names it
-    GONE = "gone"  # holds nothing
+    IDLE = "idle"  # nothing: its group waits, or its answer ended
+    RUNNING = "running"  # a row; it may be planned
+    DRAINING = "draining"  # a row; it is planned no more and leaves with the last unanswered plan that names it
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request and its progress.
+    """One answer and its progress.
 
     Token positions: [0, num_computed) answered, [num_computed, num_planned) in unanswered plans. While it decodes,
     the value of the last planned token may be unknown here; the worker feeds it back itself.
     """
 
-    request: Request
-    order: tuple[float, int]  # (arrival_s, serial): total order of arrival
-    cache_root: bytes  # first link of the block hash chain: (adapter or base, salt)
+    group: SequenceGroup
+    index: int  # which of the request's answers
+    request: Request  # the group's, at hand
+    order: tuple[float, int]  # the group's, at hand
     max_generated: int  # generated tokens at which max_tokens or the context ends it
     max_planned: int  # tokens to compute in all; the last token that is sampled is never fed
     stop_token_ids: frozenset[int]  # the request's, at hand for every token
     generated: list[int]  # accepted tokens
-    state: SequenceState = SequenceState.WAITING
-    is_paused: bool = False
+    state: SequenceState = SequenceState.IDLE
     is_stepwise: bool = False  # what it is fed after its prefill is chosen here, not on the worker
-    is_ended: bool = False  # DRAINING and never to come back
+    is_ended: bool = False  # its answer is complete, or its request over
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
-    first_scheduled_s: float | None = None
 
     # While it holds a row (RUNNING or DRAINING); reset by `leave_row`.
     row: int = 0
@@ -57,7 +54,6 @@ class Sequence:
     register_at: int = 0  # computed tokens at which the next block is full
     num_in_flight: int = 0  # unanswered steps that name it
     is_decoding: bool = False  # its prefill is planned to the end
-    has_progressed: bool = False  # gained a token since it took the row
 
     @property
     def digest(self) -> str | None:
@@ -69,10 +65,6 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens whose values are known: prompt and accepted ones."""
         return len(self.request.prompt_token_ids) + len(self.generated)
-
-    def request_so_far(self) -> Request:
-        """The request with every accepted token, to go on elsewhere."""
-        return replace(self.request, generated_token_ids=tuple(self.generated))
 
     def known_tokens(self) -> list[int]:
         """Prompt, then what was generated."""
@@ -89,9 +81,8 @@ class Sequence:
         return [*prompt[start:], *self.generated[: end - num_prompt]]
 
     def accept(self, token_id: int) -> FinishReason | None:
-        """Append a sampled token; the reason if the request ends with it."""
+        """Append a sampled token; the reason if the answer ends with it."""
         self.generated.append(token_id)
-        self.has_progressed = True
         if token_id in self.stop_token_ids:
             return FinishReason.STOP_TOKEN
         if len(self.generated) >= self.max_generated:
@@ -105,4 +96,4 @@ class Sequence:
         self.slot_idx = None
         self.block_ids = []
         self.prefill_end = self.num_planned = self.num_computed = self.num_registered = self.register_at = 0
-        self.is_decoding = self.has_progressed = False
+        self.is_decoding = False
