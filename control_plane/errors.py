@@ -50,6 +50,12 @@ class ContextTooLong(InvalidRequest):
     reason = "CONTEXT_TOO_LONG"
 
 
+class QuotaTooSmall(InvalidRequest):
+    """The request alone exceeds a quota of its tenant: waiting does not help."""
+
+    reason = "QUOTA_TOO_SMALL"
+
+
 class AdapterNotFound(MotetError):
     """No adapter of that name, or no such version."""
 
@@ -122,6 +128,18 @@ class QueueFull(Exhausted):
     """Too many requests wait already."""
 
     reason = "QUEUE_FULL"
+
+
+class QuotaExceeded(Exhausted):
+    """The tenant uses all that it is granted at present."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, message: str, *, tenant: str, quota: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.tenant = tenant
+        self.quota = quota  # name of the limit, as in the operator's file
+        self.limit = limit
 
 
 class PinBudgetExceeded(Exhausted):

@@ -16,6 +16,7 @@ from control_plane.errors import (
     Exhausted,
     InvalidRequest,
     MotetError,
+    QuotaExceeded,
     Unavailable,
     status_of,
 )
@@ -44,6 +45,8 @@ def status_proto(error: MotetError) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
     if isinstance(error, AdapterNotFound):
         info.metadata["adapter"] = shorten(error.resource, MAX_DESCRIPTION_BYTES)
+    if isinstance(error, QuotaExceeded):
+        info.metadata.update({"tenant": error.tenant, "quota": error.quota, "limit": str(error.limit)})
     if isinstance(error, (Exhausted, Unavailable)):
         info.metadata["retry_after_s"] = f"{error.retry_after_s:g}"
     status.details.add().Pack(info)
@@ -61,6 +64,12 @@ def status_proto(error: MotetError) -> status_pb2.Status:
             resource_type="motet.v1.Adapter", resource_name=shorten(error.resource, MAX_FIELD_BYTES)
         )
         status.details.add().Pack(resource)
+    if isinstance(error, QuotaExceeded):
+        failure = error_details_pb2.QuotaFailure()
+        failure.violations.add(
+            subject=f"tenants/{error.tenant}", description=f"{error.quota}: limit {error.limit}; {message}"
+        )
+        status.details.add().Pack(failure)
     if isinstance(error, (Exhausted, Unavailable)):
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(max(int(error.retry_after_s * 1000), 0))

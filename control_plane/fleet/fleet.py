@@ -22,9 +22,11 @@ from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.failures import error_of, lost
 from control_plane.fleet.hello import BaseModelLike, check_hello
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
+from control_plane.fleet.quotas import TenantQuotas, TenantUse
 from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings, QueueSnapshot, WorkerSnapshot
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import FinishReason, Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,11 @@ class Fleet:
         self._clock = clock
         self._dispatcher = Dispatcher(self._fail)
         self._sessions = self._dispatcher.sessions  # at hand; by worker id
+        self._quotas = TenantQuotas(settings.tenants, clock)
+        self._counters = VirtualCounters(
+            {tenant: limits.weight for tenant, limits in settings.tenants.named.items()},
+            default_weight=settings.tenants.default.weight,
+        )
         self._jobs: dict[RequestId, Job] = {}
         self._full: dict[RequestId, Job] = {}  # jobs whose stream is full
         self._quarantined_until_s: dict[str, float] = {}  # worker id -> monotonic seconds
@@ -84,7 +91,7 @@ class Fleet:
     def submit(self, request: Request) -> JobStream:
         """Take a request on; its tokens come through the stream.
 
-        Raises Draining, NoWorker, QueueFull, ContextTooLong or AdapterLoadFailed (larger than any arena).
+        Raises Draining, NoWorker, QueueFull, QuotaExceeded, QuotaTooSmall, ContextTooLong or AdapterTooLarge.
         """
         self._check_admission()
         request_id = request.request_id
@@ -95,10 +102,11 @@ class Fleet:
             lambda index: self._cancel_index(request_id, index),
             num_indices=num_indices_of(request),
         )
-        job = Job(request, stream)
+        job = Job(request, stream, self._quotas.admit(request))
         self._jobs[request_id] = job
         error = self._dispatcher.add(job)
         if error is not None:
+            self._quotas.withdraw(job.charge)
             self._forget(job)
             raise error
         self._num_accepted += 1
@@ -135,6 +143,7 @@ class Fleet:
         if not job.has_run and output.first_scheduled_s is not None:
             job.has_run = True
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
+            self._quotas.start(job.charge)
         job.num_tokens_here += len(output.token_ids)
         job.num_generated += len(output.token_ids)
         stream, reason = job.stream, output.finish_reason
@@ -187,6 +196,7 @@ class Fleet:
 
     def _finish(self, job: Job) -> None:
         self._num_finished += 1
+        self._quotas.end(job.charge, job.num_generated)
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
@@ -223,7 +233,9 @@ class Fleet:
             self._quarantined_until_s[hello.worker_id] = self._clock() + wait_s
             raise Unavailable(f"worker {hello.worker_id} sent garbage; it may attach in {wait_s:.1f} s")
         epoch = (self._incarnation << 32) | next(self._session_ids)
-        session = WorkerSession(hello, epoch, self.settings, self, self._weights.worker_url, self._clock)
+        session = WorkerSession(
+            hello, epoch, self.settings, self, self._weights.worker_url, self._clock, self._counters
+        )
         for digest in self._pinned:
             session.pin(digest)
         former = self._sessions.get(hello.worker_id)
@@ -362,6 +374,10 @@ class Fleet:
     def worker_snapshots(self) -> list[WorkerSnapshot]:
         """Every attached worker, ordered by id."""
         return [self._sessions[worker_id].snapshot() for worker_id in sorted(self._sessions)]
+
+    def tenant_use(self) -> list[TenantUse]:
+        """Every tenant that sent requests lately, by name."""
+        return self._quotas.use()
 
     def queue_snapshot(self) -> QueueSnapshot:
         """Requests over all workers."""

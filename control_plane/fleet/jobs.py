@@ -15,6 +15,7 @@ from control_plane.errors import MotetError
 from control_plane.scheduler.types import Answer, FinishReason, Request, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
+    from control_plane.fleet.quotas import Charge
     from control_plane.fleet.session import WorkerSession
 
 MAX_UNREAD_TOKENS = 256  # per index; beyond it the request is not scheduled until its reader catches up
@@ -185,6 +186,7 @@ class Job:
 
     request: Request  # with every token accepted before its last placement
     stream: JobStream = field(repr=False)
+    charge: Charge  # what its tenant is charged
     session: WorkerSession | None = None  # None: waits in the fleet
     has_run: bool = False  # it was part of a plan at least once
     num_migrations: int = 0  # times it was taken off a session that computed it

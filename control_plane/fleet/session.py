@@ -21,6 +21,7 @@ from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
 from control_plane.fleet.wire import PROTOCOL, GarbageResult, PlanEncoder, limits_of
 from control_plane.scheduler.errors import ResultMismatch, SlotReportMismatch
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import LoadSlot, Request, RequestId, RequestOutput
 
@@ -60,12 +61,13 @@ class WorkerSession:
         owner: SessionOwner,
         host_cache_url: str,
         clock: Callable[[], float],
+        counters: VirtualCounters,
     ) -> None:
         self.worker_id = hello.worker_id
         self.epoch = epoch
         self.max_rows = hello.max_rows
         self.limits = limits_of(hello, settings.plan_depth)
-        self.scheduler = Scheduler(self.limits, settings.scheduler)
+        self.scheduler = Scheduler(self.limits, settings.scheduler, counters)
         self._device = hello.device
         self._settings = settings
         self._owner = owner

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from control_plane.fleet.tenants import TenantTable
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 
 
@@ -19,6 +20,7 @@ class FleetSettings:
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
     quarantine_s: float = 5.0  # how long a worker that sent garbage stays out, seconds
     scheduler: SchedulerSettings = DEFAULT_SETTINGS  # of every worker
+    tenants: TenantTable = field(default_factory=TenantTable)  # weights and quotas
 
     def __post_init__(self) -> None:
         for name in ("max_waiting_requests", "plan_depth", "heartbeat_interval_ms"):

@@ -20,6 +20,7 @@ from control_plane.errors import (
     NoWorker,
     PoisonedRequest,
     QueueFull,
+    QuotaExceeded,
     SlowConsumer,
     Unavailable,
     WorkerLost,
@@ -27,10 +28,13 @@ from control_plane.errors import (
 )
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
+from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.types import AdapterRef, FinishReason
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
+    FakeBaseModel,
     FakeClock,
     FakeWeights,
     LoopbackWorker,
@@ -730,3 +734,29 @@ def heartbeat() -> plan_pb2.AttachRequest:
 
 def encode_stale_result(worker: LoopbackWorker) -> plan_pb2.AttachRequest:
     return plan_pb2.AttachRequest(step_result=plan_pb2.StepResult(step_id=1, epoch=worker.session.epoch))
+
+
+async def test_quotas_are_charged_at_submit_and_given_back_at_every_end(clock: FakeClock) -> None:
+    table = TenantTable({"a": TenantLimits(weight=2.0, max_running_requests=2, max_queued_tokens=6)})
+    fleet = Fleet(
+        FleetSettings(tenants=table), FakeBaseModel(), FakeWeights(), incarnation=1, clock=clock, ticks_by_itself=False
+    )
+    worker = LoopbackWorker(fleet)
+    with pytest.raises(ContextTooLong):
+        fleet.submit(make_request(fleet, [1] * 5, 10_000, tenant="a"))
+    first = fleet.submit(make_request(fleet, [1, 2, 3], 4, tenant="a"))
+    second = fleet.submit(make_request(fleet, [1, 2, 4], 4, tenant="a"))
+    with pytest.raises(QuotaExceeded) as caught:
+        fleet.submit(make_request(fleet, [1], 4, tenant="a"))
+    assert (caught.value.quota, status_of(caught.value)) == (
+        "max_running_requests",
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    )
+    assert fleet.tenant_use()[0].num_queued_tokens == 6
+    await run_all(worker, [first])
+    second.cancel()
+    (use,) = fleet.tenant_use()
+    assert (use.tenant, use.num_requests, use.num_queued_tokens) == ("a", 0, 0)
+    assert (use.num_accepted, use.num_rejected, use.num_input_tokens) == (2, 1, 6)
+    assert 4 <= use.num_generated_tokens <= 8
+    assert worker.session.scheduler.counters is fleet._counters  # one account of a tenant over all workers

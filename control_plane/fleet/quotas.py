@@ -1,0 +1,204 @@
+"""Holds every tenant to its quotas when a request is taken on, and counts what each tenant used.
+
+Called by the fleet for every request: `admit`, `start` with its first token, `end`. Keeps counts only; no I/O, and time
+comes from the clock. tokens_per_minute is a bucket that fills evenly and holds one minute: a request takes its prompt
+and all that it may generate, and gives back what it did not generate when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from control_plane.errors import FieldViolation, QuotaExceeded, QuotaTooSmall
+from control_plane.fleet.jobs import num_indices_of
+from control_plane.fleet.tenants import TenantLimits, TenantTable
+from control_plane.scheduler.types import Request
+
+MAX_IDLE_TENANTS = 1024  # names come from outside and have no end: beyond, idle accounts are forgotten
+BUSY_RETRY_S = 1.0  # until a request of the tenant may have ended or started; nobody knows when
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one request was admitted for."""
+
+    tenant: str
+    num_input_tokens: int  # prompt, and tokens of a resumed stream
+    num_reserved_tokens: int  # that it may generate, over all its answers
+    is_queued: bool = True  # has no token of an answer yet
+
+
+class _Bucket:
+    """Tokens that fill up evenly to one minute's worth."""
+
+    def __init__(self, tokens_per_minute: int, clock: Callable[[], float]) -> None:
+        self.tokens_per_minute = tokens_per_minute
+        self._clock = clock
+        self._level = float(tokens_per_minute)
+        self._level_s = clock()  # when the level was right
+
+    @property
+    def num_left(self) -> float:
+        now_s = self._clock()
+        filled = self._level + (now_s - self._level_s) * self.tokens_per_minute / 60.0
+        self._level, self._level_s = min(filled, float(self.tokens_per_minute)), now_s
+        return self._level
+
+    def add(self, num_tokens: int) -> None:
+        """Negative: take them out."""
+        self._level = min(self.num_left + num_tokens, float(self.tokens_per_minute))
+
+
+@dataclass(slots=True)
+class _Account:
+    limits: TenantLimits
+    bucket: _Bucket | None  # for tokens_per_minute
+    num_requests: int = 0  # admitted and not ended
+    num_queued_tokens: int = 0
+    num_accepted: int = 0  # since the account was made, like those below
+    num_rejected: int = 0
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUse:
+    """One tenant at one moment."""
+
+    tenant: str
+    limits: TenantLimits
+    num_requests: int  # accepted and not ended
+    num_queued_tokens: int  # prompt tokens of those without a token of an answer
+    tokens_left: int | None  # of tokens_per_minute; None without that quota
+    num_accepted: int  # since the tenant is known, like those below
+    num_rejected: int  # by a quota
+    num_input_tokens: int  # of ended requests
+    num_generated_tokens: int  # of ended requests
+
+
+class TenantQuotas:
+    """Accounts of all tenants, made as they come."""
+
+    def __init__(self, table: TenantTable, clock: Callable[[], float]) -> None:
+        self._table = table
+        self._clock = clock
+        self._accounts: dict[str, _Account] = {}
+
+    def admit(self, request: Request) -> Charge:
+        """Charge a request to its tenant.
+
+        Raises QuotaExceeded where the tenant has to wait, QuotaTooSmall where the request alone exceeds a quota.
+        """
+        num_input = len(request.prompt_token_ids) + len(request.generated_token_ids)
+        num_reserved = num_indices_of(request) * request.max_tokens - len(request.generated_token_ids)
+        account = self._account(request.tenant)
+        self._check_alone(request.tenant, account.limits, num_input, num_input + num_reserved)
+        try:
+            self._check_with_others(request.tenant, account, num_input, num_input + num_reserved)
+        except QuotaExceeded:
+            account.num_rejected += 1
+            raise
+        account.num_requests += 1
+        account.num_accepted += 1
+        account.num_queued_tokens += num_input
+        if account.bucket is not None:
+            account.bucket.add(-num_input - num_reserved)
+        return Charge(request.tenant, num_input, num_reserved)
+
+    def start(self, charge: Charge) -> None:
+        """The request has the first token of an answer. Told once."""
+        assert charge.is_queued, f"a request of tenant {charge.tenant} starts twice"
+        charge.is_queued = False
+        self._accounts[charge.tenant].num_queued_tokens -= charge.num_input_tokens
+
+    def end(self, charge: Charge, num_generated: int) -> None:
+        """The request is over, with this many tokens generated over all its answers. Told once."""
+        account = self._accounts[charge.tenant]
+        if charge.is_queued:
+            self.start(charge)
+        account.num_requests -= 1
+        account.num_input_tokens += charge.num_input_tokens
+        account.num_generated_tokens += num_generated
+        if account.bucket is not None:
+            account.bucket.add(charge.num_reserved_tokens - num_generated)
+
+    def withdraw(self, charge: Charge) -> None:
+        """The request was not taken on after all: as if it had never come."""
+        account = self._accounts[charge.tenant]
+        account.num_accepted -= 1
+        account.num_input_tokens -= charge.num_input_tokens
+        if account.bucket is not None:
+            account.bucket.add(charge.num_input_tokens)
+        self.end(charge, 0)
+
+    def use(self) -> list[TenantUse]:
+        """Every tenant that has an account, by name."""
+        return [
+            TenantUse(
+                tenant=tenant,
+                limits=account.limits,
+                num_requests=account.num_requests,
+                num_queued_tokens=account.num_queued_tokens,
+                tokens_left=None if account.bucket is None else int(account.bucket.num_left),
+                num_accepted=account.num_accepted,
+                num_rejected=account.num_rejected,
+                num_input_tokens=account.num_input_tokens,
+                num_generated_tokens=account.num_generated_tokens,
+            )
+            for tenant, account in sorted(self._accounts.items())
+        ]
+
+    def _check_alone(self, tenant: str, limits: TenantLimits, num_input: int, num_tokens: int) -> None:
+        def refuse(field: str, what: str, quota: str, limit: int | None) -> None:
+            next_step = "shorten the prompt" if field == "input" else "lower max_tokens or the number of answers"
+            raise QuotaTooSmall(
+                FieldViolation(field, f"{what}, more than {quota} {limit} of tenant {tenant} ever allows; {next_step}")
+            )
+
+        if limits.max_queued_tokens is not None and num_input > limits.max_queued_tokens:
+            refuse("input", f"{num_input} tokens", "max_queued_tokens", limits.max_queued_tokens)
+        if limits.tokens_per_minute is not None and num_tokens > limits.tokens_per_minute:
+            field = "input" if num_input >= limits.tokens_per_minute else "stopping.max_tokens"
+            refuse(field, f"up to {num_tokens} tokens in all", "tokens_per_minute", limits.tokens_per_minute)
+
+    def _check_with_others(self, tenant: str, account: _Account, num_input: int, num_tokens: int) -> None:
+        def refuse(what: str, quota: str, limit: int, retry_after_s: float) -> None:
+            raise QuotaExceeded(
+                f"tenant {tenant}: {what}; {quota} is {limit}; try again in {retry_after_s:.1f} s",
+                tenant=tenant,
+                quota=quota,
+                limit=limit,
+                retry_after_s=retry_after_s,
+            )
+
+        limits = account.limits
+        limit = limits.max_running_requests
+        if limit is not None and account.num_requests >= limit:
+            refuse(f"{account.num_requests} requests have not ended", "max_running_requests", limit, BUSY_RETRY_S)
+        limit = limits.max_queued_tokens
+        if limit is not None and account.num_queued_tokens + num_input > limit:
+            what = f"{account.num_queued_tokens} prompt tokens wait and {num_input} would come"
+            refuse(what, "max_queued_tokens", limit, BUSY_RETRY_S)
+        if account.bucket is not None and (missing := num_tokens - account.bucket.num_left) > 0:
+            limit = account.bucket.tokens_per_minute
+            what = f"up to {num_tokens} tokens are asked for and {int(account.bucket.num_left)} are left"
+            refuse(what, "tokens_per_minute", limit, missing * 60.0 / limit)
+
+    def _account(self, tenant: str) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= MAX_IDLE_TENANTS:
+                self._forget_idle()
+            limits = self._table.limits_of(tenant)
+            per_minute = limits.tokens_per_minute
+            bucket = None if per_minute is None else _Bucket(per_minute, self._clock)
+            account = self._accounts[tenant] = _Account(limits, bucket)
+        return account
+
+    def _forget_idle(self) -> None:
+        """Drop the accounts that would be made anew just as they are, but for what they counted so far."""
+        for tenant, account in list(self._accounts.items()):
+            is_full = account.bucket is None or account.bucket.num_left >= account.bucket.tokens_per_minute
+            if account.num_requests == 0 and is_full:
+                del self._accounts[tenant]

@@ -1,0 +1,66 @@
+"""What an operator grants tenants, read from the JSON object in the file that --tenants names. No behaviour.
+
+The object maps tenants to entries; the entry "default" is for every tenant that has none of its own, each counted by
+itself. A field left out of an entry is no limit, or weight 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields
+
+DEFAULT_ENTRY = "default"
+_TENANT = re.compile(r"[a-z0-9._-]{1,63}")
+
+
+class InvalidTenants(ValueError):
+    """The object grants something that cannot be; names the tenant, the field, the value and the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What one tenant may use."""
+
+    weight: float = 1.0  # share of service against the other tenants' weights, while several wait
+    max_running_requests: int | None = None  # accepted and not ended, those that wait included, a count
+    max_queued_tokens: int | None = None  # prompt tokens of its requests that have no token of an answer yet, a count
+    tokens_per_minute: int | None = None  # prompt and generated tokens; as many may be saved up, a count
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTable:
+    """Limits of every tenant."""
+
+    named: dict[str, TenantLimits] = field(default_factory=dict)
+    default: TenantLimits = TenantLimits()
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """The tenant's own, or those of the entry for the others."""
+        return self.named.get(tenant, self.default)
+
+
+def parse_tenants(document: object) -> TenantTable:
+    """The table in a JSON document. Raises InvalidTenants."""
+    if not isinstance(document, dict):
+        raise InvalidTenants(f"holds a {type(document).__name__}; an object of tenants is needed")
+    named = {tenant: _parse_entry(tenant, entry) for tenant, entry in document.items()}
+    return TenantTable(named, named.get(DEFAULT_ENTRY, TenantLimits()))
+
+
+def _parse_entry(tenant: str, entry: object) -> TenantLimits:
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidTenants(f"{tenant!r} is not a tenant: [a-z0-9._-], from 1 to 63 characters")
+    if not isinstance(entry, dict):
+        raise InvalidTenants(f"{tenant}: {entry!r} is not an object")
+    known = [item.name for item in fields(TenantLimits)]
+    for name, value in entry.items():
+        if name not in known:
+            raise InvalidTenants(f"{tenant}.{name}: unknown; known are {', '.join(known)}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name == "weight":
+            if not (is_number and 0 < value < math.inf):
+                raise InvalidTenants(f"{tenant}.{name}: {value!r} is no finite number above 0")
+        elif not (is_number and isinstance(value, int) and value >= 1):
+            raise InvalidTenants(f"{tenant}.{name}: {value!r} is no integer from 1; leave it out for no limit")
+    return TenantLimits(**entry)
