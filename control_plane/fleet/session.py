@@ -18,6 +18,7 @@ import grpc
 from motet.v1 import plan_pb2
 
 from control_plane.fleet.progress import ProgressWatch
+from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
 from control_plane.fleet.wire import PROTOCOL, GarbageResult, PlanEncoder, limits_of
 from control_plane.scheduler.errors import ResultMismatch, SlotReportMismatch
@@ -84,8 +85,8 @@ class WorkerSession:
         self.end_reason = ""
         self.is_death = False  # the worker broke off, fell silent or sent garbage
 
-        self._last_heard_s = self._last_ping_s = clock()
-        self._num_pings = 0
+        self._last_heard_s = clock()
+        self._round_trip = RoundTrip(settings.plan_depth)
         self._num_steps = 0
         self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
         self._resident_bytes = 0
@@ -102,6 +103,7 @@ class WorkerSession:
                 )
             )
         )
+        self._ping(self._last_heard_s)
 
     def __repr__(self) -> str:
         return f"WorkerSession(worker_id={self.worker_id}, epoch={self.epoch}, end={self.end_reason or None})"
@@ -168,9 +170,7 @@ class WorkerSession:
             self.end(grpc.StatusCode.UNAVAILABLE, f"silent for {silent_s:.1f} s", is_death=True)
             return
         if now_s - self._last_ping_s >= self._settings.heartbeat_interval_ms / 1000:
-            self._last_ping_s = now_s
-            self._num_pings += 1
-            self._send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._num_pings)))
+            self._ping(now_s)
         with self._edge():
             self._deliver_ends()  # deadlines, and loads that are to be tried again, need no message to come up
             self._pump()
@@ -222,6 +222,9 @@ class WorkerSession:
             self._on_slot_state(message.slot_state)
         elif kind == "heartbeat":
             self._resident_bytes = message.heartbeat.resident_bytes
+        elif kind == "pong":
+            if not self._round_trip.pong(message.pong.sequence, self._clock()):
+                raise GarbageResult(f"pong {message.pong.sequence} answers no ping")
         elif kind == "fault":
             fault = message.fault
             logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, fault.reason)
@@ -230,14 +233,16 @@ class WorkerSession:
             raise GarbageResult(f"unexpected message {kind}")
 
     def _on_result(self, message: plan_pb2.StepResult) -> None:
+        received_s = self._clock()
         result = self._encoder.decode_result(message)
         if result is None:
             return
         self._num_steps += 1
         self._step_times_us.append(message.step_time_us)
-        outputs = self.scheduler.apply(result, self._clock())
+        outputs = self.scheduler.apply(result, received_s)
         try:
             self._pump()  # before delivering: the worker waits, the readers are woken later anyway
+            self._round_trip.step(message.step_time_us, self._clock() - received_s)
         finally:
             # Accepted tokens reach their streams in any case: the requests move on from behind them.
             if outputs:
@@ -280,7 +285,7 @@ class WorkerSession:
             return
         now_s = self._clock()
         self._send_commands()
-        while (plan := self.scheduler.plan(now_s)) is not None:
+        while (plan := self.scheduler.plan(now_s, self._round_trip.max_steps)) is not None:
             self._send_commands()
             for row in plan.freed_rows:
                 self._request_by_row.pop(row, None)
@@ -320,6 +325,10 @@ class WorkerSession:
             if isinstance(command, LoadSlot):
                 self._owner.on_load(command.digest)
             self._send(self._encoder.encode_command(command))
+
+    def _ping(self, now_s: float) -> None:
+        self._last_ping_s = now_s
+        self._send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._round_trip.ping(now_s))))
 
     def _send(self, message: plan_pb2.AttachResponse) -> None:
         self._outgoing.append(message)

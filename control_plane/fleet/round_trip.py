@@ -1,0 +1,77 @@
+"""The way to one worker and back, measured, and how many steps a plan must stand for to hide it. Pure.
+
+A result frees room for a plan; the plan reaches the worker one round trip and one turnaround later. Meanwhile the
+worker has (plan_depth - 1) plans of n steps to do (scheduler/run_ahead.py), so it never waits while
+
+    (plan_depth - 1) * n * step_time >= round_trip + turnaround
+
+and n is the least number for which that holds, at most MAX_PLAN_STEPS. More would only make requests that arrive wait
+longer. With a plan depth of 1 nothing runs ahead, and n is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
+
+_NUM_SAMPLES = 8  # round trips; with the usual heartbeat those of the last four seconds
+_NUM_STEPS = 32
+_MAX_UNANSWERED = 64  # pings; a worker that is so far behind was silent for long and is given up
+MIN_STEPS = 8  # steps before their time is relied on
+_TURNAROUND_WEIGHT = 1 / 16  # of the latest one in the running mean
+
+
+class RoundTrip:
+    """Measures one session."""
+
+    def __init__(self, plan_depth: int) -> None:
+        self._plan_depth = plan_depth
+        self._num_pings = 0
+        self._sent_s: dict[int, float] = {}  # sequence -> when; of pings without an answer
+        self._round_trips_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._steps_us: deque[int] = deque(maxlen=_NUM_STEPS)
+        self._turnaround_s = 0.0
+        self.max_steps = 1  # steps that a plan may stand for
+
+    def ping(self, now_s: float) -> int:
+        """Sequence number of a ping that is sent at this time."""
+        self._num_pings += 1
+        self._sent_s[self._num_pings] = now_s
+        self._sent_s.pop(self._num_pings - _MAX_UNANSWERED, None)
+        return self._num_pings
+
+    def pong(self, sequence: int, now_s: float) -> bool:
+        """Take the answer to a ping; False if no such ping waits for one."""
+        sent_s = self._sent_s.pop(sequence, None)
+        if sent_s is None:
+            return False
+        self._round_trips_s.append(now_s - sent_s)
+        if len(self._steps_us) >= MIN_STEPS:
+            self.max_steps = self._steps_to_hide()
+        return True
+
+    def step(self, step_time_us: int, turnaround_s: float) -> None:
+        """Take the worker's time for a step, and how long its result took from here to the plan that follows it."""
+        self._steps_us.append(step_time_us)
+        self._turnaround_s += (turnaround_s - self._turnaround_s) * _TURNAROUND_WEIGHT
+
+    @property
+    def round_trip_s(self) -> float:
+        """Median of the last round trips; 0 before the first."""
+        return median(self._round_trips_s) if self._round_trips_s else 0.0
+
+    @property
+    def step_time_s(self) -> float:
+        """Median time of the last steps; 0 before the first."""
+        return median(self._steps_us) / 1e6 if self._steps_us else 0.0
+
+    def _steps_to_hide(self) -> int:
+        hidden_s = (self._plan_depth - 1) * self.step_time_s  # by plans of one step
+        if self._plan_depth == 1:
+            return 1
+        if hidden_s == 0:
+            return MAX_PLAN_STEPS
+        return min(MAX_PLAN_STEPS, max(1, math.ceil((self.round_trip_s + self._turnaround_s) / hidden_s)))
