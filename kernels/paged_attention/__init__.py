@@ -1,30 +1,19 @@
-"""Attention of a step's queries over the paged KV cache. `paged_attention` is the only public call.
+"""Attention of a step's queries over keys and values: `paged_attention`, `cross_attention`, `encoder_attention`.
 
 Build one `AttentionBatch` per step and pass it to every layer.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import torch
 
 from kernels.devices import runs_triton
+from kernels.fp8 import FP8, KVScale, check_scales
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch
+from kernels.paged_attention.options import BlockSparsity, Options
 
-
-class Options(TypedDict):
-    """Keyword arguments that every implementation takes."""
-
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-
-
-__all__ = ["AttentionBatch", "paged_attention"]
+__all__ = ["AttentionBatch", "BlockSparsity", "cross_attention", "encoder_attention", "paged_attention"]
 
 
 def paged_attention(
@@ -38,14 +27,74 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    sparsity: BlockSparsity | None = None,
+    key_scale: KVScale = 1.0,
+    value_scale: KVScale = 1.0,
 ) -> torch.Tensor:
     """[T, Hq, Dv] for query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv].
 
     Causal: the queries of a sequence are its last tokens, whose keys are in the cache already. scale multiplies
     q . k. sliding_window counts the query's own token: 1 sees only itself. softcap bounds the scores by tanh. sinks
     [Hq] are one more logit per head that takes weight and gives nothing. alibi_slopes [Hq] times (position of the key -
-    position of the query) are added to the scores, after the soft cap. Head sizes above 256 run without Triton.
+    position of the query) are added to the scores, after the soft cap. sparsity hides blocks of keys. FP8 caches are
+    read with the scales that store_kv was given. Head sizes above 256 run without Triton.
     """
+    if not batch.is_causal:
+        raise ValueError("the batch is not causal; want one of AttentionBatch.build, or cross_attention")
+    options = Options(scale, sliding_window, softcap, sinks, alibi_slopes, sparsity, key_scale, value_scale)
+    return _attend(query, key_cache, value_cache, batch, options)
+
+
+def cross_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    key_scale: KVScale = 1.0,
+    value_scale: KVScale = 1.0,
+) -> torch.Tensor:
+    """[T, Hq, Dv]: each of a sequence's queries sees all of its cached keys, such as an encoder's.
+
+    The batch comes from AttentionBatch.build(..., is_causal=False): its block tables and context_lens are those of the
+    encoder's keys, and a sequence may have any number of queries. Otherwise as paged_attention.
+    """
+    if batch.is_causal:
+        raise ValueError("the batch is causal; cross attention wants AttentionBatch.build(..., is_causal=False)")
+    options = Options(scale, softcap=softcap, key_scale=key_scale, value_scale=value_scale)
+    return _attend(query, key_cache, value_cache, batch, options)
+
+
+def encoder_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """[T, Hq, Dv] for query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, Dv] of whole sequences, without a cache.
+
+    Bidirectional: each token sees all tokens of its sequence. The batch is AttentionBatch.ragged(lengths), the
+    sequences lie one behind the other.
+    """
+    if not batch.is_ragged:
+        raise ValueError("the batch has a cache's block tables; encoder attention wants AttentionBatch.ragged")
+    if key.dim() != 3 or value.dim() != 3 or key.shape[0] != batch.query_start[-1]:
+        raise ValueError(
+            f"key is {tuple(key.shape)} and value {tuple(value.shape)}, want [{batch.query_start[-1]}, Hkv, D]"
+        )
+    # Tokens are blocks of one.
+    return _attend(query, key.unsqueeze(1), value.unsqueeze(1), batch, Options(scale, softcap=softcap))
+
+
+def _attend(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: AttentionBatch, options: Options
+) -> torch.Tensor:
+    """Check, then run what serves the device."""
     num_heads, dim = query.shape[-2:]
     num_kv_heads = key_cache.shape[2]
     if query.dim() != 3 or query.shape[0] != batch.query_start[-1]:
@@ -54,25 +103,13 @@ def paged_attention(
         raise ValueError(
             f"query {tuple(query.shape)} does not fit caches {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
-    if query.dtype != key_cache.dtype or query.dtype != value_cache.dtype:
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (query.dtype, FP8):
         raise ValueError(f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}, want at least 1 or None")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, want more than 0 or None")
-    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if per_head is not None and per_head.shape != (num_heads,):
-            raise ValueError(f"{name} is {tuple(per_head.shape)}, want [{num_heads}]")
-    options: Options = {
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "softcap": softcap,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-    }
+    check_scales(key_cache, value_cache, options.key_scale, options.value_scale)
+    options.check(num_heads)
     if runs_triton(query):
         from kernels.paged_attention import triton_kernel
 
         if triton_kernel.can_serve(key_cache, value_cache):
-            return triton_kernel.paged_attention(query, key_cache, value_cache, batch, **options)
-    return cpu.paged_attention(query.contiguous(), key_cache, value_cache, batch, **options)
+            return triton_kernel.paged_attention(query, key_cache, value_cache, batch, options)
+    return cpu.paged_attention(query.contiguous(), key_cache, value_cache, batch, options)

@@ -62,8 +62,8 @@ class PrefillSequence:
     start: int  # its first token in the step
     end: int  # one past its last
     keys: KeyBlocks
-    is_causal: bool  # queries and keys are the same tokens and no window cuts: no mask is needed
-    mask: torch.Tensor | None  # [num_queries, num_keys], 0 or -inf; None exactly where is_causal
+    is_causal: bool  # queries and keys are the same tokens and no window cuts: a triangle, no mask is needed
+    mask: torch.Tensor | None  # [num_queries, num_keys], 0 or -inf; None where is_causal, and where all is visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,30 @@ class Layout:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The sequences of one step, shared by all layers. Build it with `build`."""
+    """The sequences of one step, shared by all layers. Built by `build`, and by `ragged` where there is no cache."""
 
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]; entries past a sequence's blocks are never read
     query_start: list[int]  # num_seqs + 1 offsets into the step's tokens
     context_lens: list[int]  # KV length of each sequence, this step's tokens included
     host_tables: npt.NDArray[np.int32]
+    is_causal: bool = True  # False: every query sees all keys of its sequence
+    is_ragged: bool = False  # the keys are the queries' tokens, which the tables number
     _layouts: dict[tuple[int, int | None, int, torch.dtype, torch.device], Layout] = field(default_factory=dict)
     _on_device: dict[torch.device, DeviceBatch] = field(default_factory=dict)
 
     @classmethod
     def build(
-        cls, block_tables: torch.Tensor, query_start: Sequence[int], context_lens: Sequence[int]
+        cls,
+        block_tables: torch.Tensor,
+        query_start: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        is_causal: bool = True,
     ) -> AttentionBatch:
         """Check the step's shape. A block table on the host saves a wait for the device.
 
-        Sequence i's queries are the tokens query_start[i] to query_start[i + 1], its last ones. Sequences with one
-        query take the batched decode path wherever they stand.
+        Sequence i's queries are the tokens query_start[i] to query_start[i + 1]; in a causal batch its last ones, in
+        another any number of them. Sequences with one query take the batched decode path wherever they stand.
         """
         query_start, context_lens = list(query_start), list(context_lens)
         num_sequences = len(context_lens)
@@ -104,15 +111,34 @@ class AttentionBatch:
             raise ValueError(f"query_start has {len(query_start)} offsets for {num_sequences} sequences, want 0 first")
         for index, context_len in enumerate(context_lens):
             num_queries = query_start[index + 1] - query_start[index]
-            if not 0 <= num_queries <= context_len:
-                raise ValueError(f"sequence {index} has {num_queries} queries and {context_len} keys")
-        return cls(block_tables, query_start, context_lens, block_tables.cpu().numpy())
+            least_keys = num_queries if is_causal else min(num_queries, 1)
+            if num_queries < 0 or context_len < least_keys:
+                raise ValueError(
+                    f"sequence {index} has {num_queries} queries and {context_len} keys, want at least {least_keys}"
+                )
+        return cls(block_tables, query_start, context_lens, block_tables.cpu().numpy(), is_causal)
+
+    @classmethod
+    def ragged(cls, lengths: Sequence[int]) -> AttentionBatch:
+        """Whole sequences one behind the other, each token seeing all tokens of its own sequence.
+
+        Lengths 2 and 3: the tables [0 1 -] and [2 3 4] over tokens as blocks of one.
+        """
+        lens = np.asarray(lengths, dtype=np.int64)
+        if lens.ndim != 1 or (lens < 0).any():
+            raise ValueError(f"lengths is {lengths}, want a list of numbers of at least 0")
+        start = np.concatenate([[0], np.cumsum(lens)])
+        columns = np.arange(lens.max(initial=0))
+        tables = np.minimum(start[:-1, None] + columns, start[1:, None] - 1).astype(np.int32)
+        return cls(torch.from_numpy(tables), start.tolist(), lens.tolist(), tables, is_causal=False, is_ragged=True)
 
     def on_device(self, device: torch.device, block_size: int) -> DeviceBatch:
         """What the GPU kernels read, uploaded by the first layer that asks."""
         self.check_width(block_size)
         if device not in self._on_device:
-            self._on_device[device] = DeviceBatch.build(self.host_tables, self.query_start, self.context_lens, device)
+            self._on_device[device] = DeviceBatch.build(
+                self.host_tables, self.query_start, self.context_lens, device, is_causal=self.is_causal
+            )
         return self._on_device[device]
 
     def check_width(self, block_size: int) -> None:
@@ -122,9 +148,9 @@ class AttentionBatch:
             raise ValueError(f"{longest} tokens need more than {self.host_tables.shape[1]} blocks of {block_size}")
 
     def layout(self, cache: torch.Tensor, sliding_window: int | None, dtype: torch.dtype) -> Layout:
-        """The work for caches like this one, built on the first layer that asks."""
+        """The work for caches like this one, widened to dtype; built on the first layer that asks."""
         block_size = cache.shape[1]
-        bytes_per_token = cache.shape[2] * cache.shape[3] * cache.element_size()
+        bytes_per_token = cache.shape[2] * cache.shape[3] * dtype.itemsize
         key = (block_size, sliding_window, bytes_per_token, dtype, cache.device)
         if key not in self._layouts:
             builder = _Builder(self, block_size, sliding_window, dtype, cache.device)
@@ -174,7 +200,7 @@ class _Builder:
         return Layout([self._decode(group) for group in groups], prefills)
 
     def _first_key(self, context_len: int, num_queries: int) -> int:
-        """First key that any of the last num_queries tokens sees."""
+        """First key that any of the queries sees."""
         if self.window is None:
             return 0
         return max(context_len - num_queries + 1 - self.window, 0)
@@ -221,6 +247,8 @@ class _Builder:
             first_key - offset,
             context_len - offset,
         )
+        if not self.batch.is_causal:
+            return PrefillSequence(first_token, first_token + num_queries, keys, False, None)
         is_causal = num_queries == context_len and (self.window is None or self.window >= context_len)
         mask = None
         if not is_causal:

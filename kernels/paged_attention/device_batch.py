@@ -18,6 +18,7 @@ class DeviceBatch:
     query_start: torch.Tensor  # int32 [num_seqs + 1]
     context_lens: torch.Tensor  # int32 [num_seqs]
     decode_sequences: torch.Tensor  # int32 [num_decodes]: sequences with one query
+    is_causal: bool
     _host_start: npt.NDArray[np.int32]
     _host_lens: npt.NDArray[np.int32]
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -29,6 +30,8 @@ class DeviceBatch:
         query_start: Sequence[int],
         context_lens: Sequence[int],
         device: torch.device,
+        *,
+        is_causal: bool,
     ) -> DeviceBatch:
         """One upload for everything."""
         start = np.array(query_start, dtype=np.int32)
@@ -38,7 +41,7 @@ class DeviceBatch:
         tables, starts, lengths, sequences = torch.split(
             packed, [host_tables.size, len(start), len(lens), len(decodes)]
         )
-        return cls(tables.view(host_tables.shape), starts, lengths, sequences, start, lens)
+        return cls(tables.view(host_tables.shape), starts, lengths, sequences, is_causal, start, lens)
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
         """int32 [num_tiles, 2]: (sequence, its first query in the tile) of every sequence with several queries.
@@ -52,7 +55,7 @@ class DeviceBatch:
             sequences = np.repeat(np.arange(len(counts)), num_tiles)
             within = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
             first = within * queries_per_tile
-            last_key = (self._host_lens - counts)[sequences] + first
+            last_key = (self._host_lens - counts)[sequences] + first if self.is_causal else self._host_lens[sequences]
             order = np.argsort(-last_key, kind="stable")
             tiles = np.stack([sequences[order], first[order]], axis=1).astype(np.int32)
             self._tiles[queries_per_tile] = upload(tiles, self.query_start.device)

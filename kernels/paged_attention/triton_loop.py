@@ -1,4 +1,8 @@
-"""The device code that decode and prefill share: tiles of keys into a softmax, its end, and how a sequence is split."""
+"""The device code that decode and prefill share: tiles of keys into a softmax, its end, and which keys those are.
+
+Where blocks are sparse, the loop runs over the visible blocks only, numbered one behind the other: first the vertical
+ones, then the local ones. `sparse_range` counts them, `attend` turns a number into a key's position.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,17 @@ def attend(
     # pointers
     key_ptr,  # [num_blocks, block_size, Hkv, D], at the key head
     value_ptr,  # [num_blocks, block_size, Hkv, Dv]
+    key_scale_ptr,  # float32 [num_blocks, block_size, Hkv], at the key head; read only if HAS_TOKEN_SCALES
+    value_scale_ptr,
     table_ptr,  # int32 [max_blocks] of the sequence
     # keys: tiles from begin to end, of which [first_key, end) may be read
     begin,
     end,
     first_key,
+    # blocks that sparsity shows, from sparse_range
+    first_vertical,
+    num_vertical,
+    first_local,
     # scores
     score_scale,
     softcap,
@@ -47,6 +57,8 @@ def attend(
     stride_kp,
     stride_vb,
     stride_vp,
+    stride_sb,
+    stride_sp,
     # sizes and options
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -54,9 +66,14 @@ def attend(
     BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_TOKEN_SCALES: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,  # tokens; 0: no sparsity
+    LOCAL_BLOCKS: tl.constexpr,
+    VERTICAL_STRIDE: tl.constexpr,
     IS_MASKED: tl.constexpr,  # False: every row sees every key of every tile
 ):
     """Add the keys of some tiles to the softmax of the rows."""
@@ -65,6 +82,11 @@ def attend(
     for start in range(begin, end, BLOCK_N):
         key_pos = start + tl.arange(0, BLOCK_N)
         is_key = (key_pos >= first_key) & (key_pos < end)
+        if SPARSE_BLOCK > 0:
+            number = key_pos // SPARSE_BLOCK
+            vertical = first_vertical + number * VERTICAL_STRIDE
+            sparse_block = tl.where(number < num_vertical, vertical, first_local + number - num_vertical)
+            key_pos = sparse_block * SPARSE_BLOCK + key_pos % SPARSE_BLOCK
         if IS_MASKED:
             block = tl.load(table_ptr + key_pos // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         else:
@@ -78,6 +100,10 @@ def attend(
             BLOCK_D != KEY_DIM,
         ).to(query.dtype)
         scores = tl.dot(query, keys, input_precision="ieee") * score_scale
+        if HAS_TOKEN_SCALES:
+            scale_offs = block * stride_sb + place * stride_sp
+            key_scale = tl.load(key_scale_ptr + scale_offs, mask=is_key, other=0.0)
+            scores *= key_scale[None, :]
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + exp(2 x)); beyond 15 it is 1 in float32.
             bounded = tl.minimum(tl.maximum(scores, -15.0), 15.0)
@@ -86,9 +112,15 @@ def attend(
         if HAS_SLOPES:
             scores -= slope[:, None] * distance.to(tl.float32)
         if IS_MASKED:
-            is_visible = is_key[None, :] & (distance >= 0)
+            is_visible = is_key[None, :]
+            if IS_CAUSAL:
+                is_visible = is_visible & (distance >= 0)
             if HAS_WINDOW:
                 is_visible = is_visible & (distance < window)
+            if SPARSE_BLOCK > 0:
+                is_local = sparse_block[None, :] > position[:, None] // SPARSE_BLOCK - LOCAL_BLOCKS
+                is_vertical = (sparse_block - first_vertical) % VERTICAL_STRIDE == 0
+                is_visible = is_visible & (is_local | is_vertical[None, :])
             scores = tl.where(is_visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         # A row that has seen no key yet keeps -inf, and weights of zero.
@@ -102,15 +134,24 @@ def attend(
             (offs_dv < VALUE_DIM)[None, :],
             IS_MASKED,
             BLOCK_DV != VALUE_DIM,
-        ).to(query.dtype)
-        acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
+        )
+        acc = acc * decay[:, None]
+        if HAS_TOKEN_SCALES:
+            weights *= tl.load(value_scale_ptr + scale_offs, mask=is_key, other=0.0)[None, :]
+            if query.dtype == tl.float16:
+                # Small scales leave float16's range. bfloat16 holds them, and FP8 values exactly.
+                acc += tl.dot(weights.to(tl.bfloat16), values.to(tl.bfloat16))
+            else:
+                acc += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
+        else:
+            acc += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
         highest = new_highest
     return acc, highest, total
 
 
 @triton.jit
-def finish(acc, highest, total, sinks_ptr, heads, is_row, HAS_SINKS: tl.constexpr):
-    """acc over the sum of weights, the sink's among them."""
+def finish(acc, highest, total, sinks_ptr, heads, is_row, value_scale, HAS_SINKS: tl.constexpr):
+    """acc over the sum of weights, the sink's among them, times the scale of the values' cache."""
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
         most = tl.maximum(highest, sink)
@@ -118,22 +159,72 @@ def finish(acc, highest, total, sinks_ptr, heads, is_row, HAS_SINKS: tl.constexp
         total = total * decay + tl.exp2(sink - most)
         acc = acc * decay[:, None]
     # Rows that are not stored may have seen no key.
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
+
+
+@triton.jit
+def sparse_range(
+    first_position,
+    last_position,
+    head,
+    kv_head,
+    SPARSE_BLOCK: tl.constexpr,
+    LOCAL_BLOCKS: tl.constexpr,
+    VERTICAL_STRIDE: tl.constexpr,
+    HEAD_STEP: tl.constexpr,
+):
+    """(first vertical block, how many before the local ones, first local block, keys) for queries at these positions.
+
+    Blocks of 4, 2 local ones, every third, head 0 (offset 1), the query at 30 in block 7: vertical 2 and 5, local 6
+    and 7, hence (2, 2, 6, 15): the keys 8 to 11, 20 to 23, 24 to 30.
+    """
+    offset = 1
+    if HEAD_STEP >= 0:
+        offset += head * HEAD_STEP
+    else:
+        offset -= kv_head * HEAD_STEP
+    first_local = tl.maximum(first_position // SPARSE_BLOCK - LOCAL_BLOCKS + 1, 0)
+    first_vertical = (VERTICAL_STRIDE - offset % VERTICAL_STRIDE) % VERTICAL_STRIDE
+    num_vertical = tl.maximum(tl.cdiv(first_local - first_vertical, VERTICAL_STRIDE), 0)
+    last_block = last_position // SPARSE_BLOCK
+    num_full = num_vertical + last_block - first_local
+    return first_vertical, num_vertical, first_local, num_full * SPARSE_BLOCK + last_position % SPARSE_BLOCK + 1
 
 
 @triton.jit
 def decode_range(
-    context_len, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_KEYS: tl.constexpr, SPLITS: tl.constexpr
+    context_len,
+    window,
+    head,
+    kv_head,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,
+    LOCAL_BLOCKS: tl.constexpr,
+    VERTICAL_STRIDE: tl.constexpr,
+    HEAD_STEP: tl.constexpr,
 ):
-    """(first visible key, first tile's key, keys per split, splits) of a sequence with one query.
+    """What the query of a sequence with one query reads, and how that is split.
 
-    1300 keys, no window, at least 512 a split: splits of 512, 512 and 276 keys.
+    (first visible key, first tile's key, end, first vertical block, vertical blocks, first local block, keys per
+    split, splits). 1300 keys, no window, at least 512 a split: splits of 512, 512 and 276 keys.
     """
     first_key = 0
+    begin = 0
+    end = context_len
+    first_vertical = 0
+    num_vertical = 0
+    first_local = 0
     if HAS_WINDOW:
         first_key = tl.maximum(context_len - window, 0)
-    begin = first_key // BLOCK_N * BLOCK_N
-    num_keys = context_len - begin
-    tiles_per_split = tl.cdiv(tl.cdiv(num_keys, SPLITS), BLOCK_N)
+        begin = first_key // BLOCK_N * BLOCK_N
+    if SPARSE_BLOCK > 0:
+        first_vertical, num_vertical, first_local, end = sparse_range(
+            context_len - 1, context_len - 1, head, kv_head, SPARSE_BLOCK, LOCAL_BLOCKS, VERTICAL_STRIDE, HEAD_STEP
+        )
+    tiles_per_split = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_N)
     split_keys = tl.maximum(tiles_per_split * BLOCK_N, SPLIT_KEYS)
-    return first_key, begin, split_keys, tl.cdiv(num_keys, split_keys)
+    num_splits = tl.cdiv(end - begin, split_keys)
+    return first_key, begin, end, first_vertical, num_vertical, first_local, split_keys, num_splits

@@ -14,9 +14,6 @@ from kernels.gated_activation import ACTIVATIONS, gated_activation
 from kernels.gated_activation import cases as gate_cases
 from kernels.lora import Route, add_lora
 from kernels.lora import cases as lora_cases
-from kernels.paged_attention import AttentionBatch, paged_attention
-from kernels.paged_attention import cases as attention_cases
-from kernels.paged_attention import reference as attention_reference
 from kernels.rms_norm import cases as norm_cases
 from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope_and_store_kv
@@ -53,46 +50,6 @@ def test_add_lora(case: lora_cases.Case, dtype: torch.dtype) -> None:
     y, x, stacked = to_gpu(inputs.y), to_gpu(inputs.x), to_gpu(inputs.stacked)
     add_lora(y, x, stacked, Route.build(inputs.token_slots, CUDA))
     assert_close(y.cpu(), expected, magnitude=4.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", attention_cases.CASES, **by_name)
-def test_paged_attention(case: attention_cases.Case, dtype: torch.dtype) -> None:
-    inputs = attention_cases.make(case, dtype)
-    settings = {"scale": inputs.scale, "sliding_window": case.sliding_window, "softcap": case.softcap}
-    expected = attention_reference.paged_attention(
-        inputs.query,
-        inputs.key_cache,
-        inputs.value_cache,
-        inputs.block_tables,
-        inputs.query_start,
-        inputs.context_lens,
-        sinks=inputs.sinks,
-        alibi_slopes=inputs.alibi_slopes,
-        **settings,
-    )
-    batch = AttentionBatch.build(to_gpu(inputs.block_tables), inputs.query_start, inputs.context_lens)
-    query, keys, values = to_gpu(inputs.query), to_gpu(inputs.key_cache), to_gpu(inputs.value_cache)
-    settings |= {"sinks": to_gpu(inputs.sinks), "alibi_slopes": to_gpu(inputs.alibi_slopes)}
-    actual = paged_attention(query, keys, values, batch, **settings)
-    assert_close(actual.cpu(), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_heads", "dim"), [(2, 64), (8, 128), (14, 80), (2, 256), (64, 64)])
-def test_one_key_takes_all_weight_bit_for_bit(num_heads: int, dim: int, dtype: torch.dtype) -> None:
-    """The launch parameters that are used, with integers: what a miscompiled product would get wrong."""
-    sequences = ((1, 40), (1, 1500), (200, 300), (150, 150), (3, 90))
-    case = attention_cases.Case("one hot", sequences, num_heads, 2, dim, dim)
-    inputs = attention_cases.make_one_hot(case, dtype)
-    tables = (inputs.block_tables, inputs.query_start, inputs.context_lens)
-    options = {"scale": inputs.scale, "sliding_window": None, "softcap": None, "sinks": None}
-    expected = attention_reference.paged_attention(
-        inputs.query, inputs.key_cache, inputs.value_cache, *tables, **options
-    )
-    on_gpu = [to_gpu(tensor) for tensor in (inputs.query, inputs.key_cache, inputs.value_cache)]
-    actual = paged_attention(*on_gpu, AttentionBatch.build(*tables), **options)
-    assert torch.equal(actual.cpu(), expected)
 
 
 @pytest.mark.parametrize("case", copy_cases.CASES, **by_name)

@@ -1,7 +1,4 @@
-"""Compiles the attention kernels for an H200, which needs no GPU. Prints a line of JSON for each; run by its test.
-
-A process of its own, since triton either interprets or compiles.
-"""
+"""Compiles the attention kernels for an H200. Prints a line of JSON for each; run by its test as another process."""
 
 from __future__ import annotations
 
@@ -9,41 +6,29 @@ import json
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from kernels.paged_attention import triton_kernel
-from kernels.paged_attention.triton_kernel import Tiles, decode_tiles, prefill_tiles
+from kernels.paged_attention.tiles import MAX_SPLITS, SPLIT_KEYS, Tiles, decode_tiles, prefill_tiles
+from kernels.paged_attention.triton_decode import _combine_kernel, _decode_kernel
+from kernels.paged_attention.triton_prefill import _prefill_kernel
+from tests.kernels.compiling import compile_for_h200
 
-H200 = GPUTarget("cuda", 90, 32)
-TENSORS = ("out_ptr", "query_ptr", "key_cache_ptr", "value_cache_ptr", "sinks_ptr", "slopes_ptr")
-NOT_OF_16 = ("stride_table", "stride_qd", "num_parts", "window")
+BFLOAT16 = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
+FLOAT32 = ("part_ptr", "part_sum_ptr", "key_scale_ptr", "value_scale_ptr")
+SCALARS = ("score_scale", "softcap", "value_scale")
+NOT_OF_16 = ("stride_table", "stride_sp", "num_parts", "window")
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], tiles: Tiles) -> None:
-    """With bfloat16 tensors whose strides are multiples of 16."""
-    signature: dict[str, str] = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in TENSORS:
-            signature[name] = "*bf16"
-        elif name in ("part_ptr", "part_sum_ptr"):
-            signature[name] = "*fp32"
-        elif name.endswith("_ptr"):
-            signature[name] = "*i32"
-        else:
-            signature[name] = "fp32" if name in ("score_scale", "softcap") else "i32"
-    position = {name: index for index, name in enumerate(kernel.arg_names)}
-    aligned = [name for name, kind in signature.items() if kind[0] in "*i" and name not in NOT_OF_16]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(position[name],): value for name, value in constants.items()},
-        attrs={(position[name],): [["tt.divisibility", 16]] for name in aligned},
-    )
-    compiled = triton.compile(
-        source, target=H200, options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+def compile_kernel(kernel: Any, constants: dict[str, Any], tiles: Tiles, cache: str) -> None:
+    """With bfloat16 queries whose strides are multiples of 16."""
+    types = dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(SCALARS, "fp32")
+    types |= dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), f"*{cache}")
+    compiled = compile_for_h200(
+        kernel,
+        {name: value for name, value in constants.items() if name in kernel.arg_names},
+        types,
+        not_of_16=NOT_OF_16,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     text = compiled.asm["ptx"]
     figures = {
@@ -51,42 +36,51 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], tiles: Tiles) -> None
         "num_wgmma": text.count("wgmma.mma_async"),
         "num_mma": text.count("mma.sync"),
         "num_async_copies": text.count("cp.async"),
+        "num_fp8_casts": text.count("e4m3x2"),
         "shared_bytes": compiled.metadata.shared,
     }
-    print(json.dumps(figures))
+    print(json.dumps(figures), flush=True)
 
 
-def compile_all(group: int, dim: int, block_size: int, *, has_options: bool) -> None:
-    """The three kernels of one model."""
+def compile_all(group: int, dim: int, block_size: int, *, cache: str = "bf16", **options: Any) -> None:
+    """The three kernels of one model; options are the kernels' that are not off."""
     block_d = triton.next_power_of_2(dim)
-    splits = {
-        "VALUE_DIM": dim,
-        "BLOCK_DV": block_d,
-        "HAS_WINDOW": has_options,
-        "HAS_SINKS": has_options,
-        "SPLIT_KEYS": triton_kernel.SPLIT_KEYS,
-        "SPLITS": triton_kernel.MAX_SPLITS,
-    }
-    common = {
+    constants: dict[str, Any] = {
         "GROUP": group,
-        "HEAD_TILES": 1,
         "KEY_DIM": dim,
+        "VALUE_DIM": dim,
         "BLOCK_D": block_d,
+        "BLOCK_DV": block_d,
         "BLOCK_SIZE": block_size,
-        "HAS_SOFTCAP": has_options,
-        "HAS_SLOPES": has_options,
+        "HEAD_TILES": 1,
+        "SPLIT_KEYS": SPLIT_KEYS,
+        "SPLITS": MAX_SPLITS,
         "stride_qd": 1,
+        "IS_CAUSAL": True,
+        "SPARSE_BLOCK": 0,
+        "LOCAL_BLOCKS": 1,
+        "VERTICAL_STRIDE": 1,
+        "HEAD_STEP": 0,
     }
+    constants |= {f"HAS_{name}": False for name in ("WINDOW", "SINKS", "SOFTCAP", "SLOPES", "TOKEN_SCALES")}
+    constants |= options
     tiles = decode_tiles(group, dim, 2)
-    sizes = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    compile_kernel(triton_kernel._decode_kernel, {**splits, **common, **sizes}, tiles)
-    compile_kernel(triton_kernel._combine_kernel, {**splits, "BLOCK_N": tiles.block_n}, Tiles(0, 0, 1, 1))
+    sizes = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEADS": group}
+    compile_kernel(_decode_kernel, constants | sizes, tiles, cache)
+    compile_kernel(_combine_kernel, constants | sizes, Tiles(16, 16, 1, 1), cache)
     tiles = prefill_tiles(dim, 2)
     sizes = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEADS": group, "QUERIES": tiles.block_m // group}
-    options = {name: value for name, value in splits.items() if not name.startswith("SPLIT")}
-    compile_kernel(triton_kernel._prefill_kernel, {**options, **common, **sizes}, tiles)
+    compile_kernel(_prefill_kernel, constants | sizes, tiles, cache)
+
+
+def main() -> None:
+    compile_all(4, 128, 16)
+    compile_all(7, 80, 24, HAS_WINDOW=True, HAS_SINKS=True, HAS_SOFTCAP=True, HAS_SLOPES=True)
+    compile_all(4, 128, 16, cache="fp8e4nv")
+    sparse = {"SPARSE_BLOCK": 64, "LOCAL_BLOCKS": 16, "VERTICAL_STRIDE": 8, "HEAD_STEP": -1}
+    compile_all(4, 128, 16, cache="fp8e4nv", HAS_TOKEN_SCALES=True, **sparse)
+    compile_all(1, 64, 1, IS_CAUSAL=False)
 
 
 if __name__ == "__main__":
-    compile_all(4, 128, 16, has_options=False)
-    compile_all(7, 80, 24, has_options=True)
+    main()

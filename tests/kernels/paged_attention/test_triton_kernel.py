@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from kernels.paged_attention import AttentionBatch, reference, triton_kernel
-from kernels.paged_attention.cases import CASES, Case, Inputs, make, make_one_hot
-from kernels.paged_attention.triton_kernel import Tiles
+from kernels.paged_attention import AttentionBatch, BlockSparsity, reference, triton_kernel
+from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make, make_one_hot
+from kernels.paged_attention.options import Options
+from kernels.paged_attention.tiles import Tiles
 from tests.kernels.tolerances import assert_close
 
 # Small tiles, so that small cases cross their borders: several splits, tiles of keys with and without masks.
@@ -20,68 +21,60 @@ by_name = {"ids": lambda case: case.name}
 
 
 def case_named(name: str) -> Case:
-    return next(case for case in CASES if case.name == name)
+    return next(case for case in ALL_CASES if case.name == name)
 
 
-def define(case: Case, inputs: Inputs) -> torch.Tensor:
-    return reference.paged_attention(
-        inputs.query,
-        inputs.key_cache,
-        inputs.value_cache,
-        inputs.block_tables,
-        inputs.query_start,
-        inputs.context_lens,
-        **options_of(case, inputs),
-    )
+def define(inputs: Inputs) -> torch.Tensor:
+    return reference.paged_attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, inputs.options)
 
 
-def to(device: torch.device, inputs: Inputs) -> Inputs:
-    values = [getattr(inputs, field.name) for field in fields(inputs)]
-    return Inputs(*(value.to(device) if isinstance(value, torch.Tensor) else value for value in values))
-
-
-def run(case: Case, inputs: Inputs, device: torch.device, **launch: Any) -> torch.Tensor:
+def run(inputs: Inputs, device: torch.device, **launch: Any) -> torch.Tensor:
     """On the device; the result on the host."""
-    there = to(device, inputs)
+    there = inputs.to(device)
     return triton_kernel.paged_attention(
-        there.query,
-        there.key_cache,
-        there.value_cache,
-        AttentionBatch.build(inputs.block_tables, inputs.query_start, inputs.context_lens),
-        **options_of(case, there),
-        **{**SMALL, **launch},
+        there.query, there.key_cache, there.value_cache, there.batch, there.options, **{**SMALL, **launch}
     ).cpu()
 
 
-def options_of(case: Case, inputs: Inputs) -> dict[str, Any]:
-    return {
-        "scale": inputs.scale,
-        "sliding_window": case.sliding_window,
-        "softcap": case.softcap,
-        "sinks": inputs.sinks,
-        "alibi_slopes": inputs.alibi_slopes,
-    }
+def of_one(inputs: Inputs, row: int, *, first: int = 0, last: int | None = None) -> Inputs:
+    """One sequence of the batch alone, or the queries first to last of it, as if the others had no keys yet."""
+    batch = inputs.batch
+    start, end = batch.query_start[row : row + 2]
+    num_queries = end - start if last is None else last - first
+    context_len = batch.context_lens[row] - (end - start - first - num_queries)
+    alone = AttentionBatch.build(
+        batch.block_tables[row : row + 1], [0, num_queries], [context_len], is_causal=batch.is_causal
+    )
+    return replace(inputs, query=inputs.query[start + first : start + first + num_queries], batch=alone)
 
 
 def new_poisoned(self: torch.Tensor, *shape: int, **at: Any) -> torch.Tensor:
     return self.new_full(shape, NAN if self.is_floating_point() else 0, **at)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.is_consecutive], **by_name)
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if not case.is_consecutive], **by_name)
 def test_equals_the_reference(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output is written, and no cache entry of nobody is read: both begin as NaN."""
-    inputs = make(case, torch.float32, poison=NAN)
-    clean = make(case, torch.float32)
-    expected = define(case, clean)
+    expected = define(make(case, torch.float32))
     monkeypatch.setattr(torch.Tensor, "new_empty", new_poisoned)
-    assert_close(run(case, inputs, device), expected)
+    assert_close(run(make(case, torch.float32, poison=NAN), device), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_short_floats_are_summed_in_float32(dtype: torch.dtype, device: torch.device) -> None:
-    case = case_named("window, soft cap, sinks")
-    inputs = make(case, dtype)
-    assert_close(run(case, inputs, device), define(case, inputs))
+@pytest.mark.parametrize("name", ["window, soft cap, sinks", "FP8", "FP8 per token and head"])
+def test_short_floats_are_summed_in_float32(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    inputs = make(case_named(name), dtype)
+    assert_close(run(inputs, device), define(inputs))
+
+
+def test_scales_below_the_range_of_float16_are_kept(device: torch.device) -> None:
+    """Values of about 1e-5: their scales are near 2e-8, and weights times scales less."""
+    inputs = make(Case("small values", ((1, 40), (5, 40)), cache="fp8_per_token_head"), torch.float16)
+    assert isinstance(inputs.options.value_scale, torch.Tensor)
+    inputs.value_cache.copy_((inputs.value_cache.float() * 100).clamp(-448, 448))
+    small = replace(inputs, options=replace(inputs.options, value_scale=inputs.options.value_scale * 1e-7))
+    large = define(inputs).float()
+    torch.testing.assert_close(run(small, device).float() * 1e7, large, rtol=0.05, atol=2.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70, "softcap": 2.0, "has_sinks": True}], ids=str)
@@ -89,99 +82,113 @@ def test_splits_are_joined(options: dict[str, Any], device: torch.device) -> Non
     """From one split of one tile to five of two, and never more than max_splits."""
     case = Case("decodes", tuple((1, n) for n in (31, 32, 33, 64, 65, 160, 150)), **options)
     inputs = make(case, torch.float32, poison=NAN)
-    expected = define(case, make(case, torch.float32))
-    assert_close(run(case, inputs, device, decode=Tiles(16, 16, 4, 1)), expected)
-    assert_close(run(case, inputs, device, decode=Tiles(16, 16, 4, 1), max_splits=2), expected)
+    expected = define(make(case, torch.float32))
+    assert_close(run(inputs, device, decode=Tiles(16, 16, 4, 1)), expected)
+    assert_close(run(inputs, device, decode=Tiles(16, 16, 4, 1), max_splits=2), expected)
+
+
+def test_splits_of_sparse_blocks_are_joined(device: torch.device) -> None:
+    """Heads that see different numbers of blocks have different numbers of splits."""
+    case = Case("sparse", ((1, 150), (1, 97)), 4, 2, sparsity=BlockSparsity(8, 2, 3, 1), cache="fp8")
+    inputs = make(case, torch.float32, poison=NAN)
+    assert_close(run(inputs, device, decode=Tiles(16, 16, 4, 1)), define(make(case, torch.float32)))
+
+
+@pytest.mark.parametrize("sparsity", [BlockSparsity(8, 2, 3, 1), BlockSparsity(8, 1, 4, -1)], ids=str)
+def test_blocks_that_no_head_sees_are_not_read(sparsity: BlockSparsity, device: torch.device) -> None:
+    case = Case("sparse", ((1, 150), (3, 150)), 4, 2, block_size=8, sparsity=sparsity)
+    inputs = make(case, torch.float32)
+    expected = run(inputs, device)
+    offsets = sparsity.offsets(4, 2)[:, None, None]
+    for row, first in ((0, 149), (1, 147)):
+        # Sparse blocks are the cache's here.
+        seen = sparsity.sees(torch.arange(first, 150)[:, None], torch.arange(150), offsets)
+        is_seen = seen.view(2, 2, -1, 150).any(dim=2).any(dim=1)[:, ::8]  # by a query head of the key head
+        assert not is_seen.all()
+        for kv_head, block in (~is_seen).nonzero().tolist():
+            for cache in (inputs.key_cache, inputs.value_cache):
+                cache[int(inputs.batch.block_tables[row, block]), :, kv_head] = NAN
+    assert torch.equal(run(inputs, device), expected)
 
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 @pytest.mark.parametrize("block_n", [16, 64])
-def test_one_key_takes_all_weight_bit_for_bit(block_m: int, block_n: int, device: torch.device) -> None:
-    case = Case("one hot", ((1, 40), (1, 7), (24, 40)), 6, 2, 16, 16)
+@pytest.mark.parametrize("cache", ["as query", "fp8"])
+def test_one_key_takes_all_weight_bit_for_bit(block_m: int, block_n: int, cache: str, device: torch.device) -> None:
+    case = Case("one hot", ((1, 40), (1, 7), (24, 40)), 6, 2, 16, 16, cache=cache)
     inputs = make_one_hot(case, torch.bfloat16)
     launch = {"decode": Tiles(min(block_m, 32), block_n, 4, 1), "prefill": Tiles(block_m, block_n, 4, 1)}
-    assert torch.equal(run(case, inputs, device, split_keys=64, **launch), define(case, inputs))
+    assert torch.equal(run(inputs, device, split_keys=64, **launch), define(inputs))
 
 
 def test_equal_scores_average_bit_for_bit(device: torch.device) -> None:
     """Queries of zero over 1, 2, 4 .. 64 keys: sums of integers over powers of two are exact in any order."""
-    case = Case("average", tuple((1, 1 << n) for n in range(7)))
-    inputs = make(case, torch.float32)
+    inputs = make(Case("average", tuple((1, 1 << n) for n in range(7))), torch.float32)
     inputs.query.zero_()
     inputs.value_cache.mul_(50).round_()
-    assert torch.equal(run(case, inputs, device, decode=Tiles(16, 16, 4, 1)), define(case, inputs))
+    assert torch.equal(run(inputs, device, decode=Tiles(16, 16, 4, 1)), define(inputs))
 
 
-def test_a_sequence_has_the_same_bits_in_every_batch(device: torch.device) -> None:
-    case = case_named("mixed")
-    inputs = make(case, torch.float32)
-    together = run(case, inputs, device)
-    for row in (1, 4, 7):
-        start, end = inputs.query_start[row], inputs.query_start[row + 1]
-        alone = Inputs(
-            inputs.query[start:end],
-            inputs.key_cache,
-            inputs.value_cache,
-            inputs.block_tables[row : row + 1],
-            [0, end - start],
-            inputs.context_lens[row : row + 1],
-            None,
-            inputs.scale,
-        )
-        assert torch.equal(run(case, alone, device), together[start:end])
+@pytest.mark.parametrize("name", ["mixed", "cross", "FP8 per token and head", "sparse, sliding over query heads"])
+def test_a_sequence_has_the_same_bits_in_every_batch(name: str, device: torch.device) -> None:
+    inputs = make(case_named(name), torch.float32)
+    together = run(inputs, device)
+    for row in (0, 1, len(inputs.batch.context_lens) - 2):
+        start, end = inputs.batch.query_start[row : row + 2]
+        assert torch.equal(run(of_one(inputs, row), device), together[start:end])
 
 
-def test_a_prompt_in_chunks_has_the_bits_of_a_prompt_at_once(device: torch.device) -> None:
-    case = Case("prefill", ((40, 40),))
-    inputs = make(case, torch.float32)
-    whole = run(case, inputs, device)
-    for start, end in ((0, 9), (9, 33), (33, 40)):
-        chunk = Inputs(
-            inputs.query[start:end],
-            inputs.key_cache,
-            inputs.value_cache,
-            inputs.block_tables,
-            [0, end - start],
-            [end],
-            None,
-            inputs.scale,
-        )
-        assert torch.equal(run(case, chunk, device), whole[start:end])
+@pytest.mark.parametrize("sparsity", [None, BlockSparsity(4, 2, 3)], ids=str)
+def test_a_prompt_in_chunks_has_the_values_of_a_prompt_at_once(
+    sparsity: BlockSparsity | None, device: torch.device
+) -> None:
+    """Bit for bit where every key is visible; sparse blocks are summed in an order that depends on the chunk."""
+    inputs = make(Case("prefill", ((40, 40),), sparsity=sparsity), torch.float32)
+    whole = run(inputs, device)
+    for first, last in ((0, 9), (9, 33), (33, 40)):
+        chunk = run(of_one(inputs, 0, first=first, last=last), device)
+        if sparsity is None:
+            assert torch.equal(chunk, whole[first:last])
+        else:
+            assert_close(chunk, whole[first:last])
 
 
 def test_queries_and_caches_are_read_by_their_strides(device: torch.device) -> None:
     """Queries as transformers leaves them, caches as slices of a wider tensor."""
-    case = Case("strided", ((1, 20), (6, 20)))
-    inputs = make(case, torch.float32)
-    expected = define(case, inputs)
+    inputs = make(Case("strided", ((1, 20), (6, 20))), torch.float32)
     query = torch.full((4, 16, 7), NAN).permute(2, 0, 1)
     caches = [torch.full((7, 16, 2, 40), NAN)[..., 8:24] for _ in range(2)]
-    strided = Inputs(
-        query.copy_(inputs.query),
-        caches[0].copy_(inputs.key_cache),
-        caches[1].copy_(inputs.value_cache),
-        inputs.block_tables,
-        inputs.query_start,
-        inputs.context_lens,
-        None,
-        inputs.scale,
+    strided = replace(
+        inputs,
+        query=query.copy_(inputs.query),
+        key_cache=caches[0].copy_(inputs.key_cache),
+        value_cache=caches[1].copy_(inputs.value_cache),
     )
-    assert_close(run(case, strided, device), expected)
+    assert_close(run(strided, device), define(inputs))
 
 
-def test_a_block_past_2_to_the_31_values_is_found(device: torch.device) -> None:
-    """Of the 4 GiB cache only the pages of one block are ever touched."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_encoder_s_tokens_are_blocks_of_one(dtype: torch.dtype, device: torch.device) -> None:
+    """Keys and values as slices of one projection, by their strides."""
+    batch = AttentionBatch.ragged([3, 1, 0, 40])
+    fused = torch.randn(44, 6, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
+    inputs = Inputs(fused[:, :2], fused[:, None, 2:4], fused[:, None, 4:], batch, Options(0.25))
+    assert_close(run(inputs, device), define(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_a_block_past_2_to_the_31_values_is_found(dtype: torch.dtype, device: torch.device) -> None:
+    """Of the cache of 2 to 4 GiB only the pages of one block are ever touched."""
     block_values = 16 * 16
     last = (1 << 31) // block_values + 1
-    cache = torch.empty(last + 1, 16, 1, 16, dtype=torch.float16, device=device)
-    cache[last] = torch.arange(block_values, dtype=torch.float16, device=device).view(16, 1, 16)
+    cache = torch.empty(last + 1, 16, 1, 16, dtype=dtype, device=device)
+    rows = torch.arange(16, device=device)[:, None].expand(16, 16)
+    cache[last] = rows.to(dtype).view(16, 1, 16)
     query = torch.zeros(4, 1, 16, dtype=torch.float16, device=device)
     batch = AttentionBatch.build(torch.full((2, 1), last, dtype=torch.int32), [0, 1, 4], [1, 3])
-    options = options_of(Case("far", ()), Inputs(query, cache, cache, query, [], [], None, 1.0))
-    output = triton_kernel.paged_attention(query, cache, cache, batch, **options, **SMALL).cpu()
-    # The mean of n rows of 16 consecutive numbers each, 16 apart.
-    first = torch.tensor([0.0, 0.0, 8.0, 16.0])
-    assert torch.equal(output[:, 0].float(), first[:, None] + torch.arange(16))
+    output = triton_kernel.paged_attention(query, cache, cache, batch, Options(1.0), **SMALL).cpu()
+    # The mean of the first n rows, each its own number throughout.
+    assert torch.equal(output[:, 0].float(), torch.tensor([0.0, 0.0, 0.5, 1.0])[:, None].expand(4, 16))
 
 
 def test_tiles_cover_every_query_once_and_the_longest_come_first() -> None:

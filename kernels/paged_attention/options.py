@@ -1,0 +1,68 @@
+"""What a layer's attention is besides softmax(scale q . k) v: one object for all implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.fp8 import KVScale
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparsity:
+    """Each query sees the last few blocks of keys, and every n-th of those before them.
+
+    Key block b is seen from query block q if b > q - local_blocks, or if (b + offset of the head) is a multiple of
+    vertical_stride. As in the phi-3-small models; the blocks are counted from the sequence's start.
+    """
+
+    block_size: int  # tokens; need not be that of the cache
+    local_blocks: int  # the query's own block among them
+    vertical_stride: int  # blocks
+    # Blocks by which the vertical ones move from each query head to the next; if negative, from each key head.
+    head_sliding_step: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "local_blocks", "vertical_stride"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, want at least 1")
+
+    def offsets(self, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+        """int64 [Hq]: each head's offset."""
+        heads = torch.arange(num_heads)
+        if self.head_sliding_step < 0:
+            heads = heads // (num_heads // num_kv_heads)
+        return heads * abs(self.head_sliding_step) + 1
+
+    def sees(self, query_pos: torch.Tensor, key_pos: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Which keys the pattern shows, later ones too; the arguments are broadcast."""
+        query_block, key_block = query_pos // self.block_size, key_pos // self.block_size
+        is_vertical = (key_block + offsets) % self.vertical_stride == 0
+        return (key_block > query_block - self.local_blocks) | is_vertical
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """See `paged_attention`."""
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [Hq]
+    alibi_slopes: torch.Tensor | None = None  # [Hq]
+    sparsity: BlockSparsity | None = None
+    key_scale: KVScale = 1.0
+    value_scale: KVScale = 1.0
+
+    def check(self, num_heads: int) -> None:
+        """Refuse values that mean nothing."""
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window is {self.sliding_window}, want at least 1 or None")
+        if self.sliding_window is not None and self.sparsity is not None:
+            raise ValueError("sliding_window and sparsity are both given, want one of them")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}, want more than 0 or None")
+        for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            if per_head is not None and per_head.shape != (num_heads,):
+                raise ValueError(f"{name} is {tuple(per_head.shape)}, want [{num_heads}]")

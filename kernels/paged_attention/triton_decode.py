@@ -1,0 +1,281 @@
+"""Attention of sequences with one query: long ones are split over programs and joined in a second launch.
+
+Flash-Decoding (2023). What a sequence's output is depends on that sequence alone: split and tile borders follow from
+its own lengths, parts are joined in order, and no atomics are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.paged_attention.device_batch import DeviceBatch
+from kernels.paged_attention.tiles import Tiles
+from kernels.paged_attention.triton_loop import attend, decode_range, finish
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_parts", "window"])
+def _decode_kernel(
+    # pointers
+    out_ptr,  # [T, Hq, Dv]
+    part_ptr,  # float32 [num_decodes, Hq, num_parts, Dv]: weighted values of each split
+    part_sum_ptr,  # float32 [num_decodes, Hq, num_parts, 2]: highest score, sum of weights
+    query_ptr,  # [T, Hq, D]
+    key_cache_ptr,
+    value_cache_ptr,
+    block_tables_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    decode_sequences_ptr,
+    sinks_ptr,  # [Hq]
+    slopes_ptr,  # [Hq]
+    key_scale_ptr,  # float32 [num_blocks, block_size, Hkv]
+    value_scale_ptr,
+    # scores
+    score_scale,
+    softcap,
+    window,
+    value_scale,  # of the whole cache
+    # strides
+    stride_ot,
+    stride_oh,
+    stride_qt,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kp,
+    stride_kh,
+    stride_vb,
+    stride_vp,
+    stride_vh,
+    stride_sb,
+    stride_sp,
+    stride_table,
+    num_parts,
+    # sizes and options
+    GROUP: tl.constexpr,  # query heads of one key head
+    HEADS: tl.constexpr,  # query heads of one key head in one tile, at most BLOCK_M
+    HEAD_TILES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_TOKEN_SCALES: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,
+    LOCAL_BLOCKS: tl.constexpr,
+    VERTICAL_STRIDE: tl.constexpr,
+    HEAD_STEP: tl.constexpr,
+):
+    """One split of one sequence with one query, one tile of heads. Grid: (num_decodes, Hkv * HEAD_TILES, num_parts).
+
+    A sequence of one split is finished here; `_combine_kernel` joins the others.
+    """
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_TILES
+    split = tl.program_id(2)
+    sequence = tl.load(decode_sequences_ptr + index)
+    context_len = tl.load(context_lens_ptr + sequence)
+    # Heads of one tile see the same blocks.
+    first_head = kv_head * GROUP + tl.program_id(1) % HEAD_TILES * HEADS
+    first_key, begin, end, first_vertical, num_vertical, first_local, split_keys, num_splits = decode_range(
+        context_len, window, first_head, kv_head, HAS_WINDOW, BLOCK_N, SPLIT_KEYS, SPLITS, SPARSE_BLOCK, LOCAL_BLOCKS,
+        VERTICAL_STRIDE, HEAD_STEP,
+    )  # fmt: skip
+    if split < num_splits:
+        token = tl.load(query_start_ptr + sequence).to(tl.int64)
+        rows = tl.arange(0, BLOCK_M)
+        heads = first_head + rows
+        is_row = (rows < HEADS) & (heads < (kv_head + 1) * GROUP)
+        offs_d = tl.arange(0, BLOCK_D)
+        query = tl.load(
+            query_ptr + token * stride_qt + heads.to(tl.int64)[:, None] * stride_qh + offs_d[None, :] * stride_qd,
+            mask=is_row[:, None] & (offs_d < KEY_DIM)[None, :],
+            other=0.0,
+        )
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SLOPES:
+            slope = tl.load(slopes_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        start = begin + split * split_keys
+        acc, highest, total = attend(
+            tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            query,
+            tl.zeros([BLOCK_M], tl.int32) + (context_len - 1),
+            slope,
+            key_cache_ptr + kv_head.to(tl.int64) * stride_kh,
+            value_cache_ptr + kv_head.to(tl.int64) * stride_vh,
+            key_scale_ptr + kv_head,
+            value_scale_ptr + kv_head,
+            block_tables_ptr + sequence.to(tl.int64) * stride_table,
+            start,
+            tl.minimum(start + split_keys, end),
+            first_key,
+            first_vertical,
+            num_vertical,
+            first_local,
+            score_scale,
+            softcap,
+            window,
+            stride_kb,
+            stride_kp,
+            stride_vb,
+            stride_vp,
+            stride_sb,
+            stride_sp,
+            KEY_DIM,
+            VALUE_DIM,
+            BLOCK_D,
+            BLOCK_DV,
+            BLOCK_SIZE,
+            BLOCK_N,
+            True,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            HAS_SLOPES,
+            HAS_TOKEN_SCALES,
+            SPARSE_BLOCK,
+            LOCAL_BLOCKS,
+            VERTICAL_STRIDE,
+            True,
+        )
+        offs_dv = tl.arange(0, BLOCK_DV)
+        is_stored = is_row[:, None] & (offs_dv < VALUE_DIM)[None, :]
+        if num_splits == 1:
+            mixed = finish(acc, highest, total, sinks_ptr, heads, is_row, value_scale, HAS_SINKS)
+            row_ptrs = out_ptr + token * stride_ot + heads.to(tl.int64)[:, None] * stride_oh
+            tl.store(row_ptrs + offs_dv[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_stored)
+        else:
+            num_heads = tl.num_programs(1) // HEAD_TILES * GROUP
+            part = (index.to(tl.int64) * num_heads + heads) * num_parts + split
+            tl.store(part_ptr + part[:, None] * VALUE_DIM + offs_dv[None, :], acc, mask=is_stored)
+            tl.store(part_sum_ptr + part * 2, highest, mask=is_row)
+            tl.store(part_sum_ptr + part * 2 + 1, total, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_parts", "window"])
+def _combine_kernel(
+    # pointers, as in _decode_kernel
+    out_ptr,
+    part_ptr,
+    part_sum_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    decode_sequences_ptr,
+    sinks_ptr,
+    # strides
+    stride_ot,
+    stride_oh,
+    num_parts,
+    window,
+    value_scale,
+    # sizes and options
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,
+    LOCAL_BLOCKS: tl.constexpr,
+    VERTICAL_STRIDE: tl.constexpr,
+    HEAD_STEP: tl.constexpr,
+):
+    """Joins the splits of one sequence and head, in their order. Grid: (num_decodes, Hq)."""
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.load(decode_sequences_ptr + index)
+    context_len = tl.load(context_lens_ptr + sequence)
+    _, _, _, _, _, _, _, num_splits = decode_range(
+        context_len, window, head, head // GROUP, HAS_WINDOW, BLOCK_N, SPLIT_KEYS, SPLITS, SPARSE_BLOCK, LOCAL_BLOCKS,
+        VERTICAL_STRIDE, HEAD_STEP,
+    )  # fmt: skip
+    if num_splits > 1:
+        offs_dv = tl.arange(0, BLOCK_DV)
+        acc = tl.zeros([1, BLOCK_DV], tl.float32)
+        highest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        first_part = (index.to(tl.int64) * tl.num_programs(1) + head) * num_parts
+        for split in range(0, num_splits):
+            part = first_part + split
+            part_highest = tl.load(part_sum_ptr + part * 2)
+            part_total = tl.load(part_sum_ptr + part * 2 + 1)
+            values = tl.load(part_ptr + part * VALUE_DIM + offs_dv, mask=offs_dv < VALUE_DIM, other=0.0)
+            # Every split holds a visible key: its highest score is finite.
+            new_highest = tl.maximum(highest, part_highest)
+            decay = tl.exp2(highest - new_highest)
+            part_decay = tl.exp2(part_highest - new_highest)
+            acc = acc * decay[:, None] + values[None, :] * part_decay[:, None]
+            total = total * decay + part_total * part_decay
+            highest = new_highest
+        heads = head + tl.zeros([1], tl.int32)
+        mixed = finish(acc, highest, total, sinks_ptr, heads, heads >= 0, value_scale, HAS_SINKS)
+        token = tl.load(query_start_ptr + sequence).to(tl.int64)
+        row_ptr = out_ptr + token * stride_ot + head.to(tl.int64) * stride_oh
+        is_stored = (offs_dv < VALUE_DIM)[None, :]
+        tl.store(row_ptr + offs_dv[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_stored)
+
+
+def launch_decode(
+    output: torch.Tensor,
+    batch: DeviceBatch,
+    arguments: Mapping[str, Any],
+    tiles: Tiles,
+    *,
+    split_keys: int,
+    max_splits: int,
+) -> None:
+    """Attend, then join where a table as wide as this one can hold more than one split.
+
+    arguments: what decode and prefill share, by name; split_keys is a multiple of tiles.block_n.
+    """
+    num_decodes = len(batch.decode_sequences)
+    if num_decodes == 0:
+        return
+    num_heads, value_dim = output.shape[1:]
+    most_keys = batch.block_tables.shape[1] * arguments["BLOCK_SIZE"]
+    if arguments["HAS_WINDOW"]:
+        most_keys = min(most_keys, arguments["window"] + tiles.block_n - 1)
+    num_parts = min(triton.cdiv(most_keys, split_keys), max_splits)
+    shape = (0,) if num_parts == 1 else (num_decodes, num_heads, num_parts)
+    group = arguments["GROUP"]
+    heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, tiles.block_m)
+    head_tiles = triton.cdiv(group, heads)
+    every = {
+        **arguments,
+        "part_ptr": torch.empty(*shape, value_dim, dtype=torch.float32, device=output.device),
+        "part_sum_ptr": torch.empty(*shape, 2, dtype=torch.float32, device=output.device),
+        "decode_sequences_ptr": batch.decode_sequences,
+        "num_parts": num_parts,
+        "BLOCK_N": tiles.block_n,
+        "SPLIT_KEYS": split_keys,
+        "SPLITS": max_splits,
+    }
+    _decode_kernel[(num_decodes, num_heads // group * head_tiles, num_parts)](
+        **every,
+        HEADS=heads,
+        HEAD_TILES=head_tiles,
+        BLOCK_M=tiles.block_m,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_parts > 1:
+        _combine_kernel[(num_decodes, num_heads)](
+            **{name: every[name] for name in _combine_kernel.arg_names},
+            num_warps=1 if arguments["BLOCK_DV"] <= 128 else 2,
+        )

@@ -1,0 +1,72 @@
+"""Attention and the KV write on the GPU against their definitions on the CPU, over the same cases as the CPU tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.paged_attention import AttentionBatch, encoder_attention, reference, triton_kernel
+from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make, make_one_hot
+from kernels.paged_attention.options import Options
+from kernels.store_kv import cases as store_cases
+from kernels.store_kv import reference as store_reference
+from kernels.store_kv import store_kv
+from tests.kernels.tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16)
+CUDA = torch.device("cuda")
+by_name = {"ids": lambda case: case.name}
+
+
+def define(inputs: Inputs) -> torch.Tensor:
+    return reference.paged_attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, inputs.options)
+
+
+def run(inputs: Inputs) -> torch.Tensor:
+    """With the launch parameters that are used."""
+    there = inputs.to(CUDA)
+    assert triton_kernel.can_serve(there.key_cache, there.value_cache)
+    return triton_kernel.paged_attention(
+        there.query, there.key_cache, there.value_cache, there.batch, there.options
+    ).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ALL_CASES, **by_name)
+def test_attention(case: Case, dtype: torch.dtype) -> None:
+    inputs = make(case, dtype)
+    assert_close(run(inputs), define(inputs))
+
+
+@pytest.mark.parametrize("cache", ["as query", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "dim"), [(2, 64), (8, 128), (14, 80), (2, 256), (64, 64)])
+def test_one_key_takes_all_weight_bit_for_bit(num_heads: int, dim: int, dtype: torch.dtype, cache: str) -> None:
+    """Integers: what a miscompiled product would get wrong."""
+    sequences = ((1, 40), (1, 1500), (200, 300), (150, 150), (3, 90))
+    inputs = make_one_hot(Case("one hot", sequences, num_heads, 2, dim, dim, cache=cache), dtype)
+    assert torch.equal(run(inputs), define(inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_encoder_attention(dtype: torch.dtype) -> None:
+    batch = AttentionBatch.ragged([3, 1, 0, 500])
+    query, key, value = torch.randn(504, 6, 64, generator=torch.Generator().manual_seed(2)).to(dtype).split(2, dim=1)
+    expected = define(Inputs(query, key.unsqueeze(1), value.unsqueeze(1), batch, Options(0.125)))
+    there = (tensor.to(CUDA) for tensor in (query, key, value))
+    assert_close(encoder_attention(*there, batch, scale=0.125).cpu(), expected)
+
+
+@pytest.mark.parametrize("has_token_scales", [False, True])
+@pytest.mark.parametrize("case", store_cases.CASES, **by_name)
+def test_store_kv_as_fp8(case: store_cases.Case, *, has_token_scales: bool) -> None:
+    key, value, slots = store_cases.make(case, torch.bfloat16)
+    here = store_cases.make_fp8_caches(case, has_token_scales=has_token_scales)
+    there = store_cases.make_fp8_caches(case, has_token_scales=has_token_scales, device=CUDA)
+    store_reference.store_kv(key, value, *here[:2], slots, *here[2:])
+    store_kv(key.to(CUDA), value.to(CUDA), *there[:2], slots.to(CUDA), *there[2:])
+    for ours, theirs in zip(there, here, strict=True):
+        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            assert torch.equal(ours.cpu().float(), theirs.float())
