@@ -22,6 +22,11 @@ def no_pairs() -> Int32Array:
     return np.zeros((0, 2), dtype=np.int32)
 
 
+def no_rows() -> Int32Array:
+    """An empty list of rows, [0]."""
+    return np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """How one row's tokens are chosen."""
@@ -62,13 +67,13 @@ class StepPlan:
     """One forward pass, as it travelled: a difference to the state that the engine keeps (see plan.proto)."""
 
     step_id: int
-    freed_rows: Int32Array  # [n]
-    new_rows: list[NewRow]
-    appended_blocks: Int32Array  # [n, 2] (row, block id)
-    paused_rows: Int32Array  # [n]
-    resumed_rows: Int32Array  # [n]
-    prefills: Int32Array  # [n, 2] (row, number of tokens)
-    block_copies: Int32Array  # [n, 2] (source, destination)
+    freed_rows: Int32Array = field(default_factory=no_rows)  # [n]
+    new_rows: list[NewRow] = field(default_factory=list)
+    appended_blocks: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, block id)
+    paused_rows: Int32Array = field(default_factory=no_rows)  # [n]
+    resumed_rows: Int32Array = field(default_factory=no_rows)  # [n]
+    prefills: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, number of tokens)
+    block_copies: Int32Array = field(default_factory=no_pairs)  # [n, 2] (source, destination)
     fed_tokens: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, token id) of stepwise rows that decode
     swap_outs: Int32Array = field(default_factory=no_pairs)  # [n, 2] (block, host block)
     swap_ins: Int32Array = field(default_factory=no_pairs)  # [n, 2] (host block, block)

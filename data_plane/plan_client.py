@@ -24,7 +24,7 @@ from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from data_plane.errors import AdapterLoadError, PlanRefused, WorkerError
 from data_plane.plan import AdapterSource, Engine
-from data_plane.wire import PROTOCOL_MAX, PROTOCOL_MIN, decode_plan, encode_hello, encode_output
+from data_plane.wire import PROTOCOL_MAX, PROTOCOL_MIN, decode_steps, encode_hello, encode_output
 
 logger = logging.getLogger(__name__)
 
@@ -297,10 +297,11 @@ class PlanClient:
             self._check_epoch(session, plan.epoch)
             if plan.step_id != session.last_step_id + 1:
                 raise PlanRefused(f"step {plan.step_id} after step {session.last_step_id}")
-            session.last_step_id = plan.step_id
-            output = self._engine.execute(decode_plan(plan))
-            session.outbox.put(encode_output(output, session.epoch))
-            session.num_steps += 1
+            for step in decode_steps(plan):
+                session.last_step_id = step.step_id
+                output = self._engine.execute(step)
+                session.outbox.put(encode_output(output, session.epoch))
+                session.num_steps += 1
         elif kind == "load_adapter":
             self._check_epoch(session, item.load_adapter.epoch)
             session.loaders.submit(self._load, session, item.load_adapter)

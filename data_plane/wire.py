@@ -9,16 +9,37 @@ import numpy as np
 from motet.v1 import plan_pb2
 
 from data_plane.errors import PlanRefused
-from data_plane.plan import Capacities, Int32Array, NewRow, RowSampling, StepOutput, StepPlan
+from data_plane.plan import (
+    Capacities,
+    Float32Array,
+    Int32Array,
+    NewRow,
+    RowLogprobs,
+    RowSampling,
+    StepOutput,
+    StepPlan,
+)
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 
 _INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
+_MAX_STEPS = 64  # of one plan: a worker does not listen before they are done
+
+
+def decode_steps(message: plan_pb2.StepPlan) -> list[StepPlan]:
+    """The steps that a plan stands for: itself, then steps that only decode on. Raises PlanRefused on torn arrays."""
+    first = decode_plan(message)
+    if message.num_steps > _MAX_STEPS:
+        raise PlanRefused(f"num_steps: {message.num_steps} is above {_MAX_STEPS}")
+    if message.num_steps > 1 and len(first.fed_tokens):
+        raise PlanRefused(f"fed_tokens and num_steps {message.num_steps}: a fed row cannot decode on by itself")
+    return [first, *(StepPlan(first.step_id + index) for index in range(1, message.num_steps))]
 
 
 def decode_plan(message: plan_pb2.StepPlan) -> StepPlan:
-    """The plan as an engine takes it; its arrays are read-only. Raises PlanRefused on torn arrays."""
+    """The first step of a plan as an engine takes it; its arrays are read-only. Raises PlanRefused on torn arrays."""
     return StepPlan(
         step_id=message.step_id,
         freed_rows=_ints(message.freed_rows, "freed_rows"),
@@ -28,6 +49,9 @@ def decode_plan(message: plan_pb2.StepPlan) -> StepPlan:
         resumed_rows=_ints(message.resumed_rows, "resumed_rows"),
         prefills=_pairs(message.prefills, "prefills"),
         block_copies=_pairs(message.block_copies, "block_copies"),
+        fed_tokens=_pairs(message.fed_tokens, "fed_tokens"),
+        swap_outs=_pairs(message.swap_outs, "swap_outs"),
+        swap_ins=_pairs(message.swap_ins, "swap_ins"),
     )
 
 
@@ -41,6 +65,8 @@ def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
             token_ids=_packed(output.token_ids),
             failed_rows=_packed(output.failed_rows),
             step_time_us=output.step_time_us,
+            sampled_logprobs=[_encode_logprobs(told) for told in output.sampled_logprobs],
+            prompt_logprobs=[_encode_logprobs(told) for told in output.prompt_logprobs],
         )
     )
 
@@ -64,6 +90,7 @@ def encode_hello(capacities: Capacities, worker_id: str) -> plan_pb2.AttachReque
             max_model_len=capacities.max_model_len,
             vocab_size=capacities.vocab_size,
             parallel=plan_pb2.ParallelLayout(tensor=1, pipeline=1),
+            num_host_blocks=capacities.num_host_blocks,
         )
     )
 
@@ -77,9 +104,43 @@ def _decode_new_row(message: plan_pb2.NewRow) -> NewRow:
         block_ids=_ints(message.block_ids, "block_ids"),
         slot=message.slot if message.HasField("slot") else None,
         slot_generation=message.slot_generation,
-        sampling=RowSampling(
-            temperature=message.temperature, top_k=message.top_k, top_p=message.top_p, seed=message.seed
-        ),
+        sampling=_decode_sampling(message),
+        is_stepwise=message.is_stepwise,
+    )
+
+
+def _decode_sampling(message: plan_pb2.NewRow) -> RowSampling:
+    biased, biases = _ints(message.biased_token_ids, "biased_token_ids"), _floats(message.biases, "biases")
+    if len(biased) != len(biases):
+        raise PlanRefused(f"new row {message.row} has {len(biased)} biased_token_ids and {len(biases)} biases")
+    return RowSampling(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        seed=message.seed,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        biased_token_ids=biased if len(biased) else None,
+        biases=biases if len(biases) else None,
+        min_tokens=message.min_tokens,
+        banned_token_ids=_ints(message.banned_token_ids, "banned_token_ids") if message.banned_token_ids else None,
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+    )
+
+
+def _encode_logprobs(told: RowLogprobs) -> plan_pb2.RowLogprobs:
+    return plan_pb2.RowLogprobs(
+        row=told.row,
+        first_position=told.first_position,
+        token_ids=_packed(told.token_ids),
+        logprobs=told.logprobs.astype(_FLOAT32, copy=False).tobytes(),
+        ranks=_packed(told.ranks),
+        num_top=told.top_token_ids.shape[1],
+        top_token_ids=_packed(told.top_token_ids),
+        top_logprobs=told.top_logprobs.astype(_FLOAT32, copy=False).tobytes(),
     )
 
 
@@ -87,6 +148,12 @@ def _ints(data: bytes, name: str) -> Int32Array:
     if len(data) % 4:
         raise PlanRefused(f"{name}: {len(data)} bytes are no whole number of int32")
     return np.frombuffer(data, dtype=_INT32)
+
+
+def _floats(data: bytes, name: str) -> Float32Array:
+    if len(data) % 4:
+        raise PlanRefused(f"{name}: {len(data)} bytes are no whole number of float32")
+    return np.frombuffer(data, dtype=_FLOAT32)
 
 
 def _pairs(data: bytes, name: str) -> Int32Array:

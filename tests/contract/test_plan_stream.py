@@ -18,10 +18,11 @@ from control_plane.scheduler.types import (
     ScheduledRow,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
 from data_plane.errors import PlanRefused
-from data_plane.plan import StepOutput
-from data_plane.wire import decode_plan, encode_output
+from data_plane.plan import RowLogprobs, StepOutput
+from data_plane.wire import decode_plan, decode_steps, encode_output
 
 EPOCH = (3 << 32) | 1
 VOCAB_SIZE = 1000
@@ -182,8 +183,101 @@ def test_torn_arrays_are_refused_by_either_end() -> None:
         decode_plan(plan_pb2.StepPlan(step_id=1, freed_rows=b"123"))
     with pytest.raises(PlanRefused, match="prefills"):
         decode_plan(plan_pb2.StepPlan(step_id=1, prefills=b"1234"))
+    for field in ("biases", "biased_token_ids", "banned_token_ids"):
+        with pytest.raises(PlanRefused, match=f"{field}: 3 bytes"):
+            decode_plan(plan_pb2.StepPlan(step_id=1, new_rows=[plan_pb2.NewRow(row=1, **{field: b"123"})]))
+    with pytest.raises(PlanRefused, match="new row 1 has 1 biased_token_ids and 0 biases"):
+        decode_plan(plan_pb2.StepPlan(step_id=1, new_rows=[plan_pb2.NewRow(row=1, biased_token_ids=b"1234")]))
     with pytest.raises(GarbageResult):
         steady(1).decode_result(plan_pb2.StepResult(step_id=1, epoch=EPOCH, rows=b"123", token_ids=b"123"))
+
+
+def test_every_option_of_a_row_arrives() -> None:
+    sampling = Sampling(
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias=((3, -2.5), (9, 1.0)),
+        min_tokens=4,
+        num_logprobs=0,
+        num_prompt_logprobs=5,
+    )
+    new = NewRow(2, RequestId(1), [1, 2], 2, 0, [0], None, 0, sampling, banned_token_ids=(7, 8), is_stepwise=True)
+    [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [new])).step_plan).new_rows
+    there = arrived.sampling
+    assert arrived.is_stepwise
+    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
+        assert getattr(there, name) == getattr(sampling, name), name
+    assert (there.num_logprobs, there.num_prompt_logprobs) == (0, 5)
+    assert there.biased_token_ids is not None and there.biased_token_ids.tolist() == [3, 9]
+    assert there.biases is not None and there.biases.tolist() == [-2.5, 1.0]
+    assert there.banned_token_ids is not None and there.banned_token_ids.tolist() == [7, 8]
+
+
+def test_a_row_without_options_has_none() -> None:
+    message = PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [new_row(0, 2)]))
+    [arrived] = decode_plan(message.step_plan).new_rows
+    sampling = arrived.sampling
+    assert (sampling.repetition_penalty, sampling.num_logprobs, sampling.num_prompt_logprobs) == (1.0, None, None)
+    assert sampling.biased_token_ids is sampling.biases is sampling.banned_token_ids is None
+    assert not arrived.is_stepwise
+
+
+def test_fed_tokens_and_swaps_arrive() -> None:
+    encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
+    stepwise = NewRow(3, RequestId(3), [1, 2], 2, 0, [0], None, 0, Sampling(), is_stepwise=True)
+    encoder.encode(StepPlan(1, [ScheduledRow(3, 2, False)], [stepwise]))
+    plan = StepPlan(2, decodes(3), fed_tokens=[(3, 5)], swap_outs=[(4, 1), (5, 0)], swap_ins=[(2, 6)])
+    [step] = decode_steps(encoder.encode(plan).step_plan)
+    assert step.fed_tokens.tolist() == [[3, 5]]
+    assert (step.swap_outs.tolist(), step.swap_ins.tolist()) == ([[4, 1], [5, 0]], [[2, 6]])
+    assert len(step.paused_rows) == len(step.resumed_rows) == 0
+
+
+def test_a_plan_of_several_steps_stands_for_steps_that_only_decode_on() -> None:
+    encoder = steady(2)
+    message = encoder.encode(StepPlan(2, decodes(0, 1), appended_blocks=[(0, 9)], num_steps=3)).step_plan
+    steps = decode_steps(message)
+    assert [step.step_id for step in steps] == [2, 3, 4]
+    assert [len(step.appended_blocks) for step in steps] == [1, 0, 0]
+    encoder.decode_result(result(1, [0, 1], [5, 5]))
+    for step in steps:
+        assert encoder.decode_result(result(step.step_id, [0, 1], [6, 7])) is not None
+    message.fed_tokens = np.array([0, 1], dtype="<i4").tobytes()
+    with pytest.raises(PlanRefused, match="fed_tokens and num_steps 3"):
+        decode_steps(message)
+    with pytest.raises(PlanRefused, match="num_steps: 65 is above 64"):
+        decode_steps(plan_pb2.StepPlan(step_id=1, num_steps=65))
+
+
+def test_logprobs_come_back_as_the_scheduler_takes_them() -> None:
+    encoder = steady(2)
+    told = RowLogprobs(
+        1,
+        2,
+        np.array([6], dtype=np.int32),
+        np.array([-0.5], dtype=np.float32),
+        np.array([2], dtype=np.int32),
+        np.array([[4, 6]], dtype=np.int32),
+        np.array([[-0.25, -0.5]], dtype=np.float32),
+    )
+    none = np.zeros((2, 0))
+    prompt = RowLogprobs(
+        0,
+        1,
+        np.array([8, 9], dtype=np.int32),
+        np.array([-1.0, -2.0], dtype=np.float32),
+        np.array([3, 4], dtype=np.int32),
+        none.astype(np.int32),
+        none.astype(np.float32),
+    )
+    rows = np.array([0, 1], dtype=np.int32)
+    output = StepOutput(1, rows, rows + 5, rows[:0], 5, [told], [prompt])
+    arrived = encoder.decode_result(encode_output(output, EPOCH).step_result)
+    assert arrived is not None
+    assert arrived.logprobs == {1: TokenLogprobs(6, -0.5, 2, ((4, -0.25), (6, -0.5)))}
+    assert arrived.prompt_logprobs == {0: [TokenLogprobs(8, -1.0, 3, ()), TokenLogprobs(9, -2.0, 4, ())]}
 
 
 def test_slot_commands_carry_epoch_and_generation() -> None:

@@ -26,7 +26,7 @@ from control_plane.scheduler.types import AdapterRef, Request
 from data_plane.errors import AdapterLoadError
 from data_plane.plan import Capacities, StepOutput
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
-from data_plane.wire import decode_plan, encode_hello, encode_output
+from data_plane.wire import decode_steps, encode_hello, encode_output
 from data_plane.worker import source_factory
 from tests.fakes.hash_engine import HashEngine, HashEngineFaults, oracle
 
@@ -220,8 +220,9 @@ class LoopbackWorker:
         kind = message.WhichOneof("message")
         if kind == "step_plan":
             self.plans.append(message.step_plan)
-            output: StepOutput = self.engine.execute(decode_plan(message.step_plan))
-            self.answers.append(encode_output(output, self.session.epoch))
+            for step in decode_steps(message.step_plan):
+                output: StepOutput = self.engine.execute(step)
+                self.answers.append(encode_output(output, self.session.epoch))
         elif kind == "load_adapter":
             load = message.load_adapter
             weights = self.fleet._weights

@@ -1,128 +1,60 @@
 """An engine whose model is a hash chain, so that every mistake of the plan stream becomes a wrong token.
 
-h(0) = SHA256(base fingerprint, adapter digest); h(i+1) = SHA256(h(i), token i); the token after token i is
-h(i+1) mod vocabulary. h(i+1) is stored at position i of the KV blocks that the plan names, and read back from there;
-the digest is read from the slot that the plan names. A stale or clobbered block, a wrong slot, a lost or a doubled
-token changes every token after it. Sampling settings play no part.
+h(i+1) of tests.fakes.hash_model is stored at position i of the KV blocks that the plan names, and read back from
+there; the digest is read from the slot that the plan names. A stale or clobbered block, a block moved or copied
+wrongly, a wrong slot, a lost or a doubled token changes every token after it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_plane.errors import AdapterCorrupt, AdapterLoadError, ArenaFull, PlanRefused, StaleSlot
-from data_plane.plan import AdapterSlots, AdapterSource, Capacities, Int32Array, NewRow, StepOutput, StepPlan
+from data_plane.errors import PlanRefused
+from data_plane.plan import (
+    AdapterSlots,
+    Capacities,
+    Int32Array,
+    NewRow,
+    RowLogprobs,
+    RowSampling,
+    StepOutput,
+    StepPlan,
+)
+from tests.fakes.hash_model import (
+    DEFAULT_VOCAB_SIZE,
+    chain_next,
+    chain_start,
+    choose,
+    logprob_of,
+    oracle,
+    ranking,
+)
+from tests.fakes.hash_slots import HashSlots
 
-DEFAULT_VOCAB_SIZE = 256
-POISON = b"never written"  # what a position holds until its owner writes it
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+__all__ = ["DEFAULT_VOCAB_SIZE", "POISON", "HashEngine", "HashEngineFaults", "oracle"]
 
-_sha256 = hashlib.sha256
-
-
-def chain_start(fingerprint: str, digest: str) -> bytes:
-    """h(0); an empty digest is the base model."""
-    return _sha256(bytes.fromhex(fingerprint) + bytes.fromhex(digest)).digest()
-
-
-def chain_next(value: bytes, token: int) -> bytes:
-    """h(i+1) from h(i) and token i."""
-    return _sha256(value + token.to_bytes(4, "little")).digest()
-
-
-def token_of(value: bytes, vocab_size: int) -> int:
-    """The token that follows."""
-    return int.from_bytes(value[:8], "little") % vocab_size
-
-
-def oracle(
-    fingerprint: str, digest: str, prompt: Sequence[int], num_tokens: int, *, vocab_size: int = DEFAULT_VOCAB_SIZE
-) -> list[int]:
-    """What a correct system generates."""
-    value = chain_start(fingerprint, digest)
-    for token in prompt:
-        value = chain_next(value, token)
-    tokens: list[int] = []
-    for _ in range(num_tokens):
-        tokens.append(token_of(value, vocab_size))
-        value = chain_next(value, tokens[-1])
-    return tokens
-
-
-class HashSlots:
-    """Adapter slots that keep a digest per slot. Reads the whole adapter through its source, and checks every hash."""
-
-    def __init__(self, num_slots: int, arena_bytes: int) -> None:
-        self._num_slots = num_slots
-        self._arena_bytes = arena_bytes
-        self._lock = threading.Lock()
-        self._slots: dict[int, tuple[int, str, int]] = {}  # slot -> generation, digest, bytes
-        self.failing: dict[str, bool] = {}  # digest -> whether the failure of its load is retryable
-        self.num_loads = 0
-
-    def load(self, slot: int, generation: int, digest: str, source: AdapterSource) -> None:
-        """Read the adapter and take the slot."""
-        if digest in self.failing:
-            error = AdapterLoadError(f"adapter {digest} is set to fail")
-            error.is_retryable = self.failing[digest]
-            raise error
-        size = _read_whole(digest, source)
-        with self._lock:
-            if not 0 <= slot < self._num_slots or slot in self._slots:
-                raise AdapterLoadError(f"slot {slot} is not an empty one of {self._num_slots}")
-            if self._used() + size > self._arena_bytes:
-                raise ArenaFull(f"{size} bytes beside {self._used()} of {self._arena_bytes}")
-            self._slots[slot] = (generation, digest, size)
-            self.num_loads += 1
-
-    def evict(self, slot: int, generation: int) -> None:
-        """Empty the slot."""
-        with self._lock:
-            self._check(slot, generation)
-            del self._slots[slot]
-
-    def digest_of(self, slot: int, generation: int) -> str:
-        """What the slot holds. Raises StaleSlot if it holds another generation."""
-        with self._lock:
-            return self._check(slot, generation)
-
-    def used_bytes(self) -> int:
-        """Bytes of the arena in use."""
-        with self._lock:
-            return self._used()
-
-    def clear(self) -> None:
-        """Empty every slot."""
-        with self._lock:
-            self._slots.clear()
-
-    def _check(self, slot: int, generation: int) -> str:
-        held = self._slots.get(slot)
-        if held is None or held[0] != generation:
-            raise StaleSlot(f"slot {slot}: generation {generation} asked for, {held[0] if held else 'none'} held")
-        return held[1]
-
-    def _used(self) -> int:
-        return sum(size for _, _, size in self._slots.values())
+POISON = b"never written..................."  # what a position holds until its owner writes it; as long as a hash
 
 
 @dataclass(slots=True)
 class _Row:
+    number: int
     tokens: list[int]  # known at the row's beginning
+    num_prompt: int
     block_ids: list[int]
     num_computed: int
     slot: int | None
     slot_generation: int
     digest: str
-    last_token: int = -1  # sampled last
+    sampling: RowSampling
+    is_stepwise: bool
+    last_token: int = -1  # sampled last, or fed in its place
+    num_answered: int = 0  # tokens of the answer, those given at the row's beginning included
+    is_right: bool = True  # what was said to be computed was in its blocks
     block_ends: list[bytes] = field(default_factory=list)  # what the last position of each full block must hold
 
 
@@ -146,9 +78,12 @@ class HashEngine:
         self.slots: AdapterSlots = self.hash_slots
         self.num_resets = 0
         self._blocks: list[list[bytes]] = []
+        self._host_blocks: list[list[bytes]] = []
         self._rows: dict[int, _Row] = {}
+        # Invariant: a row past its prefill is in exactly one of these.
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
+        self._stepwise: set[int] = set()
         self._forget()
 
     def reset(self) -> None:
@@ -158,39 +93,59 @@ class HashEngine:
         self.num_resets += 1
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """One step of every decoding row and the prefills."""
+        """One step of every decoding row, the fed ones and the prefills."""
         start_s = time.perf_counter()
-        self._apply_differences(plan)
-        rows = sorted(self._decoding)
-        num_tokens = len(rows) + int(plan.prefills[:, 1].sum())
+        fed = self._apply_differences(plan)
+        decoding = sorted(self._decoding | fed)
+        num_tokens = len(decoding) + int(plan.prefills[:, 1].sum())
         if num_tokens > self.capacities.max_step_tokens:
             raise PlanRefused(f"{num_tokens} tokens in a step of at most {self.capacities.max_step_tokens}")
-        tokens = [self._decode(self._rows[row], plan.step_id) for row in rows]
+        prompt_logprobs: list[RowLogprobs] = []
+        sampled = [(row_id, self._decode(self._rows[row_id], plan.step_id)) for row_id in decoding]
         for row_id, num_new in plan.prefills.tolist():
-            token = self._prefill(row_id, num_new)
-            if token is not None:
-                rows.append(row_id)
-                tokens.append(token)
-        failed = [row for row, token in zip(rows, tokens, strict=True) if token == self.faults.non_finite_token]
-        if failed:
-            kept = [(row, token) for row, token in zip(rows, tokens, strict=True) if row not in failed]
-            rows, tokens = [row for row, _ in kept], [token for _, token in kept]
+            value = self._prefill(row_id, num_new, prompt_logprobs)
+            if value is not None:
+                sampled.append((row_id, value))
+        tokens = [(row_id, value, self._sample(self._rows[row_id], value)) for row_id, value in sampled]
+        failed = [row_id for row_id, _, token in tokens if token == self.faults.non_finite_token]
+        tokens = [item for item in tokens if item[0] not in failed]
         rest_s = self.faults.step_time_s - (time.perf_counter() - start_s)
         if rest_s > 0:
             time.sleep(rest_s)
         return StepOutput(
-            plan.step_id, _int32(rows), _int32(tokens), _int32(failed), int((time.perf_counter() - start_s) * 1e6)
+            plan.step_id,
+            _int32([row_id for row_id, _, _ in tokens]),
+            _int32([token for _, _, token in tokens]),
+            _int32(failed),
+            int((time.perf_counter() - start_s) * 1e6),
+            [
+                self._logprobs(row_id, self._rows[row_id].num_computed, [(value, token)], num_top)
+                for row_id, value, token in tokens
+                if (num_top := self._rows[row_id].sampling.num_logprobs) is not None
+            ],
+            prompt_logprobs,
         )
 
     # ---- differences ----
 
-    def _apply_differences(self, plan: StepPlan) -> None:
+    def _apply_differences(self, plan: StepPlan) -> set[int]:
+        """The plan up to its forward pass; the rows that are fed."""
+        # Blocks keep what they hold until everything that the plan moves or copies was read.
+        poisoned: list[int] = []
         for row_id in plan.freed_rows.tolist():
-            self._free(row_id)
-        for new in plan.new_rows:
-            self._begin(new)
+            poisoned += self._free(row_id)
+        begun = [self._begin(new, poisoned) for new in plan.new_rows]
         for row_id, block_id in plan.appended_blocks.tolist():
-            self._row(row_id).block_ids.append(self._fresh_block(block_id))
+            self._row(row_id).block_ids.append(self._checked_block(block_id))
+            poisoned.append(block_id)
+        self._pause(plan)
+        fed = {self._feed(row_id, token) for row_id, token in plan.fed_tokens.tolist()}
+        self._move_blocks(plan, poisoned)
+        for row in begun:
+            self._check_computed(row)
+        return fed
+
+    def _pause(self, plan: StepPlan) -> None:
         for row_id in plan.paused_rows.tolist():
             if row_id not in self._decoding:
                 raise PlanRefused(f"row {row_id} is paused and does not decode")
@@ -201,81 +156,157 @@ class HashEngine:
                 raise PlanRefused(f"row {row_id} is resumed and was not paused")
             self._paused.remove(row_id)
             self._decoding.add(row_id)
-        for source, destination in plan.block_copies.tolist():
-            self._blocks[destination] = list(self._blocks[source])
 
-    def _begin(self, new: NewRow) -> None:
+    def _feed(self, row_id: int, token: int) -> int:
+        if row_id not in self._stepwise:
+            raise PlanRefused(f"fed_tokens names row {row_id}, which is no stepwise row past its prefill")
+        if not 0 <= token < self.capacities.vocab_size:
+            raise PlanRefused(f"fed_tokens gives row {row_id} token {token}")
+        self._rows[row_id].last_token = token
+        return row_id
+
+    def _move_blocks(self, plan: StepPlan, poisoned: list[int]) -> None:
+        """Swaps out, swaps in, copies; then blocks of new owners and of nobody hold poison."""
+        for block_id, host_block in plan.swap_outs.tolist():
+            self._host_blocks[self._checked_host_block(host_block)] = list(self._blocks[self._checked_block(block_id)])
+        written: set[int] = set()
+        for host_block, block_id in plan.swap_ins.tolist():
+            self._blocks[self._checked_block(block_id)] = self._host_blocks[self._checked_host_block(host_block)]
+            self._host_blocks[host_block] = self._poison()
+            written.add(block_id)
+        copies = [
+            (list(self._blocks[self._checked_block(source)]), self._checked_block(destination))
+            for source, destination in plan.block_copies.tolist()
+        ]
+        for content, destination in copies:
+            self._blocks[destination] = content
+            written.add(destination)
+        for block_id in poisoned:
+            if block_id not in written:
+                self._blocks[block_id] = self._poison()
+
+    def _begin(self, new: NewRow, poisoned: list[int]) -> _Row:
         if new.row in self._rows or not 0 <= new.row < self.capacities.max_rows:
             raise PlanRefused(f"row {new.row} begins and is in use or out of range")
         tokens, block_ids, num_computed = new.token_ids.tolist(), new.block_ids.tolist(), new.num_computed_tokens
         if not 0 <= num_computed < len(tokens) or len(tokens) > self.capacities.max_model_len:
             raise PlanRefused(f"row {new.row}: {num_computed} of {len(tokens)} tokens are computed")
-        size = self.capacities.block_size
-        if num_computed % size:
-            raise PlanRefused(f"row {new.row}: {num_computed} computed tokens are no whole blocks of {size}")
+        num_held = -(-num_computed // self.capacities.block_size)
+        if num_held > len(block_ids):
+            raise PlanRefused(f"row {new.row}: {num_computed} tokens are computed in {len(block_ids)} blocks")
+        if new.sampling.num_prompt_logprobs is not None and num_computed:
+            raise PlanRefused(f"row {new.row} asks for its prompt's logprobs with {num_computed} tokens computed")
         digest = "" if new.slot is None else self.hash_slots.digest_of(new.slot, new.slot_generation)
-        row = _Row(tokens, block_ids, num_computed, new.slot, new.slot_generation, digest)
-        num_shared = num_computed // size
-        row.block_ends = [self._blocks[block_id][-1] for block_id in block_ids[:num_shared]]
-        if row.block_ends != self._block_ends(row, num_shared):
-            row.block_ends = [POISON] * num_shared  # a wrong prefix: every token from here on is wrong
-        for block_id in block_ids[num_shared:]:
-            self._fresh_block(block_id)
+        row = _Row(
+            new.row,
+            tokens,
+            new.num_prompt_tokens,
+            block_ids,
+            num_computed,
+            new.slot,
+            new.slot_generation,
+            digest,
+            new.sampling,
+            new.is_stepwise,
+            num_answered=len(tokens) - new.num_prompt_tokens,
+        )
+        poisoned += [self._checked_block(block_id) for block_id in block_ids[num_held:]]
         self._rows[new.row] = row
+        return row
 
-    def _block_ends(self, row: _Row, num_blocks: int) -> list[bytes]:
-        """What the first full blocks must hold at their ends, from the tokens alone."""
-        value, ends = chain_start(self.capacities.model_fingerprint, row.digest), []
+    def _check_computed(self, row: _Row) -> None:
+        """Compare what is said to be computed with the tokens; if it differs, all tokens from here on are wrong."""
         size = self.capacities.block_size
-        for start in range(0, num_blocks * size, size):
-            for token in row.tokens[start : start + size]:
-                value = chain_next(value, token)
-            ends.append(value)
-        return ends
+        value, is_right = chain_start(self.capacities.model_fingerprint, row.digest), True
+        for position in range(row.num_computed):
+            value = chain_next(value, row.tokens[position])
+            is_right &= self._blocks[row.block_ids[position // size]][position % size] == value
+            if (position + 1) % size == 0:
+                row.block_ends.append(value)
+        row.is_right = is_right
 
-    def _free(self, row_id: int) -> None:
+    def _free(self, row_id: int) -> list[int]:
+        """End a row. Its blocks that nobody else can hold, since they are not full: poison for whoever reads them."""
         row = self._row(row_id)
         del self._rows[row_id]
-        self._decoding.discard(row_id)
-        self._paused.discard(row_id)
-        # A block that is not full is nobody else's: whoever reads it from here on reads poison.
-        first_partial = row.num_computed // self.capacities.block_size
-        for block_id in row.block_ids[first_partial:]:
-            self._fresh_block(block_id)
+        for rows in (self._decoding, self._paused, self._stepwise):
+            rows.discard(row_id)
+        return row.block_ids[row.num_computed // self.capacities.block_size :]
 
-    def _fresh_block(self, block_id: int) -> int:
+    def _poison(self) -> list[bytes]:
+        return [POISON] * self.capacities.block_size
+
+    def _checked_block(self, block_id: int) -> int:
         if not 0 <= block_id < self.capacities.num_blocks:
             raise PlanRefused(f"block {block_id} is not one of {self.capacities.num_blocks}")
-        self._blocks[block_id] = [POISON] * self.capacities.block_size
         return block_id
+
+    def _checked_host_block(self, host_block: int) -> int:
+        if not 0 <= host_block < self.capacities.num_host_blocks:
+            raise PlanRefused(f"host block {host_block} is not one of {self.capacities.num_host_blocks}")
+        return host_block
 
     # ---- the model ----
 
-    def _decode(self, row: _Row, step_id: int) -> int:
-        token = row.last_token
-        value = self._advance(row, token)
+    def _decode(self, row: _Row, step_id: int) -> bytes:
+        """Feed the row's last token; the chain after it."""
+        value = self._advance(row, row.last_token)
         ends = row.block_ends
         if ends:  # one earlier block per step: attention reads them all
             index = step_id % len(ends)
             if self._blocks[row.block_ids[index]][-1] != ends[index]:
                 value = POISON
-        row.last_token = token_of(value, self.capacities.vocab_size)
-        return row.last_token
+        return value
 
-    def _prefill(self, row_id: int, num_tokens: int) -> int | None:
-        """Compute known tokens; the first sampled token if they were the last known ones."""
+    def _prefill(self, row_id: int, num_tokens: int, told: list[RowLogprobs]) -> bytes | None:
+        """Compute known tokens; the chain after the last known one if it is among them."""
         row = self._row(row_id)
-        end = row.num_computed + num_tokens
-        if num_tokens < 1 or end > len(row.tokens) or row_id in self._decoding or row_id in self._paused:
+        begin, end = row.num_computed, row.num_computed + num_tokens
+        is_past_prefill = row_id in self._decoding or row_id in self._paused or row_id in self._stepwise
+        if num_tokens < 1 or end > len(row.tokens) or is_past_prefill:
             raise PlanRefused(f"row {row_id}: prefill of {num_tokens} tokens after {row.num_computed}")
-        value = POISON
-        for token in row.tokens[row.num_computed : end]:
-            value = self._advance(row, token)
+        values = [self._advance(row, token) for token in row.tokens[begin:end]]
+        followers = row.tokens[begin + 1 : min(end + 1, row.num_prompt)]
+        num_top = row.sampling.num_prompt_logprobs
+        if num_top is not None and followers:
+            pairs = list(zip(values, followers, strict=False))
+            told.append(self._logprobs(row_id, begin + 1, pairs, num_top))
         if end < len(row.tokens):
             return None
-        self._decoding.add(row_id)
-        row.last_token = token_of(value, self.capacities.vocab_size)
+        (self._stepwise if row.is_stepwise else self._decoding).add(row_id)
+        return values[-1]
+
+    def _sample(self, row: _Row, value: bytes) -> int:
+        sampling, position = row.sampling, row.num_answered
+        banned = sampling.banned_token_ids if position < sampling.min_tokens else None
+        seed = sampling.seed if sampling.temperature > 0 else None
+        row.last_token = choose(
+            value,
+            self.capacities.vocab_size,
+            seed=seed,
+            position=position,
+            banned=() if banned is None else banned.tolist(),
+        )
+        row.num_answered += 1
         return row.last_token
+
+    def _logprobs(
+        self, row_id: int, first_position: int, followed: list[tuple[bytes, int]], num_top: int
+    ) -> RowLogprobs:
+        """What is told of tokens and the chains before them."""
+        vocab_size = self.capacities.vocab_size
+        of_tokens = [logprob_of(value, token, vocab_size) for value, token in followed]
+        tops = [ranking(value, num_top, vocab_size)[:num_top] for value, _ in followed]
+        shape = (len(followed), num_top)
+        return RowLogprobs(
+            row_id,
+            first_position,
+            _int32([token for _, token in followed]),
+            np.array([logprob for logprob, _ in of_tokens], dtype=np.float32),
+            _int32([rank for _, rank in of_tokens]),
+            _int32([token for top in tops for token, _ in top]).reshape(shape),
+            np.array([logprob for top in tops for _, logprob in top], dtype=np.float32).reshape(shape),
+        )
 
     def _advance(self, row: _Row, token: int) -> bytes:
         """Feed one token: read the chain before it from the blocks, store the chain after it there."""
@@ -290,7 +321,7 @@ class HashEngine:
             value = chain_start(self.capacities.model_fingerprint, digest)
         else:
             value = self._blocks[row.block_ids[(position - 1) // size]][(position - 1) % size]
-        value = _sha256(value + token.to_bytes(4, "little")).digest()
+        value = chain_next(value, token) if row.is_right else POISON
         self._blocks[row.block_ids[position // size]][position % size] = value
         row.num_computed = position + 1
         if row.num_computed % size == 0:
@@ -304,27 +335,12 @@ class HashEngine:
         return row
 
     def _forget(self) -> None:
-        size = self.capacities.block_size
-        self._blocks = [[POISON] * size for _ in range(self.capacities.num_blocks)]
+        self._blocks = [self._poison() for _ in range(self.capacities.num_blocks)]
+        self._host_blocks = [self._poison() for _ in range(self.capacities.num_host_blocks)]
         self._rows.clear()
         self._decoding.clear()
         self._paused.clear()
-
-
-def _read_whole(digest: str, source: AdapterSource) -> int:
-    """Arena bytes of the adapter, all of whose bytes were read and hashed. Raises AdapterCorrupt."""
-    data, chunks = source.open(digest)
-    if _sha256(data).hexdigest() != digest:
-        raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {_sha256(data).hexdigest()}")
-    manifest = json.loads(data)
-    num_bytes = 0
-    for entry, chunk in zip(manifest["chunks"], chunks, strict=True):
-        if _sha256(chunk).hexdigest() != entry["sha256"]:
-            raise AdapterCorrupt(f"adapter {digest}: chunk {entry['name']} is not what the manifest says")
-        for module in entry["modules"]:
-            width = module["in_features"] + module["out_features"]
-            num_bytes += math.ceil(module["rank"] / 8) * 8 * width * _ITEM_BYTES[manifest["dtype"]]
-    return num_bytes
+        self._stepwise.clear()
 
 
 def _int32(values: list[int]) -> Int32Array:
