@@ -6,6 +6,7 @@ Read by server.py and by the command line for its help. Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Callable
@@ -14,10 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from control_plane.fleet.tenants import InvalidTenants, TenantTable, parse_tenants
+from control_plane.scheduler.settings import DEFAULT_SETTINGS, Policy, SchedulerSettings
 from control_plane.telemetry import LOG_LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOST_CACHES = ("redis", "memory")
+POLICIES = tuple(policy.value for policy in Policy)
+MAX_TENANTS_BYTES = 16 << 20
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ROOT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _LOWEST: dict[str, float] = {
@@ -58,6 +63,19 @@ class ServerConfig:
     heartbeat_interval_ms: int = 500  # milliseconds
     dead_after_ms: int = 2000  # a worker silent for so long is dead, milliseconds
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
+    tenants: Path | None = None  # JSON file with weights and quotas of tenants; None: all alike, without quotas
+    # Those that follow are the fields of SchedulerSettings, where they are explained.
+    scheduling_policy: str = DEFAULT_SETTINGS.policy.value
+    max_step_tokens: int | None = DEFAULT_SETTINGS.max_step_tokens
+    max_sequences: int | None = DEFAULT_SETTINGS.max_sequences
+    watermark: float = DEFAULT_SETTINGS.watermark
+    max_partial_prefills: int = DEFAULT_SETTINGS.max_partial_prefills
+    max_long_partial_prefills: int = DEFAULT_SETTINGS.max_long_partial_prefills
+    long_prefill_tokens: int | None = DEFAULT_SETTINGS.long_prefill_tokens
+    prefill_us_per_token: float = DEFAULT_SETTINGS.prefill_us_per_token
+    swap_us_per_block: float = DEFAULT_SETTINGS.swap_us_per_block
+    adapter_us_per_mib: float = DEFAULT_SETTINGS.adapter_us_per_mib
+    step_us: float = DEFAULT_SETTINGS.step_us
     max_model_len: int | None = None  # longest context, tokens; None: the model's
     max_adapter_bytes: int = 1 << 30  # largest adapter, bytes
     adapter_roots: tuple[tuple[str, Path], ...] = ()  # (name, directory) pairs that CreateAdapter may read
@@ -73,7 +91,12 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not value >= lowest:  # NaN fails this too
                 raise ConfigError(f"{flag_of(name)}: {value} is below {lowest:g}")
-        choices = (("dtype", DTYPES), ("host_cache", HOST_CACHES), ("log_level", LOG_LEVELS))
+        choices = (
+            ("dtype", DTYPES),
+            ("host_cache", HOST_CACHES),
+            ("log_level", LOG_LEVELS),
+            ("scheduling_policy", POLICIES),
+        )
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{flag_of(name)}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
@@ -92,6 +115,35 @@ class ServerConfig:
             raise ConfigError(f"--model: {self.model_dir} holds no config.json; give a checkpoint directory")
         self._check_urls()
         self._check_roots()
+        self.scheduler_settings()
+        self.tenant_table()
+
+    def scheduler_settings(self) -> SchedulerSettings:
+        """How a worker's time and memory are shared out. Raises ConfigError."""
+        names = [field.name for field in fields(SchedulerSettings) if field.name != "policy"]
+        values = {name: getattr(self, name) for name in names}
+        try:
+            return SchedulerSettings(policy=Policy(self.scheduling_policy), **values)
+        except ValueError as error:
+            name, _, rest = str(error).partition(":")
+            raise ConfigError(f"{flag_of(name)}:{rest}") from error
+
+    def tenant_table(self) -> TenantTable:
+        """Weights and quotas of tenants, read from their file. Raises ConfigError."""
+        if self.tenants is None:
+            return TenantTable()
+        try:
+            with self.tenants.open("rb") as opened:
+                content = opened.read(MAX_TENANTS_BYTES + 1)
+            if len(content) > MAX_TENANTS_BYTES:
+                raise ConfigError(f"--tenants: {self.tenants} is larger than {MAX_TENANTS_BYTES} bytes")
+            return parse_tenants(json.loads(content, object_pairs_hook=_without_twins))
+        except OSError as error:
+            raise ConfigError(f"--tenants: {self.tenants} cannot be read: {error.strerror}") from error
+        except InvalidTenants as error:
+            raise ConfigError(f"--tenants: {self.tenants}: {error}") from error
+        except ValueError as error:  # of json, or of the bytes' encoding
+            raise ConfigError(f"--tenants: {self.tenants} is no JSON: {error}") from error
 
     def _check_urls(self) -> None:
         for name in ("redis_url", "worker_redis_url"):
@@ -171,6 +223,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heartbeat-interval-ms", int, "500", "time between heartbeats, milliseconds (default 500)")
     add("--dead-after-ms", int, "2000", "a worker silent for so long is dead, milliseconds (default 2000)")
     add("--worker-grace-s", float, "30", "how long requests wait when no worker is attached, seconds (default 30)")
+    add(
+        "--tenants",
+        Path,
+        None,
+        "JSON file with weights and quotas of tenants (default: all alike, no quotas)",
+        metavar="FILE",
+    )
+    _add_scheduling(add)
     add("--max-model-len", int, None, "longest context, tokens (default: the model's)")
     add("--max-adapter-bytes", _byte_size, "1GiB", "largest adapter, bytes with KiB/MiB/GiB (default 1GiB)")
     add(
@@ -211,6 +271,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_scheduling(add: Callable[..., None]) -> None:
+    default = DEFAULT_SETTINGS
+    add(
+        "--scheduling-policy",
+        str,
+        default.policy.value,
+        f"order in which a step is filled: {', '.join(POLICIES)} (default {default.policy.value})",
+    )
+    add("--max-step-tokens", int, None, "tokens of one step, a count (default: the worker's --token-budget)")
+    add("--max-sequences", int, None, "sequences computed at once, a count (default: the worker's --max-rows)")
+    numbers: list[tuple[str, type, str]] = [
+        ("watermark", float, "share of the KV blocks that an admission leaves free while others run"),
+        ("max_partial_prefills", int, "prompts that are computed in parts at once, a count"),
+        ("max_long_partial_prefills", int, "long ones of those, a count"),
+        ("prefill_us_per_token", float, "cost of computing a prompt token again, microseconds"),
+        ("swap_us_per_block", float, "cost of moving a KV block to or from host memory, microseconds"),
+        ("adapter_us_per_mib", float, "cost of one more adapter in a step by its size, microseconds per MiB"),
+        ("step_us", float, "cost of a step, which that of further adapters is compared with, microseconds"),
+    ]
+    for name, kind, text in numbers:
+        value = f"{getattr(default, name):g}"
+        add(flag_of(name), kind, value, f"{text} (default {value})")
+    add("--long-prefill-tokens", int, None, "a longer prompt is a long one, tokens (default: half of a step's tokens)")
+
+
 def from_args(namespace: argparse.Namespace) -> ServerConfig:
     """The checked configuration. Raises ConfigError naming the flag, the value and the limit."""
     values = {field.name: getattr(namespace, field.name) for field in fields(ServerConfig)}
@@ -222,6 +307,14 @@ def _byte_size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise InvalidTenants(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return members
 
 
 def _adapter_root(text: str) -> tuple[str, Path]:

@@ -226,6 +226,8 @@ def _fleet_settings(config: ServerConfig) -> FleetSettings:
         dead_after_ms=config.dead_after_ms,
         worker_grace_s=config.worker_grace_s,
         slow_reader_timeout_s=config.slow_reader_timeout_s,
+        scheduler=config.scheduler_settings(),
+        tenants=config.tenant_table(),
     )
 
 

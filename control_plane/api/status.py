@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from motet.v1 import status_pb2, status_pb2_grpc
 
 from control_plane.api import adapters, generation
-from control_plane.api.parts import Fleet, Registry, Weights
+from control_plane.api.parts import Fleet, Registry, TenantUse, Weights
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 SERVER_VERSION = "0.0.0"
@@ -72,7 +72,26 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
                 host_cache_available=cache.is_available,
             ),
             limits=status_pb2.LimitStatus(**dataclasses.asdict(self._limits)),
+            tenants=map(_tenant_message, self._fleet.tenant_use()),
         )
+
+
+def _tenant_message(use: TenantUse) -> status_pb2.TenantStatus:
+    limits = use.limits
+    return status_pb2.TenantStatus(
+        tenant=use.tenant,
+        weight=limits.weight,
+        num_requests=use.num_requests,
+        max_running_requests=limits.max_running_requests,
+        num_queued_tokens=use.num_queued_tokens,
+        max_queued_tokens=limits.max_queued_tokens,
+        num_tokens_left=use.tokens_left,
+        tokens_per_minute=limits.tokens_per_minute,
+        num_accepted=use.num_accepted,
+        num_rejected=use.num_rejected,
+        num_input_tokens=use.num_input_tokens,
+        num_generated_tokens=use.num_generated_tokens,
+    )
 
 
 def _fields(snapshot: Any) -> dict[str, Any]:

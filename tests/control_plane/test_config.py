@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, parse_bytes, redacted_url
+from control_plane.scheduler.settings import Policy, SchedulerSettings
 
 
 @pytest.fixture
@@ -73,12 +74,63 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
         (["--adapter-root", "A/B=/"], "--adapter-root: name"),
         (["--model", "/nowhere/at/all"], "--model"),
         (["--max-model-len", "1"], "--max-model-len"),
+        (
+            ["--scheduling-policy", "lifo"],
+            "--scheduling-policy: 'lifo' is none of chunked_prefill, prefill_first, fcfs",
+        ),
+        (["--max-step-tokens", "0"], "--max-step-tokens: 0 is below 1"),
+        (["--watermark", "1"], "--watermark: 1.0 is no share"),
+        (["--max-long-partial-prefills", "5"], "--max-long-partial-prefills: 5 is above"),
+        (["--swap-us-per-block", "nan"], "--swap-us-per-block: nan"),
+        (["--tenants", "/nowhere/at/all"], "--tenants: /nowhere/at/all cannot be read"),
     ],
 )
 def test_wrong_value_is_refused_by_name(model_dir: Path, argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(model_dir, *argv)
     assert message in str(caught.value)
+
+
+def test_scheduling_flags_make_the_schedulers_settings(model_dir: Path) -> None:
+    assert parse(model_dir).scheduler_settings() == SchedulerSettings()
+    config = parse(
+        model_dir,
+        *("--scheduling-policy", "prefill_first", "--max-step-tokens", "512", "--max-sequences", "9"),
+        *("--watermark", "0.05", "--max-partial-prefills", "3", "--max-long-partial-prefills", "2"),
+        *("--long-prefill-tokens", "100", "--prefill-us-per-token", "1.5", "--swap-us-per-block", "2.5"),
+        *("--adapter-us-per-mib", "3.5", "--step-us", "4.5"),
+    )
+    assert config.scheduler_settings() == SchedulerSettings(
+        policy=Policy.PREFILL_FIRST,
+        max_step_tokens=512,
+        max_sequences=9,
+        watermark=0.05,
+        max_partial_prefills=3,
+        max_long_partial_prefills=2,
+        long_prefill_tokens=100,
+        prefill_us_per_token=1.5,
+        swap_us_per_block=2.5,
+        adapter_us_per_mib=3.5,
+        step_us=4.5,
+    )
+
+
+def test_tenants_are_read_from_their_file(model_dir: Path) -> None:
+    file = model_dir / "tenants.json"
+    file.write_text('{"a": {"weight": 2, "max_running_requests": 3}}')
+    limits = parse(model_dir, "--tenants", str(file)).tenant_table().limits_of("a")
+    assert (limits.weight, limits.max_running_requests) == (2, 3)
+    for content, message in [
+        (b'{"a": {"wieght": 2}}', "a.wieght: unknown"),
+        (b'{"a": {}, "a": {}}', "'a' is given twice"),
+        (b"{", "is no JSON"),
+        (b"\xff\xfe\xff", "is no JSON"),
+        (b" " * ((16 << 20) + 1), "larger than 16777216 bytes"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="--tenants: ") as caught:
+            parse(model_dir, "--tenants", str(file))
+        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "x", "1XB", "-1", "1.5GiB"])

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15motet/v1/status.proto\x12\x08motet.v1\"\x12\n\x10GetStatusRequest\"\xf3\x01\n\x11GetStatusResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.motet.v1.ModelStatus\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.motet.v1.WorkerStatus\x12%\n\x06queues\x18\x04 \x01(\x0b\x32\x15.motet.v1.QueueStatus\x12)\n\x08\x61\x64\x61pters\x18\x05 \x01(\x0b\x32\x17.motet.v1.AdapterStatus\x12%\n\x06limits\x18\x06 \x01(\x0b\x32\x15.motet.v1.LimitStatus\"j\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xdd\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x1b\n\x13num_plans_in_flight\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_blocks_held\x18\t \x01(\r\x12\x19\n\x11num_blocks_cached\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x13\n\x0b\x61rena_bytes\x18\x0c \x01(\x04\x12\x18\n\x10\x61rena_used_bytes\x18\r \x01(\x04\x12\x1b\n\x13num_adapters_loaded\x18\x0e \x01(\r\x12\x1b\n\x13prefix_query_tokens\x18\x0f \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x10 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x11 \x01(\x04\x12\x1a\n\x12num_tokens_sampled\x18\x12 \x01(\x04\x12\x14\n\x0cstep_time_ms\x18\x13 \x01(\x01\x12\x16\n\x0eresident_bytes\x18\x14 \x01(\x04\"\xa5\x01\n\x0bQueueStatus\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\x04\x12\x14\n\x0cnum_finished\x18\x05 \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x06 \x01(\x04\x12\x14\n\x0cnum_migrated\x18\x07 \x01(\x04\"\xad\x01\n\rAdapterStatus\x12\x16\n\x0enum_registered\x18\x01 \x01(\r\x12\x12\n\nnum_stored\x18\x02 \x01(\r\x12\x17\n\x0fnum_host_cached\x18\x03 \x01(\r\x12\x18\n\x10host_cache_bytes\x18\x04 \x01(\x04\x12\x1f\n\x17host_cache_budget_bytes\x18\x05 \x01(\x04\x12\x1c\n\x14host_cache_available\x18\x06 \x01(\x08\"_\n\x0bLimitStatus\x12\x1c\n\x14max_waiting_requests\x18\x01 \x01(\r\x12\x19\n\x11max_adapter_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\x04\x32U\n\rStatusService\x12\x44\n\tGetStatus\x12\x1a.motet.v1.GetStatusRequest\x1a\x1b.motet.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15motet/v1/status.proto\x12\x08motet.v1\"\x12\n\x10GetStatusRequest\"\x9c\x02\n\x11GetStatusResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.motet.v1.ModelStatus\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.motet.v1.WorkerStatus\x12%\n\x06queues\x18\x04 \x01(\x0b\x32\x15.motet.v1.QueueStatus\x12)\n\x08\x61\x64\x61pters\x18\x05 \x01(\x0b\x32\x17.motet.v1.AdapterStatus\x12%\n\x06limits\x18\x06 \x01(\x0b\x32\x15.motet.v1.LimitStatus\x12\'\n\x07tenants\x18\x07 \x03(\x0b\x32\x16.motet.v1.TenantStatus\"j\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xdd\x03\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x1b\n\x13num_plans_in_flight\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_blocks_held\x18\t \x01(\r\x12\x19\n\x11num_blocks_cached\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x13\n\x0b\x61rena_bytes\x18\x0c \x01(\x04\x12\x18\n\x10\x61rena_used_bytes\x18\r \x01(\x04\x12\x1b\n\x13num_adapters_loaded\x18\x0e \x01(\r\x12\x1b\n\x13prefix_query_tokens\x18\x0f \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x10 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x11 \x01(\x04\x12\x1a\n\x12num_tokens_sampled\x18\x12 \x01(\x04\x12\x14\n\x0cstep_time_ms\x18\x13 \x01(\x01\x12\x16\n\x0eresident_bytes\x18\x14 \x01(\x04\"\xa5\x01\n\x0bQueueStatus\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\x04\x12\x14\n\x0cnum_finished\x18\x05 \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x06 \x01(\x04\x12\x14\n\x0cnum_migrated\x18\x07 \x01(\x04\"\xad\x01\n\rAdapterStatus\x12\x16\n\x0enum_registered\x18\x01 \x01(\r\x12\x12\n\nnum_stored\x18\x02 \x01(\r\x12\x17\n\x0fnum_host_cached\x18\x03 \x01(\r\x12\x18\n\x10host_cache_bytes\x18\x04 \x01(\x04\x12\x1f\n\x17host_cache_budget_bytes\x18\x05 \x01(\x04\x12\x1c\n\x14host_cache_available\x18\x06 \x01(\x08\"\x9d\x03\n\x0cTenantStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x03 \x01(\r\x12!\n\x14max_running_requests\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_queued_tokens\x18\x05 \x01(\x04\x12\x1e\n\x11max_queued_tokens\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x1c\n\x0fnum_tokens_left\x18\x07 \x01(\x04H\x02\x88\x01\x01\x12\x1e\n\x11tokens_per_minute\x18\x08 \x01(\x04H\x03\x88\x01\x01\x12\x14\n\x0cnum_accepted\x18\t \x01(\x04\x12\x14\n\x0cnum_rejected\x18\n \x01(\x04\x12\x18\n\x10num_input_tokens\x18\x0b \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x0c \x01(\x04\x42\x17\n\x15_max_running_requestsB\x14\n\x12_max_queued_tokensB\x12\n\x10_num_tokens_leftB\x14\n\x12_tokens_per_minute\"_\n\x0bLimitStatus\x12\x1c\n\x14max_waiting_requests\x18\x01 \x01(\r\x12\x19\n\x11max_adapter_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\x04\x32U\n\rStatusService\x12\x44\n\tGetStatus\x12\x1a.motet.v1.GetStatusRequest\x1a\x1b.motet.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=35
   _globals['_GETSTATUSREQUEST']._serialized_end=53
   _globals['_GETSTATUSRESPONSE']._serialized_start=56
-  _globals['_GETSTATUSRESPONSE']._serialized_end=299
-  _globals['_MODELSTATUS']._serialized_start=301
-  _globals['_MODELSTATUS']._serialized_end=407
-  _globals['_WORKERSTATUS']._serialized_start=410
-  _globals['_WORKERSTATUS']._serialized_end=887
-  _globals['_QUEUESTATUS']._serialized_start=890
-  _globals['_QUEUESTATUS']._serialized_end=1055
-  _globals['_ADAPTERSTATUS']._serialized_start=1058
-  _globals['_ADAPTERSTATUS']._serialized_end=1231
-  _globals['_LIMITSTATUS']._serialized_start=1233
-  _globals['_LIMITSTATUS']._serialized_end=1328
-  _globals['_STATUSSERVICE']._serialized_start=1330
-  _globals['_STATUSSERVICE']._serialized_end=1415
+  _globals['_GETSTATUSRESPONSE']._serialized_end=340
+  _globals['_MODELSTATUS']._serialized_start=342
+  _globals['_MODELSTATUS']._serialized_end=448
+  _globals['_WORKERSTATUS']._serialized_start=451
+  _globals['_WORKERSTATUS']._serialized_end=928
+  _globals['_QUEUESTATUS']._serialized_start=931
+  _globals['_QUEUESTATUS']._serialized_end=1096
+  _globals['_ADAPTERSTATUS']._serialized_start=1099
+  _globals['_ADAPTERSTATUS']._serialized_end=1272
+  _globals['_TENANTSTATUS']._serialized_start=1275
+  _globals['_TENANTSTATUS']._serialized_end=1688
+  _globals['_LIMITSTATUS']._serialized_start=1690
+  _globals['_LIMITSTATUS']._serialized_end=1785
+  _globals['_STATUSSERVICE']._serialized_start=1787
+  _globals['_STATUSSERVICE']._serialized_end=1872
 # @@protoc_insertion_point(module_scope)

@@ -11,20 +11,22 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits")
+    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     model: ModelStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queues: QueueStatus
     adapters: AdapterStatus
     limits: LimitStatus
-    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
+    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype")
@@ -117,6 +119,34 @@ class AdapterStatus(_message.Message):
     host_cache_budget_bytes: int
     host_cache_available: bool
     def __init__(self, num_registered: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_host_cached: _Optional[int] = ..., host_cache_bytes: _Optional[int] = ..., host_cache_budget_bytes: _Optional[int] = ..., host_cache_available: bool = ...) -> None: ...
+
+class TenantStatus(_message.Message):
+    __slots__ = ("tenant", "weight", "num_requests", "max_running_requests", "num_queued_tokens", "max_queued_tokens", "num_tokens_left", "tokens_per_minute", "num_accepted", "num_rejected", "num_input_tokens", "num_generated_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    weight: float
+    num_requests: int
+    max_running_requests: int
+    num_queued_tokens: int
+    max_queued_tokens: int
+    num_tokens_left: int
+    tokens_per_minute: int
+    num_accepted: int
+    num_rejected: int
+    num_input_tokens: int
+    num_generated_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ..., num_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., num_tokens_left: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ...) -> None: ...
 
 class LimitStatus(_message.Message):
     __slots__ = ("max_waiting_requests", "max_adapter_bytes", "max_chunk_bytes")

@@ -25,7 +25,9 @@ from control_plane.api.request_memory import RequestMemory
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.upload import UploadReceiver
 from control_plane.errors import AdapterNotFound, PinBudgetExceeded
+from control_plane.fleet.quotas import TenantUse
 from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
+from control_plane.fleet.tenants import TenantLimits
 from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId, TokenLogprobs
 
 DIGEST = "a" * 64
@@ -327,6 +329,22 @@ class FakeFleet:
         return QueueSnapshot(
             num_requests=3, num_waiting=1, num_running=2, num_accepted=9, num_finished=5, num_rejected=1, num_migrated=0
         )
+
+    def tenant_use(self) -> list[TenantUse]:
+        limits = TenantLimits(weight=2.5, max_queued_tokens=90, tokens_per_minute=600)
+        return [
+            TenantUse(
+                tenant="a",
+                limits=limits,
+                num_requests=3,
+                num_queued_tokens=4,
+                tokens_left=50,
+                num_accepted=6,
+                num_rejected=7,
+                num_input_tokens=8,
+                num_generated_tokens=9,
+            )
+        ]
 
     def on_workers_changed(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)

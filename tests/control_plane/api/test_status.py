@@ -31,6 +31,21 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
     )
     assert answer.model.name == "tiny" and answer.model.max_model_len == 64
     assert answer.limits.max_chunk_bytes == 1 << 20
+    (tenant,) = answer.tenants
+    assert tenant == status_pb2.TenantStatus(
+        tenant="a",
+        weight=2.5,
+        num_requests=3,
+        num_queued_tokens=4,
+        max_queued_tokens=90,
+        num_tokens_left=50,
+        tokens_per_minute=600,
+        num_accepted=6,
+        num_rejected=7,
+        num_input_tokens=8,
+        num_generated_tokens=9,
+    )
+    assert not tenant.HasField("max_running_requests")
 
 
 class RecordingHealth:
