@@ -8,13 +8,14 @@ from control_plane.errors import (
     ContextTooLong,
     DeadlineExceeded,
     FieldViolation,
+    InvalidRequest,
     MotetError,
     NotFinite,
     PoisonedRequest,
     WorkerLost,
 )
 from control_plane.fleet.jobs import Job
-from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits
+from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.types import FinishReason, Request, RequestOutput
 
 
@@ -26,6 +27,9 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
             f"adapter {_digest(request)} takes {request.adapter.arena_bytes} bytes, more than the adapter memory of "
             "every worker; lower its rank, or start a worker with a larger --arena-bytes"
         )
+    if isinstance(refusal, RowsNeverFit):
+        field = "decoding.best_of" if request.beam is None else "decoding.beam_search.width"
+        return InvalidRequest(FieldViolation(field, str(refusal)))
     num_prompt = len(request.prompt_token_ids)
     return ContextTooLong(
         FieldViolation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits
+from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.prefix_cache import chain_root
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import SequenceGroup
@@ -28,6 +28,14 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
         )
     if num_blocks > limits.num_blocks:
         raise RequestNeverFits(num_blocks, limits.num_blocks)
+    num_sequences = request.num_samples if request.beam is None else request.beam.width
+    if num_sequences > limits.max_rows:
+        raise RowsNeverFit(
+            num_blocks,
+            limits.num_blocks,
+            f"{num_sequences} sequences at once, the worker has {limits.max_rows} rows; ask for fewer answers or raise "
+            "--max-rows",
+        )
     adapter = request.adapter
     if adapter is not None and (adapter.arena_bytes > limits.arena_bytes or limits.num_slots == 0):
         raise AdapterNeverFits(

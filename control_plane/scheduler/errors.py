@@ -27,6 +27,10 @@ class AdapterNeverFits(RequestNeverFits):
     """The adapter is larger than the whole arena."""
 
 
+class RowsNeverFit(RequestNeverFits):
+    """The request has more sequences than the worker has rows."""
+
+
 class ResultMismatch(ValueError):
     """A step result that does not answer the oldest unanswered plan: the worker or the wire is wrong."""
 

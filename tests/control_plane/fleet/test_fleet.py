@@ -16,6 +16,7 @@ from control_plane.errors import (
     ContextTooLong,
     DeadlineExceeded,
     Draining,
+    InvalidRequest,
     MotetError,
     NoWorker,
     PoisonedRequest,
@@ -30,7 +31,7 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import TenantLimits, TenantTable
-from control_plane.scheduler.types import AdapterRef, FinishReason
+from control_plane.scheduler.types import AdapterRef, BeamSearch, FinishReason
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -759,3 +760,19 @@ async def test_quotas_are_charged_at_submit_and_given_back_at_every_end(clock: F
     assert (use.num_accepted, use.num_rejected, use.num_input_tokens) == (2, 1, 6)
     assert 4 <= use.num_generated_tokens <= 8
     assert worker.session.scheduler.counters is fleet._counters  # one account of a tenant over all workers
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"num_samples": 17}, "decoding.best_of"), ({"beam": BeamSearch(17)}, "decoding.beam_search.width")],
+)
+async def test_more_answers_than_a_worker_has_rows_are_refused(
+    clock: FakeClock, fields: dict[str, object], field: str
+) -> None:
+    fleet = make_fleet(clock)
+    LoopbackWorker(fleet)
+    with pytest.raises(InvalidRequest) as caught:
+        fleet.submit(make_request(fleet, [1, 2], 4, **fields))
+    assert caught.value.violations[0].field == field
+    assert all(part in str(caught.value) for part in ("17 sequences", "16 rows", "--max-rows"))
+    assert fleet.queue_snapshot().num_requests == 0 and fleet.tenant_use()[0].num_requests == 0
