@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_slots=args.num_slots,
         max_model_len=args.max_model_len or model.get("max_position_embeddings") or 4096,
         vocab_size=args.vocab_size or model.get("vocab_size") or DEFAULT_VOCAB_SIZE,
+        num_host_blocks=args.num_host_blocks,
     )
     faults = HashEngineFaults(
         step_time_s=args.step_time_ms / 1000, crash_token=args.crash_token, on_crash=lambda: os._exit(9)
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--worker-id", default="hash")
     parser.add_argument("--dtype", default="")
     parser.add_argument("--num-blocks", type=int, default=4096)
+    parser.add_argument("--num-host-blocks", type=int, default=0)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--token-budget", type=int, default=1024)
     parser.add_argument("--max-rows", type=int, default=256)
