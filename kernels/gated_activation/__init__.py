@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.gated_activation import reference
+from kernels.gated_activation import cpu
 
 __all__ = ["ACTIVATIONS", "gated_activation"]
 
@@ -22,4 +22,4 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
         from kernels.gated_activation import triton_kernel
 
         return triton_kernel.gated_activation(x, activation)
-    return reference.gated_activation(x, activation)
+    return cpu.gated_activation(x, activation)

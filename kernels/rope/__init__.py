@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.rope import reference
+from kernels.rope import cpu
 from kernels.rope.reference import HeadNorm
 from kernels.store_kv import check_store, store_kv
 
@@ -36,7 +36,7 @@ def apply_rope(
 
         triton_kernel.apply_rope(query, key, positions, cos, sin, norm, None)
     else:
-        reference.apply_rope(query, key, positions, cos, sin, norm)
+        cpu.apply_rope(query, key, positions, cos, sin, norm)
 
 
 def apply_rope_and_store_kv(
