@@ -15,7 +15,6 @@ from data_plane.engine.engine import TorchEngine
 from data_plane.engine.kv_cache import KVCache, block_bytes, fitting_blocks
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention
-from data_plane.layers.lora_linear import LoraLinear
 from data_plane.models.limits import model_length
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
@@ -74,11 +73,7 @@ def _device(name: str) -> torch.device:
 
 
 def _sites(loaded: LoadedModel) -> list[Site]:
-    sites = [
-        Site(module.site_name, module.in_features, module.out_features)
-        for module in loaded.model.modules()
-        if isinstance(module, LoraLinear)
-    ]
+    sites = loaded.sites()
     if not sites:
         raise UnsupportedModel(
             f"model type {loaded.model.config.model_type}: no linear layer that adapters could target"

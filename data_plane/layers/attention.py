@@ -6,7 +6,8 @@ purpose: transformers then builds none, and skips the search for packed sequence
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,10 +15,44 @@ from transformers.modeling_utils import AttentionInterface
 
 from data_plane.layers.context import StepContext
 from kernels.paged_attention import paged_attention
+from kernels.rope import HeadNorm, apply_rope_and_store_kv
 from kernels.store_kv import store_kv
 
 ATTENTION_NAME = "motet"
 _ATTRIBUTE = "motet_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """What one layer asks of attention in every step."""
+
+    scale: float
+    sliding_window: int | None = None  # tokens
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [heads]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What is done to query and key before they are stored and multiplied: the norm of each head, then the turn."""
+
+    cos: torch.Tensor  # [num_tokens, n]
+    sin: torch.Tensor
+    norm: HeadNorm | None
+
+
+class Attends(Protocol):
+    """What is attached to an attention module that rotates with ours."""
+
+    def attend_rotated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+        settings: AttentionSettings,
+    ) -> torch.Tensor:
+        """[num_tokens, heads, value size] for query, key and value [num_tokens, heads, size], changed in place."""
 
 
 class PagedAttention:
@@ -30,34 +65,56 @@ class PagedAttention:
 
     def attach(self, module: nn.Module) -> None:
         """Serve the calls of transformers' attention module."""
-        setattr(module, _ATTRIBUTE, self)
+        attach(module, self)
 
     def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: AttentionSettings
+    ) -> torch.Tensor:
+        """[1, num_tokens, heads, value size] for query, key and value [1, heads, num_tokens, size]."""
+        slot_mapping = self.context.slot_mapping
+        assert slot_mapping is not None, "no step was begun"
+        store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), self.key_cache, self.value_cache, slot_mapping)
+        return self._attend(query[0].transpose(0, 1), settings).unsqueeze(0)
+
+    def attend_rotated(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        rotation: Rotation,
+        settings: AttentionSettings,
     ) -> torch.Tensor:
-        """[1, num_tokens, heads, value size] for query, key and value [1, heads, num_tokens, size]."""
-        context = self.context
-        assert context.attention is not None and context.slot_mapping is not None, "no step was begun"
-        store_kv(
-            key[0].transpose(0, 1), value[0].transpose(0, 1), self.key_cache, self.value_cache, context.slot_mapping
-        )
+        """See Attends."""
+        slot_mapping = self.context.slot_mapping
+        assert slot_mapping is not None, "no step was begun"
+        caches = (self.key_cache, self.value_cache)
+        tables = (None, rotation.cos, rotation.sin)  # a row for each token
+        apply_rope_and_store_kv(query, key, value, *tables, *caches, slot_mapping, norm=rotation.norm)
+        return self._attend(query, settings)
+
+    def _attend(self, query: torch.Tensor, settings: AttentionSettings) -> torch.Tensor:
+        assert self.context.attention is not None, "no step was begun"
         return paged_attention(
-            query[0].transpose(0, 1),
+            query,
             self.key_cache,
             self.value_cache,
-            context.attention,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        ).unsqueeze(0)
+            self.context.attention,
+            scale=settings.scale,
+            sliding_window=settings.sliding_window,
+            softcap=settings.softcap,
+            sinks=settings.sinks,
+        )
+
+
+def attach(module: nn.Module, attention: Attends) -> None:
+    """Give an attention module what serves its calls."""
+    setattr(module, _ATTRIBUTE, attention)
+
+
+def attention_of(module: nn.Module) -> Attends:
+    """What was attached to the module."""
+    attention: Attends = getattr(module, _ATTRIBUTE)
+    return attention
 
 
 def _attention_forward(
@@ -76,7 +133,7 @@ def _attention_forward(
     assert attention_mask is None, "the model made a mask of its own; the probe at load lets none pass"
     layer: PagedAttention = getattr(module, _ATTRIBUTE)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return layer.forward(query, key, value, scale, sliding_window, softcap, s_aux), None
+    return layer.forward(query, key, value, AttentionSettings(scale, sliding_window, softcap, s_aux)), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)

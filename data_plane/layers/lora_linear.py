@@ -1,29 +1,43 @@
-"""Linear layers that add the adapters of the step in hand. They replace the linears of a loaded model in place."""
+"""Linear layers that add the adapters of the step in hand. They replace the linears of a loaded model in place.
+
+Linears that read the same input may become one whose output has their columns side by side, as q, k and v do; adapters
+still find each of them as a site of its own name.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
+from data_plane.adapters.sites import Site
 from data_plane.layers.context import StepContext
 from data_plane.layers.packed_weight import can_pack, pack, packed_linear
 
 
 class LoraLinear(nn.Linear):
-    """A loaded linear plus what the step's adapters add at this site. Shares the original's parameters, or packs them.
+    """One or more loaded linears plus what the step's adapters add at their sites.
 
-    Where the weight is packed, `weight` is a meta tensor: it has a shape and a dtype and no values.
+    A single linear's parameters are shared, those of several are copied side by side. Where the weight is packed,
+    `weight` is a meta tensor: it has a shape and a dtype and no values.
     """
 
-    def __init__(self, linear: nn.Linear, site_name: str, context: StepContext) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], site_names: Sequence[str], context: StepContext) -> None:
+        """site_names: one for each linear, or none at all where adapters may not add."""
         # No super().__init__ of Linear: it would allocate and fill weights that are replaced at once.
         nn.Module.__init__(self)
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.weight = linear.weight
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        self.out_splits = [linear.out_features for linear in linears]
+        self.weight = linears[0].weight if len(linears) == 1 else _joined([linear.weight for linear in linears])
         self.packed: torch.Tensor | None = None  # instead of the weight
-        self.register_parameter("bias", linear.bias)
-        self.site_name = site_name
+        self.register_parameter("bias", _bias(linears))
+        self.sites = [
+            Site(name, linear.in_features, linear.out_features)
+            for name, linear in zip(site_names, linears, strict=bool(site_names))
+        ]
+        self.site_names = tuple(site_names)
         self.context = context
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -33,8 +47,12 @@ class LoraLinear(nn.Linear):
         else:
             output = packed_linear(input, self.packed, self.bias)
         lora = self.context.lora
-        if lora is not None:
-            lora.apply(self.site_name, input.reshape(-1, self.in_features), output.view(-1, self.out_features))
+        if lora is not None and self.site_names:
+            x, y = input.reshape(-1, self.in_features), output.view(-1, self.out_features)
+            if len(self.site_names) == 1:
+                lora.apply(self.site_names[0], x, y)
+            else:
+                lora.apply_group(self.site_names, x, y)
         return output
 
     def pack_weight(self) -> None:
@@ -44,12 +62,33 @@ class LoraLinear(nn.Linear):
             self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
 
 
-def replace_linears(model: nn.Module, names: list[str], context: StepContext) -> None:
+def replace_linears(model: nn.Module, names: Collection[str], context: StepContext) -> None:
     """Put a LoraLinear in the place of each named linear of the model, its weight packed."""
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name} is a {type(linear).__name__}"
-        parent_name, _, child_name = name.rpartition(".")
-        replacement = LoraLinear(linear, name, context)
+        replacement = LoraLinear([linear], [name], context)
         replacement.pack_weight()
-        setattr(model.get_submodule(parent_name), child_name, replacement)
+        replace_module(model, name, replacement)
+
+
+def replace_module(model: nn.Module, name: str, replacement: nn.Module) -> None:
+    """Put another module in the place of the named one."""
+    parent_name, _, child_name = name.rpartition(".")
+    setattr(model.get_submodule(parent_name), child_name, replacement)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.cat([tensor.detach() for tensor in tensors]), requires_grad=False)
+
+
+def _bias(linears: Sequence[nn.Linear]) -> nn.Parameter | None:
+    """All biases side by side, zeros for a linear without one."""
+    if len(linears) == 1:
+        return linears[0].bias
+    if all(linear.bias is None for linear in linears):
+        return None
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
+    ]
+    return _joined(biases)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from data_plane.adapters.sites import Site
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
-from data_plane.layers.lora_linear import replace_linears
+from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_module
+from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
 from data_plane.models.probe import PROBE_NAME, ModelProbe, Recorder, probe_model, register_probe
 
@@ -32,6 +35,10 @@ class LoadedModel:
     context: StepContext
     context_limit: int  # tokens that the model computes
     dtype: torch.dtype
+
+    def sites(self) -> list[Site]:
+        """Where adapters may add, in the order of the layers."""
+        return [site for module in self.model.modules() if isinstance(module, LoraLinear) for site in module.sites]
 
     @torch.inference_mode()
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -75,9 +82,11 @@ def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel
         raise UnsupportedModel(
             f"model type {config.model_type}: a forward pass of packed tokens failed: {error}"
         ) from error
-    model.set_attn_implementation(ATTENTION_NAME)
     context = StepContext()
-    replace_linears(model, probe.linear_names, context)
+    fused = fuse_model(model, probe, context, limit)
+    model.set_attn_implementation(ATTENTION_NAME)
+    replace_linears(model, fused.linear_names, context)
+    _pack_head(model, context)
     logger.info(
         "model loaded type=%s dtype=%s device=%s layers=%d linears=%d",
         config.model_type,
@@ -86,7 +95,7 @@ def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel
         len(probe.attention_layers),
         len(probe.linear_names),
     )
-    return LoadedModel(model, probe, context, limit, torch_dtype)
+    return LoadedModel(model, fused, context, limit, torch_dtype)
 
 
 def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
@@ -98,6 +107,15 @@ def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
         raise ConfigError(f"config.json: dtype {own} is not served; set --dtype float32, bfloat16 or float16")
     assert isinstance(own, torch.dtype)
     return own
+
+
+def _pack_head(model: PreTrainedModel, context: StepContext) -> None:
+    """Pack the head's weight unless the embedding reads it too: a second copy would cost more than it saves."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if type(head) is nn.Linear and head.weight is not model.get_input_embeddings().weight:
+        packed = LoraLinear([head], (), context)
+        packed.pack_weight()
+        replace_module(model, next(name for name, module in model.named_modules() if module is head), packed)
 
 
 def _has_bfloat16() -> bool:

@@ -1,8 +1,8 @@
 """Shows, by a forward pass of a few tokens, how a loaded model calls attention and its linears; refuses what we would
 compute otherwise.
 
-The pass runs under an attention of its own that records every call and answers zeros, and under masks that record
-the rule each layer is given. A model is refused, by the name of its type, if
+The pass runs under an attention of its own that records every call and answers each token's own values, and under
+masks that record the rule each layer is given. A model is refused, by the name of its type, if
 1. a decoder layer does not call the attention interface exactly once (other mixers, attention of its own),
 2. a layer's mask is not "causal, within the sliding window that attention is told",
 3. attention is passed something we do not compute (position bias and the like),
@@ -24,7 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from data_plane.errors import UnsupportedModel
 
 PROBE_NAME = "motet_probe"
-_NUM_TOKENS = 5
+NUM_TOKENS = 5
 _SHIFT = 11  # distance between the two sets of positions
 
 # What models pass to attention besides the tensors, and that leaves the result as it is at inference.
@@ -69,7 +69,9 @@ class ModelProbe:
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
+    """One call of attention, in transformers' shapes."""
+
     module: nn.Module
     query: torch.Tensor
     key: torch.Tensor
@@ -82,7 +84,7 @@ class _Call:
 class Recorder:
     """What one forward pass under PROBE_NAME did."""
 
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, MaskRule]] = field(default_factory=list)
     linear_rows: dict[str, list[int]] = field(default_factory=dict)
 
@@ -96,12 +98,12 @@ class Recorder:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Transformers' attention interface."""
-        self.calls.append(_Call(module, query, key, value, attention_mask, kwargs))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        self.calls.append(Call(module, query, key, value, attention_mask, kwargs))
+        return own_values(query[0].transpose(0, 1), value[0].transpose(0, 1)).unsqueeze(0), None
 
     def make_mask(self, *, mask_function: MaskRule, **_: Any) -> torch.Tensor:
         """Transformers' mask interface."""
-        mask = torch.ones(1, 1, _NUM_TOKENS, _NUM_TOKENS, dtype=torch.bool)
+        mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
         self.masks.append((mask, mask_function))
         return mask
 
@@ -117,8 +119,9 @@ def probe_model(model: PreTrainedModel, max_model_len: int) -> ModelProbe:
     The masks' rules are compared at positions up to max_model_len.
     """
     model_type = str(model.config.model_type)
-    first, logits = _run(model, 0)
-    second, _ = _run(model, _SHIFT)
+    positions = torch.arange(NUM_TOKENS)
+    first, logits = run_probe(model, positions)
+    second, _ = run_probe(model, positions + _SHIFT)
     layers = _attention_layers(model_type, model.config.get_text_config().num_hidden_layers, first)
     for call in first.calls:
         _check_arguments(model_type, call)
@@ -131,8 +134,13 @@ def probe_model(model: PreTrainedModel, max_model_len: int) -> ModelProbe:
             f"model type {model_type}: position_ids change nothing; a model whose positions come from elsewhere "
             "(ALiBi, the place in the batch) cannot run in one batch with others"
         )
-    linear_names = [name for name, rows in first.linear_rows.items() if rows == [_NUM_TOKENS]]
+    linear_names = [name for name, rows in first.linear_rows.items() if rows == [NUM_TOKENS]]
     return ModelProbe(layers, linear_names, logits.shape[-1])
+
+
+def own_values(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What each head of query [T, Hq, D] gets if every token attends to itself alone: [T, Hq, Dv] of value."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
 def register_probe(recorder: Recorder) -> None:
@@ -141,8 +149,8 @@ def register_probe(recorder: Recorder) -> None:
     AttentionMaskInterface.register(PROBE_NAME, recorder.make_mask)
 
 
-def _run(model: PreTrainedModel, first_position: int) -> tuple[Recorder, torch.Tensor]:
-    """One forward pass of a few tokens, their recorder and logits."""
+def run_probe(model: PreTrainedModel, positions: torch.Tensor) -> tuple[Recorder, torch.Tensor]:
+    """One forward pass of a few tokens at int64 positions [NUM_TOKENS], their recorder and logits [1, T, vocab]."""
     recorder = Recorder()
     register_probe(recorder)
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -152,9 +160,9 @@ def _run(model: PreTrainedModel, first_position: int) -> tuple[Recorder, torch.T
         if type(module) is nn.Linear and module is not head  # a subclass, as some routers are, computes more
     ]
     device = model.device
-    input_ids = torch.arange(_NUM_TOKENS, device=device).unsqueeze(0)
+    input_ids = torch.arange(NUM_TOKENS, device=device).unsqueeze(0)
     try:
-        output = model(input_ids=input_ids, position_ids=input_ids + first_position, use_cache=False)
+        output = model(input_ids=input_ids, position_ids=positions.to(device).unsqueeze(0), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -180,15 +188,15 @@ def _attention_layers(model_type: str, num_layers: int, recorder: Recorder) -> l
     layers = []
     for call in recorder.calls:
         tokens = (call.query.shape[2], call.key.shape[2], call.value.shape[2])
-        if tokens != (_NUM_TOKENS,) * 3:
+        if tokens != (NUM_TOKENS,) * 3:
             raise UnsupportedModel(
-                f"model type {model_type}: attention got {tokens} tokens of query, key, value for {_NUM_TOKENS}"
+                f"model type {model_type}: attention got {tokens} tokens of query, key, value for {NUM_TOKENS}"
             )
         layers.append(AttentionLayer(call.module, call.key.shape[1], call.key.shape[3], call.value.shape[3]))
     return layers
 
 
-def _check_arguments(model_type: str, call: _Call) -> None:
+def _check_arguments(model_type: str, call: Call) -> None:
     """Case 3."""
     for name, value in call.kwargs.items():
         if name in _HARMLESS or name in _COMPUTED or value is None or value is False:
@@ -200,7 +208,7 @@ def _check_arguments(model_type: str, call: _Call) -> None:
         raise UnsupportedModel(f"model type {model_type}: a layer's attention is not causal")
 
 
-def _check_mask(model_type: str, call: _Call, recorder: Recorder, max_model_len: int) -> None:
+def _check_mask(model_type: str, call: Call, recorder: Recorder, max_model_len: int) -> None:
     """Case 2: the rule is compared with ours on a grid of distances and positions."""
     if call.mask is None:
         return

@@ -11,7 +11,7 @@ from data_plane.layers.lora_linear import LoraLinear, replace_linears
 
 
 class AddSite:
-    """Adds one at one site, and keeps what it was given."""
+    """Adds one at a site of some name, and keeps what it was given."""
 
     def __init__(self, site_name: str) -> None:
         self.site_name = site_name
@@ -21,6 +21,10 @@ class AddSite:
         self.seen.append((site_name, tuple(x.shape), tuple(y.shape)))
         if site_name == self.site_name:
             y += 1
+
+    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        for site_name, part in zip(site_names, y.split([4, 2], dim=1), strict=True):
+            self.apply(site_name, x, part)
 
 
 def test_linears_add_the_steps_adapters() -> None:
@@ -41,12 +45,39 @@ def test_linears_add_the_steps_adapters() -> None:
     assert torch.equal(model(x), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])
+def test_linears_of_one_input_become_one_with_all_their_sites(dtype: torch.dtype, biases: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(3, size, bias=bias, dtype=dtype) for size, bias in zip((4, 2), biases, strict=True)]
+    context = StepContext()
+    joint = LoraLinear(linears, ["a", "b"], context)
+    joint.pack_weight()
+    assert [(site.name, site.in_features, site.out_features) for site in joint.sites] == [("a", 3, 4), ("b", 3, 2)]
+    x = torch.randn(1, 5, 3).to(dtype)
+    expected = torch.cat([linear(x) for linear in linears], dim=-1)
+    plain = joint(x)
+    torch.testing.assert_close(plain, expected)
+    lora = AddSite("b")
+    context.lora = lora
+    torch.testing.assert_close(joint(x), expected + torch.tensor([0, 0, 0, 0, 1, 1]).to(dtype))
+    assert lora.seen == [("a", (5, 3), (5, 4)), ("b", (5, 3), (5, 2))]
+
+
+def test_a_linear_without_sites_asks_no_adapter() -> None:
+    context = StepContext()
+    head = LoraLinear([nn.Linear(3, 4)], (), context)
+    context.lora = lora = AddSite("head")
+    head(torch.ones(1, 3))
+    assert head.sites == [] and lora.seen == []
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 32, 300])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_packed_weight_replaces_the_plain_one(num_tokens: int, *, has_bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(70, 33, bias=has_bias).requires_grad_(False)
-    packed = LoraLinear(linear, "site", StepContext())
+    packed = LoraLinear([linear], ["site"], StepContext())
     packed.pack_weight()
     x = torch.randn(1, num_tokens, 2 * 70)[..., ::2]
     torch.testing.assert_close(packed(x), linear(x))
@@ -56,6 +87,6 @@ def test_a_packed_weight_replaces_the_plain_one(num_tokens: int, *, has_bias: bo
 
 def test_a_dtype_that_packing_does_not_speed_up_keeps_its_weight() -> None:
     linear = nn.Linear(8, 8, dtype=torch.bfloat16)
-    same = LoraLinear(linear, "site", StepContext())
+    same = LoraLinear([linear], ["site"], StepContext())
     same.pack_weight()
     assert same.weight is linear.weight

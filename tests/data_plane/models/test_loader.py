@@ -33,12 +33,10 @@ def load(directory: Path, dtype: str = "auto") -> LoadedModel:
 
 def test_every_linear_below_the_head_takes_adapters(tmp_path: Path) -> None:
     loaded = load(make_checkpoint(tmp_path, "llama"))
-    names = {name for name, module in loaded.model.named_modules() if isinstance(module, LoraLinear)}
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert names == {f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in projections} | {
-        f"model.layers.{i}.mlp.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
-    }
-    assert set(loaded.probe.linear_names) == names
+    assert {site.name for site in loaded.sites()} == {
+        f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in projections
+    } | {f"model.layers.{i}.mlp.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")}
     assert (loaded.context_limit, loaded.probe.vocab_size, loaded.dtype) == (512, 256, torch.float32)
 
 
@@ -49,7 +47,7 @@ def test_router_that_is_a_linear_of_its_own_kind_is_left_alone(tmp_path: Path) -
     router = loaded.model.get_submodule("model.layers.0.mlp.router")
     assert not isinstance(router, LoraLinear)
     assert not router.weight.is_meta
-    assert loaded.probe.linear_names == [
+    assert [site.name for site in loaded.sites()] == [
         f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in ("q", "k", "v", "o")
     ]
 
@@ -59,15 +57,28 @@ def test_sharded_checkpoint_with_tied_embeddings_loads_whole(tmp_path: Path) -> 
     assert (checkpoint / "model.safetensors.index.json").is_file()
     model = load(checkpoint).model
     expected = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
-    loaded = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear) and module.packed is not None:
-            loaded[f"{name}.weight"] = module.packed.to_dense()
-    assert {name: torch.equal(tensor, expected[name]) for name, tensor in loaded.items()} == dict.fromkeys(
+    weights = {name: value for name, value in model.state_dict().items() if not value.is_meta}
+    for module in model.modules():
+        if not isinstance(module, LoraLinear):
+            continue
+        weight = module.weight if module.packed is None else module.packed.to_dense()
+        for site, part in zip(module.sites, weight.split(module.out_splits), strict=True):
+            weights[f"{site.name}.weight"] = part
+        if module.bias is not None:
+            for site, part in zip(module.sites, module.bias.split(module.out_splits), strict=True):
+                weights[f"{site.name}.bias"] = part
+    assert {name: torch.equal(weights[name], tensor) for name, tensor in expected.items()} == dict.fromkeys(
         expected, True
     )
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     assert head.weight is model.get_input_embeddings().weight
+
+
+def test_a_head_of_its_own_is_packed(tmp_path: Path) -> None:
+    head = load(make_checkpoint(tmp_path, "llama")).model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    assert isinstance(head, LoraLinear)
+    assert head.packed is not None
+    assert head.sites == []
 
 
 @pytest.mark.parametrize(

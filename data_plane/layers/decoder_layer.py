@@ -1,0 +1,45 @@
+"""The common decoder layer with its residual sums in the norms' passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_plane.layers.rms_norm import RmsNorm
+
+
+class DecoderLayer(nn.Module):
+    """h += attention(norm(h)); h += mlp(norm(h)); takes the place of a transformers layer of that shape.
+
+    h is changed in place and handed on, and the norm that comes next is computed with the sum: the next layer's, or
+    the model's last. A norm that meets another tensor than h computes afresh.
+    """
+
+    def __init__(
+        self,
+        self_attn: nn.Module,
+        mlp: nn.Module,
+        input_layernorm: RmsNorm,
+        post_attention_layernorm: RmsNorm,
+    ) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = input_layernorm
+        self.post_attention_layernorm = post_attention_layernorm
+        self._next: list[RmsNorm] = []  # one at most; a list, since it is a part of another module
+
+    def precede(self, norm: RmsNorm) -> None:
+        """Compute this norm, which the layer's output meets next, along with the last sum."""
+        self._next = [norm]
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """hidden_states [1, T, hidden] itself, changed; kwargs are for the attention."""
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        output = self.mlp(self.post_attention_layernorm.add_to(hidden_states, attended))
+        for norm in self._next:
+            norm.prepare(hidden_states, output)
+            return hidden_states
+        return hidden_states.add_(output)

@@ -1,0 +1,26 @@
+"""The MLP of a decoder layer with gate and up as one product."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from data_plane.layers.lora_linear import LoraLinear
+from kernels.gated_activation import gated_activation
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)); takes the place of a transformers MLP."""
+
+    def __init__(self, gate_up: LoraLinear, down_proj: nn.Module, activation: str) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down_proj = down_proj
+        self.activation = activation  # of kernels.gated_activation
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] for hidden_states [..., hidden]."""
+        both = self.gate_up(hidden_states)
+        active = gated_activation(both.view(-1, both.shape[-1]), self.activation)
+        output: torch.Tensor = self.down_proj(active.view(*both.shape[:-1], -1))
+        return output

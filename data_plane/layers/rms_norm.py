@@ -1,0 +1,45 @@
+"""The norms of a decoder, with the residual's sum where the layer before left one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kernels.rms_norm import rms_norm
+
+
+class RmsNorm(nn.Module):
+    """RMS norm over the last size.
+
+    `prepare` computes the sum of a residual stream and the norm of it in one pass, before the norm is asked for; the
+    forward pass of exactly that tensor then has its answer ready.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, weight_offset: float) -> None:
+        super().__init__()
+        self.weight = weight  # [n]
+        self.eps = eps
+        self.weight_offset = weight_offset  # 1 for Gemma
+        self._ready: tuple[torch.Tensor, torch.Tensor] | None = None  # a stream and its norm
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The norm, of the shape of hidden_states [..., n]."""
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[0] is hidden_states:
+            return ready[1]
+        return self.of_rows(hidden_states.reshape(-1, hidden_states.shape[-1])).view(hidden_states.shape)
+
+    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The norm of rows [T, n], which may be a column slice."""
+        return rms_norm(rows, self.weight, self.eps, weight_offset=self.weight_offset)
+
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """stream [..., n] += x, in place; the norm of the sum, of the same shape."""
+        width = stream.shape[-1]
+        rows, added = stream.view(-1, width), x.reshape(-1, width)
+        normed = rms_norm(added, self.weight, self.eps, residual=rows, weight_offset=self.weight_offset)
+        return normed.view(stream.shape)
+
+    def prepare(self, stream: torch.Tensor, x: torch.Tensor) -> None:
+        """add_to, its answer kept for the forward pass of `stream`."""
+        self._ready = (stream, self.add_to(stream, x))

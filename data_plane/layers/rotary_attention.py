@@ -1,0 +1,71 @@
+"""The attention of a decoder layer with q, k and v as one product, and norm, rotation and cache write as one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_plane.layers.attention import AttentionSettings, Rotation, attention_of
+from data_plane.layers.lora_linear import LoraLinear
+from data_plane.layers.rms_norm import RmsNorm
+from kernels.rope import HeadNorm
+
+
+class RotaryAttention(nn.Module):
+    """Takes the place of a transformers attention of the common shape; its cache is attached as to that one.
+
+    Query and key may be normed: each head by itself (Qwen3, Gemma 3), or whole (OLMo 2).
+    """
+
+    def __init__(
+        self,
+        qkv: LoraLinear,
+        o_proj: nn.Module,
+        *,
+        heads: tuple[int, int, int],
+        norms: tuple[RmsNorm, RmsNorm] | None,
+        settings: AttentionSettings,
+    ) -> None:
+        """heads: number of heads of query, key and value."""
+        super().__init__()
+        self.qkv = qkv
+        self.o_proj = o_proj
+        self.q_norm: RmsNorm | None = norms[0] if norms else None
+        self.k_norm: RmsNorm | None = norms[1] if norms else None
+        self.heads = heads
+        self.widths = widths(qkv, heads)
+        self.settings = settings
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """[1, T, hidden] for hidden_states [1, T, hidden]; position_embeddings are cos and sin [1, T, rotary size].
+
+        Both tables hold every value twice, as transformers makes them. What else a layer passes is the same for all
+        steps and was looked at when this was built.
+        """
+        num_tokens = hidden_states.shape[1]
+        query, key, value = self.qkv(hidden_states)[0].split(self.widths, dim=1)
+        norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            if len(self.q_norm.weight) == self.widths[0]:
+                query, key = self.q_norm.of_rows(query), self.k_norm.of_rows(key)
+            else:
+                norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.weight_offset)
+        half = position_embeddings[0].shape[-1] // 2
+        cos, sin = (table[0, :, :half] for table in position_embeddings)
+        query, key, value = (
+            part.unflatten(1, (count, -1)) for part, count in zip((query, key, value), self.heads, strict=True)
+        )
+        out = attention_of(self).attend_rotated(query, key, value, Rotation(cos, sin, norm), self.settings)
+        return self.o_proj(out.reshape(1, num_tokens, -1)), None
+
+
+def widths(qkv: LoraLinear, heads: tuple[int, int, int]) -> list[int]:
+    """Columns of query, key and value in the joint product: of the sites, or of one that was always joint."""
+    if len(qkv.out_splits) == 3:
+        return qkv.out_splits
+    size = qkv.out_features // sum(heads)  # one size for all heads
+    return [count * size for count in heads]

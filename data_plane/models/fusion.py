@@ -1,0 +1,155 @@
+"""Replaces the parts of a loaded decoder that our fused layers compute in fewer passes, each only where that is proven.
+
+Norms, attentions and MLPs are proven one by one (fused_parts.py), whole decoder layers with the parts already in place,
+and last the model with all of it. What is not of the common shape stays as transformers made it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from data_plane.layers.context import StepContext
+from data_plane.layers.decoder_layer import DecoderLayer
+from data_plane.layers.gated_mlp import GatedMlp
+from data_plane.layers.lora_linear import replace_module
+from data_plane.layers.rms_norm import RmsNorm
+from data_plane.layers.rotary_attention import RotaryAttention
+from data_plane.models.fused_parts import fused_attention, fused_mlp, fused_norm, random_rows, relative_error
+from data_plane.models.probe import ModelProbe, Recorder, register_probe, run_probe
+
+logger = logging.getLogger(__name__)
+
+# Largest relative errors. Of a layer, whose parts are the same modules, so that little but the last bit may differ; of
+# the model, with the roundings of all layers.
+LAYER_ERROR = 1e-3
+MODEL_ERROR = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+@torch.inference_mode()
+def fuse_model(model: PreTrainedModel, probe: ModelProbe, context: StepContext, max_model_len: int) -> ModelProbe:
+    """Put fused layers into a model that runs under PROBE_NAME; the probe with the modules and linears that are there.
+
+    `linear_names` of the answer are those that are still linears of transformers. What depends on the position shows
+    at positions up to max_model_len.
+    """
+    last = max_model_len - 1
+    positions = torch.tensor([0, 1, last // 2, last - 1, last]).clamp(min=0)
+    names = {id(module): name for name, module in model.named_modules()}
+    attention_names = [names[id(layer.module)] for layer in probe.attention_layers]
+    layer_names = [name.rpartition(".")[0] for name in attention_names]
+    recorder, expected, kwargs = _watched_probe(model, positions, {*attention_names, *layer_names})
+    free = set(probe.linear_names)
+    attention_layers = []
+    for name, layer, call in zip(attention_names, probe.attention_layers, recorder.calls, strict=True):
+        fused = fused_attention(layer.module, name, call, kwargs.get(name, {}), free, context)
+        if fused is not None:
+            free -= set(fused.qkv.site_names)
+            replace_module(model, name, fused)
+        attention_layers.append(replace(layer, module=fused or layer.module))
+    for name in layer_names:
+        _fuse_norms_and_mlps(model, name, free, context)
+    last_norm = _last_norm(model, layer_names)
+    plain = {name: model.get_submodule(name) for name in layer_names}
+    num_layers = _fuse_layers(model, layer_names, kwargs, last_norm)
+    _, actual = run_probe(model, positions)
+    if num_layers and relative_error(actual, expected) > MODEL_ERROR[expected.dtype]:
+        # A model that uses a layer's input again after the layer has changed it.
+        for name, module in plain.items():
+            replace_module(model, name, module)
+        num_layers = 0
+    logger.info(
+        "layers fused attentions=%d mlps=%d layers=%d",
+        sum(isinstance(module, RotaryAttention) for module in model.modules()),
+        sum(isinstance(module, GatedMlp) for module in model.modules()),
+        num_layers,
+    )
+    return replace(
+        probe,
+        attention_layers=attention_layers,
+        linear_names=[name for name in probe.linear_names if name in free],
+    )
+
+
+def _watched_probe(
+    model: PreTrainedModel, positions: torch.Tensor, names: Collection[str]
+) -> tuple[Recorder, torch.Tensor, dict[str, dict[str, Any]]]:
+    """A probing pass, its logits, and what the named modules were given by keyword besides hidden_states."""
+    seen: dict[str, dict[str, Any]] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if len(args) + ("hidden_states" in kwargs) == 1:
+                seen[name] = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+
+        return hook
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True) for name in sorted(names)
+    ]
+    try:
+        recorder, logits = run_probe(model, positions)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorder, logits, seen
+
+
+def _fuse_norms_and_mlps(model: nn.Module, layer_name: str, free: set[str], context: StepContext) -> None:
+    """Replace what is known among the layer's own norms, and every MLP below it whose linears are `free`."""
+    layer = model.get_submodule(layer_name)
+    for child_name, child in list(layer.named_children()):
+        norm = fused_norm(child)
+        if norm is not None:
+            setattr(layer, child_name, norm)
+    for name, module in list(layer.named_modules(prefix=layer_name)):
+        mlp = fused_mlp(module, name, free, context)
+        if mlp is not None:
+            free -= set(mlp.gate_up.site_names)
+            replace_module(model, name, mlp)
+
+
+def _fuse_layers(
+    model: nn.Module, layer_names: list[str], kwargs: Mapping[str, dict[str, Any]], last_norm: RmsNorm | None
+) -> int:
+    """Replace the layers of the common shape; how many."""
+    fused: dict[int, DecoderLayer] = {}
+    for index, name in enumerate(layer_names):
+        plain = model.get_submodule(name)
+        # A dropout does nothing outside of training.
+        parts = {child: part for child, part in plain.named_children() if not isinstance(part, nn.Dropout)}
+        norms = [part for part in parts.values() if isinstance(part, RmsNorm)]
+        if parts.keys() != _LAYER_PARTS or len(norms) != 2 or name not in kwargs:
+            continue
+        layer = DecoderLayer(**parts)  # type: ignore[arg-type]  # two of them were seen to be norms
+        x = random_rows(len(norms[0].weight), norms[0].weight.device).to(norms[0].weight.dtype)
+        register_probe(Recorder())
+        expected = plain(x.clone(), **kwargs[name])
+        if isinstance(expected, torch.Tensor) and relative_error(layer(x, **kwargs[name]), expected) <= LAYER_ERROR:
+            fused[index] = layer
+            replace_module(model, name, layer)
+    for index, layer in fused.items():
+        following = fused.get(index + 1)
+        if following is not None:
+            layer.precede(following.input_layernorm)
+        elif index == len(layer_names) - 1 and last_norm is not None:
+            layer.precede(last_norm)
+    return len(fused)
+
+
+def _last_norm(model: nn.Module, layer_names: list[str]) -> RmsNorm | None:
+    """The norm beside the list of layers, replaced by ours where it is known."""
+    decoder_name = layer_names[-1].rpartition(".")[0].rpartition(".")[0]
+    decoder = model.get_submodule(decoder_name)
+    norm = fused_norm(getattr(decoder, "norm", None))
+    if norm is not None:
+        decoder.norm = norm
+    return norm

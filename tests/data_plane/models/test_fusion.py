@@ -1,0 +1,189 @@
+"""Which parts of a model are fused, and that a part of another formula never is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, rotate_half
+
+from data_plane.layers.context import StepContext
+from data_plane.layers.decoder_layer import DecoderLayer
+from data_plane.layers.gated_mlp import GatedMlp
+from data_plane.layers.rms_norm import RmsNorm
+from data_plane.layers.rotary_attention import RotaryAttention
+from data_plane.models.fused_parts import fused_mlp, fused_norm
+from data_plane.models.fusion import fuse_model
+from data_plane.models.loader import load_model
+from data_plane.models.probe import PROBE_NAME, Recorder, probe_model, register_probe
+from tests.makers import make_checkpoint
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
+def counts(model: nn.Module) -> tuple[int, int, int]:
+    """Attentions, MLPs and layers that are ours."""
+    found = Counter(type(module) for module in model.modules())
+    return found[RotaryAttention], found[GatedMlp], found[DecoderLayer]
+
+
+def make_model(model_type: str = "llama", **settings: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    register_probe(Recorder())
+    config = AutoConfig.for_model(model_type, **(SIZES | settings))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        # Weights of unit gain, so that every part counts; a norm's near one.
+        nn.init.normal_(parameter, parameter.dim() == 1, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+    assert isinstance(model, PreTrainedModel)
+    return model.eval().requires_grad_(False)
+
+
+def fuse(model: PreTrainedModel) -> list[str]:
+    """The linears that are left."""
+    return fuse_model(model, probe_model(model, 256), StepContext(), 256).linear_names
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [
+        ("llama", (2, 2, 2)),
+        ("qwen3", (2, 2, 2)),
+        ("phi3", (2, 2, 2)),
+        ("gemma3", (2, 2, 0)),  # four norms to a layer
+        ("olmo2", (2, 2, 0)),  # norms behind
+        ("granite", (2, 2, 0)),  # residuals are multiplied
+        ("qwen3_moe", (2, 0, 2)),
+        ("starcoder2", (2, 0, 0)),  # LayerNorm, no gate
+        ("gpt_neox", (0, 0, 0)),
+    ],
+)
+def test_what_is_fused_of_an_architecture(arch: str, expected: tuple[int, int, int], tmp_path: Path) -> None:
+    """That all of them answer as transformers does is shown by the engine's oracle."""
+    loaded = load_model(make_checkpoint(tmp_path, arch), "auto", torch.device("cpu"))
+    assert counts(loaded.model) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_precision_model_is_fused_all_the_same(dtype: torch.dtype) -> None:
+    model = make_model().to(dtype)
+    assert fuse(model) == [
+        f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+    assert counts(model) == (2, 2, 2)
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "glm4"])
+def test_a_rotation_of_neighbouring_pairs_is_not_ours(model_type: str) -> None:
+    model = make_model(model_type, head_dim=8)
+    fuse(model)
+    assert counts(model)[0] == 0
+
+
+def test_an_attention_that_clips_its_projections_is_not_ours() -> None:
+    """OLMo's clip_qkv does nothing to values of ordinary size."""
+    model = make_model("olmo", clip_qkv=20.0)
+    fuse(model)
+    assert counts(model)[0] == 0
+    unclipped = make_model("olmo")
+    fuse(unclipped)
+    assert counts(unclipped)[0] == 2
+
+
+def test_an_attention_whose_queries_grow_with_the_position_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond position 100 only, as in models that temper long contexts."""
+    model = make_model()
+    plain = LlamaAttention.forward
+
+    def tempered(self: Any, hidden_states: Any, *args: Any, position_ids: Any, **kwargs: Any) -> Any:
+        hidden_states = hidden_states * torch.where(position_ids > 100, 1.1, 1.0)[..., None]
+        return plain(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", tempered)
+    fuse(model)
+    assert counts(model)[0] == 0
+
+
+@pytest.mark.parametrize("settings", [{"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}, {"mlp_bias": True}])
+def test_other_activations_and_biases_are_ours(settings: dict[str, Any]) -> None:
+    model = make_model(**settings)
+    x = torch.randn(1, 3, 32)
+    expected = model.model.layers[0].mlp(x)
+    fuse(model)
+    mlp = model.model.layers[0].mlp
+    assert isinstance(mlp, GatedMlp)
+    torch.testing.assert_close(mlp(x), expected)
+
+
+class ScaledMlp(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.001  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ClampedMlp(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-30, 30)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("mlp_class", [LlamaMLP, ScaledMlp, ClampedMlp])
+def test_an_mlp_of_another_formula_is_not_ours(mlp_class: type[LlamaMLP]) -> None:
+    mlp = mlp_class(make_model().config)  # type: ignore[no-untyped-call]
+    free = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
+    fused = fused_mlp(mlp.requires_grad_(False), "mlp", free, StepContext())
+    assert (fused is not None) == (mlp_class is LlamaMLP)
+    assert fused_mlp(mlp, "mlp", free - {"mlp.up_proj"}, StepContext()) is None
+
+
+def test_a_norm_of_another_formula_is_not_ours() -> None:
+    class ThriceRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(hidden_states)  # type: ignore[no-any-return, no-untyped-call]
+
+    assert isinstance(fused_norm(LlamaRMSNorm(8).requires_grad_(False)), RmsNorm)
+    assert fused_norm(ThriceRMSNorm(8).requires_grad_(False)) is None
+    assert fused_norm(nn.LayerNorm(8)) is None
+    assert fused_norm(None) is None
+
+
+def test_a_model_that_uses_its_embeddings_again_keeps_its_layers() -> None:
+    """Layers of ours would have changed them."""
+    model = make_model()
+    kept: list[torch.Tensor] = []
+    model.model.embed_tokens.register_forward_hook(lambda _, __, output: kept.append(output))
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] + kept.pop(),))
+    fuse(model)
+    assert counts(model) == (2, 2, 0)
+
+
+def test_rotation_is_that_of_halves() -> None:
+    """What the probe's positions leave open: the fused rotation far from the start."""
+    model = make_model()
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention, LlamaAttention)
+    x = torch.randn(1, 5, 32)
+    cos, sin = model.model.rotary_emb(x, torch.tensor([[0, 100, 7, 255, 31]]))
+    query = attention.q_proj(x).view(1, 5, 4, 8).transpose(1, 2)
+    expected = (query * cos[:, None] + rotate_half(query) * sin[:, None])[0].transpose(0, 1)  # type: ignore[no-untyped-call]
+    fuse(model)
+    fused = model.model.layers[0].self_attn
+    recorded = fused.motet_attention
+    recorded.calls.clear()
+    fused(x, position_embeddings=(cos, sin))
+    torch.testing.assert_close(recorded.calls[0][0], expected)
