@@ -50,6 +50,12 @@ _CHANNEL_OPTIONS = [
 
 # Where adapters come from in one session: the stub of the weights' channel, and Welcome's host_cache_url.
 SourceFactory = Callable[[plan_pb2_grpc.WorkerServiceStub, str], AdapterSource]
+ChannelFactory = Callable[[str], grpc.Channel]  # from HOST:PORT
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel to a control plane."""
+    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ class PlanClient:
         settings: PlanClientSettings,
         *,
         make_source: SourceFactory,
+        open_channel: ChannelFactory = open_channel,
         on_ready: Callable[[int], None] = lambda _epoch: None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -108,6 +115,7 @@ class PlanClient:
         self._engine = engine
         self._settings = settings
         self._make_source = make_source
+        self._open_channel = open_channel
         self._on_ready = on_ready  # called with the epoch of each session
         self._clock = clock
         self._rng = rng or random.Random(settings.worker_id)
@@ -161,8 +169,8 @@ class PlanClient:
     def _attach(self) -> _Ended | None:
         """Open a session and serve it to its end; None after a drain or a stop."""
         with (
-            grpc.insecure_channel(self._settings.control_plane, options=_CHANNEL_OPTIONS) as channel,
-            grpc.insecure_channel(self._settings.control_plane, options=_CHANNEL_OPTIONS) as weights_channel,
+            self._open_channel(self._settings.control_plane) as channel,
+            self._open_channel(self._settings.control_plane) as weights_channel,
         ):
             inbox: SimpleQueue[_InboxItem] = SimpleQueue()
             self._inbox = inbox
@@ -171,7 +179,7 @@ class PlanClient:
             outbox: SimpleQueue[plan_pb2.AttachRequest | None] = SimpleQueue()
             outbox.put(encode_hello(self._engine.capacities, self._settings.worker_id))
             call = _stub(channel).Attach(iter(outbox.get, None))
-            reader = threading.Thread(target=self._read, args=(call, inbox), name="plan-reader", daemon=True)
+            reader = threading.Thread(target=self._read, args=(call, inbox, outbox), name="plan-reader", daemon=True)
             welcome_timer = threading.Timer(WELCOME_TIMEOUT_S, call.cancel)
             welcome_timer.daemon = True
             reader.start()
@@ -195,11 +203,19 @@ class PlanClient:
                 call.cancel()
                 reader.join()
 
-    def _read(self, call: grpc.CallIterator[plan_pb2.AttachResponse], inbox: SimpleQueue[_InboxItem]) -> None:
+    def _read(
+        self,
+        call: grpc.CallIterator[plan_pb2.AttachResponse],
+        inbox: SimpleQueue[_InboxItem],
+        outbox: SimpleQueue[plan_pb2.AttachRequest | None],
+    ) -> None:
         try:
             for message in call:
                 self._heard_s = self._clock()
-                inbox.put(message)
+                if message.WhichOneof("message") == "ping":  # past the plans that wait: it measures the way alone
+                    outbox.put(plan_pb2.AttachRequest(pong=plan_pb2.Pong(sequence=message.ping.sequence)))
+                else:
+                    inbox.put(message)
             inbox.put(_Ended("the control plane closed the stream"))
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
@@ -310,7 +326,7 @@ class PlanClient:
             self._check_epoch(session, evict.epoch)
             self._engine.slots.evict(evict.slot, evict.generation)
             session.outbox.put(self._slot_state(session, evict.slot, evict.generation, state="STATE_EMPTY"))
-        elif kind != "ping":
+        else:
             raise PlanRefused(f"unexpected message {kind}")
 
     def _check_epoch(self, session: _Session, epoch: int) -> None:

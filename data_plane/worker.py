@@ -16,7 +16,7 @@ from motet.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine
-from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
+from data_plane.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
 from data_plane.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,13 @@ def _build_and_run(argv: Sequence[str] | None) -> int:
     return run_worker(engine, config)
 
 
-def run_worker(engine: Engine, config: WorkerConfig, *, make_source: SourceFactory | None = None) -> int:
+def run_worker(
+    engine: Engine,
+    config: WorkerConfig,
+    *,
+    make_source: SourceFactory | None = None,
+    open_channel: ChannelFactory = open_channel,
+) -> int:
     """Attach `engine` until SIGTERM or SIGINT, a Drain, or a refusal; the process exit code. Main thread only."""
     settings = PlanClientSettings(
         control_plane=config.control_plane,
@@ -59,6 +65,7 @@ def run_worker(engine: Engine, config: WorkerConfig, *, make_source: SourceFacto
         engine,
         settings,
         make_source=make_source or source_factory(config.worker_id),
+        open_channel=open_channel,
         on_ready=lambda epoch: print(f"motet worker ready worker_id={config.worker_id} epoch={epoch}", flush=True),
     )
     with _handling_signals(client.stop):

@@ -272,14 +272,29 @@ async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
 
 def test_reader_that_fails_for_any_reason_ends_the_session() -> None:
     def broken_stream() -> Iterator[plan_pb2.AttachResponse]:
-        yield plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=1))
+        yield plan_pb2.AttachResponse(drain=plan_pb2.Drain())
         raise RuntimeError("no message of ours")
 
     client = PlanClient(HashEngine(CAPACITIES), PlanClientSettings("127.0.0.1:1", "w0"), make_source=_no_source)
     inbox: SimpleQueue[Any] = SimpleQueue()
-    client._read(broken_stream(), inbox)  # type: ignore[arg-type]  # a call's only used part is its iteration
-    assert inbox.get_nowait().WhichOneof("message") == "ping"
+    client._read(broken_stream(), inbox, SimpleQueue())  # type: ignore[arg-type]  # a call's only used part is its iteration
+    assert inbox.get_nowait().WhichOneof("message") == "drain"
     assert "no message of ours" in inbox.get_nowait().reason
+
+
+def test_a_ping_is_answered_past_the_plans_that_wait() -> None:
+    """By the reader: nobody takes a plan out of the inbox here."""
+    messages = [
+        plan_pb2.AttachResponse(step_plan=plan(1, 9)),
+        plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=7)),
+    ]
+    client = PlanClient(HashEngine(CAPACITIES), PlanClientSettings("127.0.0.1:1", "w0"), make_source=_no_source)
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    outbox: SimpleQueue[Any] = SimpleQueue()
+    client._read(iter(messages), inbox, outbox)  # type: ignore[arg-type]  # a call's only used part is its iteration
+    assert outbox.get_nowait().pong.sequence == 7
+    assert inbox.get_nowait().WhichOneof("message") == "step_plan"
+    assert inbox.get_nowait().reason == "the control plane closed the stream"
 
 
 def test_stop_may_interrupt_any_line_of_the_wait_between_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,7 @@ class LoopbackWorker:
         self.fleet = fleet
         self.session = fleet.attach(encode_hello(capacities, worker_id).hello)
         self.answers: list[plan_pb2.AttachRequest] = []  # executed and not sent
+        self.pongs: list[plan_pb2.AttachRequest] = []  # they leave with the next answers
         self.plans: list[plan_pb2.StepPlan] = []  # every plan received
         self.num_answered = 0
 
@@ -202,6 +203,9 @@ class LoopbackWorker:
 
     def answer(self, num_answers: int | None = None) -> None:
         """Send the oldest answers, or all."""
+        pongs, self.pongs = self.pongs, []
+        for message in pongs:
+            self.session.receive(message)
         count = len(self.answers) if num_answers is None else num_answers
         due, self.answers = self.answers[:count], self.answers[count:]
         for message in due:
@@ -218,7 +222,9 @@ class LoopbackWorker:
 
     def _execute(self, message: plan_pb2.AttachResponse) -> None:
         kind = message.WhichOneof("message")
-        if kind == "step_plan":
+        if kind == "ping":
+            self.pongs.append(plan_pb2.AttachRequest(pong=plan_pb2.Pong(sequence=message.ping.sequence)))
+        elif kind == "step_plan":
             self.plans.append(message.step_plan)
             for step in decode_steps(message.step_plan):
                 output: StepOutput = self.engine.execute(step)

@@ -18,6 +18,7 @@ from data_plane.config import WorkerConfig, parse_bytes
 from data_plane.plan import Capacities
 from data_plane.telemetry import configure_logging
 from data_plane.worker import run_worker
+from tests.fakes.delayed_channel import delayed_channel
 from tests.fakes.hash_engine import DEFAULT_VOCAB_SIZE, HashEngine, HashEngineFaults
 
 
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level)
     engine = HashEngine(capacities, faults)
     engine.hash_slots.failing.update(dict.fromkeys(args.fail_digest, False))
+    if args.delay_ms:
+        return run_worker(engine, config, open_channel=delayed_channel(args.delay_ms / 1000))
     return run_worker(engine, config)
 
 
@@ -77,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, default=0, help="tokens (default: the model's, or 256)")
     parser.add_argument("--load-threads", type=int, default=2)
     parser.add_argument("--step-time-ms", type=float, default=0.0, help="least time of a step")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="on every message of the plan stream, each way")
     parser.add_argument("--crash-token", type=int, default=None, help="feeding this token ends the process at once")
     parser.add_argument("--fail-digest", action="append", default=[], help="loads of this adapter fail; repeatable")
     parser.add_argument("--exit-when-disconnected-s", type=float, default=None)
