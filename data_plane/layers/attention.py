@@ -14,8 +14,9 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from data_plane.layers.context import StepContext
+from kernels.fp8 import KVScale
 from kernels.paged_attention import paged_attention
-from kernels.rope import HeadNorm, apply_rope_and_store_kv
+from kernels.rope import HeadNorm, apply_rope, apply_rope_and_store_kv
 from kernels.store_kv import store_kv
 
 ATTENTION_NAME = "motet"
@@ -58,10 +59,19 @@ class Attends(Protocol):
 class PagedAttention:
     """One attention layer's cache; stores the step's keys and values, then attends."""
 
-    def __init__(self, context: StepContext, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    def __init__(
+        self,
+        context: StepContext,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        key_scale: KVScale = 1.0,
+        value_scale: KVScale = 1.0,
+    ) -> None:
         self.context = context
         self.key_cache = key_cache  # [num_blocks, block_size, kv heads, key size]
         self.value_cache = value_cache  # [num_blocks, block_size, kv heads, value size]
+        self.key_scale = key_scale  # see kernels.fp8
+        self.value_scale = value_scale
 
     def attach(self, module: nn.Module) -> None:
         """Serve the calls of transformers' attention module."""
@@ -71,9 +81,7 @@ class PagedAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: AttentionSettings
     ) -> torch.Tensor:
         """[1, num_tokens, heads, value size] for query, key and value [1, heads, num_tokens, size]."""
-        slot_mapping = self.context.slot_mapping
-        assert slot_mapping is not None, "no step was begun"
-        store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), self.key_cache, self.value_cache, slot_mapping)
+        self._store(key[0].transpose(0, 1), value[0].transpose(0, 1))
         return self._attend(query[0].transpose(0, 1), settings).unsqueeze(0)
 
     def attend_rotated(
@@ -85,12 +93,22 @@ class PagedAttention:
         settings: AttentionSettings,
     ) -> torch.Tensor:
         """See Attends."""
-        slot_mapping = self.context.slot_mapping
-        assert slot_mapping is not None, "no step was begun"
-        caches = (self.key_cache, self.value_cache)
         tables = (None, rotation.cos, rotation.sin)  # a row for each token
-        apply_rope_and_store_kv(query, key, value, *tables, *caches, slot_mapping, norm=rotation.norm)
+        if self.key_cache.dtype == key.dtype:
+            caches = (self.key_cache, self.value_cache, self._slots())
+            apply_rope_and_store_kv(query, key, value, *tables, *caches, norm=rotation.norm)
+        else:
+            apply_rope(query, key, *tables, norm=rotation.norm)
+            self._store(key, value)
         return self._attend(query, settings)
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write key and value [num_tokens, kv heads, size] to the step's slots."""
+        store_kv(key, value, self.key_cache, self.value_cache, self._slots())
+
+    def _slots(self) -> torch.Tensor:
+        assert self.context.slot_mapping is not None, "no step was begun"
+        return self.context.slot_mapping
 
     def _attend(self, query: torch.Tensor, settings: AttentionSettings) -> torch.Tensor:
         assert self.context.attention is not None, "no step was begun"
@@ -103,6 +121,8 @@ class PagedAttention:
             sliding_window=settings.sliding_window,
             softcap=settings.softcap,
             sinks=settings.sinks,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )
 
 
