@@ -16,8 +16,9 @@ from itertools import islice
 from control_plane.scheduler.errors import SlotReportMismatch
 from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, SlotCommand
 
-# An adapter that waits for a slot lets this many requests with other adapters be admitted; then slots are drained
-# for it. Small enough that a cold adapter waits for about one full batch, large enough that a load is paid for.
+# An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
+# enough that a cold adapter waits for about one full batch, large enough that a load is paid for. For as many an
+# adapter that came in and that nobody used yet is safe from that.
 STARVATION_ADMISSIONS = 32
 # A load that failed, and may succeed later, is tried again after this time, doubled with every failure up to the most.
 # Seven attempts span 7.75 s: a store or a cache that is away for 5 s, the time of a restart, only delays.
@@ -46,7 +47,8 @@ class Slot:
     generation: int = 0  # counts up with every load
     ref: AdapterRef | None = None  # None exactly while EMPTY
     num_leases: int = 0  # requests that hold a row with it
-    was_leased: bool = False  # since it was loaded: what nobody used yet is not taken away again
+    was_leased: bool = False  # since it was loaded
+    admissions_before: int = 0  # requests admitted until it became ready
     is_draining: bool = False  # closed to admissions, so that a starving adapter gets it
 
     @property
@@ -64,13 +66,15 @@ class Want:
     num_waiting: int = 0  # requests
     num_failures: int = 0  # loads that failed in a row
     retry_at_s: float = 0.0  # while it is backing off: when it is to be loaded again
-    admissions_before: int = 0  # admissions with an adapter until it began to wait for a slot
+    admissions_before: int = 0  # requests admitted until it began to wait for a slot
 
 
 class AdapterSlots:
     """The slot table of one worker."""
 
-    def __init__(self, num_slots: int, arena_bytes: int) -> None:
+    def __init__(self, num_slots: int, arena_bytes: int, *, is_strict: bool = False) -> None:
+        """`is_strict`: the first in line is passed by nobody, so its adapter goes before all others."""
+        self._is_strict = is_strict
         self.arena_bytes = arena_bytes
         self.slots = [Slot(idx) for idx in range(num_slots)]
         self.used_bytes = 0  # of slots that are not EMPTY
@@ -90,7 +94,8 @@ class AdapterSlots:
         self._retired: set[str] = set()  # digests to evict as soon as they are idle
         self._commands: list[SlotCommand] = []
         self._admissible_again: list[str] = []
-        self._num_admissions = 0  # leases given in all
+        self._num_admissions = 0  # requests admitted in all, those of the base model too
+        self._urgent_digest: str | None = None  # at the last `place`
         self._is_dirty = False  # something changed that `place` should look at
 
     # ---- what requests want ----
@@ -123,6 +128,17 @@ class AdapterSlots:
         slot = self._by_digest.get(digest)
         return slot is not None and slot.state is SlotState.READY and not slot.is_draining
 
+    def is_active(self, digest: str | None) -> bool:
+        """Whether the next step reads this adapter anyway, for a row uses it; the base model is always read."""
+        if digest is None:
+            return True
+        slot = self._by_digest.get(digest)
+        return slot is not None and slot.num_leases > 0
+
+    def count_admission(self) -> None:
+        """A request was admitted: it passed every adapter that waits for a slot."""
+        self._num_admissions += 1
+
     def lease(self, digest: str) -> Slot:
         """A request takes a row with this adapter, which must be admissible."""
         slot = self._by_digest[digest]
@@ -130,7 +146,6 @@ class AdapterSlots:
         self._idle.pop(slot.slot_idx, None)
         slot.num_leases += 1
         slot.was_leased = True
-        self._num_admissions += 1
         return slot
 
     def release(self, slot_idx: int) -> None:
@@ -172,6 +187,7 @@ class AdapterSlots:
         """The load succeeded."""
         slot = self._reported(slot_idx, generation, SlotState.LOADING)
         slot.state = SlotState.READY
+        slot.admissions_before = self._num_admissions
         self._idle[slot_idx] = slot
         want = self._wants.get(slot.adapter.digest)
         if want is not None:
@@ -214,15 +230,17 @@ class AdapterSlots:
 
     # ---- what is done about it ----
 
-    def place(self) -> list[tuple[str, str]]:
+    def place(self, urgent_digest: str | None = None) -> list[tuple[str, str]]:
         """Decide on loads and evictions; returns (digest, reason) of wanted adapters that can never get in.
 
         Wanted adapters are placed in the order in which they began to wait. One that finds no room lets those behind
         it pass, until it was overtaken STARVATION_ADMISSIONS times: then slots are drained for it, and nothing else
-        is loaded before it.
+        is loaded before it. Strict slots treat only `urgent_digest` so, and at once.
         """
-        head = next(iter(self._unplaced.values()), None)
-        is_starving = head is not None and self._num_admissions - head.admissions_before >= STARVATION_ADMISSIONS
+        if urgent_digest != self._urgent_digest:
+            self._urgent_digest = urgent_digest
+            self._is_dirty = True
+        head, is_starving = self._neediest()
         if not self._is_dirty and is_starving == bool(self._draining):
             return []
         self._is_dirty = self.is_blocked = False
@@ -234,7 +252,8 @@ class AdapterSlots:
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
         free_slots = len(self._empty) + self._num_evicting
         pinned = [slot.adapter.arena_bytes for digest, slot in self._by_digest.items() if digest in self._pinned]
-        for want in list(islice(self._unplaced.values(), PREFETCH_LOOKAHEAD)):
+        others = [want for want in islice(self._unplaced.values(), PREFETCH_LOOKAHEAD) if want is not head]
+        for want in others if head is None else [head, *others]:
             if len(pinned) == len(self.slots) or sum(pinned) + want.ref.arena_bytes > self.arena_bytes:
                 given_up.append((want.ref.digest, "pinned adapters leave no room for it in the arena"))
                 continue
@@ -304,6 +323,22 @@ class AdapterSlots:
         assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
 
     # ---- helpers ----
+
+    def _neediest(self) -> tuple[Want | None, bool]:
+        """The adapter that is placed first, and whether slots are drained for it."""
+        if self._is_strict and self._urgent_digest is not None:
+            head = self._unplaced.get(self._urgent_digest)
+            return head, head is not None
+        head = next(iter(self._unplaced.values()), None)
+        is_starving = head is not None and self._num_admissions - head.admissions_before >= STARVATION_ADMISSIONS
+        return head, is_starving and not self._is_strict
+
+    def _may_drain(self, slot: Slot) -> bool:
+        """Whether a slot may be closed to admissions for another adapter."""
+        if slot.state is not SlotState.READY or slot.adapter.digest in self._pinned:
+            return False
+        is_old = self._num_admissions - slot.admissions_before >= STARVATION_ADMISSIONS
+        return slot.was_leased or is_old or self._is_strict
 
     def _join_unplaced(self, want: Want) -> None:
         want.admissions_before = self._num_admissions
@@ -387,11 +422,7 @@ class AdapterSlots:
         going += [slot for slot in self._idle.values() if not slot.is_draining and self._is_evictable(slot)]
         num_bytes = ref.arena_bytes - free_bytes - sum(slot.adapter.arena_bytes for slot in going)
         num_slots = 1 - free_slots - len(going)
-        open_slots = [
-            slot
-            for digest, slot in self._by_digest.items()
-            if slot.state is SlotState.READY and slot.was_leased and digest not in self._pinned and slot not in going
-        ]
+        open_slots = [slot for slot in self._by_digest.values() if self._may_drain(slot) and slot not in going]
         for slot in sorted(open_slots, key=lambda slot: (slot.num_leases, slot.slot_idx)):
             if num_bytes <= 0 and num_slots <= 0:
                 break

@@ -7,6 +7,7 @@ from control_plane.scheduler.prefix_cache import chain_root
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.types import Request, WorkerLimits
+from control_plane.scheduler.verdict import Verdict, judge_blocks
 
 
 def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceGroup:
@@ -26,7 +27,8 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
             limits.num_blocks,
             f"{num_known} tokens leave no room to generate in a context of {limits.max_model_len}; shorten the prompt",
         )
-    if num_blocks > limits.num_blocks:
+    fit = judge_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
+    if fit is Verdict.NEVER:
         raise RequestNeverFits(num_blocks, limits.num_blocks)
     num_sequences = request.num_samples if request.beam is None else request.beam.width
     if num_sequences > limits.max_rows:

@@ -1,26 +1,45 @@
-"""What the next step computes: decodes first, then unfinished prefills, then waiting requests in order of arrival.
+"""What the next step computes, by the policy in force.
 
-Takes rows, blocks and slots from the roster, and preempts there when something is short.
+CHUNKED_PREFILL: decodes, then unfinished prefills, then waiting requests, in one step. PREFILL_FIRST and FCFS: waiting
+requests with their whole prompts, else decodes. Takes rows, blocks and slots from the roster, and preempts there when
+something is short.
 """
 
 from __future__ import annotations
 
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.preemption import choose_paused, choose_victim
 from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.run_ahead import is_due
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.settings import SchedulerSettings
+from control_plane.scheduler.settings import Policy, SchedulerSettings
+from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import NewRow, ScheduledRow, WorkerLimits
+from control_plane.scheduler.verdict import Verdict, judge_blocks
+
+# A request with an adapter that the step does not read yet lets this many of its tenant pass, whose adapters it does.
+MAX_OVERTAKEN = 16
 
 
 class Planner:
     """Fills step plans for one worker."""
 
-    def __init__(self, limits: WorkerLimits, roster: Roster, settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        roster: Roster,
+        settings: SchedulerSettings,
+        counters: VirtualCounters,
+        costs: StepCosts,
+    ) -> None:
         self._block_size = limits.block_size
         self._roster = roster
+        self._settings = settings
+        self._counters = counters
+        self._costs = costs
+        self._long_tokens = settings.long_tokens(limits)
         self._decode_rows = [ScheduledRow(row, 1, True) for row in range(limits.max_rows)]
         self._watermark = max(1, round(limits.num_blocks * settings.watermark))
         self.prefix_query_tokens = 0  # looked up at first admissions, in all
@@ -28,20 +47,54 @@ class Planner:
 
     def fill(self, draft: PlanDraft, now_s: float) -> None:
         """Schedule what may run, within the draft's budget."""
-        is_starved = self._plan_running(draft)
-        if not is_starved:
-            self._admit(draft, now_s)
+        if self._settings.policy is Policy.CHUNKED_PREFILL:
+            self._fill_chunked(draft, now_s)
+        else:
+            self._fill_prefill_first(draft, now_s)
 
-    def _plan_running(self, draft: PlanDraft) -> bool:
-        """Plan decodes, then unfinished prefills, in order of arrival; True if one of them lacked a block or budget."""
+    # ---- policies ----
+
+    def _fill_chunked(self, draft: PlanDraft, now_s: float) -> None:
+        """Decodes, then unfinished prefills, those about to finish first, then waiting requests.
+
+        A long prefill leaves half of what is left to requests that wait, and takes what they do not need.
+        """
+        is_starved = self._plan_decodes(draft)
+        prefills = sorted(self._unfinished_prefills(), key=_num_left)
+        long_ones = [sequence for sequence in prefills if _num_left(sequence) > self._long_tokens]
+        for sequence in prefills[: len(prefills) - len(long_ones)]:
+            if draft.budget == 0:
+                return
+            draft.prefill(sequence)
+        if not is_starved:
+            num_kept = min(sum(map(_num_left, long_ones)), -(-draft.budget // 2))
+            draft.budget -= num_kept
+            self._admit(draft, now_s, num_long=len(long_ones))
+            draft.budget += num_kept
+        for sequence in long_ones:
+            if draft.budget > 0:
+                draft.prefill(sequence)
+
+    def _fill_prefill_first(self, draft: PlanDraft, now_s: float) -> None:
+        """Whole prompts as long as some are admitted, else decodes.
+
+        Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other.
+        """
+        for sequence in self._unfinished_prefills():
+            if draft.budget > 0:
+                draft.prefill(sequence)
+        self._admit(draft, now_s)
+        if not draft.prefills:
+            self._plan_decodes(draft)
+
+    # ---- those who run ----
+
+    def _plan_decodes(self, draft: PlanDraft) -> bool:
+        """Plan one token of every decoding row, in order of arrival; True if one of them lacked a block or budget."""
         size = self._block_size
-        prefills: list[Sequence] = []
         is_starved = False
         for sequence in list(self._roster.running):
-            if sequence.state is not SequenceState.RUNNING or sequence.group.is_paused:
-                continue
-            if not sequence.is_decoding:
-                prefills.append(sequence)
+            if sequence.state is not SequenceState.RUNNING or sequence.group.is_paused or not sequence.is_decoding:
                 continue
             position = sequence.num_planned
             if position >= sequence.max_planned:
@@ -61,56 +114,100 @@ class Planner:
             sequence.num_in_flight += 1
             draft.budget -= 1
             draft.decodes.append(sequence)
-        for sequence in prefills:
-            if draft.budget == 0:
-                return True
-            if sequence.state is SequenceState.RUNNING:
-                draft.prefill(sequence)
         return is_starved
+
+    def _unfinished_prefills(self) -> list[Sequence]:
+        """Those whose prefill is to be planned on, in order of arrival."""
+        return [
+            sequence
+            for sequence in self._roster.running
+            if not sequence.is_decoding and sequence.state is SequenceState.RUNNING and not sequence.group.is_paused
+        ]
 
     def _block_for(self, sequence: Sequence) -> int | None:
         """A block for a decode, by preemption if need be, or None if it has to wait for some result."""
+        counters = None if self._settings.policy is Policy.FCFS else self._counters
         while True:
             block_id = self._roster.pool.take_one()
             # Blocks of those who are leaving come with the next results: preempt nobody for that.
             if block_id is not None or self._roster.num_draining > 0:
                 return block_id
-            victim = choose_victim(self._roster.running, sequence)
+            victim = choose_victim(self._roster.running, sequence, counters)
             if victim is None:
                 return None
             self._roster.preempt(victim)
 
-    def _admit(self, draft: PlanDraft, now_s: float) -> None:
-        """Start waiting requests while budget, rows and blocks last, in order of arrival.
+    # ---- those who wait ----
+
+    def _admit(self, draft: PlanDraft, now_s: float, num_long: int = 0) -> None:
+        """Start waiting requests while budget, rows and blocks last, in the queue's order.
 
         One whose adapter is not ready is skipped; one that lacks blocks is not, or large requests would starve.
+        `num_long`: long prefills that are unfinished.
         """
+        is_chunked = self._settings.policy is Policy.CHUNKED_PREFILL
         while draft.budget > 0:
-            group = self._roster.waiting.peek()
+            group, passed = self._next_waiting(may_be_long=num_long < self._settings.max_long_partial_prefills)
             if group is None:
                 return
             num_hits = self._fitting_hits(group) if self._roster.rows.num_free else None
-            if num_hits is not None:
-                self._start(group, num_hits, draft, now_s)
+            if num_hits is None:
+                # Short of rows or blocks: who is paused gives way; what is not free at once is after some result.
+                victim = choose_paused(self._roster.running) if self._roster.num_draining == 0 else None
+                if victim is None:
+                    return
+                self._roster.preempt(victim)
                 continue
-            # Short of rows or blocks: who is paused gives way; what is not free at once is free after some result.
-            victim = choose_paused(self._roster.running) if self._roster.num_draining == 0 else None
-            if victim is None:
+            num_left = group.members[0].num_known - num_hits * self._block_size
+            if num_left > draft.budget and not self._may_be_partial(draft, is_chunked=is_chunked):
                 return
-            self._roster.preempt(victim)
+            num_long += num_left - draft.budget > self._long_tokens
+            if passed is not None:
+                passed.num_overtaken += 1
+            self._start(group, num_hits, draft, now_s)
+
+    def _may_be_partial(self, draft: PlanDraft, *, is_chunked: bool) -> bool:
+        """Whether a prefill may begin that does not end in this step."""
+        if not is_chunked:
+            return draft.is_empty
+        num_partial = sum(not sequence.is_decoding for sequence in self._roster.running)
+        return num_partial < self._settings.max_partial_prefills
+
+    def _next_waiting(self, *, may_be_long: bool) -> tuple[SequenceGroup | None, SequenceGroup | None]:
+        """The request whose turn it is; or one of its tenant that goes before it, for its adapter is read anyway.
+
+        Then the second is the one that is passed.
+        """
+        roster = self._roster
+        group = roster.waiting.peek(may_be_long=may_be_long)
+        if group is None or group.num_overtaken >= MAX_OVERTAKEN or roster.slots.is_active(group.digest):
+            return group, None
+        adapter = group.request.adapter
+        assert adapter is not None, "the base model is always active"
+        if not self._costs.is_dear(adapter.arena_bytes, len(roster.running)):
+            return group, None
+        cheaper = roster.waiting.peek_active(group)
+        if cheaper is None:
+            return group, None
+        return cheaper, group
 
     def _fitting_hits(self, group: SequenceGroup) -> int | None:
         """Cached blocks the group can start from, or None if the pool cannot give the others of its prefill."""
         size = self._block_size
+        pool = self._roster.pool
         sequence = group.members[0]
         num_known = sequence.num_known
         # At least one token must be computed, or there would be nothing to sample from.
         max_hits = (num_known - 1) // size
         self._roster.cache.extend_hashes(sequence, max_hits)
         num_hits, num_unheld = self._roster.cache.count_hits(sequence, max_hits)
-        num_needed = -(-num_known // size) - num_hits
-        num_spare = self._roster.pool.num_available - num_unheld - num_needed
-        return num_hits if num_spare >= (self._watermark if self._roster.running else 0) else None
+        verdict = judge_blocks(
+            -(-num_known // size) - num_hits,
+            num_available=pool.num_available - num_unheld,
+            num_blocks=pool.num_blocks,
+            num_spare=self._watermark if self._roster.running else 0,
+        )
+        return num_hits if verdict is Verdict.OK else None
 
     def _start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft, now_s: float) -> None:
         """Give a waiting group its row, all blocks of its prefill and a lease, and plan its first chunk.
@@ -127,9 +224,12 @@ class Planner:
             group.num_cached_tokens = min(num_cached, len(sequence.request.prompt_token_ids))
             self.prefix_query_tokens += len(token_ids)
             self.prefix_hit_tokens += num_cached
+            self._counters.charge_prefill(group.request.tenant, len(token_ids) - num_cached)
         sequence.block_ids = self._roster.cache.take_hits(sequence, num_hits)
         sequence.block_ids += self._roster.pool.take(-(-len(token_ids) // size) - num_hits)
-        slot = None if sequence.request.adapter is None else self._roster.slots.lease(sequence.request.adapter.digest)
+        slot = None if group.digest is None else self._roster.lease(group.digest)
+        self._roster.slots.count_admission()
+        group.num_overtaken = 0
         self._roster.take_row(sequence, None if slot is None else slot.slot_idx)
         sequence.decode_row = self._decode_rows[sequence.row]
         sequence.prefill_end = len(token_ids)
@@ -150,3 +250,8 @@ class Planner:
             )
         )
         draft.prefill(sequence)
+
+
+def _num_left(sequence: Sequence) -> int:
+    """Tokens of its prefill that are not planned."""
+    return sequence.prefill_end - sequence.num_planned

@@ -8,28 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
 
 
-def choose_victim(running: list[Sequence], needy: Sequence) -> SequenceGroup | None:
+def choose_victim(
+    running: list[Sequence], needy: Sequence, counters: VirtualCounters | None = None
+) -> SequenceGroup | None:
     """The request that gives blocks to `needy`, or None if it has to wait. `running` is in order of arrival.
 
     1. A paused one, the latest arrival first: nobody reads its tokens.
-    2. The latest arrival after `needy` that gained a token since it took its rows. So nobody is preempted twice without
-       progress, and the oldest request always gets what it needs in the end: those that it may not preempt yet hold
-       all blocks of their prefill and gain their token without taking another.
+    2. Of those that arrived after `needy` and gained a token since they took their rows: one of the tenant that got
+       most service by `counters`, there the least priority, there the latest arrival. So nobody is preempted twice
+       without progress, and the oldest request always gets what it needs in the end: those that it may not preempt
+       yet hold all blocks of their prefill and gain their token without taking another.
     """
     paused = choose_paused(running)
     if paused is not None:
         return paused
+    victim: SequenceGroup | None = None
+    victim_rank: tuple[float, int] | None = None
     for sequence in reversed(running):
         if sequence.order <= needy.order:
-            return None
+            break
         group = sequence.group
-        if group.state is GroupState.RUNNING and group.has_progressed:
-            return group
-    return None
+        if group.state is GroupState.RUNNING and group.has_progressed and group is not victim:
+            if counters is None:
+                return group
+            rank = (counters.counter(group.request.tenant), -group.request.priority)
+            if victim_rank is None or rank > victim_rank:
+                victim, victim_rank = group, rank
+    return victim
 
 
 def choose_paused(running: Iterable[Sequence], *, has_adapter: bool = False) -> SequenceGroup | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from control_plane.scheduler.adapter_slots import AdapterSlots
+from control_plane.scheduler.adapter_slots import AdapterSlots, Slot
+from control_plane.scheduler.arrival_queue import ArrivalQueue
 from control_plane.scheduler.block_pool import BlockPool
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.prefix_cache import PrefixCache
 from control_plane.scheduler.row_pool import RowPool
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
+from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import RequestId, WorkerLimits
 from control_plane.scheduler.waiting_queue import WaitingQueue
 
@@ -24,12 +27,22 @@ by_order = attrgetter("order")
 class Roster:
     """Every request of one worker."""
 
-    def __init__(self, limits: WorkerLimits) -> None:
+    def __init__(self, limits: WorkerLimits, settings: SchedulerSettings, counters: VirtualCounters) -> None:
         self.block_size = limits.block_size
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, limits.block_size)
-        self.slots = AdapterSlots(limits.num_slots, limits.arena_bytes)
-        self.waiting = WaitingQueue(self.slots.is_admissible)
+        is_strict = settings.policy is Policy.FCFS
+        self.slots = AdapterSlots(limits.num_slots, limits.arena_bytes, is_strict=is_strict)
+        self.waiting: ArrivalQueue | WaitingQueue
+        if is_strict:
+            self.waiting = ArrivalQueue(counters, is_admissible=self.slots.is_admissible)
+        else:
+            self.waiting = WaitingQueue(
+                counters,
+                is_admissible=self.slots.is_admissible,
+                is_active=self.slots.is_active,
+                long_tokens=settings.long_tokens(limits),
+            )
         self.rows = RowPool(limits.max_rows)
         self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, by arrival and index
         self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
@@ -90,6 +103,13 @@ class Roster:
         sequence.register_at = (sequence.num_registered + 1) * self.block_size
 
     # ---- running ----
+
+    def lease(self, digest: str) -> Slot:
+        """The adapter's slot, for one more row; it must be admissible."""
+        slot = self.slots.lease(digest)
+        if slot.num_leases == 1:
+            self.waiting.offer(digest)  # it became active
+        return slot
 
     def take_row(self, sequence: Sequence, slot_idx: int | None) -> None:
         """Give the sequence the lowest free row; the lease of the slot is the caller's to take."""

@@ -11,8 +11,9 @@ answered, so nothing that a worker may still touch is ever given away.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
+from operator import attrgetter
 
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.deadlines import Deadlines
@@ -27,6 +28,7 @@ from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
+from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import (
     FinishReason,
     Request,
@@ -37,6 +39,8 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
+
+_tenant = attrgetter("request.tenant")
 
 
 class Scheduler:
@@ -49,15 +53,16 @@ class Scheduler:
         counters: VirtualCounters | None = None,
     ) -> None:
         """`counters` are the tenants' accounts, one object for all schedulers of a process; None: its own."""
-        self.limits = limits
+        self.limits = limits = settings.bound(limits)
         self.settings = settings
         self.counters = VirtualCounters() if counters is None else counters
-        self.roster = roster = Roster(limits)
+        self.costs = StepCosts(settings)
+        self.roster = roster = Roster(limits, settings, self.counters)
         # Its parts at hand; they are the roster's for good.
         self.pool, self.cache, self.slots, self.rows = roster.pool, roster.cache, roster.slots, roster.rows
         self.waiting, self.running, self.groups = roster.waiting, roster.running, roster.groups
         self.flights: deque[Flight] = deque()  # unanswered steps, oldest first
-        self._planner = Planner(limits, roster, settings)
+        self._planner = Planner(limits, roster, settings, self.counters, self.costs)
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []  # ends that came up where none could be returned
         self._next_step_id = 1
@@ -144,7 +149,7 @@ class Scheduler:
     def slot_commands(self) -> list[SlotCommand]:
         """Loads and evictions to send, each once; call it after add, plan, apply and slot reports."""
         while True:
-            for digest, reason in self.slots.place():
+            for digest, reason in self.slots.place(self.waiting.urgent_digest):
                 self._give_up_adapter(digest, reason)
             if not self.slots.is_blocked or self.roster.num_draining > 0:
                 break
@@ -199,6 +204,8 @@ class Scheduler:
         num_steps = repeat(draft, self.roster, max_steps)
         plan, flights = draft.finish(self._next_step_id, self.rows.tell_freed(), num_steps)
         self._next_step_id += num_steps
+        for tenant, num_rows in Counter(map(_tenant, draft.decodes)).items():
+            self.counters.charge_decode(tenant, num_rows * num_steps)
         self.flights.extend(flights)
         return plan
 

@@ -39,6 +39,7 @@ class SequenceGroup:
     is_ended: bool = False  # never to be scheduled again
     num_rows: int = 0  # members that hold a row, draining ones included
     num_preemptions: int = 0
+    num_overtaken: int = 0  # requests that went before it, for their adapters cost the step less
     has_progressed: bool = False  # some member gained a token since the group took its rows
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     first_scheduled_s: float | None = None

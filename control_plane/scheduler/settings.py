@@ -1,4 +1,4 @@
-"""What an operator may choose about scheduling, one frozen value for all workers. No behaviour.
+"""What an operator may choose about scheduling, one frozen value for all workers.
 
 Token counts are tokens of one step, costs are microseconds; what a worker measures of itself takes their place.
 """
@@ -6,7 +6,9 @@ Token counts are tokens of one step, costs are microseconds; what a worker measu
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from control_plane.scheduler.types import WorkerLimits
 
 
 class Policy(enum.Enum):
@@ -44,6 +46,16 @@ class SchedulerSettings:
     # What one more adapter costs a step: its bytes are read once. Defaults: 4.2 TB/s, and a step of that 8B model.
     adapter_us_per_mib: float = 0.25
     step_us: float = 5000.0
+
+    def bound(self, limits: WorkerLimits) -> WorkerLimits:
+        """The worker's limits, less where a setting is below them."""
+        max_step_tokens = min(limits.max_step_tokens, self.max_step_tokens or limits.max_step_tokens)
+        max_rows = min(limits.max_rows, self.max_sequences or limits.max_rows)
+        return replace(limits, max_step_tokens=max_step_tokens, max_rows=max_rows)
+
+    def long_tokens(self, limits: WorkerLimits) -> int:
+        """Tokens beyond which a prefill is a long one."""
+        return self.long_prefill_tokens or max(1, self.bound(limits).max_step_tokens // 2)
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_sequences", "long_prefill_tokens"):

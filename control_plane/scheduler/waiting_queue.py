@@ -1,7 +1,8 @@
-"""Requests that wait for admission, in order of arrival, indexed by adapter.
+"""Requests that wait for admission, and whose turn it is.
 
-A request whose adapter is not ready is skipped, not waited for: only adapters that may be admitted take part in the
-choice of the next one. No operation looks at the whole queue.
+Between tenants the least virtual counter decides, inside a tenant the priority and then the arrival. A request whose
+adapter is not ready is skipped, not waited for. No operation looks at the whole queue: only the fronts of lists by
+(tenant, adapter) are compared, and only those of adapters that may be admitted.
 """
 
 from __future__ import annotations
@@ -9,84 +10,270 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.sequence_group import SequenceGroup
 
-_order = attrgetter("order")
+Key = tuple[int, tuple[float, int]]  # place inside a tenant: (-priority, (arrival_s, serial))
+Turn = tuple[float, tuple[float, int], str]  # (virtual counter, order of its first request, tenant)
+Predicate = Callable[[str | None], bool]  # of an adapter's digest; None: the base model
+
+
+def queue_key(group: SequenceGroup) -> Key:
+    """Place of a request inside its tenant: higher priorities first, then earlier arrivals."""
+    return -group.request.priority, group.order
+
+
+class Fronts:
+    """The first of several lists by digest, counting only digests that a predicate allows at the moment."""
+
+    def __init__(self, groups_by_digest: dict[str | None, list[SequenceGroup]], is_allowed: Predicate) -> None:
+        self._groups_by_digest = groups_by_digest
+        self._is_allowed = is_allowed
+        # Invariant: the front of every allowed digest's list is here; entries that are no such front are stale and
+        # dropped when they come up.
+        self._heap: list[tuple[Key, str | None]] = []
+
+    def offer(self, digest: str | None) -> None:
+        """Let the front of this list take part; called when it changed, and when its digest became allowed."""
+        groups = self._groups_by_digest.get(digest)
+        if groups and self._is_allowed(digest):
+            heapq.heappush(self._heap, (queue_key(groups[0]), digest))
+            if len(self._heap) > 16 + 4 * len(self._groups_by_digest):
+                self._heap = [(queue_key(g[0]), d) for d, g in self._groups_by_digest.items() if self._is_allowed(d)]
+                heapq.heapify(self._heap)
+
+    def peek(self) -> SequenceGroup | None:
+        """The first of all allowed lists, or None."""
+        while self._heap:
+            key, digest = self._heap[0]
+            groups = self._groups_by_digest.get(digest)
+            if groups and queue_key(groups[0]) == key and self._is_allowed(digest):
+                return groups[0]
+            heapq.heappop(self._heap)
+        return None
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if an allowed front is missing."""
+        entries = set(self._heap)
+        for digest, groups in self._groups_by_digest.items():
+            if self._is_allowed(digest):
+                assert (queue_key(groups[0]), digest) in entries, f"adapter {digest} is allowed but not offered"
+
+
+class TenantQueue:
+    """One tenant's waiting requests."""
+
+    def __init__(self, is_admissible: Predicate, is_active: Predicate) -> None:
+        self.groups_by_digest: dict[str | None, list[SequenceGroup]] = {}  # each sorted by queue_key, none empty
+        self.admissible = Fronts(self.groups_by_digest, is_admissible)
+        self.active = Fronts(self.groups_by_digest, lambda digest: is_admissible(digest) and is_active(digest))
+
+    def add(self, group: SequenceGroup) -> None:
+        """Put a request in its place."""
+        groups = self.groups_by_digest.setdefault(group.digest, [])
+        insort(groups, group, key=queue_key)
+        if groups[0] is group:
+            self.offer(group.digest)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Take a request out, wherever it stands."""
+        groups = self.groups_by_digest[group.digest]
+        idx = bisect_left(groups, queue_key(group), key=queue_key)
+        assert groups[idx] is group, f"request {group.request.request_id} is not where the queue keeps it"
+        del groups[idx]
+        if not groups:
+            del self.groups_by_digest[group.digest]
+        elif idx == 0:
+            self.offer(group.digest)
+
+    def offer(self, digest: str | None) -> None:
+        """Let the front of this adapter's list take part where it may."""
+        self.admissible.offer(digest)
+        self.active.offer(digest)
+
+    def check_invariants(self, tenant: str) -> None:
+        """Raise AssertionError if lists or fronts are wrong."""
+        for digest, groups in self.groups_by_digest.items():
+            keys = [queue_key(group) for group in groups]
+            assert keys and keys == sorted(set(keys)), f"the waiting list of {digest} is empty or out of order"
+            assert all(g.digest == digest for g in groups), f"a stranger waits in the list of {digest}"
+            assert all(g.request.tenant == tenant for g in groups), f"a stranger waits in the queue of {tenant}"
+        self.admissible.check_invariants()
+        self.active.check_invariants()
+
+
+class Line:
+    """The queues of all tenants for requests of one kind, and the tenant whose turn it is."""
+
+    def __init__(self, counters: VirtualCounters, is_admissible: Predicate, is_active: Predicate) -> None:
+        self._counters = counters
+        self._is_admissible = is_admissible
+        self._is_active = is_active
+        self.by_tenant: dict[str, TenantQueue] = {}  # none empty
+        self._tenants_by_digest: dict[str | None, dict[str, None]] = {}  # who waits with it; the values are an order
+        # Invariant: every tenant with an admissible front is here with a counter no greater than its own, for a
+        # counter never falls; corrected when it comes up.
+        self._turns: list[Turn] = []
+
+    def add(self, group: SequenceGroup) -> None:
+        """Put a request in its place."""
+        tenant = group.request.tenant
+        queue = self.by_tenant.get(tenant)
+        if queue is None:
+            queue = self.by_tenant[tenant] = TenantQueue(self._is_admissible, self._is_active)
+        self._tenants_by_digest.setdefault(group.digest, {})[tenant] = None
+        queue.add(group)
+        self._enter(tenant)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Take a request out, wherever it stands."""
+        tenant = group.request.tenant
+        queue = self.by_tenant[tenant]
+        queue.remove(group)
+        if group.digest not in queue.groups_by_digest:
+            tenants = self._tenants_by_digest[group.digest]
+            del tenants[tenant]
+            if not tenants:
+                del self._tenants_by_digest[group.digest]
+        if not queue.groups_by_digest:
+            del self.by_tenant[tenant]
+        else:
+            self._enter(tenant)
+
+    def offer(self, digest: str | None) -> None:
+        """Let requests with this adapter take part, which became admissible or active."""
+        for tenant in self._tenants_by_digest.get(digest, ()):
+            self.by_tenant[tenant].offer(digest)
+            self._enter(tenant)
+
+    def peek(self) -> Turn | None:
+        """The turn of the tenant that is served next, or None."""
+        while self._turns:
+            turn = self._turns[0]
+            actual = self._turn_of(turn[2])
+            if actual == turn:
+                return turn
+            if actual is None:
+                heapq.heappop(self._turns)
+            else:
+                heapq.heapreplace(self._turns, actual)
+        return None
+
+    def front(self, tenant: str) -> SequenceGroup | None:
+        """The tenant's first request that may be admitted, or None."""
+        queue = self.by_tenant.get(tenant)
+        return None if queue is None else queue.admissible.peek()
+
+    def of_digest(self, digest: str | None) -> list[SequenceGroup]:
+        """Requests with this adapter."""
+        tenants = self._tenants_by_digest.get(digest, ())
+        return [group for tenant in tenants for group in self.by_tenant[tenant].groups_by_digest[digest]]
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        for queue in self.by_tenant.values():
+            for groups in queue.groups_by_digest.values():
+                yield from groups
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if lists, indexes or turns are wrong."""
+        pairs = {(digest, tenant) for tenant, queue in self.by_tenant.items() for digest in queue.groups_by_digest}
+        indexed = {(digest, tenant) for digest, tenants in self._tenants_by_digest.items() for tenant in tenants}
+        assert pairs == indexed, "the index of tenants by adapter is wrong"
+        for tenant, queue in self.by_tenant.items():
+            assert queue.groups_by_digest, f"tenant {tenant} waits with nothing"
+            queue.check_invariants(tenant)
+            actual = self._turn_of(tenant)
+            entries = [turn for turn in self._turns if turn[2] == tenant]
+            assert actual is None or any(turn[0] <= actual[0] for turn in entries), f"tenant {tenant} gets no turn"
+
+    def _turn_of(self, tenant: str) -> Turn | None:
+        front = self.front(tenant)
+        return None if front is None else (self._counters.counter(tenant), front.order, tenant)
+
+    def _enter(self, tenant: str) -> None:
+        turn = self._turn_of(tenant)
+        if turn is not None:
+            heapq.heappush(self._turns, turn)
+            if len(self._turns) > 16 + 4 * len(self.by_tenant):
+                turns = [self._turn_of(tenant) for tenant in self.by_tenant]
+                self._turns = [turn for turn in turns if turn is not None]
+                heapq.heapify(self._turns)
 
 
 class WaitingQueue:
-    """Waiting groups; `is_admissible` says which adapters (None: base) may be admitted at the moment."""
+    """Waiting requests of all tenants. Long prompts stand in a line of their own, so that short ones can pass them."""
 
-    def __init__(self, is_admissible: Callable[[str | None], bool]) -> None:
-        self._is_admissible = is_admissible
-        self._by_digest: dict[str | None, list[SequenceGroup]] = {}  # each sorted by order, none empty
-        # Invariant: the front of every admissible adapter's list is here; entries that are no such front are stale
-        # and dropped when they come up.
-        self._fronts: list[tuple[tuple[float, int], str | None]] = []
+    def __init__(
+        self,
+        counters: VirtualCounters,
+        *,
+        is_admissible: Predicate,  # adapters that may be admitted at the moment
+        is_active: Predicate,  # adapters that the next step reads anyway
+        long_tokens: int,  # requests with more known tokens are long
+    ) -> None:
+        self._counters = counters
+        self._long_tokens = long_tokens
+        self._short = Line(counters, is_admissible, is_active)
+        self._long = Line(counters, is_admissible, is_active)
         self._len = 0
 
     def __len__(self) -> int:
         return self._len
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        for groups in self._by_digest.values():
-            yield from groups
+        yield from self._short
+        yield from self._long
+
+    @property
+    def urgent_digest(self) -> str | None:
+        """No adapter is urgent here: whoever lacks one is passed."""
+        return None
+
+    def is_long(self, group: SequenceGroup) -> bool:
+        """Whether the request stands in the line of long prompts; the same for as long as it waits."""
+        return group.members[0].num_known > self._long_tokens
 
     def of_digest(self, digest: str | None) -> list[SequenceGroup]:
         """Those that wait with this adapter, in order of arrival."""
-        return list(self._by_digest.get(digest, ()))
+        return sorted(self._short.of_digest(digest) + self._long.of_digest(digest), key=lambda group: group.order)
 
     def add(self, group: SequenceGroup) -> None:
-        """Put a group in its place by arrival."""
-        groups = self._by_digest.setdefault(group.digest, [])
-        insort(groups, group, key=_order)
+        """Put a request in its place."""
+        self._counters.wait(group.request.tenant)
+        self._line(group).add(group)
         self._len += 1
-        if groups[0] is group:
-            self.offer(group.digest)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Take a group out, wherever it stands."""
-        groups = self._by_digest[group.digest]
-        idx = bisect_left(groups, group.order, key=_order)
-        assert groups[idx] is group, f"request {group.request.request_id} is not where the queue keeps it"
-        del groups[idx]
+        """Take a request out, wherever it stands."""
+        self._line(group).remove(group)
+        self._counters.stop_waiting(group.request.tenant)
         self._len -= 1
-        if not groups:
-            del self._by_digest[group.digest]
-        elif idx == 0:
-            self.offer(group.digest)
 
     def offer(self, digest: str | None) -> None:
-        """Let the front of this adapter's list take part; called when the adapter becomes admissible, too."""
-        groups = self._by_digest.get(digest)
-        if groups and self._is_admissible(digest):
-            heapq.heappush(self._fronts, (groups[0].order, digest))
-            if len(self._fronts) > 64 + 4 * len(self._by_digest):
-                self._rebuild()
+        """Let requests with this adapter take part, which became admissible or active."""
+        self._short.offer(digest)
+        self._long.offer(digest)
 
-    def peek(self) -> SequenceGroup | None:
-        """The earliest arrival that may be admitted, or None."""
-        while self._fronts:
-            order, digest = self._fronts[0]
-            groups = self._by_digest.get(digest)
-            if groups and groups[0].order == order and self._is_admissible(digest):
-                return groups[0]
-            heapq.heappop(self._fronts)
-        return None
+    def peek(self, *, may_be_long: bool = True) -> SequenceGroup | None:
+        """The request whose turn it is, or None."""
+        lines = (self._short, self._long) if may_be_long else (self._short,)
+        turn = min((turn for line in lines if (turn := line.peek()) is not None), default=None)
+        if turn is None:
+            return None
+        fronts = [front for line in lines if (front := line.front(turn[2])) is not None]
+        return min(fronts, key=queue_key)
+
+    def peek_active(self, instead_of: SequenceGroup) -> SequenceGroup | None:
+        """The first of the same tenant and kind whose adapter is active, or None."""
+        return self._line(instead_of).by_tenant[instead_of.request.tenant].active.peek()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if order, counts or fronts are wrong."""
-        fronts = set(self._fronts)
-        for digest, groups in self._by_digest.items():
-            orders = [group.order for group in groups]
-            assert orders and orders == sorted(set(orders)), f"the waiting list of {digest} is empty or out of order"
-            assert all(group.digest == digest for group in groups), f"a stranger waits in the list of {digest}"
-            if self._is_admissible(digest):
-                assert (orders[0], digest) in fronts, f"adapter {digest} may be admitted but is not offered"
-        assert self._len == sum(map(len, self._by_digest.values())), "the waiting queue miscounts"
+        """Raise AssertionError if order, counts, fronts or turns are wrong."""
+        self._short.check_invariants()
+        self._long.check_invariants()
+        assert self._len == sum(1 for _ in self), "the waiting queue miscounts"
+        assert not any(map(self.is_long, self._short)) and all(map(self.is_long, self._long)), "in the wrong line"
 
-    def _rebuild(self) -> None:
-        self._fronts = [(s[0].order, digest) for digest, s in self._by_digest.items() if self._is_admissible(digest)]
-        heapq.heapify(self._fronts)
+    def _line(self, group: SequenceGroup) -> Line:
+        return self._long if self.is_long(group) else self._short

@@ -10,7 +10,9 @@ import random
 from collections import deque
 from dataclasses import replace
 
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
     AdapterRef,
     EvictSlot,
@@ -44,7 +46,19 @@ class Walk:
             max_model_len=rng.choice([12, 24, 200]),
             plan_depth=rng.choice([1, 2, 3, 4]),
         )
-        self.scheduler = Scheduler(self.limits)
+        self.settings = SchedulerSettings(
+            policy=rng.choice(list(Policy)),
+            max_step_tokens=rng.choice([None, None, 5]),
+            max_sequences=rng.choice([None, None, 4]),
+            watermark=rng.choice([0.0, 0.01, 0.2]),
+            max_partial_prefills=rng.choice([1, 2, 4]),
+            long_prefill_tokens=rng.choice([None, 1, 10]),
+            adapter_us_per_mib=rng.choice([0.0, 1e12]),
+        )
+        self.counters = VirtualCounters({"a": rng.choice([0.5, 1.0, 3.0])})
+        self.tenants = rng.choice([["a"], ["a", "b"], ["a", "b", "c", "d"]])
+        self.priorities = rng.choice([[0], [0, 0, 1, 5]])
+        self.scheduler = Scheduler(self.limits, self.settings, self.counters)
         self.worker = ModelWorker(self.limits)
         names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(rng.choice([1, 3, 8]))]
         self.adapters = [AdapterRef(name, rng.choice([10, 30, 60, 100])) for name in names]
@@ -81,6 +95,7 @@ class Walk:
             self.exchange()
         assert not self.live, f"{len(self.live)} requests never ended"
         self.scheduler.check_invariants()
+        assert not any(tenant.num_waiting for tenant in self.counters.stats()), "a tenant waits with nothing"
         stats = self.scheduler.stats()
         assert (stats.num_blocks_held, stats.num_waiting, stats.num_running) == (0, 0, 0)
 
@@ -146,6 +161,8 @@ class Walk:
             stop_token_ids=frozenset(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 2]))),
             cache_salt=rng.choice([b"", b"", b"salt"]),
             arrival_s=self.now_s,
+            tenant=rng.choice(self.tenants),
+            priority=rng.choice(self.priorities),
             deadline_s=self.now_s + rng.uniform(1, 60) if rng.random() < 0.1 else None,
         )
         expected = self.expected[request.request_id] = oracle(request, limits.max_model_len)

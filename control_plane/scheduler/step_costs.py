@@ -1,0 +1,46 @@
+"""What a step costs in microseconds: the settings' figures, until the worker's own times are known.
+
+Prices two choices: whether a victim's tokens are cheaper to compute once more than to move, and whether one more
+adapter in the step costs more than it gives.
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.settings import SchedulerSettings
+
+SMOOTHING = 1 / 16  # share of the newest measurement in the running mean
+MIN_PREFILL_TOKENS = 64  # fewer in a step say little about the price of one
+
+
+class StepCosts:
+    """Prices for one worker."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.prefill_us_per_token = settings.prefill_us_per_token
+        self.swap_us_per_block = settings.swap_us_per_block  # one way
+        self.decode_step_us = settings.step_us
+        self._adapter_us_per_byte = settings.adapter_us_per_mib / 2**20
+        self._has_measured_prefill = self._has_measured_decode = False
+
+    def observe(self, step_time_us: int, num_decodes: int, num_prefill_tokens: int) -> None:
+        """Learn from a step that the worker timed; one that mixes both kinds about evenly teaches nothing."""
+        if num_prefill_tokens == 0 and num_decodes > 0:
+            share = SMOOTHING if self._has_measured_decode else 1.0
+            self.decode_step_us += share * (step_time_us - self.decode_step_us)
+            self._has_measured_decode = True
+        elif num_prefill_tokens >= max(MIN_PREFILL_TOKENS, 8 * num_decodes):
+            share = SMOOTHING if self._has_measured_prefill else 1.0
+            self.prefill_us_per_token += share * (step_time_us / num_prefill_tokens - self.prefill_us_per_token)
+            self._has_measured_prefill = True
+
+    def is_swap_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether moving so many blocks out and in again costs less than computing so many tokens once more."""
+        return 2 * num_blocks * self.swap_us_per_block < num_tokens * self.prefill_us_per_token
+
+    def is_dear(self, arena_bytes: int, num_running: int) -> bool:
+        """Whether one more row with an adapter that no row uses yet lowers the throughput of the step.
+
+        A step of n rows and time T gives n/T tokens per microsecond, with the row (n + 1)/(T + d), where d is the time
+        to read the adapter once: less if n x d > T.
+        """
+        return num_running * arena_bytes * self._adapter_us_per_byte > self.decode_step_us
