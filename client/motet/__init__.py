@@ -103,6 +103,12 @@ if TYPE_CHECKING:
         AdapterVersion as AdapterVersion,
     )
     from motet.types import (
+        Answer as Answer,
+    )
+    from motet.types import (
+        BeamSearch as BeamSearch,
+    )
+    from motet.types import (
         ChatMessage as ChatMessage,
     )
     from motet.types import (
@@ -127,6 +133,12 @@ if TYPE_CHECKING:
         Timings as Timings,
     )
     from motet.types import (
+        TokenLogprob as TokenLogprob,
+    )
+    from motet.types import (
+        TokenLogprobs as TokenLogprobs,
+    )
+    from motet.types import (
         Usage as Usage,
     )
 
@@ -143,8 +155,8 @@ _NAMES_BY_MODULE = {
     ),
     "motet.requests": "GenerateOptions",
     "motet.types": (
-        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion ChatMessage Chunk Finished "
-        "FinishReason Generation ServerStatus Started Timings Usage"
+        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion Answer BeamSearch ChatMessage Chunk Finished "
+        "FinishReason Generation ServerStatus Started Timings TokenLogprob TokenLogprobs Usage"
     ),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

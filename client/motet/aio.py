@@ -19,8 +19,8 @@ from motet.channel import RetryPolicy, channel_options
 from motet.client import Client
 from motet.errors import DeadlineExceeded, error_from_rpc
 from motet.generation import GenerationState
-from motet.requests import GenerateOptions, Prompt, generate_request
-from motet.types import Adapter, AdapterVersion, Chunk, Finished, Generation, ServerStatus, Started
+from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
+from motet.types import Adapter, AdapterVersion, Answer, Chunk, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import generation_pb2
 
@@ -36,6 +36,7 @@ class AsyncClient:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float = 10.0,
+        tenant: str = "",
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -48,6 +49,7 @@ class AsyncClient:
         self._options = tuple(options)
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
+        self._tenant = tenant
         self._clock = clock
         self._sleep = sleep
         self._generator = generator or random.Random()
@@ -67,6 +69,7 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """A stream of chunks, asked for at once; not to be awaited. Arguments as of Client.generate."""
         request = generate_request(prompt, options)
+        metadata = metadata_of(options, self._tenant)
         state = GenerationState(
             request, timeout_s=timeout_s, retry=self._retry, clock=self._clock, generator=self._generator
         )
@@ -75,7 +78,7 @@ class AsyncClient:
             request_serializer=generation_pb2.GenerateRequest.SerializeToString,
             response_deserializer=generation_pb2.GenerateResponse.FromString,
         )
-        return AsyncGenerationStream(state, method, self._sleep)
+        return AsyncGenerationStream(state, method, metadata, self._sleep)
 
     async def status(self) -> ServerStatus:
         """The system at this moment."""
@@ -230,17 +233,19 @@ class AsyncAdapters:
 
 
 class AsyncGenerationStream(AsyncIterator[Chunk]):
-    """Chunks of one request, in order. Closing it, leaving its `async with`, a cancelled read or dropping it
-    cancels the request. Leaving an `async for` alone does not while the stream is still referred to."""
+    """Chunks of one request, those of each answer in order. Closing it, leaving its `async with`, a cancelled read or
+    dropping it cancels the request. Leaving an `async for` alone does not while the stream is still referred to."""
 
     def __init__(
         self,
         state: GenerationState,
         method: grpc.aio.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+        metadata: tuple[tuple[str, str], ...],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._state = state
         self._method = method
+        self._metadata = metadata
         self._sleep = sleep
         self._is_closed = False
         self._open()
@@ -252,8 +257,13 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
 
     @property
     def finished(self) -> Finished | None:
-        """How it ended; set with the last chunk."""
+        """How the first answer ended; set with its last chunk."""
         return self._state.finished
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The answers that have ended, by index."""
+        return self._state.answers
 
     async def __anext__(self) -> Chunk:
         while not self._is_closed:
@@ -278,13 +288,13 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     async def text(self) -> str:
-        """The whole text, after waiting for the end."""
+        """The whole text of the first answer, after waiting for the end."""
         async for _ in self:
             pass
         return self._state.text()
 
     async def result(self) -> Generation:
-        """The whole answer, after waiting for the end. Raises Cancelled if the stream was closed before it."""
+        """Every answer, after waiting for the end. Raises Cancelled if the stream was closed before it."""
         async for _ in self:
             pass
         return self._state.result()
@@ -295,7 +305,7 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
 
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
-        self._call = self._method(request, timeout=timeout_s)
+        self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
 
     async def _continue_after(self, rpc_error: grpc.RpcError) -> None:
         try:

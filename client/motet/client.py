@@ -16,8 +16,8 @@ from motet import calls
 from motet.channel import RetryPolicy, channel_options
 from motet.errors import DeadlineExceeded, error_from_rpc
 from motet.generation import GenerationState
-from motet.requests import GenerateOptions, Prompt, generate_request
-from motet.types import Adapter, AdapterVersion, Chunk, Finished, Generation, ServerStatus, Started
+from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
+from motet.types import Adapter, AdapterVersion, Answer, Chunk, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import adapters_pb2, generation_pb2
 from motet.wire import adapter_from
@@ -34,6 +34,7 @@ class Client:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float = 10.0,
+        tenant: str = "",
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -42,10 +43,12 @@ class Client:
     ) -> None:
         """`timeout_s` bounds every call but generate, register and waiting for operations, which have their own.
 
+        `tenant`: who generations are counted for; empty: the server's default. A generation may name another.
         `options` are gRPC channel options and win over ours; `clock`, `sleep` and `generator` (jitter) are for tests.
         """
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
+        self._tenant = tenant
         self._clock = clock
         self._sleep = sleep
         self._generator = generator or random.Random()
@@ -68,6 +71,7 @@ class Client:
         `timeout_s` bounds the whole of it, continuations of a broken stream included.
         """
         request = generate_request(prompt, options)
+        metadata = metadata_of(options, self._tenant)
         state = GenerationState(
             request, timeout_s=timeout_s, retry=self._retry, clock=self._clock, generator=self._generator
         )
@@ -76,7 +80,7 @@ class Client:
             request_serializer=generation_pb2.GenerateRequest.SerializeToString,
             response_deserializer=generation_pb2.GenerateResponse.FromString,
         )
-        return GenerationStream(state, method, self._sleep)
+        return GenerationStream(state, method, metadata, self._sleep)
 
     def status(self) -> ServerStatus:
         """The system at this moment."""
@@ -231,16 +235,21 @@ class Adapters:
 
 
 class GenerationStream(Iterator[Chunk]):
-    """Chunks of one request, in order. Closing it, leaving its `with` or dropping it cancels the request."""
+    """Chunks of one request, those of each answer in order.
+
+    Closing it, leaving its `with` or dropping it cancels the request.
+    """
 
     def __init__(
         self,
         state: GenerationState,
         method: grpc.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+        metadata: tuple[tuple[str, str], ...],
         sleep: Callable[[float], None],
     ) -> None:
         self._state = state
         self._method = method
+        self._metadata = metadata
         self._sleep = sleep
         self._is_closed = False
         self._open()
@@ -252,8 +261,13 @@ class GenerationStream(Iterator[Chunk]):
 
     @property
     def finished(self) -> Finished | None:
-        """How it ended; set with the last chunk."""
+        """How the first answer ended; set with its last chunk."""
         return self._state.finished
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The answers that have ended, by index."""
+        return self._state.answers
 
     def __next__(self) -> Chunk:
         while not self._is_closed:
@@ -274,13 +288,13 @@ class GenerationStream(Iterator[Chunk]):
         raise StopIteration
 
     def text(self) -> str:
-        """The whole text, after waiting for the end."""
+        """The whole text of the first answer, after waiting for the end."""
         for _ in self:
             pass
         return self._state.text()
 
     def result(self) -> Generation:
-        """The whole answer, after waiting for the end. Not after close()."""
+        """Every answer, after waiting for the end. Not after close()."""
         for _ in self:
             pass
         return self._state.result()
@@ -292,7 +306,7 @@ class GenerationStream(Iterator[Chunk]):
 
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
-        self._call = self._method(request, timeout=timeout_s)
+        self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
 
     def _continue_after(self, rpc_error: grpc.RpcError) -> None:
         try:

@@ -5,15 +5,17 @@ No I/O: the sync and the async stream drive it (`client.py`, `aio.py`).
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 from collections.abc import Callable
 
 from motet.channel import RetryPolicy
 from motet.errors import Cancelled, DataLoss, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable
-from motet.requests import continuation
-from motet.types import Chunk, Finished, Generation, Started
+from motet.requests import continuation, is_resumable
+from motet.types import Answer, Chunk, Finished, Generation, Started, TokenLogprobs
 from motet.v1 import generation_pb2
-from motet.wire import finished_from, started_from
+from motet.wire import finished_from, logprobs_from, started_from
 
 
 class GenerationState:
@@ -29,8 +31,8 @@ class GenerationState:
         generator: random.Random,
     ) -> None:
         self.started: Started | None = None
-        self.finished: Finished | None = None
         self._request = request
+        self._is_resumable = is_resumable(request)
         self._started_message: generation_pb2.GenerationStarted | None = None
         self._retry = retry
         self._clock = clock
@@ -39,26 +41,31 @@ class GenerationState:
         self._deadline_s = clock() + timeout_s
         self._num_failures = 0  # calls that broke since the last new token
         self._is_call_started = False  # this call told `started`
-        # Invariant: a server that replays token_ids has released exactly the text in text_parts less loose_text.
-        self._token_ids: list[int] = []
-        self._text_parts: list[str] = []
-        self._loose_text = ""  # text that came without tokens, behind the last token
-        self._repeated_text = ""  # what this call will send once more: the loose text of the broken one
+        self._answers = [_AnswerState(0)]  # as many as the request gets, once `started` is here
+
+    @property
+    def finished(self) -> Finished | None:
+        """How the first answer ended, once it has."""
+        return self._answers[0].finished
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The answers that have ended, by index."""
+        return tuple(answer.whole(answer.finished) for answer in self._answers if answer.finished is not None)
 
     def next_request(self) -> tuple[generation_pb2.GenerateRequest, float]:
         """What to send at this point, and the seconds left for it."""
         self._is_call_started = False
-        self._repeated_text = self._loose_text
         remaining_s = max(self._deadline_s - self._clock(), 0.0)
         if self._started_message is None:
             return self._request, remaining_s
-        return continuation(self._request, self._started_message, self._token_ids), remaining_s
+        (answer,) = self._answers  # no other request is continued
+        answer.expect_repetition()
+        return continuation(self._request, self._started_message, answer.token_ids), remaining_s
 
     def fold(self, response: generation_pb2.GenerateResponse) -> Chunk | None:
         """The chunk that an event makes, None if it makes none. Raises DataLoss if events contradict each other."""
         event = response.WhichOneof("event")
-        if self.finished is not None:
-            raise _broken_promise(f"{event} after the end")
         if event == "started":
             self._fold_started(response.started)
             return None
@@ -67,90 +74,143 @@ class GenerationState:
         if not self._is_call_started or self.started is None:
             raise _broken_promise(f"{event} before started")
         index = response.delta.index if event == "delta" else response.finished.index
-        if index != 0:
-            raise _broken_promise(f"sequence {index} of a request for one")
-        if event == "delta":
-            return self._fold_delta(response.delta)
-        self.finished = finished_from(response.finished)
-        return Chunk(
-            text="",
-            token_ids=(),
-            token_offset=len(self._token_ids),
-            adapter_digest=self.started.adapter_digest,
-            finish_reason=self.finished.finish_reason,
-            usage=self.finished.usage,
-        )
+        if index >= len(self._answers):
+            raise _broken_promise(f"answer {index} of a request for {len(self._answers)}")
+        answer = self._answers[index]
+        if answer.finished is not None:
+            raise _broken_promise(f"{event} after the end of answer {index}")
+        if event == "finished":
+            return answer.fold_finished(response.finished, self.started.adapter_digest)
+        if response.delta.token_ids:
+            self._num_failures = 0
+        return answer.fold_delta(response.delta, self.started.adapter_digest)
 
     def check_ended(self) -> None:
-        """Call when the stream ended without an error. Raises DataLoss if `finished` is missing."""
-        if self.finished is None:
-            raise _broken_promise(f"the stream ended after {len(self._token_ids)} tokens without saying why")
+        """Call when the stream ended without an error. Raises DataLoss if an answer's end is missing."""
+        for answer in self._answers:
+            if answer.finished is None:
+                num_tokens = len(answer.token_ids)
+                raise _broken_promise(
+                    f"the stream ended after {num_tokens} tokens without saying why answer {answer.index} did"
+                )
 
     def backoff_s(self, error: MotetError) -> float:
         """Seconds to wait before `next_request` after a call broke with `error`; raises when it is final.
 
         1. Nothing arrived yet: gRPC has retried already.
-        2. The stream broke, or its continuation was refused for the moment: go on, a bounded number of times in a row.
-        3. Anything else is the answer.
+        2. Several answers, or answers that are chosen at the end, cannot be continued.
+        3. The stream broke, or its continuation was refused for the moment: go on, a bounded number of times in a row.
+        4. Anything else is the answer.
         """
         can_go_on = isinstance(error, Unavailable) or (
             isinstance(error, ResourceExhausted) and error.retry_after_s is not None and not self._is_call_started
         )
         self._num_failures += 1
-        if self.started is None or not can_go_on or self._num_failures >= self._retry.max_attempts:
+        if self.started is None or not self._is_resumable or not can_go_on:
+            raise error
+        if self._num_failures >= self._retry.max_attempts:
             raise error
         delay_s = max(self._retry.backoff_s(self._num_failures, self._generator), error.retry_after_s or 0.0)
         if self._clock() + delay_s >= self._deadline_s:
+            num_tokens = len(self._answers[0].token_ids)
             raise DeadlineExceeded(
-                f"no answer within timeout_s={self._timeout_s:g}; the stream broke after {len(self._token_ids)} tokens "
+                f"no answer within timeout_s={self._timeout_s:g}; the stream broke after {num_tokens} tokens "
                 f"and could not be continued in time: {error}",
                 reason="DEADLINE_EXCEEDED",
             ) from error
         return delay_s
 
     def text(self) -> str:
-        """All text so far."""
-        return "".join(self._text_parts)
+        """All text of the first answer so far."""
+        return "".join(self._answers[0].text_parts)
 
     def result(self) -> Generation:
-        """The whole answer. Raises Cancelled if the stream was closed before its end."""
-        if self.started is None or self.finished is None:
+        """All answers. Raises Cancelled if the stream was closed before its end."""
+        answers = self.answers
+        if self.started is None or len(answers) < len(self._answers):
             raise Cancelled("the stream was closed before its end", reason="CANCELLED")
-        return Generation(self.text(), tuple(self._token_ids), self.started, self.finished)
+        first = answers[0]
+        return Generation(first.text, first.token_ids, self.started, first.finished, answers)
 
     def _fold_started(self, message: generation_pb2.GenerationStarted) -> None:
+        if any(answer.finished is not None for answer in self._answers):
+            raise _broken_promise("started after the end of an answer")
         if self._is_call_started:
             raise _broken_promise("started twice")
         self._is_call_started = True
         first = self._started_message
         if first is None:
-            self._started_message = message
-            self.started = started_from(message)
+            started, num_asked = started_from(message), self._request.decoding.n or 1
+            if started.n != num_asked:
+                raise _broken_promise(f"{started.n} answers where {num_asked} were asked for")
+            self._started_message, self.started = message, started
+            self._answers = [_AnswerState(index) for index in range(self.started.n)]
         elif message.adapter_digest != first.adapter_digest:
             raise _broken_promise(f"continued with version {message.adapter_digest}, not {first.adapter_digest}")
         elif message.sampling.seed != first.sampling.seed:
             raise _broken_promise(f"continued with seed {message.sampling.seed}, not {first.sampling.seed}")
 
-    def _fold_delta(self, delta: generation_pb2.GenerationDelta) -> Chunk | None:
-        assert self.started is not None, "checked by fold"
-        offset = len(self._token_ids)
+
+class _AnswerState:
+    """Everything received of one answer."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.finished: Finished | None = None
+        # Invariant: a server that replays token_ids has released exactly the text in text_parts less _loose_text.
+        self.token_ids: list[int] = []
+        self.text_parts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._loose_text = ""  # text that came without tokens, behind the last token
+        self._repeated_text = ""  # what this call will send once more: the loose text of the broken one
+
+    def whole(self, finished: Finished) -> Answer:
+        """The answer, which has ended."""
+        return Answer(self.index, "".join(self.text_parts), tuple(self.token_ids), finished, tuple(self._logprobs))
+
+    def expect_repetition(self) -> None:
+        """A continuation is asked for."""
+        self._repeated_text = self._loose_text
+
+    def fold_delta(self, delta: generation_pb2.GenerationDelta, adapter_digest: str) -> Chunk | None:
+        offset = len(self.token_ids)
         if delta.token_offset != offset:
-            raise _broken_promise(f"token_offset {delta.token_offset} where {offset} was due")
+            raise _broken_promise(f"token_offset {delta.token_offset} where {offset} was due in answer {self.index}")
         text = self._without_repetition(delta.text)
+        logprobs = logprobs_from(delta.logprobs)
         if delta.token_ids:
-            self._num_failures = 0
-            self._token_ids.extend(delta.token_ids)
+            self.token_ids.extend(delta.token_ids)
+            self._logprobs.extend(logprobs)
             self._loose_text = self._repeated_text
         else:
             self._loose_text += text
         if not text and not delta.token_ids:
             return None
-        self._text_parts.append(text)
+        self.text_parts.append(text)
         return Chunk(
             text=text,
             token_ids=tuple(delta.token_ids),
             token_offset=offset,
-            adapter_digest=self.started.adapter_digest,
+            adapter_digest=adapter_digest,
+            index=self.index,
+            logprobs=logprobs,
+        )
+
+    def fold_finished(self, message: generation_pb2.GenerationFinished, adapter_digest: str) -> Chunk:
+        finished = finished_from(message)
+        if finished.cumulative_logprob is None and self._logprobs:
+            # A continued stream: its server knew the last part alone.
+            total = math.fsum(told.logprob for told in self._logprobs)
+            finished = dataclasses.replace(finished, cumulative_logprob=total)
+        self.finished = finished
+        return Chunk(
+            text="",
+            token_ids=(),
+            token_offset=len(self.token_ids),
+            adapter_digest=adapter_digest,
+            index=self.index,
+            finish_reason=finished.finish_reason,
+            usage=finished.usage,
         )
 
     def _without_repetition(self, text: str) -> str:

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypedDict
 
 from motet.errors import invalid_field
-from motet.types import ChatMessage
+from motet.types import BeamSearch, ChatMessage
 from motet.v1 import generation_pb2, types_pb2
 
 Message: TypeAlias = ChatMessage | Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
+TENANT_KEY = "motet-tenant"  # metadata
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
+_INT32_MAX = 2**31 - 1
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -29,12 +31,25 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float | None  # 0 is greedy, the default
     top_k: int | None  # keep the k most likely tokens
     top_p: float | None  # keep the smallest set of tokens whose probability reaches top_p
+    min_p: float | None  # keep tokens at least min_p times as likely as the most likely one
+    repetition_penalty: float | None  # above 1 makes tokens of prompt and answer less likely; 1 changes nothing
+    presence_penalty: float | None  # subtracted from the logits of tokens that were generated
+    frequency_penalty: float | None  # the same for each time that a token was generated
+    logit_bias: Mapping[int, float]  # added to the logits of these token ids
+    logprobs: int | None  # tell log-probabilities of the tokens, and of so many most likely ones
+    prompt_logprobs: int | None  # the same for the prompt's tokens from the second on
+    n: int | None  # answers to return, each with its own index
+    best_of: int | None  # answers to sample; the n most likely ones are returned at the end
+    beam_search: BeamSearch | None  # instead of sampling; the n best answers are returned at the end
     seed: int | None  # the same seed gives the same tokens, whatever else is in the batch
     stop: str | Sequence[str]  # end before one of these strings
     stop_token_ids: Sequence[int]  # end after one of these tokens
+    min_tokens: int | None  # generate so many before any of these, or the end-of-sequence token, may end it
     ignore_eos: bool | None  # go on after the end-of-sequence token
     cache_salt: str  # requests share cached prompts only when this is equal
     request_id: str  # label of your own for logs, at most 128 printable ASCII characters
+    priority: int | None  # among the requests of your tenant, higher ones run first; from -100 to 100
+    tenant: str  # who the request is counted for; empty: the client's
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2.GenerateRequest:
@@ -55,17 +70,42 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
             top_k=_optional_uint("sampling.top_k", options.get("top_k"), _UINT32_MAX),
             top_p=options.get("top_p"),
             seed=_optional_uint("sampling.seed", options.get("seed"), _UINT64_MAX),
+            min_p=options.get("min_p"),
+            repetition_penalty=options.get("repetition_penalty"),
+            presence_penalty=options.get("presence_penalty"),
+            frequency_penalty=options.get("frequency_penalty"),
+            logit_bias={
+                _uint("sampling.logit_bias", token, _UINT32_MAX): bias
+                for token, bias in options.get("logit_bias", {}).items()
+            },
+            logprobs=_optional_uint("sampling.logprobs", options.get("logprobs"), _UINT32_MAX),
+            prompt_logprobs=_optional_uint("sampling.prompt_logprobs", options.get("prompt_logprobs"), _UINT32_MAX),
         ),
         stopping=types_pb2.StoppingParams(
             max_tokens=_optional_uint("stopping.max_tokens", options.get("max_tokens"), _UINT32_MAX),
             stop=[stop] if isinstance(stop, str) else stop,
             stop_token_ids=[_uint("stopping.stop_token_ids", token, _UINT32_MAX) for token in stop_token_ids],
+            min_tokens=_optional_uint("stopping.min_tokens", options.get("min_tokens"), _UINT32_MAX),
         ),
+        priority=_priority(options.get("priority")),
     )
+    _set_decoding(request, options)
     if ignore_eos is not None:
         request.stopping.ignore_eos = ignore_eos
     _set_prompt(request, prompt)
     return request
+
+
+def metadata_of(options: GenerateOptions, default_tenant: str) -> tuple[tuple[str, str], ...]:
+    """What is sent beside the request."""
+    tenant = options.get("tenant") or default_tenant
+    return ((TENANT_KEY, tenant),) if tenant else ()
+
+
+def is_resumable(request: generation_pb2.GenerateRequest) -> bool:
+    """Whether a broken stream can be continued: only a request for one answer, sampled as it goes."""
+    decoding = request.decoding
+    return decoding.n <= 1 and decoding.best_of <= 1 and not decoding.HasField("beam_search")
 
 
 def continuation(
@@ -82,13 +122,34 @@ def continuation(
     resumed.request_id = started.request_id
     resumed.adapter_digest = started.adapter_digest
     resumed.sampling.seed = started.sampling.seed
-    for field in ("temperature", "top_p"):
+    resumed.sampling.ClearField("prompt_logprobs")  # told already
+    for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         if not request.sampling.HasField(field) and started.sampling.HasField(field):
             setattr(resumed.sampling, field, getattr(started.sampling, field))
     if not request.stopping.HasField("max_tokens") and started.stopping.HasField("max_tokens"):
         resumed.stopping.max_tokens = started.stopping.max_tokens
     resumed.resume_from.ids.extend(token_ids)
     return resumed
+
+
+def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOptions) -> None:
+    decoding = request.decoding
+    for name, value in (("n", options.get("n")), ("best_of", options.get("best_of"))):
+        if value is not None:
+            setattr(decoding, name, _uint(f"decoding.{name}", value, _UINT32_MAX))
+    beams = options.get("beam_search")
+    if beams is not None:
+        if not isinstance(beams, BeamSearch):
+            raise TypeError(f"beam_search is {type(beams).__name__}; give a BeamSearch")
+        decoding.beam_search.width = _uint("decoding.beam_search.width", beams.width, _UINT32_MAX)
+        if beams.length_penalty is not None:
+            decoding.beam_search.length_penalty = beams.length_penalty
+        if beams.early_stopping is not None:
+            decoding.beam_search.early_stopping = beams.early_stopping
+
+
+def _priority(value: int | None) -> int | None:
+    return None if value is None else _integer("priority", value, -_INT32_MAX, _INT32_MAX)
 
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
@@ -118,11 +179,15 @@ def _optional_uint(field: str, value: int | None, limit: int) -> int | None:
 
 
 def _uint(field: str, value: object, limit: int) -> int:
+    return _integer(field, value, 0, limit)
+
+
+def _integer(field: str, value: object, lowest: int, highest: int) -> int:
     """`value` as an integer the wire can carry; the wire would cut off anything else without a word."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # this is where a wrong type is found
     except TypeError:
         raise invalid_field(field, f"is {value!r}; give an integer") from None
-    if not 0 <= number <= limit:
-        raise invalid_field(field, f"is {number}; give an integer from 0 to {limit}")
+    if not lowest <= number <= highest:
+        raise invalid_field(field, f"is {number}; give an integer from {lowest} to {highest}")
     return number

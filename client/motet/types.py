@@ -19,6 +19,33 @@ class ChatMessage:
     content: str
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Beam search instead of sampling. Left out or None: the server's default, told back in `started`."""
+
+    width: int  # beams, from 2 to 16
+    length_penalty: float | None = None  # exponent of the length that a log-probability is divided by; default 1
+    early_stopping: bool | None = None  # end with `width` ended answers, not when no running beam can beat them
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One candidate at one position."""
+
+    token_id: int
+    logprob: float  # natural logarithm
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token under the model's own distribution: before bias, penalties, temperature and filters."""
+
+    token_id: int
+    logprob: float  # natural logarithm
+    rank: int  # tokens that were more likely, plus one
+    top: tuple[TokenLogprob, ...]  # as many as were asked for, the most likely first
+
+
 class FinishReason(enum.StrEnum):
     """Why a generation ended."""
 
@@ -61,40 +88,66 @@ class Started:
     top_p: float  # in effect, no unit
     seed: int  # in effect
     max_tokens: int  # in effect
+    min_p: float = 0.0  # in effect, like those below
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    n: int = 1  # answers that are returned
+    best_of: int = 1  # answers that are sampled
+    beam_search: BeamSearch | None = None
+    tenant: str = ""  # who the request is counted for; empty: the server has no tenants
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: the prompt's tokens from the second on
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a generation ended."""
+    """How one answer ended."""
 
     finish_reason: FinishReason
     stop_string: str  # the one that ended it; empty for other reasons
     usage: Usage
     timings: Timings
-    seed: int  # seed in effect
+    seed: int  # seed in effect for this answer
+    index: int = 0  # which answer of the request
+    cumulative_logprob: float | None = None  # sum over its tokens, for beam search and where logprobs were asked for
+    score: float | None = None  # for beam search: what the answers are ranked by
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What came next in a stream. The last one has no tokens and says how it ended."""
+    """What came next of one answer. Its last one has no tokens and says how it ended."""
 
     text: str  # may lag behind token_ids: unfinished code points and possible stop strings are held back
     token_ids: tuple[int, ...]
     token_offset: int  # position of token_ids[0] among the generated tokens
     adapter_digest: str  # version that answered; empty for the base model
-    index: int = 0  # which sequence of the request
-    finish_reason: FinishReason | None = None  # set on the last chunk only
-    usage: Usage | None = None  # set on the last chunk only
+    index: int = 0  # which answer of the request
+    finish_reason: FinishReason | None = None  # set on the answer's last chunk only
+    usage: Usage | None = None  # set on the answer's last chunk only
+    logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: one for each of token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole answer of a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Finished
+    logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: one for each of token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A whole answer."""
+    """All that a request gave; `text`, `token_ids` and `finished` are those of the first answer."""
 
     text: str
     token_ids: tuple[int, ...]
     started: Started
     finished: Finished
+    answers: tuple[Answer, ...]  # by index
 
 
 class AdapterState(enum.StrEnum):
@@ -217,6 +270,24 @@ class AdapterStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """One tenant: what it is granted, None being no limit, and what it uses."""
+
+    tenant: str
+    weight: float  # share of service against the other tenants' weights
+    num_requests: int  # accepted and not finished
+    max_running_requests: int | None
+    num_queued_tokens: int  # prompt tokens of those that have no token of an answer yet
+    max_queued_tokens: int | None
+    num_tokens_left: int | None  # of tokens_per_minute
+    tokens_per_minute: int | None
+    num_accepted: int  # since the tenant is known, like those below
+    num_rejected: int  # by one of these limits
+    num_input_tokens: int  # of finished requests
+    num_generated_tokens: int  # of finished requests
+
+
+@dataclass(frozen=True, slots=True)
 class LimitStatus:
     """Limits a client may meet."""
 
@@ -235,3 +306,4 @@ class ServerStatus:
     queues: QueueStatus
     adapters: AdapterStatus
     limits: LimitStatus
+    tenants: tuple[TenantStatus, ...] = ()  # those that sent requests lately, by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,7 +38,8 @@ _TIERS = {
 
 def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
     """What the server made of a request."""
-    sampling = message.sampling
+    sampling, decoding = message.sampling, message.decoding
+    beams = decoding.beam_search
     return types.Started(
         request_id=message.request_id,
         adapter=message.adapter,
@@ -50,11 +52,38 @@ def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         seed=sampling.seed,
         max_tokens=message.stopping.max_tokens,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        min_tokens=message.stopping.min_tokens,
+        n=decoding.n or 1,
+        best_of=decoding.best_of or 1,
+        beam_search=(
+            types.BeamSearch(beams.width, beams.length_penalty, beams.early_stopping)
+            if decoding.HasField("beam_search")
+            else None
+        ),
+        tenant=message.tenant,
+        prompt_logprobs=logprobs_from(message.prompt_logprobs),
+    )
+
+
+def logprobs_from(messages: Iterable[types_pb2.TokenLogprobs]) -> tuple[types.TokenLogprobs, ...]:
+    """Log-probabilities, token by token."""
+    return tuple(
+        types.TokenLogprobs(
+            told.token_id,
+            told.logprob,
+            told.rank,
+            tuple(types.TokenLogprob(candidate.token_id, candidate.logprob) for candidate in told.top),
+        )
+        for told in messages
     )
 
 
 def finished_from(message: generation_pb2.GenerationFinished) -> types.Finished:
-    """How a generation ended."""
+    """How one answer ended."""
     return types.Finished(
         finish_reason=_FINISH_REASONS.get(message.reason, types.FinishReason.UNSPECIFIED),
         stop_string=message.stop_string,
@@ -69,6 +98,9 @@ def finished_from(message: generation_pb2.GenerationFinished) -> types.Finished:
             total_time_s=_seconds(message.timings.total_time),
         ),
         seed=message.seed,
+        index=message.index,
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
+        score=message.score if message.HasField("score") else None,
     )
 
 
@@ -115,12 +147,19 @@ def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
         queues=_same_fields(types.QueueStatus, message.queues),
         adapters=_same_fields(types.AdapterStatus, message.adapters),
         limits=_same_fields(types.LimitStatus, message.limits),
+        tenants=tuple(_same_fields(types.TenantStatus, tenant) for tenant in message.tenants),
     )
 
 
 def _same_fields(plain: type[_Plain], message: Any) -> _Plain:
-    """A dataclass whose fields are named and typed as the message's."""
-    return plain(**{field.name: getattr(message, field.name) for field in dataclasses.fields(plain)})
+    """A dataclass whose fields are named and typed as the message's; None for an optional one that is not set."""
+    unset = {
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.has_presence and field.message_type is None and not message.HasField(field.name)
+    }
+    names = [field.name for field in dataclasses.fields(plain)]
+    return plain(**{name: None if name in unset else getattr(message, name) for name in names})
 
 
 def _seconds(duration: Duration) -> float:

@@ -44,7 +44,7 @@ def abort(context: grpc.ServicerContext, code: grpc.StatusCode, message: str, *d
     raise AssertionError("abort_with_status raises")
 
 
-def started(*, digest: str = DIGEST, seed: int = SEED, max_tokens: int = 8) -> Response:
+def started(*, digest: str = DIGEST, seed: int = SEED, max_tokens: int = 8, n: int = 1, **more: Any) -> Response:
     """The first event."""
     return Response(
         started=generation_pb2.GenerationStarted(
@@ -55,11 +55,13 @@ def started(*, digest: str = DIGEST, seed: int = SEED, max_tokens: int = 8) -> R
             stopping=types_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=False),
             prompt_tokens=4,
             cached_tokens=2,
+            decoding=types_pb2.DecodingParams(n=n, best_of=more.pop("best_of", n)),
+            **more,
         )
     )
 
 
-def delta(offset: int, token_ids: list[int], text: str, *, index: int = 0) -> Response:
+def delta(offset: int, token_ids: list[int], text: str, *, index: int = 0, **more: Any) -> Response:
     """New tokens."""
     return Response(
         delta=generation_pb2.GenerationDelta(
@@ -68,17 +70,21 @@ def delta(offset: int, token_ids: list[int], text: str, *, index: int = 0) -> Re
             token_ids=token_ids,
             text=text,
             completion_tokens=offset + len(token_ids),
+            **more,
         )
     )
 
 
-def finished(num_tokens: int, *, reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_LENGTH) -> Response:
+def finished(
+    num_tokens: int, *, reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_LENGTH, **more: Any
+) -> Response:
     """The last event."""
     return Response(
         finished=generation_pb2.GenerationFinished(
             reason=reason,
             usage=types_pb2.Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=num_tokens),
             seed=SEED,
+            **more,
         )
     )
 
@@ -132,6 +138,7 @@ class ScriptedServer(
         self.scripts: deque[Script] = deque()
         self.requests: list[Any] = []
         self.time_remaining_s: list[float] = []
+        self.tenants: list[str | None] = []
         self.cancelled = threading.Event()
         self.adapters: dict[str, adapters_pb2.Adapter] = {}
         self.files: dict[str, bytes] = {}
@@ -160,6 +167,7 @@ class ScriptedServer(
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         self.requests.append(request)
         self.time_remaining_s.append(context.time_remaining())
+        self.tenants.append(dict(context.invocation_metadata()).get("motet-tenant"))
         yield from self.scripts.popleft()(request, context)
 
     def waiting_for_cancel(self, *first: Response) -> Script:

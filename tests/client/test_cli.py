@@ -18,6 +18,7 @@ from motet.cli import exits, server_parts
 from motet.cli.main import main
 from motet.cli.status import run_status
 from motet.errors import ERROR_BY_CODE
+from motet.v1 import types_pb2
 
 from tests.client.scripted_server import (
     DIGEST,
@@ -55,6 +56,58 @@ def test_generate_json_prints_one_line_per_event(server: ScriptedServer, capsys:
     assert events[0]["adapter_digest"] == DIGEST
     assert [event["token_ids"] for event in events[1:3]] == [[1, 2], [3]]
     assert events[3]["finish_reason"] == "length" and events[3]["usage"]["completion_tokens"] == 3
+
+
+def test_generate_prints_several_answers_as_they_end(server: ScriptedServer, capsys: Capture) -> None:
+    answers = (
+        started(n=2, best_of=1),
+        delta(0, [5], "one", index=1),
+        finished(1, index=1, score=-0.5),
+        delta(0, [6, 7], "two"),
+        finished(2, score=-0.25),
+    )
+    server.scripts.extend([lambda *_: iter(answers), lambda *_: iter(answers)])
+    flags = ["--beams", "3", "--n", "2", "--length-penalty", "0.5", "--early-stopping", "--tenant", "team"]
+    assert motet(server, "generate", *flags, "--stats", "hi") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "[1] one  (score -0.5000)\n[0] two  (score -0.2500)\n"
+    assert "3 generated, ended by length" in captured.err
+    beams = server.requests[0].decoding.beam_search
+    assert (beams.width, beams.length_penalty, beams.early_stopping, server.tenants) == (3, 0.5, True, ["team"])
+    assert motet(server, "generate", "--json", *flags, "hi") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(event["event"], event.get("index")) for event in events[1:]] == [
+        ("delta", 1),
+        ("finished", 1),
+        ("delta", 0),
+        ("finished", 0),
+    ]
+
+
+def test_generate_takes_every_sampling_flag(server: ScriptedServer, capsys: Capture) -> None:
+    logprob = types_pb2.TokenLogprobs(token_id=5, logprob=-0.5, rank=1)
+    server.scripts.append(lambda *_: iter((started(), delta(0, [5], "a", logprobs=[logprob]), finished(1))))
+    flags = (
+        *("--min-p", "0.5", "--repetition-penalty", "1.5", "--presence-penalty", "-1", "--frequency-penalty", "1"),
+        *("--logit-bias", "7=-2.5", "--logit-bias", "9=1", "--logprobs", "2", "--prompt-logprobs", "0"),
+        *("--min-tokens", "3", "--best-of", "4", "--priority", "-5"),
+    )
+    assert motet(server, "generate", "--json", *flags, "hi") == 0
+    request = server.requests[0]
+    assert request.sampling == types_pb2.SamplingParams(
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=1,
+        logit_bias={7: -2.5, 9: 1.0},
+        logprobs=2,
+        prompt_logprobs=0,
+    )
+    assert (request.stopping.min_tokens, request.decoding.best_of, request.priority) == (3, 4, -5)
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert events[1]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": []}]
+    assert motet(server, "generate", "--length-penalty", "2", "hi") == exits.REFUSED
+    assert "--beams" in capsys.readouterr().err
 
 
 def test_generate_reads_the_prompt_from_standard_input(
@@ -185,6 +238,27 @@ def test_status_shows_workers_queues_blocks_and_tiers(server: ScriptedServer, ca
     arena = next(line for line in text.splitlines() if line.startswith("arena of w0"))
     assert arena.split()[3:] == ["2", "3.0", "MiB", "8.0", "MiB"]
     assert "adapters (5 registered)" in text
+
+
+def test_status_shows_tenants(server: ScriptedServer, capsys: Capture) -> None:
+    server.status.tenants.add(
+        tenant="a",
+        weight=2.5,
+        num_requests=3,
+        max_running_requests=4,
+        num_queued_tokens=17,
+        num_tokens_left=50,
+        tokens_per_minute=600,
+        num_rejected=7,
+    )
+    server.status.tenants.add(tenant="b", weight=1)
+    assert motet(server, "status") == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out[out.index("tenants") :].splitlines()[2:4]]
+    assert lines == [
+        ["a", "2.5", "3/4", "17", "50/600", "0", "7", "0", "0"],
+        ["b", "1", "0", "0", "0", "0", "0", "0"],
+    ]
 
 
 def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture) -> None:

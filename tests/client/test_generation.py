@@ -242,7 +242,7 @@ def test_nobody_listening_is_unavailable(driver: Driver) -> None:
         ([delta(0, [5], "a")], "delta before started"),
         ([started(), started()], "started twice"),
         ([started(), delta(0, [5], "a")], "after 1 tokens without saying why"),
-        ([started(), delta(0, [5], "a", index=1)], "sequence 1"),
+        ([started(), delta(0, [5], "a", index=1)], "answer 1"),
         ([started(), finished(0), delta(0, [5], "a")], "delta after the end"),
     ],
 )

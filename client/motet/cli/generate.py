@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
 from motet.requests import GenerateOptions, Prompt
-from motet.types import ChatMessage, Chunk
+from motet.types import Answer, BeamSearch, ChatMessage, Chunk
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -51,6 +52,20 @@ def add_parser(commands: Subparsers) -> None:
         help="end after it; may be repeated (default: none)",
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    sampling.add_argument(
+        "--min-tokens", type=int, metavar="N", help="tokens before anything may end it, a count (default: 0)"
+    )
+    _add_more_sampling(sampling)
+    _add_decoding(parser.add_argument_group("several answers"))
+    parser.add_argument(
+        "--priority", type=int, metavar="N", help="higher runs first within the tenant, from -100 to 100 (default: 0)"
+    )
+    parser.add_argument(
+        "--tenant",
+        default=os.environ.get("MOTET_TENANT", ""),
+        metavar="NAME",
+        help="who it is counted for (default: $MOTET_TENANT, else the server's default)",
+    )
     parser.add_argument(
         "--cache-salt", default="", metavar="TEXT", help="prefix-cache partition, at most 128 bytes (default: none)"
     )
@@ -62,6 +77,75 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--timeout-s", type=seconds, default=600.0, metavar="S", help="seconds in all (default: 600)")
     parser.set_defaults(run=_generate)
+
+
+def _add_more_sampling(group: Any) -> None:
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="keep tokens at least P times as likely as the first (default: 0)"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1 repeats less, no unit, in (0, 10] (default: 1)"
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="taken off logits of used tokens, in [-2, 2] (default: 0)"
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="the same for every use, in [-2, 2] (default: 0)"
+    )
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        type=_bias,
+        metavar="ID=X",
+        help="add X, in [-100, 100], to the logit of a token; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json, log-probabilities and the K likeliest (default: none)"
+    )
+    group.add_argument(
+        "--prompt-logprobs", type=int, metavar="K", help="the same for the tokens of the prompt (default: none)"
+    )
+
+
+def _add_decoding(group: Any) -> None:
+    group.add_argument("--n", type=int, metavar="N", help="answers to return, a count (default: 1)")
+    group.add_argument(
+        "--best-of", type=int, metavar="N", help="answers to sample; the most likely are returned (default: --n)"
+    )
+    group.add_argument("--beams", type=int, metavar="N", help="beam search with N beams, from 2 to 16 (default: none)")
+    group.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        help="with --beams, exponent of the length, in [-10, 10] (default: 1)",
+    )
+    group.add_argument(
+        "--early-stopping", action="store_true", help="with --beams, end with the first N answers that have ended"
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=X, a token id and a number") from None
+
+
+def _logit_bias(arguments: argparse.Namespace) -> dict[int, float]:
+    biases = dict(arguments.logit_bias)
+    if len(biases) < len(arguments.logit_bias):
+        raise invalid_field("--logit-bias", "names a token twice; give each once")
+    return biases
+
+
+def _beam_search(arguments: argparse.Namespace) -> BeamSearch | None:
+    if arguments.beams is not None:
+        return BeamSearch(arguments.beams, arguments.length_penalty, True if arguments.early_stopping else None)
+    if arguments.length_penalty is not None or arguments.early_stopping:
+        raise invalid_field("--beams", "is missing; --length-penalty and --early-stopping belong to a beam search")
+    return None
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -79,11 +163,26 @@ def _generate(arguments: argparse.Namespace) -> int:
         "ignore_eos": True if arguments.ignore_eos else None,
         "cache_salt": arguments.cache_salt,
         "request_id": arguments.request_id,
+        "min_tokens": arguments.min_tokens,
+        "min_p": arguments.min_p,
+        "repetition_penalty": arguments.repetition_penalty,
+        "presence_penalty": arguments.presence_penalty,
+        "frequency_penalty": arguments.frequency_penalty,
+        "logit_bias": _logit_bias(arguments),
+        "logprobs": arguments.logprobs,
+        "prompt_logprobs": arguments.prompt_logprobs,
+        "n": arguments.n,
+        "best_of": arguments.best_of,
+        "beam_search": _beam_search(arguments),
+        "priority": arguments.priority,
+        "tenant": arguments.tenant,
     }
     # Leaving the `with`, by Ctrl-C too, cancels the request.
     with connect(arguments) as client, client.generate(prompt, timeout_s=arguments.timeout_s, **options) as stream:
         if arguments.json:
             _print_events(stream)
+        elif (arguments.n or 1) > 1:
+            _print_answers(stream)
         else:
             _print_text(stream)
         if arguments.stats:
@@ -117,6 +216,17 @@ def _print_text(stream: GenerationStream) -> None:
         print(flush=True)
 
 
+def _print_answers(stream: GenerationStream) -> None:
+    for chunk in stream:
+        if chunk.finish_reason is not None:
+            (answer,) = [answer for answer in stream.answers if answer.index == chunk.index]
+            print(f"[{answer.index}] {answer.text}{_rank(answer)}", flush=True)
+
+
+def _rank(answer: Answer) -> str:
+    return "" if answer.finished.score is None else f"  (score {answer.finished.score:.4f})"
+
+
 def _print_events(stream: GenerationStream) -> None:
     is_started = False
     for chunk in stream:
@@ -125,23 +235,28 @@ def _print_events(stream: GenerationStream) -> None:
             print(json_line({"event": "started", **to_plain(stream.started)}), flush=True)
         if chunk.finish_reason is None:
             print(json_line({"event": "delta", **_delta(chunk)}), flush=True)
-    print(json_line({"event": "finished", **to_plain(stream.finished)}), flush=True)
+        else:
+            (answer,) = [answer for answer in stream.answers if answer.index == chunk.index]
+            print(json_line({"event": "finished", **to_plain(answer.finished)}), flush=True)
 
 
 def _delta(chunk: Chunk) -> dict[str, Any]:
-    return {
+    delta = {
         "index": chunk.index,
         "token_offset": chunk.token_offset,
         "token_ids": list(chunk.token_ids),
         "text": chunk.text,
     }
+    return {**delta, "logprobs": to_plain(chunk.logprobs)} if chunk.logprobs else delta
 
 
 def _summary(stream: GenerationStream) -> str:
     result = stream.result()
     usage, timings = result.finished.usage, result.finished.timings
+    num_generated = sum(answer.finished.usage.completion_tokens for answer in result.answers)
+    reasons = ", ".join(dict.fromkeys(answer.finished.finish_reason for answer in result.answers))
     return (
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated, "
-        f"ended by {result.finished.finish_reason}, seed {result.finished.seed}, "
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {num_generated} generated, "
+        f"ended by {reasons}, seed {result.started.seed}, "
         f"first token after {timings.time_to_first_token_s * 1000:.0f} ms, {timings.total_time_s:.2f} s in all"
     )

@@ -71,6 +71,7 @@ def render(status: ServerStatus) -> str:
             ],
         ),
         _render_workers(status),
+        *([_render_tenants(status)] if status.tenants else []),
         f"adapters ({adapters.num_registered} registered)\n"
         + table(
             ("TIER", "ADAPTERS", "USED", "BUDGET"),
@@ -87,6 +88,38 @@ def render(status: ServerStatus) -> str:
         ),
     ]
     return "\n\n".join(sections)
+
+
+def _render_tenants(status: ServerStatus) -> str:
+    def of(used: int, limit: int | None) -> str:
+        return str(used) if limit is None else f"{used}/{limit}"
+
+    rows = [
+        (
+            tenant.tenant,
+            f"{tenant.weight:g}",
+            of(tenant.num_requests, tenant.max_running_requests),
+            of(tenant.num_queued_tokens, tenant.max_queued_tokens),
+            "" if tenant.num_tokens_left is None else of(tenant.num_tokens_left, tenant.tokens_per_minute),
+            tenant.num_accepted,
+            tenant.num_rejected,
+            tenant.num_input_tokens,
+            tenant.num_generated_tokens,
+        )
+        for tenant in status.tenants
+    ]
+    header = (
+        "TENANT",
+        "WEIGHT",
+        "REQUESTS",
+        "QUEUED TOKENS",
+        "LEFT PER MINUTE",
+        "ACCEPTED",
+        "REJECTED",
+        "PROMPT TOKENS",
+        "GENERATED",
+    )
+    return "tenants\n" + table(header, rows)
 
 
 def _render_workers(status: ServerStatus) -> str:

@@ -1,0 +1,187 @@
+"""Several answers, beam search, log-probabilities, priorities and tenants, with both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from motet import (
+    BeamSearch,
+    DataLoss,
+    FinishReason,
+    InvalidArgument,
+    ResourceExhausted,
+    TokenLogprob,
+    TokenLogprobs,
+    Unavailable,
+)
+from motet.v1 import types_pb2
+
+from tests.client.conftest import Driver
+from tests.client.scripted_server import Response, ScriptedServer, abort, delta, finished, playing, started
+from tests.client.test_generation import TOKENS, refusing, sending
+
+
+def told(token_id: int, logprob: float) -> types_pb2.TokenLogprobs:
+    return types_pb2.TokenLogprobs(
+        token_id=token_id, logprob=logprob, rank=2, top=[types_pb2.TokenLogprob(token_id=3, logprob=-0.25)]
+    )
+
+
+def test_answers_are_folded_by_index(server: ScriptedServer, driver: Driver) -> None:
+    server.scripts.append(
+        sending(
+            started(n=2, best_of=3, tenant="team"),
+            delta(0, [5], "a"),
+            delta(0, [7, 8], "xy", index=1),
+            delta(1, [6], "b"),
+            finished(2, reason=types_pb2.FINISH_REASON_STOP_STRING, index=1, stop_string="z"),
+            delta(2, [], "c"),
+            finished(2, cumulative_logprob=-1.5),
+        )
+    )
+    chunks, result = driver.generate("hi", n=2, best_of=3)
+    assert [(chunk.index, chunk.token_offset, chunk.text) for chunk in chunks] == [
+        (0, 0, "a"),
+        (1, 0, "xy"),
+        (0, 1, "b"),
+        (1, 2, ""),
+        (0, 2, "c"),
+        (0, 2, ""),
+    ]
+    first, second = result.answers
+    assert (result.text, result.token_ids, result.finished) == (first.text, first.token_ids, first.finished)
+    assert (first.text, first.token_ids, first.finished.cumulative_logprob) == ("abc", (5, 6), -1.5)
+    assert (second.index, second.text, second.token_ids) == (1, "xy", (7, 8))
+    assert (second.finished.finish_reason, second.finished.stop_string) == (FinishReason.STOP_STRING, "z")
+    assert (result.started.n, result.started.best_of, result.started.tenant) == (2, 3, "team")
+    request = server.requests[0]
+    assert request.decoding == types_pb2.DecodingParams(n=2, best_of=3)
+
+
+def test_every_option_reaches_the_wire(server: ScriptedServer, driver: Driver) -> None:
+    server.scripts.append(sending(started(n=2), finished(0), finished(0, index=1, score=-0.5)))
+    _, result = driver.generate(
+        "hi",
+        n=2,
+        beam_search=BeamSearch(4, length_penalty=0.5, early_stopping=False),
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        logit_bias={7: -2.0},
+        logprobs=0,
+        prompt_logprobs=3,
+        min_tokens=2,
+        priority=-3,
+        tenant="team",
+    )
+    request = server.requests[0]
+    beams = types_pb2.BeamSearchParams(width=4, length_penalty=0.5, early_stopping=False)
+    assert request.decoding == types_pb2.DecodingParams(n=2, beam_search=beams)
+    assert request.sampling == types_pb2.SamplingParams(
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        logit_bias={7: -2.0},
+        logprobs=0,
+        prompt_logprobs=3,
+    )
+    assert (request.stopping.min_tokens, request.priority, server.tenants) == (2, -3, ["team"])
+    assert result.answers[1].finished.score == -0.5
+
+
+def test_log_probabilities_are_told_and_summed_over_a_break(server: ScriptedServer, driver: Driver) -> None:
+    def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
+        yield started(prompt_logprobs=[told(9, -3.0)])
+        yield delta(0, [5], "a", logprobs=[told(5, -0.5)])
+        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+
+    rest = sending(started(), delta(1, [6], "b", logprobs=[told(6, -1.0)]), finished(2))
+    server.scripts.extend([breaking, rest])
+    chunks, result = driver.generate("hi", logprobs=1, prompt_logprobs=1)
+    first = TokenLogprobs(5, -0.5, 2, (TokenLogprob(3, -0.25),))
+    assert chunks[0].logprobs == (first,) and result.answers[0].logprobs[0] == first
+    assert [entry.token_id for entry in result.answers[0].logprobs] == [5, 6]
+    assert result.finished.cumulative_logprob == -1.5
+    assert [entry.token_id for entry in result.started.prompt_logprobs] == [9]
+    resumed = server.requests[1].sampling
+    assert resumed.HasField("logprobs") and not resumed.HasField("prompt_logprobs")  # the first call told them
+
+
+@pytest.mark.parametrize("options", [{"n": 2}, {"best_of": 2}, {"beam_search": BeamSearch(2)}])
+def test_broken_stream_of_several_answers_is_not_continued(
+    server: ScriptedServer, driver: Driver, options: dict[str, Any]
+) -> None:
+    def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
+        yield started(n=options.get("n", 1))
+        yield delta(0, [5], "a")
+        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+
+    server.scripts.append(breaking)
+    with pytest.raises(Unavailable, match="the worker was lost"):
+        driver.generate("hi", **options)
+    assert len(server.requests) == 1 and driver.sleeps == []
+
+
+def test_tenant_of_the_client_holds_where_a_call_names_none(server: ScriptedServer, driver: Driver) -> None:
+    for settings, options in [({}, {}), ({"tenant": "mine"}, {}), ({"tenant": "mine"}, {"tenant": "other"})]:
+        driver.settings = {**driver.settings, **settings}
+        server.scripts.append(playing(TOKENS))
+        driver.generate("hi", **options)
+    assert server.tenants == [None, "mine", "other"]
+
+
+def test_quota_is_told_with_its_name_and_a_time(server: ScriptedServer, driver: Driver) -> None:
+    info = error_details_pb2.ErrorInfo(
+        reason="QUOTA_EXCEEDED", metadata={"tenant": "a", "quota": "tokens_per_minute", "limit": "60"}
+    )
+    retry = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=12))
+    server.scripts.append(refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, "tenant a: no tokens left", info, retry))
+    with pytest.raises(ResourceExhausted) as caught:
+        driver.generate("hi", tenant="a")
+    assert (caught.value.reason, caught.value.retry_after_s) == ("QUOTA_EXCEEDED", 12.0)
+    assert caught.value.metadata["quota"] == "tokens_per_minute"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"n": -1}, "decoding.n"),
+        ({"best_of": 2**32}, "decoding.best_of"),
+        ({"beam_search": BeamSearch(-2)}, "decoding.beam_search.width"),
+        ({"logit_bias": {-1: 0.5}}, "sampling.logit_bias"),
+        ({"logprobs": 1.5}, "sampling.logprobs"),
+        ({"min_tokens": -1}, "stopping.min_tokens"),
+        ({"priority": 2**40}, "priority"),
+        ({"priority": 0.5}, "priority"),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_refused_by_field(driver: Driver, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        driver.generate("hi", **options)
+    assert [violation.field for violation in caught.value.field_violations] == [field]
+
+
+@pytest.mark.parametrize(
+    ("responses", "complaint"),
+    [
+        ([started()], "1 answers where 2 were asked for"),
+        ([started(n=2**31)], "answers where 2 were asked for"),
+        ([started(n=2), finished(0), delta(0, [5], "a")], "delta after the end of answer 0"),
+        ([started(n=2), finished(0), finished(0)], "finished after the end of answer 0"),
+        ([started(n=2), finished(0), delta(0, [5], "a", index=1)], "after 1 tokens without saying why answer 1 did"),
+        ([started(n=2), delta(0, [5], "a"), delta(1, [6], "a", index=1)], "token_offset 1 where 0 was due in answer 1"),
+    ],
+)
+def test_answers_that_contradict_each_other_are_data_loss(
+    server: ScriptedServer, driver: Driver, responses: list[Response], complaint: str
+) -> None:
+    server.scripts.append(sending(*responses))
+    with pytest.raises(DataLoss, match=complaint):
+        driver.generate("hi", n=2)
