@@ -29,6 +29,7 @@ _LOWEST = {
     "block_size": 1,
     "token_budget": 1,
     "max_rows": 1,
+    "host_kv_bytes": 0,
     "arena_bytes": 0,
     "num_slots": 1,
     "max_model_len": 2,
@@ -57,6 +58,7 @@ class WorkerConfig:
     dtype: str = "auto"  # auto (the checkpoint's), float32, bfloat16, float16
     num_blocks: int | None = None  # KV blocks; None: from free memory
     block_size: int = 16  # tokens of one KV block
+    host_kv_bytes: int = 0  # host memory for KV blocks of swapped-out requests, bytes; 0: nothing is swapped
     token_budget: int | None = None  # most tokens of one step; None: 1024 on the CPU, 8192 on CUDA
     max_rows: int = 256  # most requests on the worker at once
     arena_bytes: int = 1 << 30  # adapter arena, bytes
@@ -126,6 +128,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (default auto: the checkpoint's)")
     add("--num-blocks", int, None, "KV blocks, a count (default: what free memory holds)")
     add("--block-size", int, "16", "tokens of one KV block, a count (default 16)")
+    add(
+        "--host-kv-bytes",
+        _byte_size,
+        "0",
+        "host memory for KV of swapped-out requests, bytes with KiB/MiB/GiB (default 0)",
+    )
     add("--token-budget", int, None, "most tokens of one step, a count (default 1024 on the CPU, 8192 on CUDA)")
     add("--max-rows", int, "256", "most requests on this worker at once, a count (default 256)")
     add("--arena-bytes", _byte_size, "1GiB", "memory for adapters, bytes with KiB/MiB/GiB (default 1GiB)")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from data_plane.engine.logprobs import Asked
 from data_plane.engine.rows import Int64Array, Rows
 from data_plane.errors import PlanRefused
-from data_plane.plan import Int32Array
+from data_plane.plan import Int32Array, StepPlan
 from kernels.paged_attention import AttentionBatch
-from kernels.sampling import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,29 @@ class StepBatch:
     token_slots: torch.Tensor  # int32 [T] on the host: adapter slot of each token, -1 for none
     slots: list[int]  # adapter slots in the step
     sampled_rows: Int64Array  # [n] rows that sample, in the step's order
-    sampled_at: torch.Tensor  # int64 [n] on the device: their last tokens among the T
-    sampling: SamplingRows | None  # None: all of them greedy
+    written_blocks: Int64Array  # blocks that get a token's KV
+    # int64 on the device, places among the T whose logits are wanted: the n sampled rows' last tokens, then the tokens
+    # before those whose log-probabilities are asked for.
+    kept: torch.Tensor
+    prompt_asked: list[Asked]
 
 
 def build_batch(
-    rows: Rows, prefills: Int32Array, last_tokens: torch.Tensor, *, max_step_tokens: int
+    rows: Rows,
+    plan: StepPlan,
+    last_tokens: torch.Tensor,
+    *,
+    max_step_tokens: int,
+    num_prompt_logprobs: Int64Array,
 ) -> StepBatch | None:
-    """The step that the rows and the plan's prefills make, None if it has no token.
+    """The step that the rows and the plan make, None if it has no token.
 
-    last_tokens int64 [max_rows] on the device holds what each row sampled last. Raises PlanRefused where the step
-    is larger than max_step_tokens, a row lacks blocks, or two tokens would be written to one place.
+    last_tokens int64 [max_rows] on the device holds what each row feeds next; num_prompt_logprobs [max_rows] is -1 for
+    rows that want none. Raises PlanRefused where the step is larger than max_step_tokens, a row lacks blocks, or two
+    tokens would be written to one place.
     """
-    decoding = np.flatnonzero(rows.is_decoding & ~rows.is_paused)
+    prefills = plan.prefills
+    decoding = rows.decoding(plan.fed_tokens[:, 0])
     prefilled = prefills[:, 0].astype(np.int64)
     step_rows = np.concatenate([decoding, prefilled])
     if len(step_rows) == 0:
@@ -63,6 +73,11 @@ def build_batch(
     token_slots = rows.slot[token_rows]
     is_sampling = ends == rows.num_known[step_rows]
     sampled_rows = step_rows[is_sampling]
+    kept = start[1:][is_sampling] - 1
+    prompt_asked: list[Asked] = []
+    if (num_prompt_logprobs[prefilled] >= 0).any():
+        prompt_asked, at = _prompt_asked(rows, prefills, start[len(decoding) :], num_prompt_logprobs)
+        kept = np.concatenate([kept, at])
     num_table_blocks = int(-(-ends.max() // rows.block_size))
     return StepBatch(
         rows=step_rows,
@@ -76,8 +91,9 @@ def build_batch(
         token_slots=torch.from_numpy(token_slots),
         slots=np.unique(token_slots[token_slots >= 0]).tolist(),
         sampled_rows=sampled_rows,
-        sampled_at=torch.from_numpy(start[1:][is_sampling] - 1).to(device),
-        sampling=_sampling(rows, sampled_rows, device),
+        written_blocks=places // rows.block_size,
+        kept=torch.from_numpy(kept).to(device),
+        prompt_asked=prompt_asked,
     )
 
 
@@ -94,22 +110,22 @@ def _input_ids(rows: Rows, prefills: Int32Array, decoding: Int64Array, last_toke
     return torch.cat([fed_back, known])
 
 
-def _sampling(rows: Rows, sampled: Int64Array, device: torch.device) -> SamplingRows | None:
-    temperature = rows.temperature[sampled]
-    if not temperature.any():
-        return None
-    return SamplingRows(
-        temperature=torch.from_numpy(temperature).to(device),
-        top_k=torch.from_numpy(rows.top_k[sampled]).to(device),
-        top_p=torch.from_numpy(rows.top_p[sampled]).to(device),
-        min_p=torch.zeros(len(sampled), device=device),
-        seed=torch.from_numpy(rows.seed[sampled]).to(device),
-        # The token to be sampled is the one behind all known ones.
-        position=torch.from_numpy(rows.num_known[sampled] - rows.num_prompt[sampled]).to(device),
-        has_top_k=bool(rows.top_k[sampled].any()),
-        has_top_p=bool((rows.top_p[sampled] < 1).any()),
-        has_min_p=False,
-    )
+def _prompt_asked(
+    rows: Rows, prefills: Int32Array, start: Int64Array, num_prompt_logprobs: Int64Array
+) -> tuple[list[Asked], Int64Array]:
+    """The prompt tokens that follow computed ones, of the rows that want them told, and the places of the computed.
+
+    start is where each prefill begins among the step's tokens. Of a prompt of 5 tokens, 2 computed: a chunk of 3 is
+    followed by the prompt's tokens 3 and 4; what follows its last token is sampled.
+    """
+    asked, at = [], []
+    for (row, count), begin in zip(prefills.tolist(), start.tolist(), strict=False):
+        first = int(rows.num_computed[row]) + 1
+        token_ids = rows.token_ids[row][first : min(first + count, int(rows.num_prompt[row]))]
+        if num_prompt_logprobs[row] >= 0 and len(token_ids):
+            asked.append(Asked(row, first, token_ids, int(num_prompt_logprobs[row])))
+            at.append(np.arange(begin, begin + len(token_ids)))
+    return asked, np.concatenate(at) if at else np.zeros(0, dtype=np.int64)
 
 
 def _check_room(rows: Rows, step_rows: Int64Array, ends: Int64Array) -> None:

@@ -12,6 +12,7 @@ from data_plane.adapters.arena import AdapterArena
 from data_plane.adapters.sites import Site
 from data_plane.config import WorkerConfig
 from data_plane.engine.engine import TorchEngine
+from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, block_bytes, fitting_blocks
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention
@@ -32,8 +33,10 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     loaded = load_model(config.model_dir, config.dtype, device)
     num_blocks = config.num_blocks or _num_blocks(config, loaded, device)
     layers = loaded.probe.attention_layers
+    num_host_blocks = _num_host_blocks(config, block_bytes(layers, config.block_size, loaded.dtype))
     try:
         cache = KVCache(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=device)
+        host_blocks = HostBlocks(cache.tensors, num_host_blocks) if num_host_blocks else None
         arena = AdapterArena(
             _sites(loaded),
             num_slots=config.num_slots,
@@ -44,7 +47,8 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         )
     except RuntimeError as error:  # torch has no narrower one for a failed allocation
         raise ConfigError(
-            f"--num-blocks {num_blocks} and --arena-bytes {config.arena_bytes} do not fit in memory: {error}"
+            f"--num-blocks {num_blocks}, --arena-bytes {config.arena_bytes} and --host-kv-bytes {config.host_kv_bytes} "
+            f"do not fit in memory: {error}"
         ) from error
     for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
         PagedAttention(loaded.context, keys, values).attach(layer.module)
@@ -60,8 +64,9 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         num_slots=config.num_slots,
         max_model_len=model_length(config.max_model_len, loaded.context_limit, num_blocks, config.block_size),
         vocab_size=loaded.probe.vocab_size,
+        num_host_blocks=num_host_blocks,
     )
-    return TorchEngine(loaded, cache, arena, capacities)
+    return TorchEngine(loaded, cache, arena, capacities, host_blocks)
 
 
 def _device(name: str) -> torch.device:
@@ -90,3 +95,14 @@ def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device)
         device=device,
         most=config.max_rows * -(-length // config.block_size),
     )
+
+
+def _num_host_blocks(config: WorkerConfig, bytes_per_block: int) -> int:
+    """Blocks that --host-kv-bytes holds."""
+    num_blocks = config.host_kv_bytes // bytes_per_block
+    if config.host_kv_bytes and not num_blocks:
+        raise ConfigError(
+            f"--host-kv-bytes: {config.host_kv_bytes} bytes hold no KV block of {bytes_per_block}; give more, or 0 "
+            "for no swapping"
+        )
+    return num_blocks

@@ -10,12 +10,14 @@ import torch
 
 from data_plane.adapters.arena import AdapterArena
 from data_plane.engine.batch import StepBatch, build_batch
+from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
+from data_plane.engine.logprobs import Asked, tell_logprobs
 from data_plane.engine.rows import Rows
+from data_plane.engine.sampler import Sampler
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
-from data_plane.plan import AdapterSlots, Capacities, Int32Array, StepOutput, StepPlan
-from kernels.sampling import sample
+from data_plane.plan import AdapterSlots, Capacities, Int32Array, RowLogprobs, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +25,30 @@ logger = logging.getLogger(__name__)
 class TorchEngine:
     """Executes step plans on a loaded model. Keeps rows, KV and the last sampled tokens; decides nothing."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache, arena: AdapterArena, capacities: Capacities) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        arena: AdapterArena,
+        capacities: Capacities,
+        host_blocks: HostBlocks | None = None,
+    ) -> None:
         self.capacities = capacities
         self.slots: AdapterSlots = arena
         self._model = model
         self._cache = cache
         self._arena = arena
+        self._host_blocks = host_blocks
         self._rows = Rows(
             max_rows=capacities.max_rows,
             max_blocks=-(-capacities.max_model_len // capacities.block_size),
             num_blocks=capacities.num_blocks,
+            num_host_blocks=capacities.num_host_blocks,
             block_size=capacities.block_size,
             vocab_size=capacities.vocab_size,
         )
         device = cache.keys[0].device
+        self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
         self._last_tokens = torch.zeros(capacities.max_rows, dtype=torch.int64, device=device)
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -44,15 +56,21 @@ class TorchEngine:
         started = time.perf_counter()
         self._apply(plan)
         batch = build_batch(
-            self._rows, plan.prefills, self._last_tokens, max_step_tokens=self.capacities.max_step_tokens
+            self._rows,
+            plan,
+            self._last_tokens,
+            max_step_tokens=self.capacities.max_step_tokens,
+            num_prompt_logprobs=self._sampler.num_prompt_logprobs,
         )
         if batch is None:
-            rows = tokens = failed = np.zeros(0, dtype=np.int32)
-        else:
-            with torch.inference_mode():
-                rows, tokens, failed = self._compute(batch)
-        step_time_us = int((time.perf_counter() - started) * 1e6)
-        return StepOutput(plan.step_id, rows, tokens, failed, step_time_us)
+            none = np.zeros(0, dtype=np.int32)
+            return StepOutput(plan.step_id, none, none, none, _microseconds(started))
+        with torch.inference_mode():
+            logits = self._forward(batch)
+            num_sampled = len(batch.sampled_rows)
+            rows, tokens, failed, told = self._sample(batch, logits[:num_sampled])
+            prompt_told = tell_logprobs(logits[num_sampled:], batch.prompt_asked)
+        return StepOutput(plan.step_id, rows, tokens, failed, _microseconds(started), told, prompt_told)
 
     def reset(self) -> None:
         """Forget all rows, slots and KV. Raises where the device is lost: such a worker must not attach again."""
@@ -60,6 +78,7 @@ class TorchEngine:
             torch.cuda.synchronize()
         self._clean(np.flatnonzero(self._rows.is_used & self._rows.is_suspect).astype(np.int32))
         self._rows.clear()
+        self._sampler.clear()
         self._arena.clear()
 
     def _apply(self, plan: StepPlan) -> None:
@@ -69,44 +88,65 @@ class TorchEngine:
         in_range = freed[(freed >= 0) & (freed < rows.max_rows)]
         self._clean(in_range[rows.is_used[in_range] & rows.is_suspect[in_range]])
         rows.free(freed)
+        self._sampler.free(freed)
         for new in plan.new_rows:
             if new.slot is not None:
                 if not 0 <= new.slot < self.capacities.num_slots:
                     raise PlanRefused(f"new row {new.row} names slot {new.slot} of {self.capacities.num_slots}")
                 self._arena.check(new.slot, new.slot_generation)
             rows.add(new)
+            self._sampler.add(new)
         rows.append_blocks(plan.appended_blocks)
         rows.pause(plan)
+        rows.check_fed(plan.fed_tokens)
+        rows.check_swaps(plan.swap_outs, plan.swap_ins)
         rows.check_copies(plan.block_copies)
         rows.check_prefills(plan.prefills)
+        if len(plan.fed_tokens):
+            fed = torch.from_numpy(plan.fed_tokens.astype(np.int64)).to(self._last_tokens.device)
+            self._last_tokens[fed[:, 0]] = fed[:, 1]
+        if self._host_blocks is not None:
+            self._host_blocks.move(plan.swap_outs, plan.swap_ins)
+            self._host_blocks.before_writing(plan.block_copies[:, 1].astype(np.int64))
         self._cache.copy_blocks(plan.block_copies)
 
-    def _compute(self, batch: StepBatch) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Forward pass and sampling; advances the rows. Returns rows, tokens and failed rows."""
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        """The forward pass; advances the rows. Logits of the tokens that the batch keeps."""
         rows = self._rows
         for slot, generation in set(
             zip(rows.slot[batch.rows].tolist(), rows.slot_generation[batch.rows].tolist(), strict=True)
         ):
             if slot >= 0:
                 self._arena.check(slot, generation)
+        if self._host_blocks is not None:
+            self._host_blocks.before_writing(batch.written_blocks)
         lora = self._arena.begin_step(batch.token_slots, batch.slots) if batch.slots else None
         context = self._model.context
         context.begin(batch.attention, batch.slot_mapping, lora)
         try:
-            logits = self._model.logits(batch.input_ids, batch.position_ids, batch.sampled_at)
+            logits = self._model.logits(batch.input_ids, batch.position_ids, batch.kept)
         finally:
             context.end()
         rows.num_computed[batch.rows] += batch.num_tokens
-        sampled = batch.sampled_rows
+        return logits
+
+    def _sample(
+        self, batch: StepBatch, logits: torch.Tensor
+    ) -> tuple[Int32Array, Int32Array, Int32Array, list[RowLogprobs]]:
+        """A token for each row that samples. Returns rows, tokens, failed rows, and the log-probabilities asked for."""
+        rows, sampled = self._rows, batch.sampled_rows
         if len(sampled) == 0:
-            empty = np.zeros(0, dtype=np.int32)
-            return empty, empty, empty
+            none = np.zeros(0, dtype=np.int32)
+            return none, none, none, []
         finite = torch.isfinite(logits).all(dim=-1)
         is_finite = finite.cpu().numpy()
+        drawn_from = logits
         if not is_finite.all():
             # Both ends count a token for a failed row, so that they agree on what decodes; it is never told.
-            logits = logits.masked_fill(~finite.unsqueeze(1), 0.0)
-        tokens = sample(logits, batch.sampling)
+            drawn_from = logits.masked_fill(~finite.unsqueeze(1), 0.0)
+        # The token to be sampled is the one behind all known ones.
+        positions = rows.num_known[sampled] - rows.num_prompt[sampled]
+        tokens = self._sampler.sample(drawn_from, sampled, positions)
         self._last_tokens[torch.from_numpy(sampled).to(tokens.device)] = tokens
         rows.num_known[sampled] += 1
         rows.is_decoding[sampled] = True
@@ -115,9 +155,22 @@ class TorchEngine:
             rows.token_ids.pop(row, None)
         on_host = tokens.cpu().numpy().astype(np.int32)
         numbers = sampled.astype(np.int32)
-        return numbers[is_finite], on_host[is_finite], numbers[~is_finite]
+        told: list[RowLogprobs] = []
+        num_top = self._sampler.num_logprobs[sampled]
+        at = np.flatnonzero((num_top >= 0) & is_finite)
+        if len(at):
+            asked = [
+                Asked(int(sampled[i]), int(rows.num_known[sampled[i]]) - 1, on_host[i : i + 1], int(num_top[i]))
+                for i in at
+            ]
+            told = tell_logprobs(logits[torch.from_numpy(at).to(logits.device)], asked)
+        return numbers[is_finite], on_host[is_finite], numbers[~is_finite], told
 
     def _clean(self, suspects: Int32Array) -> None:
         """Make the KV of rows that end finite where it may not be."""
         for row in suspects.tolist():
             self._cache.make_finite(self._rows.blocks_of(row))
+
+
+def _microseconds(started: float) -> int:
+    return int((time.perf_counter() - started) * 1e6)

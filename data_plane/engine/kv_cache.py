@@ -40,9 +40,14 @@ class KVCache:
         self.keys = [zeros(layer, layer.key_dim) for layer in layers]
         self.values = [zeros(layer, layer.value_dim) for layer in layers]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a block consists of, [num_blocks, ...] each."""
+        return [*self.keys, *self.values]
+
     def copy_blocks(self, copies: Int32Array) -> None:
         """Copy blocks (source, destination), all sources read before any destination is written."""
-        copy_blocks([*self.keys, *self.values], torch.from_numpy(copies.astype("int64").reshape(-1, 2)))
+        copy_blocks(self.tensors, torch.from_numpy(copies.astype("int64").reshape(-1, 2)))
 
     def make_finite(self, block_ids: Int32Array) -> None:
         """Turn what is not finite in the blocks into zero.

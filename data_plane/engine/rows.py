@@ -18,9 +18,12 @@ Int64Array = npt.NDArray[np.int64]
 class Rows:
     """State of all rows, by row number."""
 
-    def __init__(self, *, max_rows: int, max_blocks: int, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, max_rows: int, max_blocks: int, num_blocks: int, num_host_blocks: int, block_size: int, vocab_size: int
+    ) -> None:
         self.max_rows = max_rows
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.is_used = np.zeros(max_rows, dtype=np.bool_)
@@ -35,10 +38,7 @@ class Rows:
         self.num_row_blocks = np.zeros(max_rows, dtype=np.int64)
         self.slot = np.full(max_rows, -1, dtype=np.int32)  # adapter slot, -1 for none
         self.slot_generation = np.zeros(max_rows, dtype=np.int64)
-        self.temperature = np.zeros(max_rows, dtype=np.float32)
-        self.top_k = np.zeros(max_rows, dtype=np.int64)
-        self.top_p = np.ones(max_rows, dtype=np.float32)
-        self.seed = np.zeros(max_rows, dtype=np.int64)  # the unsigned seed's 64 bits
+        self.is_stepwise = np.zeros(max_rows, dtype=np.bool_)  # decodes only in steps that feed it
         # KV of such a row may hold values that are not finite: nothing finite was sampled from it.
         self.is_suspect = np.zeros(max_rows, dtype=np.bool_)
         self.token_ids: dict[int, Int32Array] = {}  # given tokens of rows whose prefill has not ended
@@ -85,11 +85,6 @@ class Rows:
         if new.token_ids.min() < 0 or new.token_ids.max() >= self.vocab_size:
             raise PlanRefused(f"new row {row} has a token id outside [0, {self.vocab_size})")
         self._check_blocks(f"new row {row}", new.block_ids)
-        sampling = new.sampling
-        if not (sampling.temperature >= 0 and np.isfinite(sampling.temperature)):
-            raise PlanRefused(f"new row {row} has temperature {sampling.temperature}, want a finite number >= 0")
-        if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise PlanRefused(f"new row {row} has top_p {sampling.top_p} and top_k {sampling.top_k}")
         self.is_used[row] = self.is_suspect[row] = True
         self.is_paused[row] = self.is_decoding[row] = False
         self.num_known[row] = num_tokens
@@ -99,10 +94,7 @@ class Rows:
         self.num_row_blocks[row] = num_row_blocks
         self.slot[row] = -1 if new.slot is None else new.slot
         self.slot_generation[row] = new.slot_generation
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = min(sampling.top_k, self.vocab_size)
-        self.top_p[row] = sampling.top_p
-        self.seed[row] = np.uint64(sampling.seed).astype(np.int64)
+        self.is_stepwise[row] = new.is_stepwise
         self.token_ids[row] = new.token_ids
 
     def append_blocks(self, pairs: Int32Array) -> None:
@@ -127,6 +119,37 @@ class Rows:
                 row = int(rows[self.is_paused[rows] == is_paused][0])
                 raise PlanRefused(f"{name} names row {row}, which is {'paused' if is_paused else 'not paused'} already")
             self.is_paused[rows] = is_paused
+
+    def decoding(self, fed: Int32Array) -> Int64Array:
+        """Rows that decode in a step that feeds these rows, ascending."""
+        decodes = self.is_decoding & ~self.is_paused & ~self.is_stepwise
+        decodes[fed] = True
+        return np.flatnonzero(decodes)
+
+    def check_fed(self, pairs: Int32Array) -> None:
+        """Refuse fed tokens of rows that are not waiting for one."""
+        rows, tokens = pairs[:, 0], pairs[:, 1]
+        self._check_used("fed_tokens", rows)
+        if len(np.unique(rows)) != len(rows):
+            raise PlanRefused("fed_tokens names one row twice")
+        is_waiting = self.is_stepwise[rows] & self.is_decoding[rows] & ~self.is_paused[rows]
+        if not is_waiting.all():
+            row = int(rows[~is_waiting][0])
+            raise PlanRefused(f"fed_tokens names row {row}, which is no stepwise row past its prefill")
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            raise PlanRefused(f"fed_tokens has a token id outside [0, {self.vocab_size})")
+
+    def check_swaps(self, swap_outs: Int32Array, swap_ins: Int32Array) -> None:
+        """Refuse swaps out of range or onto one block twice."""
+        for name, blocks, host_blocks, destinations in (
+            ("swap_outs", swap_outs[:, 0], swap_outs[:, 1], swap_outs[:, 1]),
+            ("swap_ins", swap_ins[:, 1], swap_ins[:, 0], swap_ins[:, 1]),
+        ):
+            self._check_blocks(name, blocks)
+            if len(host_blocks) and (host_blocks.min() < 0 or host_blocks.max() >= self.num_host_blocks):
+                raise PlanRefused(f"{name} names a host block outside [0, {self.num_host_blocks})")
+            if len(np.unique(destinations)) != len(destinations):
+                raise PlanRefused(f"{name} writes one block twice")
 
     def check_copies(self, copies: Int32Array) -> None:
         """Refuse block copies out of range or onto one block twice."""

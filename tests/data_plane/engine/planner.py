@@ -50,6 +50,9 @@ def make_plan(
     resumed: list[int] | None = None,
     prefills: list[tuple[int, int]] | None = None,
     copies: list[tuple[int, int]] | None = None,
+    fed: list[tuple[int, int]] | None = None,
+    swap_outs: list[tuple[int, int]] | None = None,
+    swap_ins: list[tuple[int, int]] | None = None,
 ) -> StepPlan:
     return StepPlan(
         step_id,
@@ -60,6 +63,9 @@ def make_plan(
         array(resumed or []),
         array(prefills or [], 2),
         array(copies or [], 2),
+        array(fed or [], 2),
+        array(swap_outs or [], 2),
+        array(swap_ins or [], 2),
     )
 
 

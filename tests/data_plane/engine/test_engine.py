@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_engine(checkpoint: Path) -> TorchEngine:
-    return build_engine(worker_config(checkpoint, num_blocks=64))
+    return build_engine(worker_config(checkpoint, num_blocks=64, host_kv_bytes=6 * 4096))
 
 
 @pytest.fixture
@@ -219,6 +219,25 @@ REFUSED: dict[str, tuple[list[StepPlan], StepPlan, str]] = {
     "pause of a free row": ([], make_plan(paused=[0]), "paused_rows names row 0, which is not used"),
     "pause twice": ([STANDING, make_plan(2, paused=[0])], make_plan(paused=[0]), "paused already"),
     "resume of a running row": ([STANDING], make_plan(resumed=[0]), "not paused already"),
+    "fed token of a row that is not stepwise": (
+        [STANDING, make_plan(2, prefills=[(0, 4)])],
+        make_plan(3, fed=[(0, 5)]),
+        "row 0, which is no stepwise row past its prefill",
+    ),
+    "fed token out of range": (
+        [make_plan(1, new=[new_row(is_stepwise=True)], prefills=[(0, 7)])],
+        make_plan(2, fed=[(0, 256)]),
+        "fed_tokens has a token id outside",
+    ),
+    "fed twice": (
+        [make_plan(1, new=[new_row(is_stepwise=True)], prefills=[(0, 7)])],
+        make_plan(2, fed=[(0, 5), (0, 6)]),
+        "fed_tokens names one row twice",
+    ),
+    "swap out to a host block out of range": ([], make_plan(swap_outs=[(0, 6)]), r"host block outside \[0, 6\)"),
+    "swap in to a block out of range": ([], make_plan(swap_ins=[(0, 64)]), r"swap_ins names a block outside \[0, 64\)"),
+    "swap in to one block twice": ([], make_plan(swap_ins=[(0, 5), (1, 5)]), "swap_ins writes one block twice"),
+    "swap out onto one block twice": ([], make_plan(swap_outs=[(0, 5), (1, 5)]), "swap_outs writes one block twice"),
     "copy out of range": ([], make_plan(copies=[(0, 64)]), r"block outside \[0, 64\)"),
     "copy onto one block twice": ([], make_plan(copies=[(0, 5), (1, 5)]), "one block twice"),
 }
@@ -306,7 +325,8 @@ def test_blocks_are_counted_from_memory_and_bounded_by_what_rows_can_use(checkpo
         ({"max_model_len": 513}, "--max-model-len: 513 is above the model's 512 tokens"),
         ({"max_model_len": 128, "num_blocks": 4}, "--max-model-len: 128 is above the 32 tokens of 4 KV blocks"),
         ({"num_blocks": None, "arena_bytes": 1 << 60}, "--num-blocks: .* lower --arena-bytes"),
-        ({"arena_bytes": 1 << 60}, "--num-blocks 300 and --arena-bytes .* do not fit in memory"),
+        ({"arena_bytes": 1 << 60}, "--num-blocks 300, --arena-bytes .* do not fit in memory"),
+        ({"host_kv_bytes": 100}, "--host-kv-bytes: 100 bytes hold no KV block of 4096"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(checkpoint: Path, settings: dict[str, int | None], says: str) -> None:

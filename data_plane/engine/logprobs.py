@@ -1,0 +1,62 @@
+"""Log-probabilities of a step as they are told: of sampled tokens, and of prompts where a request asks for theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data_plane.plan import Int32Array, RowLogprobs
+from kernels.sampling import token_logprobs
+
+# Positions whose logits are looked at together: bounds the memory beside the logits.
+_SLICE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Consecutive tokens of one row, and how much is wanted of them."""
+
+    row: int
+    first_position: int  # tokens of the row before the first of these
+    token_ids: Int32Array  # [n]
+    num_top: int
+
+
+def tell_logprobs(logits: torch.Tensor, asked: Sequence[Asked]) -> list[RowLogprobs]:
+    """What was asked, in that order, from the raw logits [sum of n, vocab]: a row of logits for each token.
+
+    Left out is whose logits are not finite: its row fails when it samples.
+    """
+    if not asked:
+        return []
+    counts = [len(part.token_ids) for part in asked]
+    num_top = max(part.num_top for part in asked)
+    token_ids = torch.from_numpy(np.concatenate([part.token_ids for part in asked]).astype(np.int64))
+    slices = [
+        token_logprobs(logits[begin : begin + _SLICE], token_ids[begin : begin + _SLICE].to(logits.device), num_top)
+        for begin in range(0, len(logits), _SLICE)
+    ]
+    logprobs, ranks, top_ids, top_logprobs = (
+        torch.cat([getattr(part, name) for part in slices]).cpu().numpy()
+        for name in ("logprob", "rank", "top_token", "top_logprob")
+    )
+    told = []
+    end = 0
+    for part, count in zip(asked, counts, strict=True):
+        begin, end = end, end + count
+        if np.isfinite(logprobs[begin:end]).all():
+            told.append(
+                RowLogprobs(
+                    part.row,
+                    part.first_position,
+                    part.token_ids,
+                    logprobs[begin:end],
+                    ranks[begin:end].astype(np.int32),
+                    top_ids[begin:end, : part.num_top].astype(np.int32),
+                    top_logprobs[begin:end, : part.num_top],
+                )
+            )
+    return told

@@ -1,0 +1,259 @@
+"""What rows may ask for beyond temperature, top-k and top-p: against transformers' processors and plain forward passes.
+
+Forks, stepwise rows and swapped rows must go on with the tokens that they would have had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data_plane.engine.build import build_engine
+from data_plane.engine.engine import TorchEngine
+from data_plane.errors import PlanRefused
+from data_plane.plan import RowLogprobs, RowSampling
+from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
+from tests.data_plane.engine.test_engine import PROMPT, new_row
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.makers import make_checkpoint
+
+SAMPLED = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=11)
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoint: Path) -> TorchEngine:
+    return build_engine(worker_config(checkpoint, num_blocks=64, host_kv_bytes=6 * 4096))
+
+
+@pytest.fixture
+def engine(shared_engine: TorchEngine) -> TorchEngine:
+    shared_engine.reset()
+    return shared_engine
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def answer(engine: TorchEngine, sampling: RowSampling, **settings: Any) -> list[int]:
+    job = Job(PROMPT, NUM_TOKENS, sampling=sampling)
+    Planner(engine, chunk=4).run([job], **settings)
+    return job.tokens
+
+
+def generate(model: Any, **settings: Any) -> list[int]:
+    """transformers' own greedy answer."""
+    tokens = model.generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        **({"eos_token_id": None} | settings),
+    )
+    answered: list[int] = tokens[0, len(PROMPT) :].tolist()
+    return answered
+
+
+def test_repetition_penalty_is_transformers(engine: TorchEngine, model: Any) -> None:
+    plain = answer(engine, GREEDY)
+    answers = [generate(model, repetition_penalty=penalty) for penalty in (1.0, 5.0, 0.5, 0.1)]
+    assert answers[0] == plain and len({tuple(tokens) for tokens in answers}) >= 3
+    for penalty, expected in zip((5.0, 0.5, 0.1), answers[1:], strict=True):
+        assert answer(engine, replace(GREEDY, repetition_penalty=penalty)) == expected
+
+
+def test_logit_bias_and_min_tokens_are_transformers(engine: TorchEngine, model: Any) -> None:
+    plain = answer(engine, GREEDY)
+    biased = {(plain[0],): -50.0, (3,): 1.5}
+    tokens, biases = array([plain[0], 3]), np.array([-50.0, 1.5], dtype=np.float32)
+    assert answer(engine, replace(GREEDY, biased_token_ids=tokens, biases=biases)) == generate(
+        model, sequence_bias=biased
+    )
+    banned = sorted(set(plain[:4]))
+    expected = generate(model, min_new_tokens=3, eos_token_id=banned)
+    held_back = answer(engine, replace(GREEDY, min_tokens=3, banned_token_ids=array(banned)))
+    assert held_back[: len(expected)] == expected
+    assert not set(held_back[:3]) & set(banned)
+    # A ban wins over any bias.
+    pushed = np.array([1e4], dtype=np.float32)
+    both = replace(
+        GREEDY, biased_token_ids=array(banned[:1]), biases=pushed, min_tokens=2, banned_token_ids=array(banned)
+    )
+    assert [token in banned for token in answer(engine, both)] == [False] * 2 + [True] * (NUM_TOKENS - 2)
+
+
+def test_presence_and_frequency_count_the_answer_alone(engine: TorchEngine, model: Any) -> None:
+    """The formula of OpenAI's API documentation, by hand over the model's logits."""
+    expected: list[int] = []
+    for _ in range(NUM_TOKENS):
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPT + expected])).logits[0, -1]
+        times = torch.bincount(torch.tensor(expected, dtype=torch.int64), minlength=len(logits))
+        expected.append(int((logits - 1.5 * times + 6.0 * (times > 0)).argmax()))
+    assert answer(engine, replace(GREEDY, presence_penalty=-6.0, frequency_penalty=1.5)) == expected
+    assert expected != answer(engine, GREEDY)
+
+
+def test_penalties_survive_a_preemption_and_stay_with_their_row(engine: TorchEngine) -> None:
+    penalised = replace(SAMPLED, repetition_penalty=0.3, frequency_penalty=0.8, presence_penalty=-3, min_p=0.02)
+    alone, plain = answer(engine, penalised), answer(engine, SAMPLED)
+    assert alone != plain
+    for _ in range(2):  # the second time in rows and histories that were used before
+        jobs = [Job(PROMPT, NUM_TOKENS, sampling=sampling) for sampling in (penalised, SAMPLED, penalised, SAMPLED)]
+        Planner(engine, chunk=4).run(jobs, preempt_at=6)
+        assert [job.tokens for job in jobs] == [alone, plain, alone, plain]
+
+
+def test_rows_with_options_free_what_they_held(engine: TorchEngine) -> None:
+    penalised = replace(SAMPLED, repetition_penalty=1.4, min_tokens=2, banned_token_ids=array([3]))
+    Planner(engine, chunk=4).run([Job(PROMPT, 3, sampling=penalised) for _ in range(20)])
+    sampler = engine._sampler
+    assert len(sampler._history._free) == len(sampler._history.table) == 32
+    assert not sampler._biases and not sampler._is_adjusted.any()
+
+
+def logprobs_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), dim=-1)
+
+
+def check_told(told: RowLogprobs, expected: torch.Tensor, num_top: int) -> None:
+    """Told log-probabilities of tokens against the distributions before each, double [n, vocab]."""
+    for index, token in enumerate(told.token_ids.tolist()):
+        of_all = expected[index]
+        assert told.logprobs[index] == pytest.approx(of_all[token].item(), abs=1e-4)
+        assert told.ranks[index] == (of_all > of_all[token]).sum() + 1
+        assert told.top_logprobs[index] == pytest.approx(of_all.topk(num_top).values.tolist(), abs=1e-4)
+        assert told.top_token_ids[index].tolist() == of_all.topk(num_top).indices.tolist()
+
+
+def test_logprobs_of_prompt_and_answer_are_the_models(engine: TorchEngine, model: Any) -> None:
+    """Prompt in chunks beside other rows; sampled tokens by the raw distribution, whatever changes the draw."""
+    asking = replace(SAMPLED, num_logprobs=3, num_prompt_logprobs=5, repetition_penalty=2.0)
+    mute = new_row(1, token_ids=array(PROMPT[:3]), num_prompt_tokens=3, block_ids=array([8]))
+    fewer = new_row(2, block_ids=array([9, 10]), sampling=replace(GREEDY, num_logprobs=0))
+    asker = new_row(0, block_ids=array([3, 4]), sampling=asking)
+    outputs = [
+        engine.execute(make_plan(1, new=[asker, mute, fewer], prefills=[(1, 3), (0, 4), (2, 7)])),
+        engine.execute(make_plan(2, prefills=[(0, 3)])),
+        engine.execute(make_plan(3)),
+    ]
+    by_row = [{told.row: told for told in output.sampled_logprobs} for output in outputs]
+    assert [sorted(told) for told in by_row] == [[2], [0, 2], [0, 2]]
+    prompt = [told for output in outputs for told in output.prompt_logprobs]
+    assert [(told.row, told.first_position, len(told.token_ids)) for told in prompt] == [(0, 1, 4), (0, 5, 2)]
+    assert [token for told in prompt for token in told.token_ids.tolist()] == PROMPT[1:]
+    tokens = [*PROMPT, int(outputs[1].token_ids[outputs[1].rows.tolist().index(0)])]
+    expected = logprobs_of(model, tokens)
+    check_told(prompt[0], expected[:4], 5)
+    check_told(prompt[1], expected[4:], 5)
+    check_told(by_row[1][0], expected[6:], 3)
+    check_told(by_row[2][0], expected[7:], 3)
+    assert (by_row[1][0].first_position, by_row[2][0].first_position) == (7, 8)
+    assert by_row[2][2].top_token_ids.shape == (1, 0) and by_row[2][2].ranks.tolist() == [1]
+
+
+def test_fork_shares_full_blocks_and_copies_the_last(engine: TorchEngine) -> None:
+    """Two samples of one prompt of 11 tokens, blocks of 8: the second from a copy of the block with tokens 8 and 9."""
+    prompt = [*PROMPT, 1, 2, 3, 4]
+    other = replace(SAMPLED, seed=5)
+    jobs = [Job(prompt, 3, sampling=SAMPLED), Job(prompt, 3, sampling=other)]
+    Planner(engine, chunk=64).run(jobs)
+    first = new_row(0, token_ids=array(prompt), num_prompt_tokens=11, block_ids=array([3, 4]), sampling=SAMPLED)
+    fork = new_row(
+        1,
+        token_ids=array(prompt),
+        num_prompt_tokens=11,
+        num_computed_tokens=10,
+        block_ids=array([3, 9]),
+        sampling=other,
+    )
+    outputs = [
+        engine.execute(make_plan(1, new=[first], prefills=[(0, 11)])),
+        engine.execute(make_plan(2, new=[fork], prefills=[(1, 1)], copies=[(4, 9)])),
+        engine.execute(make_plan(3)),
+        engine.execute(make_plan(4)),
+    ]
+    by_row = [dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)) for output in outputs]
+    assert [by_row[step][0] for step in (0, 1, 2)] == jobs[0].tokens
+    assert [by_row[step][1] for step in (1, 2, 3)] == jobs[1].tokens
+    assert jobs[0].tokens != jobs[1].tokens
+
+
+def test_stepwise_row_waits_for_its_token(engine: TorchEngine, model: Any) -> None:
+    free = new_row(1, block_ids=array([8, 9]))
+    stepwise = new_row(0, block_ids=array([3, 4]), is_stepwise=True)
+    outputs = [
+        engine.execute(make_plan(1, new=[stepwise, free], prefills=[(0, 7), (1, 7)])),
+        engine.execute(make_plan(2)),
+        engine.execute(make_plan(3, fed=[(0, 42)])),
+        engine.execute(make_plan(4)),
+        engine.execute(make_plan(5, fed=[(0, 7)])),
+    ]
+    assert [output.rows.tolist() for output in outputs] == [[0, 1], [1], [0, 1], [1], [0, 1]]
+    expected = logprobs_of(model, [*PROMPT, 42, 7]).argmax(-1)[-3:].tolist()
+    assert [int(outputs[step].token_ids[0]) for step in (0, 2, 4)] == expected
+
+
+def test_swapped_row_goes_on_in_other_blocks(engine: TorchEngine) -> None:
+    """Its blocks are another row's in the very step that moves them out."""
+    expected = answer(engine, SAMPLED)[:4]
+    row = new_row(0, block_ids=array([3, 4]), sampling=SAMPLED)
+    heir = new_row(5, token_ids=array([9] * 12), num_prompt_tokens=12, block_ids=array([4, 3]))
+    known = array([*PROMPT, *expected[:2]])
+    back = new_row(0, token_ids=known, num_computed_tokens=8, block_ids=array([20, 21]), sampling=SAMPLED)
+    outputs = [
+        engine.execute(make_plan(1, new=[row], prefills=[(0, 7)])),
+        engine.execute(make_plan(2)),
+        engine.execute(make_plan(3, freed=[0], new=[heir], prefills=[(5, 12)], swap_outs=[(3, 5), (4, 0)])),
+        engine.execute(make_plan(4, freed=[5], new=[back], prefills=[(0, 1)], swap_ins=[(5, 20), (0, 21)])),
+        engine.execute(make_plan(5)),
+    ]
+    assert [int(outputs[step].token_ids[0]) for step in (0, 1, 3, 4)] == expected
+
+
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "min_p above 1": ({"min_p": 1.5}, "min_p 1.5"),
+    "no repetition penalty": ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+    "NaN penalty": ({"frequency_penalty": float("nan")}, "frequency_penalty nan"),
+    "infinite penalty": ({"presence_penalty": float("inf")}, "presence_penalty inf"),
+    "logprobs beyond the vocabulary": ({"num_logprobs": 257}, "num_logprobs 257"),
+    "bias of an unknown token": (
+        {"biased_token_ids": array([256]), "biases": np.ones(1, np.float32)},
+        r"biased_token_ids outside \[0, 256\)",
+    ),
+    "bias twice": ({"biased_token_ids": array([1, 1]), "biases": np.ones(2, np.float32)}, "one token twice"),
+    "NaN bias": ({"biased_token_ids": array([1]), "biases": np.full(1, np.nan, np.float32)}, "not finite"),
+    "unknown banned token": ({"min_tokens": 1, "banned_token_ids": array([-1])}, "banned_token_ids outside"),
+    "everything banned": ({"min_tokens": 1, "banned_token_ids": array(range(256))}, "every token of the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_options_out_of_range_are_refused_by_name(engine: TorchEngine, case: str) -> None:
+    changes, says = REFUSED[case]
+    sampling = replace(GREEDY, **changes)  # type: ignore[arg-type]  # fields by name
+    with pytest.raises(PlanRefused, match=f"new row 0 .*{says}"):
+        engine.execute(make_plan(new=[new_row(sampling=sampling)], prefills=[(0, 7)]))
+
+
+def test_options_that_do_not_go_together_are_refused(engine: TorchEngine) -> None:
+    with pytest.raises(PlanRefused, match="log-probabilities of its prompt, of which 3 tokens"):
+        engine.execute(make_plan(new=[new_row(num_computed_tokens=3, sampling=replace(GREEDY, num_prompt_logprobs=1))]))
+    engine.reset()
+    with pytest.raises(PlanRefused, match="stepwise and has penalties"):
+        engine.execute(make_plan(new=[new_row(is_stepwise=True, sampling=replace(GREEDY, presence_penalty=1.0))]))
