@@ -49,14 +49,15 @@ class RoundTrip:
         if sent_s is None:
             return False
         self._round_trips_s.append(now_s - sent_s)
-        if len(self._steps_us) >= MIN_STEPS:
-            self.max_steps = self._steps_to_hide()
+        self._judge()
         return True
 
     def step(self, step_time_us: int, turnaround_s: float) -> None:
         """Take the worker's time for a step, and how long its result took from here to the plan that follows it."""
         self._steps_us.append(step_time_us)
         self._turnaround_s += (turnaround_s - self._turnaround_s) * _TURNAROUND_WEIGHT
+        if len(self._steps_us) == MIN_STEPS:  # from then on every pong is enough
+            self._judge()
 
     @property
     def round_trip_s(self) -> float:
@@ -67,6 +68,10 @@ class RoundTrip:
     def step_time_s(self) -> float:
         """Median time of the last steps; 0 before the first."""
         return median(self._steps_us) / 1e6 if self._steps_us else 0.0
+
+    def _judge(self) -> None:
+        if len(self._steps_us) >= MIN_STEPS and self._round_trips_s:
+            self.max_steps = self._steps_to_hide()
 
     def _steps_to_hide(self) -> int:
         hidden_s = (self._plan_depth - 1) * self.step_time_s  # by plans of one step

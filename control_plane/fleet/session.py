@@ -87,7 +87,7 @@ class WorkerSession:
 
         self._last_heard_s = clock()
         self._round_trip = RoundTrip(settings.plan_depth)
-        self._num_steps = 0
+        self._num_plans = self._num_steps = 0
         self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
         self._resident_bytes = 0
         self._num_stale_slot_states = 0
@@ -291,6 +291,7 @@ class WorkerSession:
                 self._request_by_row.pop(row, None)
             for new in plan.new_rows:
                 self._request_by_row[new.row] = new.request_id
+            self._num_plans += 1
             self._send(self._encoder.encode(plan))
 
     def _deliver_ends(self) -> None:
@@ -359,6 +360,9 @@ class WorkerSession:
             prefix_hit_tokens=stats.prefix_hit_tokens,
             num_preemptions=stats.num_preemptions,
             num_tokens_sampled=stats.num_tokens_sampled,
+            num_plans=self._num_plans,
+            max_plan_steps=self._round_trip.max_steps,
+            round_trip_ms=self._round_trip.round_trip_s * 1000,
             step_time_ms=sum(step_times) / len(step_times) / 1000 if step_times else 0.0,
             resident_bytes=self._resident_bytes,
         )

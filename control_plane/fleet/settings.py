@@ -57,6 +57,9 @@ class WorkerSnapshot:
     prefix_hit_tokens: int
     num_preemptions: int
     num_tokens_sampled: int
+    num_plans: int  # sent; fewer than steps where plans stand for several
+    max_plan_steps: int  # steps that a plan may stand for at this moment
+    round_trip_ms: float  # median of the last pings; 0 before the first
     step_time_ms: float  # mean of the last steps
     resident_bytes: int
 

@@ -136,6 +136,51 @@ async def test_a_plan_is_sent_before_the_result_of_the_one_before(clock: FakeClo
         assert worker.plans[-1].step_id == step_id + 2
 
 
+async def test_a_long_way_lets_plans_stand_for_several_steps(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    requests = [make_request(fleet, [i, 2], 100 + i) for i in range(4)]
+    streams = [fleet.submit(request) for request in requests]
+    readers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    for _ in range(10):
+        await worker.turn()
+    assert all(plan.num_steps == 0 for plan in worker.plans)  # the first pong came at once
+    for _ in range(8):
+        clock.advance(0.5)
+        worker.session.receive(heartbeat())
+        fleet.tick()
+        await worker.receive()
+        clock.advance(0.05)  # the way of the pong
+        worker.answer()
+    snapshot = worker.session.snapshot()
+    assert (snapshot.max_plan_steps, round(snapshot.round_trip_ms)) == (4, 50)
+    await worker.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+    assert max(plan.num_steps for plan in worker.plans) == 4
+    assert len(worker.plans) < worker.session.snapshot().num_steps
+    assert_nothing_held(worker)
+
+
+async def test_a_worker_lost_amid_a_repeated_plan_loses_and_repeats_no_token(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet, "w0")
+    requests = [make_request(fleet, [i, 2], 100) for i in range(4)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    while not (worker.plans and worker.plans[-1].num_steps == 4):
+        clock.advance(0.5)
+        worker.session.receive(heartbeat())
+        fleet.tick()
+        await worker.receive()
+        clock.advance(0.05)
+        worker.answer()
+    await worker.receive()
+    worker.answer(2)  # of the four steps
+    lose(worker)
+    other = LoopbackWorker(fleet, "w1")
+    await other.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+
+
 async def test_a_burst_of_requests_makes_one_plan(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)

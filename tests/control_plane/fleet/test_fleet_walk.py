@@ -31,6 +31,7 @@ class Walk:
         self.streams: dict[int, tuple[Request, JobStream, list[int]]] = {}
         self.errors: list[MotetError] = []
         self.num_finished = 0
+        self.everybody: list[LoopbackWorker] = []  # lost ones included
         self.retiring: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -62,6 +63,9 @@ class Walk:
         worker_id = f"w{self.rng.randrange(3)}"
         if worker_id not in self.workers or self.rng.random() < 0.02:  # else: a second one fences the first
             self.workers[worker_id] = LoopbackWorker(self.fleet, worker_id, capacities=SMALL)
+            self.everybody.append(self.workers[worker_id])
+            await self.workers[worker_id].receive()
+            self.clock.advance(self.rng.choice([0.0, 0.02]))  # the way of the pong: plans to some run far ahead
 
     async def turn(self) -> None:
         for worker in list(self.workers.values()):
@@ -117,6 +121,7 @@ async def test_whatever_happens_every_stream_yields_the_oracles_tokens(seed: int
     await walk.run()
     assert walk.num_finished > 20
     assert walk.fleet.queue_snapshot().num_migrated > 0
+    assert any(plan.num_steps > 1 for worker in walk.everybody for plan in worker.plans)
     # Only what the walk cannot avoid: a full queue, and the fourth loss of a worker.
     assert {type(error).__name__ for error in walk.errors} <= {"QueueFull", "WorkerLost", "PoisonedRequest"}
     assert len([error for error in walk.errors if not isinstance(error, QueueFull)]) < walk.num_finished / 4
