@@ -16,6 +16,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
+from motet.v1 import status_pb2 as status_service_pb2
+from motet.v1 import status_pb2_grpc as status_service_pb2_grpc
 
 from tests.e2e.harness import System
 from tests.makers import make_adapter, make_checkpoint
@@ -29,8 +31,12 @@ LEAKS = re.compile(r"/tmp/|/root|/home|Traceback|\.py\b|line \d+|motet:a:|<class
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     directory = tmp_path_factory.mktemp("system")
     model_dir = make_checkpoint(directory / "model", arch="llama")
-    with System(model_dir, directory, control_flags=["--max-adapter-bytes", "4MiB"]) as system:
-        system.start_hash_worker("w0", ["--num-blocks", "64", "--block-size", "4", "--max-model-len", "4096"])
+    tenants = directory / "tenants.json"
+    tenants.write_text('{"metered": {"weight": 2, "tokens_per_minute": 60, "max_queued_tokens": 40}}')
+    control_flags = ["--max-adapter-bytes", "4MiB", "--tenants", str(tenants)]
+    with System(model_dir, directory, control_flags=control_flags) as system:
+        worker_flags = ["--num-blocks", "64", "--block-size", "4", "--max-model-len", "4096", "--max-rows", "12"]
+        system.start_hash_worker("w0", worker_flags)
         yield system
 
 
@@ -48,14 +54,15 @@ def adapter_files(system: System, tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: (directory / name).read_bytes() for name in ["adapter_config.json", "adapter_model.safetensors"]}
 
 
-def generate(channel: grpc.Channel, request: generation_pb2.GenerateRequest | bytes) -> list[int]:
-    """Token ids of one request; raw bytes are sent as they are."""
+def generate(channel: grpc.Channel, request: generation_pb2.GenerateRequest | bytes, **metadata: str) -> list[int]:
+    """Token ids of one request; raw bytes are sent as they are. `metadata` has _ for -."""
     call = channel.unary_stream(
         "/motet.v1.GenerationService/Generate",
         request_serializer=lambda data: data if isinstance(data, bytes) else data.SerializeToString(),
         response_deserializer=generation_pb2.GenerateResponse.FromString,
     )
-    return [token for response in call(request, timeout=30) for token in response.delta.token_ids]
+    sent = [(key.replace("_", "-"), value) for key, value in metadata.items()]
+    return [token for response in call(request, timeout=30, metadata=sent) for token in response.delta.token_ids]
 
 
 def upload(channel: grpc.Channel, adapter_id: str, files: dict[str, bytes], **header: object) -> str:
@@ -114,6 +121,15 @@ def stopping(**fields: object) -> generation_pb2.GenerateRequest:
     return request(stopping=types_pb2.StoppingParams(**fields))  # type: ignore[arg-type]
 
 
+def decoding(**fields: object) -> generation_pb2.GenerateRequest:
+    return request(decoding=types_pb2.DecodingParams(**fields))  # type: ignore[arg-type]
+
+
+def beams(width: int, **fields: object) -> generation_pb2.GenerateRequest:
+    search = types_pb2.DecodingParams(beam_search=types_pb2.BeamSearchParams(width=width))
+    return request(decoding=search, **fields)
+
+
 BAD_REQUESTS: dict[str, tuple[generation_pb2.GenerateRequest | bytes, grpc.StatusCode, str]] = {
     "malformed protobuf": (b"\x0a\xff\xff\xff\xff\x0f", INVALID, ""),
     "invalid utf-8": (b"\x12\x02\xff\xfe", INVALID, ""),
@@ -131,6 +147,28 @@ BAD_REQUESTS: dict[str, tuple[generation_pb2.GenerateRequest | bytes, grpc.Statu
     "top_k 0": (sampling(top_k=0), INVALID, "sampling.top_k"),
     "top_p 0": (sampling(top_p=0.0), INVALID, "sampling.top_p"),
     "top_p above 1": (sampling(top_p=1.5), INVALID, "sampling.top_p"),
+    "min_p above 1": (sampling(min_p=1.5), INVALID, "sampling.min_p"),
+    "NaN repetition_penalty": (sampling(repetition_penalty=float("nan")), INVALID, "sampling.repetition_penalty"),
+    "repetition_penalty 0": (sampling(repetition_penalty=0.0), INVALID, "sampling.repetition_penalty"),
+    "presence_penalty": (sampling(presence_penalty=-2.5), INVALID, "sampling.presence_penalty"),
+    "frequency_penalty": (sampling(frequency_penalty=float("inf")), INVALID, "sampling.frequency_penalty"),
+    "bias of an unknown token": (sampling(logit_bias={256: 1.0}), INVALID, "sampling.logit_bias"),
+    "NaN bias": (sampling(logit_bias={2: float("nan")}), INVALID, "sampling.logit_bias"),
+    "many biases": (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), INVALID, "sampling.logit_bias"),
+    "many logprobs": (sampling(logprobs=21), INVALID, "sampling.logprobs"),
+    "many prompt_logprobs": (sampling(prompt_logprobs=21), INVALID, "sampling.prompt_logprobs"),
+    "min_tokens above max_tokens": (stopping(max_tokens=2, min_tokens=3), INVALID, "stopping.min_tokens"),
+    "n 0": (decoding(n=0), INVALID, "decoding.n"),
+    "n 2^32-1": (decoding(n=2**32 - 1), INVALID, "decoding.n"),
+    "best_of below n": (decoding(n=3, best_of=2), INVALID, "decoding.best_of"),
+    "more answers than rows": (decoding(n=13), INVALID, "decoding.best_of"),
+    "more beams than rows": (beams(13), INVALID, "decoding.beam_search.width"),
+    "17 beams": (beams(17), INVALID, "decoding.beam_search.width"),
+    "beams that sample": (beams(2, sampling={"temperature": 1.0}), INVALID, "sampling.temperature"),
+    "beams with a stop string": (beams(2, stopping={"stop": ["x"]}), INVALID, "stopping.stop"),
+    "resume of beams": (beams(2, resume_from={"ids": [9]}), INVALID, "resume_from"),
+    "resume of two answers": (request(decoding={"n": 2}, resume_from={"ids": [9]}), INVALID, "resume_from"),
+    "priority": (request(priority=-101), INVALID, "priority"),
     "max_tokens 0": (stopping(max_tokens=0), INVALID, "stopping.max_tokens"),
     "max_tokens 2^32-1": (stopping(max_tokens=2**32 - 1), INVALID, "stopping.max_tokens"),
     "empty stop string": (stopping(stop=[""]), INVALID, "stopping.stop"),
@@ -159,6 +197,46 @@ def test_bad_request_is_refused_and_the_next_one_works(channel: grpc.Channel, wh
             fields
         )
     assert len(generate(channel, stopping(max_tokens=3, ignore_eos=True))) == 3
+
+
+@pytest.mark.parametrize("tenant", ["", "UPPER", "a b", "x" * 64])
+def test_bad_tenant_is_refused(channel: grpc.Channel, tenant: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(channel, stopping(max_tokens=2), motet_tenant=tenant)
+    assert caught.value.code() == INVALID
+    assert details(caught.value) == ("FIELD_INVALID", ["motet-tenant"])
+
+
+def test_tenant_over_its_quota_is_told_which_and_when_to_come_back(channel: grpc.Channel) -> None:
+    assert generate(channel, stopping(max_tokens=40, ignore_eos=True), motet_tenant="metered")
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(channel, stopping(max_tokens=40), motet_tenant="metered")
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata = dict(caught.value.trailing_metadata() or ())
+    status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    info, failure, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.QuotaFailure(),
+        error_details_pb2.RetryInfo(),
+    )
+    assert all(any(packed.Unpack(kind) for packed in status.details) for kind in (info, failure, retry))
+    assert (info.reason, dict(info.metadata)["quota"]) == ("QUOTA_EXCEEDED", "tokens_per_minute")
+    assert (info.metadata["tenant"], info.metadata["limit"]) == ("metered", "60")
+    assert failure.violations[0].subject == "tenants/metered"
+    assert 0 < retry.retry_delay.ToMilliseconds() <= 26_000  # 43 of 60 were taken, 43 are asked for
+    with pytest.raises(grpc.RpcError) as alone:
+        generate(channel, stopping(max_tokens=58), motet_tenant="metered")
+    assert (alone.value.code(), details(alone.value)) == (INVALID, ("QUOTA_TOO_SMALL", ["stopping.max_tokens"]))
+    with pytest.raises(grpc.RpcError) as long:
+        generate(channel, request(token_ids={"ids": [9] * 41}, stopping={"max_tokens": 1}), motet_tenant="metered")
+    assert details(long.value) == ("QUOTA_TOO_SMALL", ["input"])
+    assert len(generate(channel, stopping(max_tokens=3, ignore_eos=True))) == 3  # the others are not held up
+    told = status_service_pb2_grpc.StatusServiceStub(channel).GetStatus(status_service_pb2.GetStatusRequest())
+    tenants = {tenant.tenant: tenant for tenant in told.tenants}
+    metered = tenants["metered"]
+    assert (metered.weight, metered.num_accepted, metered.num_rejected, metered.num_requests) == (2.0, 1, 1, 0)
+    assert (metered.num_input_tokens, metered.num_generated_tokens, metered.max_queued_tokens) == (3, 40, 40)
+    assert tenants["default"].num_accepted > 0 and not tenants["default"].HasField("tokens_per_minute")
 
 
 def config_with(files: dict[str, bytes], **changes: object) -> dict[str, bytes]:
