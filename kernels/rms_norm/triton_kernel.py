@@ -41,6 +41,11 @@ def _rms_norm_kernel(
     tl.store(y_ptr + token * HIDDEN + offs, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=is_inside)
 
 
+def num_warps_for(block: int) -> int:
+    """Warps that hold a row padded to `block` values, 16 in each thread."""
+    return min(max(block // 512, 1), 16)
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
 ) -> torch.Tensor:
@@ -62,6 +67,6 @@ def rms_norm(
         HIDDEN=hidden,
         BLOCK_H=block,
         HAS_RESIDUAL=residual is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=num_warps_for(block),
     )
     return y

@@ -1,11 +1,13 @@
-"""rms_norm: the definition against torch, the GPU kernel against the definition."""
+"""rms_norm: the definition against torch and transformers, the form for the CPU against the definition."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kernels.rms_norm import reference, rms_norm, triton_kernel
+from kernels.rms_norm import reference, rms_norm
 from kernels.rms_norm.cases import CASES, Case, make
 from tests.kernels.tolerances import assert_close
 
@@ -17,29 +19,33 @@ def test_equals_torch(case: Case) -> None:
     x, weight, residual = make(case, torch.float32)
     total = x if residual is None else x + residual
     expected = torch.nn.functional.rms_norm(total, (case.hidden,), weight + case.weight_offset, EPS)
-    assert_close(rms_norm(x, weight, EPS, residual=residual, weight_offset=case.weight_offset), expected)
+    assert_close(reference.rms_norm(x, weight, EPS, residual, case.weight_offset), expected)
     assert residual is None or torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("norm_class", "weight_offset"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+@torch.no_grad()
+def test_equals_transformers(
+    norm_class: type[LlamaRMSNorm] | type[Gemma3RMSNorm], weight_offset: float, dtype: torch.dtype
+) -> None:
+    x, weight, _ = make(CASES[2], dtype)
+    norm = norm_class(len(weight), eps=EPS).to(dtype)
+    norm.weight.copy_(weight)
+    assert_close(rms_norm(x, weight, EPS, weight_offset=weight_offset), norm(x), magnitude=2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_gpu_kernel_equals_the_reference(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+def test_the_cpu_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
     x, weight, residual = make(case, dtype)
-    there = [None if tensor is None else tensor.to(device, copy=True) for tensor in (x, weight, residual)]
-    assert there[0] is not None and there[1] is not None
-    actual = triton_kernel.rms_norm(there[0], there[1], EPS, there[2], case.weight_offset)
-    assert_close(actual.cpu(), reference.rms_norm(x, weight, EPS, residual, case.weight_offset))
-    if residual is not None and there[2] is not None:
-        assert_close(there[2].cpu(), residual)
-
-
-def test_powers_of_two_come_out_bit_for_bit(device: torch.device) -> None:
-    """Rows of +-2^n have a mean square of 4^n: every step is exact."""
-    signs = torch.randint(0, 2, (5, 64), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    x = signs * torch.tensor([0.5, 1.0, 2.0, 8.0, 64.0])[:, None]
-    weight = torch.arange(64.0)
-    actual = triton_kernel.rms_norm(x.to(device), weight.to(device), 0.0, None, 0.0).cpu()
-    assert torch.equal(actual, signs * weight)
+    total = None if residual is None else residual.clone()
+    expected = reference.rms_norm(x, weight, EPS, total, case.weight_offset)
+    before = x.clone()
+    assert_close(rms_norm(x, weight, EPS, residual=residual, weight_offset=case.weight_offset), expected)
+    assert torch.equal(x, before)
+    if residual is not None and total is not None:
+        assert torch.equal(residual, total)
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -1,0 +1,77 @@
+"""Compiles the kernels of norm, gate and rotation for an H200, which needs no GPU. Prints a line of JSON for each.
+
+Run by its test in a process of its own, since triton either interprets or compiles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.gated_activation.triton_kernel import BLOCK, _gated_activation_kernel
+from kernels.rms_norm.triton_kernel import _rms_norm_kernel, num_warps_for
+from kernels.rope.triton_kernel import BLOCK_HEADS, _rope_kernel
+
+H200 = GPUTarget("cuda", 90, 32)
+
+
+def compile_kernel(kernel: Any, constants: Mapping[str, Any], kinds: Mapping[str, str], num_warps: int) -> None:
+    """With bfloat16 tensors, but for those in `kinds`, whose addresses and strides are multiples of 16."""
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    position = {name: index for index, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={(position[name],): [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] in "*i"},
+    )
+    text = triton.compile(source, target=H200, options={"num_warps": num_warps}).asm["ptx"]
+    figures = {
+        "kernel": kernel.__name__,
+        "num_vectors": text.count(".v4.b32") + text.count(".v2.b32"),
+        "num_spills": text.count(".local"),
+    }
+    print(json.dumps(figures))
+
+
+def compile_rope(dim: int, rotary_dim: int, *, has_norm: bool, has_positions: bool) -> None:
+    """32 heads over 8 of keys, tables in float32."""
+    half = rotary_dim // 2
+    constants = {
+        "NUM_HEADS": 32,
+        "NUM_KV_HEADS": 8,
+        "DIM": dim,
+        "VALUE_DIM": dim,
+        "HALF": half,
+        "BLOCK_HEADS": BLOCK_HEADS,
+        "BLOCK_HALF": triton.next_power_of_2(half),
+        "BLOCK_REST": triton.next_power_of_2(max(dim - rotary_dim, 1)),
+        "BLOCK_DV": triton.next_power_of_2(dim),
+        "QUERY_TILES": 32 // BLOCK_HEADS,
+        "HAS_NORM": has_norm,
+        "HAS_POSITIONS": has_positions,
+        "HAS_CACHE": True,
+    }
+    kinds = {"positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    compile_kernel(_rope_kernel, constants, kinds | {"eps": "fp32", "weight_offset": "fp32"}, 1)
+
+
+def compile_norm(hidden: int, *, has_residual: bool) -> None:
+    constants = {"HIDDEN": hidden, "BLOCK_H": triton.next_power_of_2(hidden), "HAS_RESIDUAL": has_residual}
+    kinds = {"eps": "fp32", "weight_offset": "fp32"}
+    compile_kernel(_rms_norm_kernel, constants, kinds, num_warps_for(constants["BLOCK_H"]))
+
+
+if __name__ == "__main__":
+    compile_rope(128, 128, has_norm=False, has_positions=True)
+    compile_rope(80, 32, has_norm=True, has_positions=False)
+    compile_norm(4096, has_residual=True)
+    compile_kernel(_gated_activation_kernel, {"WIDTH": 14336, "BLOCK": BLOCK, "ACTIVATION": "silu"}, {}, 4)
