@@ -130,6 +130,21 @@ async def test_results_answer_plans_in_order_and_carry_the_epoch() -> None:
     assert worker.exit_code == 0
 
 
+async def test_a_plan_for_several_steps_is_answered_step_by_step() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome(9)
+        await peer.send(step_plan=plan(1, 9, **one_row()))
+        await peer.send(step_plan=plan(2, 9, num_steps=3))
+        await peer.send(step_plan=plan(5, 9, freed_rows=ints(0)))
+        answers = [(await peer.receive("step_result")).step_result for _ in range(5)]
+        assert [(answer.step_id, answer.rows) for answer in answers] == [(n, ints(0)) for n in range(1, 5)] + [(5, b"")]
+        assert len({answer.token_ids for answer in answers[:4]}) > 1
+        await peer.send(step_plan=plan(7, 9))
+        assert (await peer.receive("fault")).fault.reason == "PlanRefused: step 7 after step 5"
+
+    await play(script)
+
+
 async def test_a_plan_of_another_epoch_is_a_fault_and_the_next_session_starts_empty() -> None:
     async def first(peer: Peer) -> None:
         await peer.welcome(9)
