@@ -134,7 +134,7 @@ async def test_a_plan_for_several_steps_is_answered_step_by_step() -> None:
     async def script(peer: Peer) -> None:
         await peer.welcome(9)
         await peer.send(step_plan=plan(1, 9, **one_row()))
-        await peer.send(step_plan=plan(2, 9, num_steps=3))
+        await peer.send(step_plan=plan(2, 9, appended_blocks=ints(0, 1), num_steps=3))
         await peer.send(step_plan=plan(5, 9, freed_rows=ints(0)))
         answers = [(await peer.receive("step_result")).step_result for _ in range(5)]
         assert [(answer.step_id, answer.rows) for answer in answers] == [(n, ints(0)) for n in range(1, 5)] + [(5, b"")]
