@@ -242,6 +242,9 @@ class WorkerStatus:
     num_tokens_sampled: int
     step_time_ms: float
     resident_bytes: int
+    num_plans: int = 0  # sent; fewer than steps where a plan stands for several
+    max_plan_steps: int = 0  # steps that a plan may stand for at present
+    round_trip_ms: float = 0.0  # median; 0 before it was measured
 
 
 @dataclass(frozen=True, slots=True)

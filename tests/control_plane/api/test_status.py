@@ -7,6 +7,7 @@ from motet.v1 import status_pb2, status_pb2_grpc
 
 from control_plane.api import adapters, generation
 from control_plane.api.status import HealthReporter
+from control_plane.fleet.settings import WorkerSnapshot
 from tests.control_plane.api.fakes import Api
 
 Status = health_pb2.HealthCheckResponse
@@ -17,9 +18,11 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
     answer = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
     assert [worker.worker_id for worker in answer.workers] == ["w0", "w1"]
     worker = answer.workers[0]
-    for number, field in enumerate(worker.DESCRIPTOR.fields):
-        if field.name not in ("worker_id", "device"):
-            assert getattr(worker, field.name) == number, field.name
+    names = list(WorkerSnapshot.__dataclass_fields__)
+    assert sorted(names) == sorted(field.name for field in worker.DESCRIPTOR.fields)
+    for number, name in enumerate(names):
+        if name not in ("worker_id", "device"):
+            assert getattr(worker, name) == number, name
     assert (answer.queues.num_requests, answer.queues.num_accepted, answer.queues.num_rejected) == (3, 9, 1)
     assert answer.adapters == status_pb2.AdapterStatus(
         num_registered=1,
