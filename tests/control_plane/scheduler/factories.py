@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.types import (
     AdapterRef,
     LoadSlot,
@@ -49,9 +51,11 @@ def make_request(request_id: int, prompt: list[int] | int = 4, max_tokens: int =
 class Bench:
     """A scheduler joined to a model worker, moved by hand; keeps the outputs."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(
+        self, settings: SchedulerSettings = DEFAULT_SETTINGS, counters: VirtualCounters | None = None, **limits: Any
+    ) -> None:
         self.limits = make_limits(**limits)
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, settings, counters)
         self.worker = ModelWorker(self.limits)
         self.sent: list[StepPlan] = []  # steps that are not answered, each as a plan of its own
         self.plans: list[StepPlan] = []
