@@ -76,17 +76,25 @@ def _draw(values: torch.Tensor, rows: SamplingRows, drawn: torch.Tensor) -> torc
         getattr(rows, name).index_select(0, drawn)
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")
     )
+    scores = kept_scores(values, temperature, top_k, top_p, min_p)
+    scores += gumbel(seed, position, values.shape[1])
+    return scores.argmax(dim=-1)
+
+
+def kept_scores(
+    values: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Scores of what is kept, float64 [n, vocab], -inf for the rest; all temperatures are above 0."""
     divisor = temperature.double().unsqueeze(1)
     scores = _scores(values, divisor, values.amax(dim=-1, keepdim=True))
-    if rows.has_top_k or rows.has_top_p:
-        lowest = _lowest_kept(values, divisor, top_k, top_p)
+    lowest = _lowest_kept(values, divisor, top_k, top_p)
+    if lowest is not None:
         scores.masked_fill_(values < lowest.unsqueeze(1), float("-inf"))
-    limited = min_p.gt(0).nonzero().flatten() if rows.has_min_p else drawn[:0]
+    limited = min_p.gt(0).nonzero().flatten()
     if limited.numel() > 0:
         chosen = scores.index_select(0, limited)
         scores[limited] = chosen.masked_fill(chosen.exp() < min_p[limited].double().unsqueeze(1), float("-inf"))
-    scores += gumbel(seed, position, values.shape[1])
-    return scores.argmax(dim=-1)
+    return scores
 
 
 def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -108,13 +116,15 @@ def _mass(scores: torch.Tensor) -> torch.Tensor:
     return scores.exp().mul_(MASS_OF_ONE).add_(0.5).to(torch.int64)
 
 
-def _lowest_kept(values: torch.Tensor, divisor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The lowest value that top-k and top-p keep of each row, float32 [n]. Rows without limits keep all: -inf."""
+def _lowest_kept(
+    values: torch.Tensor, divisor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor | None:
+    """The lowest value that top-k and top-p keep of each row, float32 [n], -inf for no limit; None if none has one."""
     vocab_size = values.shape[1]
-    lowest = torch.full_like(values[:, 0], float("-inf"))
     limited = ((top_p < 1) | ((top_k > 0) & (top_k < vocab_size))).nonzero().flatten()
     if limited.numel() == 0:
-        return lowest
+        return None
+    lowest = torch.full_like(values[:, 0], float("-inf"))
     num_kept = top_k.index_select(0, limited)
     num_kept = torch.where(num_kept > 0, num_kept.clamp(max=vocab_size), vocab_size).unsqueeze(1)
     most = int(num_kept.max())

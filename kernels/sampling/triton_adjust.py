@@ -55,7 +55,7 @@ def _penalise_kernel(
     tl.store(adjusted_ptr + index * vocab_size + offs, x, mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_biases"])
 def _bias_kernel(
     # pointers
     adjusted_ptr,  # float32 [m, V], contiguous

@@ -79,7 +79,7 @@ def _gumbel(seed, position, token_ids):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _highest_kernel(
     highest_ptr,  # float32 [n, num_parts]
     logits_ptr,  # [n, V]
@@ -141,7 +141,7 @@ def _descend(sums, prefix, above, limit):
     return (prefix << _DIGIT_BITS) | digit.to(tl.uint32), tl.sum(tl.where(digits == digit, larger, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pass_index", "num_rows", "num_parts"])
 def _digit_kernel(
     # pointers
     sums_ptr,  # int64 [passes, n, num_parts, 16]
@@ -209,7 +209,7 @@ def _digit_kernel(
     tl.store(sums_ptr + base + tl.arange(0, _NUM_DIGITS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _lowest_kernel(
     lowest_ptr,
     sums_ptr,
@@ -234,7 +234,7 @@ def _lowest_kernel(
     tl.store(lowest_ptr + row, tl.where(key > earlier, key, earlier).to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _draw_kernel(
     # pointers
     best_ptr,  # float64 [n, num_parts]
@@ -291,7 +291,7 @@ def _draw_kernel(
     tl.store(best_id_ptr + row * num_parts + part, tl.min(tl.where(best == most, best_id, 0x7FFFFFFF), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _pick_kernel(tokens_ptr, best_ptr, best_id_ptr, num_parts, PARTS: tl.constexpr):
     """tokens[row], int64: the best of the parts, the lowest id among equals. Grid: (n,)."""
     row = tl.program_id(0).to(tl.int64)

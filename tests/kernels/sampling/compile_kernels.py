@@ -1,0 +1,74 @@
+"""Compiles the sampling kernels for an H200, which needs no GPU. Prints a line of JSON for each; run by its test.
+
+A process of its own, since triton either interprets or compiles.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.sampling import triton_adjust, triton_kernel, triton_logprobs
+
+H200 = GPUTarget("cuda", 90, 32)
+# Element types of pointers, by argument; the others are the logits'.
+POINTERS = {
+    "i64": "sums above top_k seed position rows history_row bias_row bias_token token_ids rank tokens",
+    "i32": "source lowest prefix best_id history",
+    "fp64": "best",
+    "fp32": "highest adjusted temperature top_p min_p repetition presence frequency bias normaliser",
+}
+TYPE_OF = {f"{name}_ptr": dtype for dtype, names in POINTERS.items() for name in names.split()}
+
+
+def compile_kernel(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -> None:
+    """With logits in bfloat16."""
+    signature: dict[str, str] = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = "*" + TYPE_OF.get(name, "bf16")
+        else:
+            signature[name] = "i32"
+    position = {name: index for index, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(position[name],): value for name, value in constants.items()},
+        attrs={(position[name],): [["tt.divisibility", 16]] for name in signature if name.endswith("_ptr")},
+    )
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=H200, options=options)
+    ptx = compiled.asm["ptx"]
+    line = {
+        "kernel": kernel.__name__,
+        "constants": constants,
+        "shared_bytes": compiled.metadata.shared,
+        "num_local": ptx.count(".local"),
+        "num_fused": ptx.count("fma.rn.f32"),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    sizes = {"PARTS": 16, "PART": triton_kernel.PART, "TILE": triton_kernel.TILE}
+    compile_kernel(triton_kernel._highest_kernel, {name: sizes[name] for name in ("PART", "TILE")})
+    for of_mass in (False, True):
+        for is_first in (False, True):
+            options = {"IS_FIRST": is_first, "OF_MASS": of_mass, "stride_lv": 1}
+            compile_kernel(triton_kernel._digit_kernel, options | sizes, num_warps=8)
+        compile_kernel(triton_kernel._lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
+    compile_kernel(triton_kernel._draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
+    compile_kernel(triton_kernel._pick_kernel, {"PARTS": 16})
+    compile_kernel(triton_adjust._penalise_kernel, {"BLOCK": triton_adjust.BLOCK, "stride_lv": 1})
+    compile_kernel(triton_adjust._bias_kernel, {"BLOCK": triton_adjust.BLOCK_BIASES})
+    compile_kernel(triton_logprobs._normalise_kernel, {"BLOCK": triton_logprobs.BLOCK, "stride_lv": 1}, num_warps=8)
+
+
+if __name__ == "__main__":
+    main()
