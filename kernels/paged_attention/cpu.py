@@ -45,11 +45,12 @@ def paged_attention(
 
 def _gather(blocks: KeyBlocks, cache: torch.Tensor, scale: KVScale, dtype: torch.dtype) -> torch.Tensor:
     """[num_sequences, keys, Hkv, D] in dtype; FP8 values times their token's scale, but not times a cache's."""
-    tokens = blocks.take(cache)
     if cache.dtype != FP8:
-        return tokens
-    values = widen(tokens, dtype)
-    return values.mul_(blocks.take(scale).unsqueeze(-1)) if isinstance(scale, torch.Tensor) else values
+        return blocks.take(cache)
+    codes = blocks.take(cache.view(torch.uint8)).view(FP8)
+    if not isinstance(scale, torch.Tensor):
+        return widen(codes, dtype)
+    return widen(codes, torch.float32).mul_(blocks.take(scale).unsqueeze(-1)).to(dtype)
 
 
 class _Attention:

@@ -115,3 +115,9 @@ def test_wrong_shapes_are_refused() -> None:
         store_kv(key, value, key_cache.transpose(0, 1).contiguous().transpose(0, 1), value_cache, slots)
     with pytest.raises(ValueError, match="disagree"):
         store_kv(key, value, key_cache[1:], value_cache, slots)
+
+
+def test_codes_that_do_not_lie_in_pairs_are_widened_too() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    for part in (codes[1:], codes[1:100], codes[:7], codes[:0]):
+        assert torch.equal(widen(part, torch.bfloat16).nan_to_num(), part.to(torch.bfloat16).nan_to_num())
