@@ -22,13 +22,9 @@ from control_plane.scheduler.types import FinishReason, Request, TokenLogprobs, 
 MAX_KEPT_DELTA_TOKENS = 256  # of answers that are told at the end
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Tokens and text that go out together."""
-
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprobs]
+# Tokens and text that go out together; log-probabilities of the tokens where there are any. A bare tuple: one is made
+# per token.
+_Piece = tuple[Sequence[int], str, Sequence[TokenLogprobs] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,36 +35,36 @@ class _Answer:
     text: TextStream
     num_tokens: int = 0  # generated so far, a resumed stream's earlier ones included
     first_token_s: float | None = None
-    last_token_s: float = 0.0
+    ended_s: float = 0.0
     sum_logprobs: float = 0.0
     score: float | None = None
     reason: int | None = None  # why it ended
     stop_string: str = ""
     kept: list[_Piece] = field(default_factory=list)  # of answers that are told at the end
 
-    def take(self, event: JobEvent, now_s: float) -> _Piece:
+    def take(self, event: JobEvent) -> _Piece:
         """What an event makes deliverable; it has ended if `reason` is set then."""
-        token_ids: Sequence[int] = event.token_ids
-        finish_reason = event.finish_reason
+        token_ids, finish_reason, logprobs = event.token_ids, event.finish_reason, event.logprobs
         # A stop token counts, its text is not delivered.
         num_spoken = len(token_ids) - (1 if finish_reason is FinishReason.STOP_TOKEN else 0)
         piece = self.text.push(token_ids[:num_spoken])
         text, stop_string = piece.text, piece.stop_string
-        delivered = list(token_ids[: piece.num_tokens] if stop_string is not None else token_ids)
+        if stop_string is not None:
+            token_ids = token_ids[: piece.num_tokens]
         if finish_reason is not None and stop_string is None:
             flushed = self.text.finish()
             text, stop_string = text + flushed.text, flushed.stop_string
-        logprobs = list(event.logprobs[: len(delivered)]) if event.logprobs else []
-        self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
-        self.last_token_s = now_s
-        self.num_tokens += len(delivered)
-        self.sum_logprobs += sum(told.logprob for told in logprobs)
-        self.score = event.score
+        self.num_tokens += len(token_ids)
+        if logprobs:
+            logprobs = logprobs[: len(token_ids)]
+            self.sum_logprobs += sum(told.logprob for told in logprobs)
+        if event.score is not None:
+            self.score = event.score
         if stop_string is not None:
             self.end(types_pb2.FINISH_REASON_STOP_STRING, stop_string)
         elif finish_reason is not None:
             self.end(FINISH_REASONS[finish_reason])
-        return _Piece(delivered, text, logprobs)
+        return token_ids, text, logprobs
 
     def resume(self, token_ids: Sequence[int], *, is_stopped: bool, is_full: bool) -> None:
         """Bring the text to where the broken stream's stood; it ends here if that stream had had its last token."""
@@ -89,13 +85,12 @@ class _Answer:
 
     def keep(self, piece: _Piece) -> None:
         """Hold it back until the answers are chosen."""
-        last = self.kept[-1] if self.kept else None
-        if last is None or len(last.token_ids) + len(piece.token_ids) > MAX_KEPT_DELTA_TOKENS:
-            self.kept.append(piece)
-        else:
-            last.token_ids += piece.token_ids
-            last.text += piece.text
-            last.logprobs += piece.logprobs
+        token_ids, text, logprobs = piece
+        if self.kept and len(self.kept[-1][0]) + len(token_ids) <= MAX_KEPT_DELTA_TOKENS:
+            before = self.kept.pop()
+            token_ids, text = [*before[0], *token_ids], before[1] + text
+            logprobs = [*(before[2] or ()), *(logprobs or ())]
+        self.kept.append((token_ids, text, logprobs))
 
     @property
     def mean_logprob(self) -> float:
@@ -125,6 +120,7 @@ class GenerationEvents:
         self._vocab_size = vocab_size
         self._clock = clock
         self._decoding = checked.decoding
+        self._is_ranked = checked.decoding.is_ranked
         self._answers = [_Answer(index, make_text()) for index in range(checked.decoding.num_indices)]
         self._num_running = len(self._answers)
         self._is_started = False
@@ -155,6 +151,7 @@ class GenerationEvents:
     def finished_by_resume(self) -> list[generation_pb2.GenerateResponse]:
         """The whole stream where nothing was left to generate. Its text went out with the last token already."""
         (answer,) = self._answers
+        answer.ended_s = self._clock()
         self._num_running = 0
         return [self._started(), self._finished(answer, 0)]
 
@@ -165,18 +162,21 @@ class GenerationEvents:
         answer = self._answers[event.index]
         if answer.reason is not None or not (event.token_ids or event.finish_reason):
             return []
-        self._num_cached_tokens, self._queue_time_s = event.num_cached_tokens, event.queue_time_s
-        piece = answer.take(event, self._clock())
+        if answer.first_token_s is None:
+            answer.first_token_s = self._clock()
+            self._num_cached_tokens, self._queue_time_s = event.num_cached_tokens, event.queue_time_s
+        piece = answer.take(event)
         if answer.reason is not None:
+            answer.ended_s = self._clock()
             self._num_running -= 1
             if event.finish_reason is None:
                 give_up(answer.index)
-        if self._decoding.is_ranked:
+        if self._is_ranked:
             answer.keep(piece)
             return [] if self._num_running else self._chosen()
         messages = [] if self._is_started else [self._started()]
-        if piece.token_ids or piece.text:
-            messages.append(_delta(piece, answer.index, answer.num_tokens, tells_logprobs=bool(piece.logprobs)))
+        if piece[0] or piece[1]:
+            messages.append(_delta(piece, answer.index, answer.num_tokens))
         if answer.reason is not None:
             messages.append(self._finished(answer, answer.index))
         return messages
@@ -190,9 +190,10 @@ class GenerationEvents:
         messages = [self._started()]
         for index, answer in enumerate(answers[: self._decoding.n]):
             num_tokens = 0
-            for piece in answer.kept:
-                num_tokens += len(piece.token_ids)
-                messages.append(_delta(piece, index, num_tokens, tells_logprobs=tells_logprobs))
+            for token_ids, text, logprobs in answer.kept:
+                num_tokens += len(token_ids)
+                piece = token_ids, text, logprobs if tells_logprobs else None
+                messages.append(_delta(piece, index, num_tokens))
             messages.append(self._finished(answer, index))
         return messages
 
@@ -223,9 +224,7 @@ class GenerationEvents:
 
     def _finished(self, answer: _Answer, index: int) -> generation_pb2.GenerateResponse:
         assert answer.reason is not None, f"answer {answer.index} has not ended"
-        now_s = answer.last_token_s if self._decoding.is_ranked else self._clock()
         arrival_s = self._work.arrival_s
-        first_token_s = now_s if answer.first_token_s is None else answer.first_token_s
         message = generation_pb2.GenerateResponse(
             finished=generation_pb2.GenerationFinished(
                 index=index,
@@ -238,8 +237,8 @@ class GenerationEvents:
                 ),
                 timings=types_pb2.Timings(
                     queue_time=duration(self._queue_time_s),
-                    time_to_first_token=duration(first_token_s - arrival_s),
-                    total_time=duration(now_s - arrival_s),
+                    time_to_first_token=duration((answer.first_token_s or answer.ended_s) - arrival_s),
+                    total_time=duration(answer.ended_s - arrival_s),
                 ),
                 seed=self._seed_of(answer),
                 score=answer.score,
@@ -257,16 +256,18 @@ class GenerationEvents:
         return seed if self._decoding.beam is not None else sample_seed(seed, answer.index)
 
 
-def _delta(piece: _Piece, index: int, num_tokens: int, *, tells_logprobs: bool) -> generation_pb2.GenerateResponse:
+def _delta(piece: _Piece, index: int, num_tokens: int) -> generation_pb2.GenerateResponse:
     """`num_tokens`: of this answer, those of the piece included."""
     # Filled in place: made once per token, and a delta passed to the constructor is copied.
     message = generation_pb2.GenerateResponse()
+    token_ids, text, logprobs = piece
     delta = message.delta
-    delta.index = index
-    delta.token_offset = num_tokens - len(piece.token_ids)
-    delta.token_ids.extend(piece.token_ids)
-    delta.text = piece.text
+    if index:
+        delta.index = index
+    delta.token_offset = num_tokens - len(token_ids)
+    delta.token_ids.extend(token_ids)
+    delta.text = text
     delta.completion_tokens = num_tokens
-    if tells_logprobs:
-        delta.logprobs.extend(map(logprobs_message, piece.logprobs))
+    if logprobs:
+        delta.logprobs.extend(map(logprobs_message, logprobs))
     return message

@@ -154,7 +154,7 @@ class JobStream:
                 0,
                 0.0,
                 index,
-                output.logprobs and [*output.logprobs],
+                output.logprobs,
                 output.prompt_logprobs,
                 output.score,
             )
@@ -162,7 +162,7 @@ class JobStream:
             pending.token_ids.extend(output.token_ids)
             pending.finish_reason = finish_reason
             if output.logprobs:
-                pending.logprobs = [*(pending.logprobs or ()), *output.logprobs]
+                pending.logprobs = [*(pending.logprobs or ()), *output.logprobs]  # the first list is the scheduler's
             pending.prompt_logprobs = pending.prompt_logprobs or output.prompt_logprobs
             pending.score = output.score
         self._num_pending_tokens += len(output.token_ids)
