@@ -5,20 +5,58 @@ Written for the CPU, runs on any device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kernels.lora.layout import Route, Segment, StackedSite
 
 # The dense form computes every token against every stacked rank and masks; the grouped form computes only what is
-# needed, but in two small products per slot. Dense while the (token, rank) pairs it wastes stay below so many per
-# slot. Measured with AVX-512 and no AMX, 1024 x 1024, 1 to 16 adapters of ranks 16 to 64, 16 to 512 tokens, float32
-# and bfloat16: the two meet near 400 where a slot's tokens lie side by side, near 800 where they are gathered.
-WASTE_PER_RUN = 384
-WASTE_PER_GATHER = 768
+# needed, but in two small products per slot. A slot's products cost as much as so many wasted multiplications, that is
+# (token, rank) pairs times the columns of A and B. Measured on one thread, float32, 1 to 16 adapters of ranks 16 to 64,
+# 1 to 512 tokens: with AVX-512 at 1024 x 1024 the forms meet near 400 pairs per slot; with AVX2 near 50 there, near 500
+# at 256 x 256, near 15 at 2816 x 2816.
+WASTE_AVX512 = 800_000
+WASTE_OTHER = 100_000
+# Where a slot's tokens lie apart they are gathered and put back, which grows with the columns as the waste does.
+GATHER_PAIRS = 384
 # AMX makes bfloat16 products that much cheaper beside the cost of a call: with 8 adapters of rank 16 at 2048 x 2048
-# dense was still 2.5 times faster at 512 tokens, which wastes 7168 per slot.
+# dense was still 2.5 times faster at 512 tokens, which wastes 7168 pairs per slot.
 AMX_FACTOR = 16
-HAS_AMX = bool(torch.cpu._is_amx_tile_supported())
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What decides between the forms."""
+
+    has_avx512: bool
+    has_amx: bool
+    product_dtypes: frozenset[torch.dtype]  # that torch has fast products for
+
+    @classmethod
+    def detect(cls) -> Machine:
+        """The machine at hand, as torch uses it."""
+        dtypes = {torch.float32}
+        if torch._C._has_mkldnn:
+            if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                dtypes.add(torch.bfloat16)
+            if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+                dtypes.add(torch.float16)
+        is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+        return cls(is_avx512, bool(torch.cpu._is_amx_tile_supported()), frozenset(dtypes))
+
+    def waste_of_slot(self, columns: int, dtype: torch.dtype, *, is_gathered: bool) -> float:
+        """(token, rank) pairs that may be computed in vain to spare one slot its own products.
+
+        None in a dtype without fast products: with bfloat16 on AVX2 dense was up to 50 times slower than grouped.
+        """
+        if dtype not in self.product_dtypes:
+            return 0.0
+        pairs = (WASTE_AVX512 if self.has_avx512 else WASTE_OTHER) / columns + (GATHER_PAIRS if is_gathered else 0)
+        return pairs * AMX_FACTOR if dtype == torch.bfloat16 and self.has_amx else pairs
+
+
+MACHINE = Machine.detect()
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
@@ -30,20 +68,21 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) 
 
 
 def use_dense(site: StackedSite, route: Route) -> bool:
-    """Which form is faster; decided once per step for all sites of the same columns."""
-    if site.columns not in route.is_dense:
+    """Which form is faster; decided once per step for all sites of the same columns and widths."""
+    columns = site.a.shape[1] + site.b.shape[1]
+    key = (site.columns, columns)
+    if key not in route.is_dense:
         rows = site.columns.rows_by_slot
-        useful = allowed = 0
+        useful, allowed = 0, 0.0
         for segment in route.segments:
             if segment.slot in rows:
                 useful += segment.num_tokens * (rows[segment.slot].stop - rows[segment.slot].start)
-                allowed += WASTE_PER_RUN if isinstance(segment.rows, slice) else WASTE_PER_GATHER
-        if site.a.dtype == torch.bfloat16 and HAS_AMX:
-            allowed *= AMX_FACTOR
+                is_gathered = not isinstance(segment.rows, slice)
+                allowed += MACHINE.waste_of_slot(columns, site.a.dtype, is_gathered=is_gathered)
         wasted = len(route.row_slots) * site.a.shape[0] - useful
         # On a GPU a launch costs more than the waste.
-        route.is_dense[site.columns] = site.a.is_cuda or wasted <= allowed
-    return route.is_dense[site.columns]
+        route.is_dense[key] = site.a.is_cuda or wasted <= allowed
+    return route.is_dense[key]
 
 
 def add_dense(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:

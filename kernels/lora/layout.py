@@ -135,7 +135,8 @@ class Route:
     row_slots: torch.Tensor  # int32: their slots
     slots: list[int]  # each slot that a token has, in rising order
     _host_slots: npt.NDArray[np.int32]
-    is_dense: dict[Columns, bool] = field(default_factory=dict)  # the form that was chosen, kept for all sites
+    # The form that was chosen, by the columns and the width of both sides.
+    is_dense: dict[tuple[Columns, int], bool] = field(default_factory=dict)
     _hidden: dict[Columns, torch.Tensor] = field(default_factory=dict)
 
     @classmethod

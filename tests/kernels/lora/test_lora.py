@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import Route, StackedSite, add_lora, cpu
+from kernels.lora import Route, StackedSite, add_lora, cpu, stack_columns
 from kernels.lora.cases import CASES, Case, Inputs, make
+from kernels.lora.cpu import Machine
 from tests.kernels.tolerances import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -156,29 +157,55 @@ def test_route_groups_tokens_by_slot() -> None:
     assert Route.build(torch.tensor([1, 1], dtype=torch.int32), CPU).rows == slice(0, 2)
 
 
+BOTH = frozenset({torch.float32, torch.bfloat16})
+AVX2 = Machine(has_avx512=False, has_amx=False, product_dtypes=frozenset({torch.float32}))
+AVX512 = Machine(has_avx512=True, has_amx=False, product_dtypes=BOTH)
+AMX = Machine(has_avx512=True, has_amx=True, product_dtypes=BOTH)
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "num_adapters", "dtype", "has_amx", "expected"),
+    ("machine", "dtype", "width", "num_tokens", "num_adapters", "rank", "expected"),
     [
-        (32, 4, torch.float32, False, True),
-        (512, 4, torch.float32, False, False),
-        (512, 1, torch.float32, False, True),
-        (32, 16, torch.bfloat16, False, False),
-        (32, 16, torch.bfloat16, True, True),
-        (32, 16, torch.float32, True, False),
+        (AVX512, torch.float32, 1024, 32, 4, 16, True),
+        (AVX512, torch.float32, 1024, 512, 4, 16, False),
+        (AVX512, torch.float32, 4096, 64, 4, 16, False),  # four times the work for one call saved
+        (AVX512, torch.float32, 256, 128, 4, 16, True),
+        (AVX512, torch.float32, 1024, 512, 1, 32, True),
+        (AVX512, torch.bfloat16, 1024, 32, 16, 32, False),
+        (AMX, torch.bfloat16, 1024, 32, 16, 32, True),
+        (AMX, torch.bfloat16, 2048, 512, 8, 16, True),
+        (AMX, torch.float32, 1024, 32, 16, 32, False),
+        (AVX2, torch.float32, 1024, 32, 2, 16, True),
+        (AVX2, torch.float32, 1024, 32, 16, 16, False),
+        (AVX2, torch.float32, 256, 32, 16, 16, True),
+        (AVX2, torch.bfloat16, 1024, 2, 2, 16, False),
+        (AVX2, torch.bfloat16, 1024, 2, 1, 16, True),
     ],
 )
 def test_few_tokens_are_dense_and_many_are_grouped(
     monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    dtype: torch.dtype,
+    width: int,
     num_tokens: int,
     num_adapters: int,
-    dtype: torch.dtype,
-    has_amx: bool,
+    rank: int,
     expected: bool,
 ) -> None:
-    monkeypatch.setattr(cpu, "HAS_AMX", has_amx)
-    slots = tuple(token % num_adapters for token in range(num_tokens))
-    inputs = make(Case("choice", slots, (16 if num_adapters == 4 else 32,) * num_adapters), dtype)
-    assert cpu.use_dense(inputs.stacked, route_of(inputs)) is expected
+    """As was measured on such machines."""
+    monkeypatch.setattr(cpu, "MACHINE", machine)
+    columns = stack_columns([(slot, rank, 1.0) for slot in range(num_adapters)], CPU)
+    rows = torch.empty(num_adapters * rank, width, dtype=dtype, device="meta")
+    slots = torch.tensor([token % num_adapters for token in range(num_tokens)], dtype=torch.int32)
+    assert cpu.use_dense(StackedSite(rows, rows, columns), Route.build(slots, CPU)) is expected
+
+
+def test_a_machine_is_what_torch_finds() -> None:
+    machine = Machine.detect()
+    assert torch.float32 in machine.product_dtypes
+    assert machine.waste_of_slot(2048, torch.float32, is_gathered=True) > machine.waste_of_slot(
+        2048, torch.float32, is_gathered=False
+    )
 
 
 def test_wrong_arguments_are_refused() -> None:
