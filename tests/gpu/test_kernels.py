@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from kernels.rms_norm import cases as norm_cases
 from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope_and_store_kv
 from kernels.rope import cases as rope_cases
-from kernels.sampling import SamplingRows, sample
+from kernels.sampling import Adjustments, SamplingRows, sample, token_logprobs
 from kernels.store_kv import cases as store_cases
 from kernels.store_kv import store_kv
 from kernels.swap_blocks import swap_blocks
@@ -119,16 +119,64 @@ def test_store_kv(case: store_cases.Case) -> None:
         assert torch.equal(cache, other.cpu())
 
 
+@pytest.mark.parametrize("has_adjustments", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_sampling_draws_what_the_cpu_draws(temperature: float) -> None:
-    logits = torch.randn(64, 32_000, generator=torch.Generator().manual_seed(3))
-    count = len(logits)
+def test_sampling_draws_what_the_cpu_draws(temperature: float, has_adjustments: bool) -> None:
+    """Rows with every kind of limit, at the vocabulary of an 8B Llama."""
+    generator = torch.Generator().manual_seed(3)
+    count, vocab_size = 48, 128_256
+    logits = (3 * torch.randn(count, vocab_size, generator=generator)).to(torch.bfloat16)
+    order = torch.arange(count)
     rows = SamplingRows(
         temperature=torch.full((count,), temperature),
-        top_k=torch.full((count,), 50),
-        top_p=torch.full((count,), 0.9),
-        min_p=torch.full((count,), 0.01),
-        seed=torch.arange(count, dtype=torch.int64),
+        top_k=torch.where(order % 3 == 0, 50, 0),
+        top_p=torch.where(order % 4 == 0, 0.9, 1.0),
+        min_p=torch.where(order % 5 == 0, 0.01, 0.0),
+        seed=order - 5,
         position=torch.full((count,), 7, dtype=torch.int64),
     )
-    assert torch.equal(sample(logits.to(CUDA), to_gpu(rows)).cpu(), sample(logits, rows))
+    adjusted = order[::2]
+    history = torch.randint(0, 5, (len(adjusted), vocab_size), generator=generator, dtype=torch.int32)
+    adjustments = Adjustments(
+        rows=adjusted,
+        repetition=torch.full((len(adjusted),), 1.3),
+        presence=torch.full((len(adjusted),), 0.4),
+        frequency=torch.full((len(adjusted),), -0.2),
+        history_row=torch.arange(len(adjusted)) - 1,
+        history=history,
+        bias_row=torch.arange(len(adjusted)),
+        bias_token=torch.arange(len(adjusted)),
+        bias=torch.full((len(adjusted),), 9.0),
+    )
+    some = adjustments if has_adjustments else None
+    assert torch.equal(sample(logits.to(CUDA), to_gpu(rows), to_gpu(some)).cpu(), sample(logits, rows, some))
+
+
+def test_sampling_replays_in_a_cuda_graph() -> None:
+    """Captured once, with other logits and settings in the same tensors at each replay."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.zeros(8, 32_000, device=CUDA)
+    order = torch.arange(8)
+    rows = SamplingRows(
+        torch.ones(8), order * 10, torch.full((8,), 0.9), torch.full((8,), 0.01), order, torch.zeros_like(order)
+    )
+    there = to_gpu(rows)
+    sample(logits, there)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample(logits, there)
+    for step in range(3):
+        here = 3 * torch.randn(8, 32_000, generator=generator)
+        logits.copy_(here)
+        there.position.fill_(step)
+        graph.replay()
+        assert torch.equal(tokens.cpu(), sample(here, replace(rows, position=torch.full((8,), step))))
+
+
+def test_token_logprobs() -> None:
+    logits = 3 * torch.randn(5, 128_256, generator=torch.Generator().manual_seed(5))
+    tokens = torch.arange(5) * 25_000
+    expected, actual = token_logprobs(logits, tokens, 20), token_logprobs(logits.to(CUDA), tokens.to(CUDA), 20)
+    assert torch.equal(actual.rank.cpu(), expected.rank) and torch.equal(actual.top_token.cpu(), expected.top_token)
+    assert_close(actual.logprob.cpu(), expected.logprob)
+    assert_close(actual.top_logprob.cpu(), expected.top_logprob)
