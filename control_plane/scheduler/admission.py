@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.prefix_cache import chain_root
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import Request, WorkerLimits
+from control_plane.scheduler.types import Answer, Request, Sampling, WorkerLimits, sample_seed
 from control_plane.scheduler.verdict import Verdict, judge_blocks
 
 
@@ -16,11 +18,14 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
     Raises RequestNeverFits (or its subclasses for context and adapter) if it could not run there even alone.
     """
     num_prompt = len(request.prompt_token_ids)
-    num_known = num_prompt + len(request.generated_token_ids)
+    answers = request.answers or (Answer(request.generated_token_ids),) * request.num_samples
+    live = [answer for answer in answers if not answer.is_ended]
     assert num_prompt > 0, f"request {request.request_id} has no prompt"
-    assert len(request.generated_token_ids) < request.max_tokens, f"request {request.request_id} is finished"
+    assert len(answers) == request.num_samples, f"request {request.request_id} has answers for other indices"
+    assert live and all(len(a.token_ids) < request.max_tokens for a in live), f"request {request.request_id} is over"
     max_generated = min(request.max_tokens, limits.max_model_len - num_prompt)
-    num_blocks = -(-max(num_known, num_prompt + max_generated - 1) // limits.block_size)
+    num_known = num_prompt + max(len(answer.token_ids) for answer in live)
+    num_blocks = _most_blocks(num_prompt, max(num_known, num_prompt + max_generated - 1), len(live), limits.block_size)
     if num_known >= limits.max_model_len:
         raise ContextNeverFits(
             num_blocks,
@@ -30,12 +35,11 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
     fit = judge_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
     if fit is Verdict.NEVER:
         raise RequestNeverFits(num_blocks, limits.num_blocks)
-    num_sequences = request.num_samples if request.beam is None else request.beam.width
-    if num_sequences > limits.max_rows:
+    if len(live) > limits.max_rows:
         raise RowsNeverFit(
             num_blocks,
             limits.num_blocks,
-            f"{num_sequences} sequences at once, the worker has {limits.max_rows} rows; ask for fewer answers or raise "
+            f"{len(live)} sequences at once, the worker has {limits.max_rows} rows; ask for fewer answers or raise "
             "--max-rows",
         )
     adapter = request.adapter
@@ -51,16 +55,34 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
         order=(request.arrival_s, serial),
         cache_root=chain_root(None if adapter is None else adapter.digest, request.cache_salt),
     )
-    group.members.append(
-        Sequence(
-            group=group,
-            index=0,
-            request=request,
-            order=group.order,
-            max_generated=max_generated,
-            max_planned=num_prompt + max_generated - 1,
-            stop_token_ids=request.stop_token_ids,
-            generated=list(request.generated_token_ids),
+    for index, answer in enumerate(answers):
+        group.members.append(
+            Sequence(
+                group=group,
+                index=index,
+                request=request,
+                order=group.order,
+                max_generated=max_generated,
+                max_planned=num_prompt + max_generated - 1,
+                stop_token_ids=request.stop_token_ids,
+                sampling=_sampling_of(request.sampling, index),
+                tells_logprobs=request.sampling.num_logprobs is not None
+                or (index == 0 and request.sampling.num_prompt_logprobs is not None),
+                generated=list(answer.token_ids),
+                is_ended=answer.is_ended,
+            )
         )
-    )
     return group
+
+
+def _most_blocks(num_prompt: int, num_computed: int, num_sequences: int, block_size: int) -> int:
+    """KV blocks that so many sequences of one prompt hold at most; they share its full blocks but the last token's."""
+    num_shared = (num_prompt - 1) // block_size if num_sequences > 1 else 0
+    return num_shared + num_sequences * (-(-num_computed // block_size) - num_shared)
+
+
+def _sampling_of(sampling: Sampling, index: int) -> Sampling:
+    """How one answer's tokens are chosen; the prompt's log-probabilities are told once, with the first answer."""
+    if index == 0:
+        return sampling
+    return replace(sampling, seed=sample_seed(sampling.seed, index), num_prompt_logprobs=None)

@@ -56,9 +56,9 @@ class BlockPool:
         return blocks
 
     def share(self, block_id: int) -> None:
-        """One more table holds a cached block."""
-        assert self.is_cached[block_id], f"block {block_id} is shared but not in the prefix cache"
+        """One more table holds a block that is held or cached."""
         if self.ref_counts[block_id] == 0:
+            assert self.is_cached[block_id], f"block {block_id} is shared but neither held nor in the prefix cache"
             del self.evictable[block_id]
         self.ref_counts[block_id] += 1
 

@@ -68,16 +68,35 @@ def _check_places(scheduler: Scheduler) -> None:
 def _check_blocks(scheduler: Scheduler) -> None:
     """Blocks are conserved, reference counts equal table membership, and no writable block is shared."""
     pool, size = scheduler.pool, scheduler.limits.block_size
-    holders = Counter(block_id for sequence in scheduler.running for block_id in sequence.block_ids)
+    holders = Counter(block_id for sequence in scheduler.running for block_id in _held_blocks(sequence))
     assert list(pool.ref_counts) == [holders[b] for b in range(pool.num_blocks)], "reference counts are not the holders"
     places = Counter(pool.free) + Counter(pool.evictable.keys()) + Counter(holders.keys())
     assert places == Counter(range(pool.num_blocks)), "a block is lost, or free and held at once"
     assert all(pool.is_cached[b] for b in pool.evictable), "a block that the cache forgot is kept for it"
     assert not any(pool.is_cached[b] for b in pool.free), "a free block is in the prefix cache"
     for sequence in scheduler.running:
-        for block_id in sequence.block_ids[sequence.num_computed // size :]:
-            assert pool.ref_counts[block_id] == 1, f"block {block_id} is shared and written"
+        others = [member for member in sequence.group.members if member is not sequence]
+        num_shares = Counter(block_id for member in others for block_id in _held_blocks(member))
+        num_waiting = Counter(block_id for member in others for block_id in _awaited_blocks(member, sequence))
+        for idx in range(sequence.num_computed // size, len(sequence.block_ids)):
+            block_id = sequence.block_ids[idx]
             assert not pool.is_cached[block_id], f"block {block_id} is in the prefix cache and not computed"
+            assert pool.ref_counts[block_id] == 1 + num_shares[block_id], f"block {block_id} is shared and written"
+            if idx >= sequence.num_planned // size:
+                is_safe = num_shares[block_id] == num_waiting[block_id]
+                assert is_safe, f"block {block_id} is shared and will be written"
+
+
+def _awaited_blocks(member: Sequence, source: Sequence) -> list[int]:
+    """Blocks that the source may still write although the member holds them: it begins later, or takes a copy."""
+    if member.forks_from is source:
+        return _held_blocks(member)
+    return [] if member.copied_block is None else [member.copied_block]
+
+
+def _held_blocks(sequence: Sequence) -> list[int]:
+    """Blocks that a sequence has a reference to."""
+    return sequence.block_ids if sequence.copied_block is None else [*sequence.block_ids, sequence.copied_block]
 
 
 def _check_flights(scheduler: Scheduler) -> None:

@@ -6,7 +6,7 @@ The draft owns the token budget: nothing is scheduled without taking tokens from
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from control_plane.scheduler.errors import ResultMismatch
@@ -25,6 +25,7 @@ class Flight:
     prefills: list[tuple[Sequence, int, bool]]  # (sequence, tokens, whether it samples) in the order of the plan
     sampled_rows: list[int]  # rows that the result must name, in its order
     ends_plan: bool = True  # the last or only step of its plan
+    logprob_rows: list[int] = field(default_factory=list)  # of sampled_rows: log-probabilities are to come with them
 
 
 class PlanDraft:
@@ -36,6 +37,7 @@ class PlanDraft:
         self.prefills: list[tuple[Sequence, int, bool]] = []
         self.new_rows: list[NewRow] = []
         self.appended_blocks: list[tuple[int, int]] = []
+        self.block_copies: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -65,12 +67,20 @@ class PlanDraft:
             new_rows=self.new_rows,
             appended_blocks=self.appended_blocks,
             freed_rows=freed_rows,
+            block_copies=self.block_copies,
             num_steps=num_steps,
         )
         flights = [Flight(step_id, self.decodes, self.prefills, sampled_rows, num_steps == 1)]
         for idx in range(1, num_steps):
             flights.append(Flight(step_id + idx, self.decodes, [], sampled_rows, idx == num_steps - 1))
         return plan, flights
+
+
+def note_logprobs(flights: list[Flight]) -> None:
+    """Keep which rows are to be answered with log-probabilities; not called where none is."""
+    for flight in flights:
+        sampling = [*flight.decodes, *(sequence for sequence, _, samples in flight.prefills if samples)]
+        flight.logprob_rows = [s.row for s in sampling if s.sampling.num_logprobs is not None]
 
 
 def check_answer(flights: deque[Flight], result: StepResult) -> None:
@@ -90,3 +100,21 @@ def check_answer(flights: deque[Flight], result: StepResult) -> None:
         raise ResultMismatch(
             f"step {result.step_id}: {len(result.token_ids)} tokens for rows {result.rows}, expected are {expected}"
         )
+    _check_logprobs(flight, result)
+
+
+def _check_logprobs(flight: Flight, result: StepResult) -> None:
+    """Raise ResultMismatch unless every log-probability that was asked for is there."""
+    for row in flight.logprob_rows:
+        if row not in result.logprobs and row not in result.failed_rows:
+            raise ResultMismatch(f"step {result.step_id}: no log-probabilities for row {row}")
+    for sequence, num_tokens, _ in flight.prefills:
+        if not sequence.tells_prompt or sequence.is_ended or sequence.row in result.failed_rows:
+            continue
+        start = sequence.num_computed + 1  # the first computed token tells of the one that follows
+        num_asked = max(0, min(start + num_tokens, len(sequence.request.prompt_token_ids)) - start)
+        num_told = len(result.prompt_logprobs.get(sequence.row, ()))
+        if num_told != num_asked:
+            raise ResultMismatch(
+                f"step {result.step_id}: row {sequence.row} tells of {num_told} prompt tokens where {num_asked} are due"
+            )

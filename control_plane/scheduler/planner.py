@@ -8,6 +8,8 @@ something is short.
 from __future__ import annotations
 
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.forks import begin_fork, may_begin, num_fork_blocks, reserve_forks
+from control_plane.scheduler.new_rows import begin_row
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.preemption import choose_paused, choose_victim
 from control_plane.scheduler.roster import Roster
@@ -16,7 +18,7 @@ from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.step_costs import StepCosts
-from control_plane.scheduler.types import NewRow, ScheduledRow, WorkerLimits
+from control_plane.scheduler.types import WorkerLimits
 from control_plane.scheduler.verdict import Verdict, judge_blocks
 
 # A request with an adapter that the step does not read yet lets this many of its tenant pass, whose adapters it does.
@@ -40,7 +42,6 @@ class Planner:
         self._counters = counters
         self._costs = costs
         self._long_tokens = settings.long_tokens(limits)
-        self._decode_rows = [ScheduledRow(row, 1, True) for row in range(limits.max_rows)]
         self._watermark = max(1, round(limits.num_blocks * settings.watermark))
         self.prefix_query_tokens = 0  # looked up at first admissions, in all
         self.prefix_hit_tokens = 0  # of those found in the prefix cache
@@ -65,7 +66,7 @@ class Planner:
         for sequence in prefills[: len(prefills) - len(long_ones)]:
             if draft.budget == 0:
                 return
-            draft.prefill(sequence)
+            self._prefill(sequence, draft)
         if not is_starved:
             num_kept = min(sum(map(_num_left, long_ones)), -(-draft.budget // 2))
             draft.budget -= num_kept
@@ -73,7 +74,7 @@ class Planner:
             draft.budget += num_kept
         for sequence in long_ones:
             if draft.budget > 0:
-                draft.prefill(sequence)
+                self._prefill(sequence, draft)
 
     def _fill_prefill_first(self, draft: PlanDraft, now_s: float) -> None:
         """Whole prompts as long as some are admitted, else decodes.
@@ -82,7 +83,7 @@ class Planner:
         """
         for sequence in self._unfinished_prefills():
             if draft.budget > 0:
-                draft.prefill(sequence)
+                self._prefill(sequence, draft)
         self._admit(draft, now_s)
         if not draft.prefills:
             self._plan_decodes(draft)
@@ -94,7 +95,7 @@ class Planner:
         size = self._block_size
         is_starved = False
         for sequence in list(self._roster.running):
-            if sequence.state is not SequenceState.RUNNING or sequence.group.is_paused or not sequence.is_decoding:
+            if not sequence.is_decoding or sequence.state is not SequenceState.RUNNING or sequence.group.is_paused:
                 continue
             position = sequence.num_planned
             if position >= sequence.max_planned:
@@ -117,12 +118,20 @@ class Planner:
         return is_starved
 
     def _unfinished_prefills(self) -> list[Sequence]:
-        """Those whose prefill is to be planned on, in order of arrival."""
+        """Those whose prefill is to be planned on, or begun as a fork, in order of arrival."""
         return [
             sequence
             for sequence in self._roster.running
-            if not sequence.is_decoding and sequence.state is SequenceState.RUNNING and not sequence.group.is_paused
+            if not sequence.is_decoding
+            and not sequence.group.is_paused
+            and (sequence.state is SequenceState.RUNNING or may_begin(sequence))
         ]
+
+    def _prefill(self, sequence: Sequence, draft: PlanDraft) -> None:
+        if sequence.state is SequenceState.FORKING:
+            begin_fork(sequence, self._roster, draft)
+        else:
+            draft.prefill(sequence)
 
     def _block_for(self, sequence: Sequence) -> int | None:
         """A block for a decode, by preemption if need be, or None if it has to wait for some result."""
@@ -150,7 +159,7 @@ class Planner:
             group, passed = self._next_waiting(may_be_long=num_long < self._settings.max_long_partial_prefills)
             if group is None:
                 return
-            num_hits = self._fitting_hits(group) if self._roster.rows.num_free else None
+            num_hits = self._fitting_hits(group)
             if num_hits is None:
                 # Short of rows or blocks: who is paused gives way; what is not free at once is after some result.
                 victim = choose_paused(self._roster.running) if self._roster.num_draining == 0 else None
@@ -170,7 +179,8 @@ class Planner:
         """Whether a prefill may begin that does not end in this step."""
         if not is_chunked:
             return draft.is_empty
-        num_partial = sum(not sequence.is_decoding for sequence in self._roster.running)
+        running = self._roster.running
+        num_partial = sum(not s.is_decoding and s.state is SequenceState.RUNNING for s in running)
         return num_partial < self._settings.max_partial_prefills
 
     def _next_waiting(self, *, may_be_long: bool) -> tuple[SequenceGroup | None, SequenceGroup | None]:
@@ -192,17 +202,21 @@ class Planner:
         return cheaper, group
 
     def _fitting_hits(self, group: SequenceGroup) -> int | None:
-        """Cached blocks the group can start from, or None if the pool cannot give the others of its prefill."""
+        """Cached blocks the group can start from, or None if rows or other blocks of its prefills are short."""
         size = self._block_size
         pool = self._roster.pool
-        sequence = group.members[0]
+        members = group.live_members()
+        if len(members) > self._roster.rows.num_free:
+            return None
+        sequence = members[0]
         num_known = sequence.num_known
-        # At least one token must be computed, or there would be nothing to sample from.
-        max_hits = (num_known - 1) // size
+        # At least one token must be computed, or there would be nothing to sample from. To tell the prompt's
+        # log-probabilities, all of it must be.
+        max_hits = 0 if sequence.tells_prompt else (num_known - 1) // size
         self._roster.cache.extend_hashes(sequence, max_hits)
         num_hits, num_unheld = self._roster.cache.count_hits(sequence, max_hits)
         verdict = judge_blocks(
-            -(-num_known // size) - num_hits,
+            -(-num_known // size) - num_hits + num_fork_blocks(members, size),
             num_available=pool.num_available - num_unheld,
             num_blocks=pool.num_blocks,
             num_spare=self._watermark if self._roster.running else 0,
@@ -210,45 +224,33 @@ class Planner:
         return num_hits if verdict is Verdict.OK else None
 
     def _start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft, now_s: float) -> None:
-        """Give a waiting group its row, all blocks of its prefill and a lease, and plan its first chunk.
+        """Give a waiting group its rows, all blocks of its prefills and leases, and plan the first one's first chunk.
 
         All blocks at once, so that an unfinished prefill never waits for blocks and every admission gains a token.
         """
         self._roster.unqueue(group)
-        sequence = group.members[0]
+        members = group.live_members()
+        sequence = members[0]
         size = self._block_size
         num_cached = num_hits * size
-        token_ids = sequence.known_tokens()
+        num_known = sequence.num_known
         if group.first_scheduled_s is None:
             group.first_scheduled_s = now_s
             group.num_cached_tokens = min(num_cached, len(sequence.request.prompt_token_ids))
-            self.prefix_query_tokens += len(token_ids)
+            self.prefix_query_tokens += num_known
             self.prefix_hit_tokens += num_cached
-            self._counters.charge_prefill(group.request.tenant, len(token_ids) - num_cached)
+            self._counters.charge_prefill(group.request.tenant, num_known - num_cached)
         sequence.block_ids = self._roster.cache.take_hits(sequence, num_hits)
-        sequence.block_ids += self._roster.pool.take(-(-len(token_ids) // size) - num_hits)
-        slot = None if group.digest is None else self._roster.lease(group.digest)
+        sequence.block_ids += self._roster.pool.take(-(-num_known // size) - num_hits)
         self._roster.slots.count_admission()
         group.num_overtaken = 0
-        self._roster.take_row(sequence, None if slot is None else slot.slot_idx)
-        sequence.decode_row = self._decode_rows[sequence.row]
-        sequence.prefill_end = len(token_ids)
+        self._roster.take_row(sequence, SequenceState.RUNNING)
+        sequence.prefill_end = num_known
         sequence.num_planned = sequence.num_computed = num_cached
         sequence.num_registered = num_hits
         sequence.register_at = num_cached + size
-        draft.new_rows.append(
-            NewRow(
-                row=sequence.row,
-                request_id=sequence.request.request_id,
-                token_ids=token_ids,
-                num_prompt_tokens=len(sequence.request.prompt_token_ids),
-                num_computed_tokens=num_cached,
-                block_ids=list(sequence.block_ids),
-                slot=sequence.slot_idx,
-                slot_generation=0 if slot is None else slot.generation,
-                sampling=sequence.request.sampling,
-            )
-        )
+        reserve_forks(members, self._roster)
+        draft.new_rows.append(begin_row(sequence, self._roster.slot_generation(sequence)))
         draft.prefill(sequence)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from control_plane.scheduler.adapter_slots import AdapterSlots, Slot
+from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.arrival_queue import ArrivalQueue
 from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.fairness import VirtualCounters
@@ -18,7 +18,7 @@ from control_plane.scheduler.row_pool import RowPool
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
 from control_plane.scheduler.settings import Policy, SchedulerSettings
-from control_plane.scheduler.types import RequestId, WorkerLimits
+from control_plane.scheduler.types import RequestId, ScheduledRow, WorkerLimits
 from control_plane.scheduler.waiting_queue import WaitingQueue
 
 by_order = attrgetter("order")
@@ -44,10 +44,12 @@ class Roster:
                 long_tokens=settings.long_tokens(limits),
             )
         self.rows = RowPool(limits.max_rows)
+        self._decode_rows = [ScheduledRow(row, 1, True) for row in range(limits.max_rows)]
         self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, by arrival and index
         self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
         self.num_draining = 0  # of running
         self.num_running_groups = 0  # requests with members in running
+        self.num_telling = 0  # of running: those whose answers come with log-probabilities
         self.num_preemptions = 0  # of requests, in all
         self._purged: set[str] = set()  # digests whose blocks are kept out of the cache until nothing of them is left
 
@@ -104,23 +106,35 @@ class Roster:
 
     # ---- running ----
 
-    def lease(self, digest: str) -> Slot:
-        """The adapter's slot, for one more row; it must be admissible."""
-        slot = self.slots.lease(digest)
-        if slot.num_leases == 1:
-            self.waiting.offer(digest)  # it became active
-        return slot
-
-    def take_row(self, sequence: Sequence, slot_idx: int | None) -> None:
-        """Give the sequence the lowest free row; the lease of the slot is the caller's to take."""
+    def take_row(self, sequence: Sequence, state: SequenceState) -> None:
+        """Give the sequence the lowest free row and a lease of its adapter's slot, which must be admissible."""
         group = sequence.group
+        adapter = sequence.request.adapter
         sequence.row = self.rows.take()
-        sequence.slot_idx = slot_idx
-        sequence.state = SequenceState.RUNNING
+        sequence.decode_row = self._decode_rows[sequence.row]
+        sequence.slot_idx = None if adapter is None else self._lease(adapter.digest)
+        sequence.state = state
         group.state = GroupState.RUNNING
         self.num_running_groups += group.num_rows == 0
         group.num_rows += 1
+        self.num_telling += sequence.tells_logprobs
         insort(self.running, sequence, key=by_order)
+
+    def _lease(self, digest: str) -> int:
+        slot = self.slots.lease(digest)
+        if slot.num_leases == 1:
+            self.waiting.offer(digest)  # it became active
+        return slot.slot_idx
+
+    def slot_generation(self, sequence: Sequence) -> int:
+        """Generation of the slot that it leases, 0 without one."""
+        return 0 if sequence.slot_idx is None else self.slots.slots[sequence.slot_idx].generation
+
+    def release_copied(self, sequence: Sequence) -> None:
+        """The block that its row began with a copy of was copied, or will not be."""
+        if sequence.copied_block is not None:
+            self.pool.release([sequence.copied_block])
+            sequence.copied_block = None
 
     # ---- leaving ----
 
@@ -147,7 +161,7 @@ class Roster:
     def end_member(self, sequence: Sequence) -> None:
         """One answer is complete; the request is over with the last of them."""
         sequence.is_ended = True
-        if all(member.is_ended for member in sequence.group.members):
+        if all(member.is_ended or member.is_given_up for member in sequence.group.members):
             self.end(sequence.group)
         else:
             self._drain_member(sequence)
@@ -158,11 +172,17 @@ class Roster:
         self.running.remove(sequence)
         self.num_draining -= 1
         self.pool.release(sequence.block_ids)
-        self.rows.give_back(sequence.row)
+        self.release_copied(sequence)
+        if sequence.is_begun:
+            self.rows.give_back(sequence.row)
+        else:
+            self.rows.give_back_unused(sequence.row)
         if sequence.slot_idx is not None:
             self.slots.release(sequence.slot_idx)
         sequence.leave_row()
+        sequence.state = SequenceState.IDLE
         group.num_rows -= 1
+        self.num_telling -= sequence.tells_logprobs
         if group.num_rows == 0:
             self.num_running_groups -= 1
             group.has_progressed = False
@@ -172,6 +192,8 @@ class Roster:
                 group.state = GroupState.HELD
             else:
                 self.queue(group)
+            for member in group.members:
+                member.is_ended |= member.is_given_up  # nobody forks from it any more
         self.close_purges()
 
     def _drain(self, group: SequenceGroup) -> None:
@@ -179,8 +201,20 @@ class Roster:
         for sequence in list(group.members):
             self._drain_member(sequence)
 
+    def give_up_member(self, sequence: Sequence) -> None:
+        """Nobody wants this answer any more. What others are to fork from it is computed all the same."""
+        if sequence.is_ended:
+            return
+        sequence.is_given_up = True
+        is_source = any(member.forks_from is sequence for member in sequence.group.members)
+        if is_source and not sequence.is_decoding:
+            sequence.max_generated = len(sequence.generated) + 1  # its first token ends it
+            sequence.max_planned = sequence.num_known
+        else:
+            self.end_member(sequence)
+
     def _drain_member(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.RUNNING:
+        if sequence.state in (SequenceState.RUNNING, SequenceState.FORKING):
             sequence.state = SequenceState.DRAINING
             self.num_draining += 1
         if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:

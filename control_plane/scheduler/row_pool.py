@@ -30,6 +30,10 @@ class RowPool:
         heapq.heappush(self._free, row)
         self._untold.append(row)
 
+    def give_back_unused(self, row: int) -> None:
+        """The same where the worker was not told of the request."""
+        heapq.heappush(self._free, row)
+
     def tell_freed(self) -> list[int]:
         """Rows freed since the last call, for the plan that is made."""
         freed, self._untold = self._untold, []

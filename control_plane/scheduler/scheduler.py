@@ -16,16 +16,15 @@ from dataclasses import replace
 from operator import attrgetter
 
 from control_plane.scheduler.admission import make_group
+from control_plane.scheduler.answers import AnswerBook, ending
 from control_plane.scheduler.deadlines import Deadlines
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.invariants import check_scheduler
-from control_plane.scheduler.plan_draft import Flight, PlanDraft, check_answer
+from control_plane.scheduler.plan_draft import Flight, PlanDraft, check_answer, note_logprobs
 from control_plane.scheduler.planner import Planner
 from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.roster import Roster, by_order
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS, may_plan, repeat
-from control_plane.scheduler.sequence import Sequence, SequenceState
-from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
 from control_plane.scheduler.step_costs import StepCosts
@@ -63,11 +62,11 @@ class Scheduler:
         self.waiting, self.running, self.groups = roster.waiting, roster.running, roster.groups
         self.flights: deque[Flight] = deque()  # unanswered steps, oldest first
         self._planner = Planner(limits, roster, settings, self.counters, self.costs)
+        self._answers = AnswerBook(roster)
         self._deadlines = Deadlines()
         self._outputs: list[RequestOutput] = []  # ends that came up where none could be returned
         self._next_step_id = 1
         self._next_serial = 0
-        self._num_tokens_sampled = 0
         self._is_dead = False
 
     # ---- requests ----
@@ -90,9 +89,11 @@ class Scheduler:
     def cancel(self, request_id: RequestId, now_s: float, index: int | None = None) -> None:
         """End a request, or one answer of several, without a word; unknown and ended ones are fine."""
         group = self.groups.get(request_id)
-        if group is not None:
+        if group is not None and index is not None and len(group.members) > 1:
+            self.roster.give_up_member(group.members[index])
+        elif group is not None:
             self.roster.end(group)
-        elif self._outputs:
+        elif index is None and self._outputs:
             self._outputs = [output for output in self._outputs if output.request_id != request_id]
 
     def pause(self, request_id: RequestId) -> None:
@@ -203,6 +204,8 @@ class Scheduler:
             return None
         num_steps = repeat(draft, self.roster, max_steps)
         plan, flights = draft.finish(self._next_step_id, self.rows.tell_freed(), num_steps)
+        if self.roster.num_telling > 0:
+            note_logprobs(flights)
         self._next_step_id += num_steps
         for tenant, num_rows in Counter(map(_tenant, draft.decodes)).items():
             self.counters.charge_decode(tenant, num_rows * num_steps)
@@ -212,17 +215,8 @@ class Scheduler:
     def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
         check_answer(self.flights, result)
-        flight = self.flights.popleft()
-        failed_rows = set(result.failed_rows)
-        tokens = iter(result.token_ids)
         outputs = self._take_outputs()
-        for sequence in flight.decodes:
-            self._answer(sequence, 1, None if sequence.row in failed_rows else next(tokens), outputs)
-        for sequence, num_tokens, samples in flight.prefills:
-            if samples:
-                self._answer(sequence, num_tokens, None if sequence.row in failed_rows else next(tokens), outputs)
-            else:
-                self._answer_chunk(sequence, num_tokens)
+        self._answers.book(self.flights.popleft(), result, outputs)
         return outputs
 
     # ---- numbers ----
@@ -253,55 +247,12 @@ class Scheduler:
             prefix_query_tokens=self._planner.prefix_query_tokens,
             prefix_hit_tokens=self._planner.prefix_hit_tokens,
             num_preemptions=self.roster.num_preemptions,
-            num_tokens_sampled=self._num_tokens_sampled,
+            num_tokens_sampled=self._answers.num_tokens_sampled,
         )
 
     def check_invariants(self) -> None:
         """Raise AssertionError with a sentence if any book does not balance. Looks at everything: for tests."""
         check_scheduler(self)
-
-    # ---- how answers are booked ----
-
-    def _answer(self, sequence: Sequence, num_tokens: int, token_id: int | None, outputs: list[RequestOutput]) -> None:
-        """Book the answer for a row that sampled; None: its logits were not finite."""
-        sequence.num_in_flight -= 1
-        if not sequence.is_ended:
-            if token_id is None:
-                # What it computed may not be finite either: nobody else may start from it.
-                self.cache.forget(sequence.block_ids)
-                outputs.append(self._ending(sequence.group, FinishReason.NOT_FINITE))
-                self.roster.end(sequence.group)
-                return
-            group = sequence.group
-            sequence.num_computed += num_tokens
-            reason = sequence.accept(token_id)
-            group.has_progressed = True
-            self._num_tokens_sampled += 1
-            outputs.append(
-                RequestOutput(
-                    sequence.request.request_id,
-                    [token_id],
-                    reason,
-                    group.num_cached_tokens,
-                    group.first_scheduled_s,
-                )
-            )
-            if sequence.num_computed >= sequence.register_at:
-                self.roster.register(sequence)
-            if reason is not None:
-                self.roster.end_member(sequence)
-                return
-        if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
-            self.roster.leave(sequence)
-
-    def _answer_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """Book the answer for a prefill chunk that sampled nothing."""
-        sequence.num_in_flight -= 1
-        if not sequence.is_ended:
-            sequence.num_computed += num_tokens
-            self.roster.register(sequence)
-        if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
-            self.roster.leave(sequence)
 
     # ---- how requests end without one ----
 
@@ -309,18 +260,15 @@ class Scheduler:
         for request_id in self._deadlines.pop_due(now_s):
             group = self.groups.get(request_id)
             if group is not None:
-                self._outputs.append(self._ending(group, FinishReason.DEADLINE))
+                self._outputs.append(ending(group, FinishReason.DEADLINE))
                 self.roster.end(group)
 
     def _give_up_adapter(self, digest: str, reason: str) -> None:
         """End the requests that wait for an adapter which cannot be had."""
         for group in self.waiting.of_digest(digest):
-            ending = self._ending(group, FinishReason.ADAPTER_FAILED)
-            self._outputs.append(replace(ending, message=reason, request=group.request_so_far()))
+            end = ending(group, FinishReason.ADAPTER_FAILED)
+            self._outputs.append(replace(end, message=reason, request=group.request_so_far()))
             self.roster.end(group)
-
-    def _ending(self, group: SequenceGroup, reason: FinishReason) -> RequestOutput:
-        return RequestOutput(group.request.request_id, [], reason, group.num_cached_tokens, group.first_scheduled_s)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []

@@ -10,13 +10,14 @@ import enum
 from dataclasses import dataclass, field
 
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import FinishReason, Request, ScheduledRow
+from control_plane.scheduler.types import FinishReason, Request, Sampling, ScheduledRow
 
 
 class SequenceState(enum.Enum):
     """What a sequence holds."""
 
     IDLE = "idle"  # nothing: its group waits, or its answer ended
+    FORKING = "forking"  # a row that the worker does not know, and blocks: begins once its source is computed
     RUNNING = "running"  # a row; it may be planned
     DRAINING = "draining"  # a row; it is planned no more and leaves with the last unanswered plan that names it
 
@@ -36,17 +37,23 @@ class Sequence:
     max_generated: int  # generated tokens at which max_tokens or the context ends it
     max_planned: int  # tokens to compute in all; the last token that is sampled is never fed
     stop_token_ids: frozenset[int]  # the request's, at hand for every token
+    sampling: Sampling  # the request's, with this answer's own seed
+    tells_logprobs: bool  # log-probabilities come with its tokens or its prompt
     generated: list[int]  # accepted tokens
     state: SequenceState = SequenceState.IDLE
     is_stepwise: bool = False  # what it is fed after its prefill is chosen here, not on the worker
+    is_given_up: bool = False  # nobody wants its answer: it only goes on until others forked from it
     is_ended: bool = False  # its answer is complete, or its request over
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
 
-    # While it holds a row (RUNNING or DRAINING); reset by `leave_row`.
+    # While it holds a row (not IDLE); reset by `leave_row`.
     row: int = 0
+    is_begun: bool = False  # the worker knows its row
     decode_row: ScheduledRow | None = None  # made once: a decoding row looks the same in every plan
     slot_idx: int | None = None  # leased adapter slot; None: no adapter
     block_ids: list[int] = field(default_factory=list)  # block table
+    forks_from: Sequence | None = None  # while FORKING: computes what it shares, in plans that come before
+    copied_block: int | None = None  # held until the plan that copies it is answered
     prefill_end: int = 0  # known tokens when it took the row; it decodes from there
     num_planned: int = 0  # tokens whose KV is computed or in unanswered plans
     num_computed: int = 0  # tokens whose KV is computed by answered plans
@@ -65,6 +72,11 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens whose values are known: prompt and accepted ones."""
         return len(self.request.prompt_token_ids) + len(self.generated)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt are asked for and still to come: with its first token."""
+        return self.sampling.num_prompt_logprobs is not None and not self.generated
 
     def known_tokens(self) -> list[int]:
         """Prompt, then what was generated."""
@@ -96,4 +108,5 @@ class Sequence:
         self.slot_idx = None
         self.block_ids = []
         self.prefill_end = self.num_planned = self.num_computed = self.num_registered = self.register_at = 0
-        self.is_decoding = False
+        self.is_decoding = self.is_begun = False
+        self.forks_from = self.copied_block = None

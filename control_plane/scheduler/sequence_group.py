@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from control_plane.scheduler.types import Answer, Request
+from control_plane.scheduler.types import Answer, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     from control_plane.scheduler.sequence import Sequence
@@ -38,6 +38,7 @@ class SequenceGroup:
     is_paused: bool = False
     is_ended: bool = False  # never to be scheduled again
     num_rows: int = 0  # members that hold a row, draining ones included
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # told so far by the prefill that goes on
     num_preemptions: int = 0
     num_overtaken: int = 0  # requests that went before it, for their adapters cost the step less
     has_progressed: bool = False  # some member gained a token since the group took its rows
@@ -58,5 +59,7 @@ class SequenceGroup:
         """The request with every accepted token, to go on elsewhere."""
         if len(self.members) == 1:
             return replace(self.request, generated_token_ids=tuple(self.members[0].generated))
-        answers = tuple(Answer(tuple(sequence.generated), sequence.is_ended) for sequence in self.members)
+        answers = tuple(
+            Answer(tuple(sequence.generated), sequence.is_ended or sequence.is_given_up) for sequence in self.members
+        )
         return replace(self.request, answers=answers)

@@ -8,6 +8,9 @@ checked as strictly as a real worker does.
 from __future__ import annotations
 
 import hashlib
+import math
+import random
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from control_plane.scheduler.types import (
@@ -15,11 +18,14 @@ from control_plane.scheduler.types import (
     LoadSlot,
     NewRow,
     Request,
+    Sampling,
     ScheduledRow,
     SlotCommand,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     WorkerLimits,
+    sample_seed,
 )
 
 VOCAB_SIZE = 50
@@ -41,15 +47,48 @@ def token_of(value: bytes) -> int:
     return int.from_bytes(value[:4], "little") % VOCAB_SIZE
 
 
-def oracle(request: Request, max_model_len: int) -> list[int]:
-    """All tokens that the request generates when nothing disturbs it."""
+def sampled_token(value: bytes, sampling: Sampling, banned: Collection[int]) -> int:
+    """The token that a row samples: by its seed unless it is greedy, and none that is banned."""
+    if sampling.temperature > 0:
+        value = hashlib.sha256(value + sampling.seed.to_bytes(8, "little")).digest()
+    token_id = token_of(value)
+    while token_id in banned:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def distribution(value: bytes) -> list[float]:
+    """Log-probabilities of all tokens, for those that ask: no two alike, and nothing to do with what is sampled."""
+    weights = random.Random(value).sample(range(1, 20 * VOCAB_SIZE), VOCAB_SIZE)
+    total = sum(weights)
+    return [math.log(weight / total) for weight in weights]
+
+
+def logprobs_of(value: bytes, token_id: int, num_top: int) -> TokenLogprobs:
+    """What is told of a token that follows."""
+    logprobs = distribution(value)
+    ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])
+    top = tuple((token, logprobs[token]) for token in ranked[:num_top])
+    return TokenLogprobs(token_id, logprobs[token_id], ranked.index(token_id) + 1, top)
+
+
+def chain_of(request: Request, token_ids: Iterable[int]) -> bytes:
+    """The chain's value after these tokens under the request's adapter."""
     value = chain_start(request.adapter.digest if request.adapter else None)
-    for token_id in request.prompt_token_ids:
+    for token_id in token_ids:
         value = chain_step(value, token_id)
+    return value
+
+
+def oracle(request: Request, max_model_len: int, index: int = 0) -> list[int]:
+    """All tokens of one answer to the request when nothing disturbs it."""
+    sampling = replace(request.sampling, seed=sample_seed(request.sampling.seed, index))
+    value = chain_of(request, request.prompt_token_ids)
     tokens: list[int] = []
     limit = min(request.max_tokens, max_model_len - len(request.prompt_token_ids))
     while len(tokens) < limit:
-        tokens.append(token_of(value))
+        banned = request.stop_token_ids if len(tokens) < sampling.min_tokens else ()
+        tokens.append(sampled_token(value, sampling, banned))
         if tokens[-1] in request.stop_token_ids:
             break
         value = chain_step(value, tokens[-1])
@@ -66,6 +105,10 @@ class Row:
     block_ids: list[int]
     slot: int | None
     slot_generation: int
+    num_prompt: int
+    sampling: Sampling
+    banned_token_ids: tuple[int, ...]
+    is_stepwise: bool
 
 
 def steps_of(plan: StepPlan) -> list[StepPlan]:
@@ -110,17 +153,34 @@ class ModelWorker:
             self._begin(new)
         for row_idx, block_id in plan.appended_blocks:
             self.rows[row_idx].block_ids.append(block_id)
+        for row_idx, token_id in plan.fed_tokens:
+            assert self.rows[row_idx].is_stepwise, f"row {row_idx} is fed and feeds itself"
+            self.rows[row_idx].token_ids[-1] = token_id
+        for source, destination in plan.block_copies:
+            self.kv[destination] = list(self.kv[source])
+        for new in plan.new_rows:
+            self._check_prefix(self.rows[new.row])
+        fed = {row_idx for row_idx, _ in plan.fed_tokens}
+        stepwise = {s.row for s in plan.scheduled if s.is_decode and self.rows[s.row].is_stepwise}
+        assert fed == stepwise, "rows that decode stepwise are those that are fed"
         assert sum(scheduled.num_tokens for scheduled in plan.scheduled) <= self.limits.max_step_tokens
         assert len({scheduled.row for scheduled in plan.scheduled}) == len(plan.scheduled)
         kinds = [scheduled.is_decode for scheduled in plan.scheduled]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
-        rows, token_ids = [], []
+        result = StepResult(plan.step_id, [], [])
         for scheduled in plan.scheduled:
-            token_id = self._compute(self.rows[scheduled.row], scheduled.num_tokens, is_decode=scheduled.is_decode)
-            if token_id is not None:
-                rows.append(scheduled.row)
-                token_ids.append(token_id)
-        return StepResult(plan.step_id, rows, token_ids)
+            row = self.rows[scheduled.row]
+            value = self._compute(scheduled, row, result)
+            if row.num_computed < row.num_known:
+                continue
+            is_short = len(row.token_ids) - row.num_prompt < row.sampling.min_tokens
+            token_id = sampled_token(value, row.sampling, row.banned_token_ids if is_short else ())
+            row.token_ids.append(token_id)
+            result.rows.append(scheduled.row)
+            result.token_ids.append(token_id)
+            if row.sampling.num_logprobs is not None:
+                result.logprobs[scheduled.row] = logprobs_of(value, token_id, row.sampling.num_logprobs)
+        return result
 
     def _begin(self, new: NewRow) -> None:
         assert new.row not in self.rows, f"row {new.row} begins but is taken"
@@ -132,26 +192,44 @@ class ModelWorker:
             block_ids=list(new.block_ids),
             slot=new.slot,
             slot_generation=new.slot_generation,
+            num_prompt=new.num_prompt_tokens,
+            sampling=new.sampling,
+            banned_token_ids=new.banned_token_ids,
+            is_stepwise=new.is_stepwise,
         )
 
-    def _compute(self, row: Row, num_tokens: int, *, is_decode: bool) -> int | None:
-        assert is_decode == (row.num_computed >= row.num_known), "decode and prefill are confused"
-        assert not is_decode or num_tokens == 1
-        digest = None
-        if row.slot is not None:
-            generation, digest = self.slots[row.slot]
-            assert generation == row.slot_generation, "the slot holds another generation"
+    def _chain_start(self, row: Row) -> bytes:
+        if row.slot is None:
+            return chain_start(None)
+        generation, digest = self.slots[row.slot]
+        assert generation == row.slot_generation, "the slot holds another generation"
+        return chain_start(digest)
+
+    def _check_prefix(self, row: Row) -> None:
+        """What a row begins with must be in its blocks: attention reads all of it."""
+        size, value = self.limits.block_size, self._chain_start(row)
+        for position in range(row.num_computed):
+            value = chain_step(value, row.token_ids[position])
+            assert self.kv[row.block_ids[position // size]][position % size] == value, "a row begins on other tokens"
+
+    def _compute(self, scheduled: ScheduledRow, row: Row, result: StepResult) -> bytes:
+        """Feed the row's next tokens; the chain's value after the last."""
+        num_tokens = scheduled.num_tokens
+        assert scheduled.is_decode == (row.num_computed >= row.num_known), "decode and prefill are confused"
+        assert not scheduled.is_decode or num_tokens == 1
         size = self.limits.block_size
-        value = chain_start(digest)
+        value = self._chain_start(row)
         if row.num_computed:
             last = row.num_computed - 1
             value = self.kv[row.block_ids[last // size]][last % size]
+        told: list[TokenLogprobs] = []
         for position in range(row.num_computed, row.num_computed + num_tokens):
             value = chain_step(value, row.token_ids[position])
             self.kv[row.block_ids[position // size]][position % size] = value
+            if row.sampling.num_prompt_logprobs is not None and position + 1 < row.num_prompt:
+                told.append(logprobs_of(value, row.token_ids[position + 1], row.sampling.num_prompt_logprobs))
+        if told:
+            result.prompt_logprobs[scheduled.row] = told
         row.num_computed += num_tokens
-        if row.num_computed < row.num_known:
-            return None
-        assert row.num_computed == len(row.token_ids), "a row skipped a token"
-        row.token_ids.append(token_of(value))
-        return row.token_ids[-1]
+        assert row.num_computed <= len(row.token_ids), "a row skipped a token"
+        return value

@@ -38,11 +38,14 @@ def test_cached_blocks_are_taken_last_and_the_cache_is_told() -> None:
     assert evicted == [blocks[0]] == [taken[-1]]
 
 
-def test_a_block_outside_the_cache_cannot_be_shared() -> None:
+def test_a_block_that_is_neither_held_nor_cached_cannot_be_shared() -> None:
     pool = BlockPool(1)
-    pool.take(1)
-    with pytest.raises(AssertionError, match="not in the prefix cache"):
+    with pytest.raises(AssertionError, match="nor in the prefix cache"):
         pool.share(0)
+    pool.take(1)
+    pool.share(0)
+    pool.release([0])
+    assert pool.num_held == 1, "the other table holds it"
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -10,23 +10,25 @@ import random
 from collections import deque
 from dataclasses import replace
 
+from control_plane.scheduler.admission import make_group
+from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
     AdapterRef,
     EvictSlot,
-    FinishReason,
     LoadSlot,
     Request,
     RequestId,
     RequestOutput,
+    Sampling,
     SlotCommand,
     StepPlan,
-    StepResult,
     WorkerLimits,
 )
-from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, oracle, steps_of
+from tests.control_plane.scheduler.ledger import Ledger
+from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, steps_of
 
 FULL_CHECK_EVERY = 8  # steps
 
@@ -68,17 +70,16 @@ class Walk:
         self.max_live = rng.choice([3, 10, 30])
         self.now_s = 0.0
         self.next_id = 1
-        self.live: dict[RequestId, Request] = {}
-        self.tokens: dict[RequestId, list[int]] = {}
-        self.expected: dict[RequestId, list[int]] = {}
+        self.ledger = Ledger(self.limits.max_model_len)
+        self.live = self.ledger.accounts
         self.paused: set[RequestId] = set()
         self.sent: deque[StepPlan] = deque()  # steps on the wire
         self.commands: deque[SlotCommand] = deque()  # commands on the wire
         self.free_before: set[int] = set()
         self.num_plans = 0
         self.num_repeated = 0  # plans of several steps
-        self.num_finished = 0
-        self.ended_by: dict[FinishReason, int] = {}
+        self.num_groups = 0  # requests with several answers
+        self.num_copies = 0  # blocks copied by forks
         self.trace = hashlib.sha256()
 
     def run(self, num_plans: int) -> None:
@@ -108,8 +109,7 @@ class Walk:
             request_id = rng.choice(sorted(self.live))
             draw = rng.random()
             if draw < 0.3:
-                self.scheduler.cancel(request_id, self.now_s)
-                self.forget(request_id)
+                self.cancel(request_id)
             elif request_id in self.paused:
                 self.paused.discard(request_id)
                 self.scheduler.unpause(request_id)
@@ -164,14 +164,37 @@ class Walk:
             tenant=rng.choice(self.tenants),
             priority=rng.choice(self.priorities),
             deadline_s=self.now_s + rng.uniform(1, 60) if rng.random() < 0.1 else None,
+            sampling=Sampling(
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.randrange(2**64),
+                min_tokens=rng.choice([0, 0, 3]),
+                num_logprobs=rng.choice([None, None, None, 2]),
+                num_prompt_logprobs=rng.choice([None, None, None, 1]),
+            ),
+            num_samples=rng.choice([1, 1, 2, 4]),
         )
-        expected = self.expected[request.request_id] = oracle(request, limits.max_model_len)
-        if len(expected) > 2 and rng.random() < 0.1:  # came from a worker that was lost
-            request = replace(request, generated_token_ids=tuple(expected[: rng.randrange(1, len(expected) - 1)]))
         self.next_id += 1
-        self.live[request.request_id] = request
-        self.tokens[request.request_id] = list(request.generated_token_ids)
+        try:
+            make_group(request, limits, 0)
+        except RequestNeverFits:
+            request = replace(request, num_samples=1)  # fits by what was chosen above
+        self.num_groups += request.num_samples > 1
+        account = self.ledger.open(request)
+        if rng.random() < 0.1:  # came from a worker that was lost
+            request = account.resumed(rng)
         self.scheduler.add(request, self.now_s)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Nobody wants a request any more, or one answer of it."""
+        account = self.live[request_id]
+        if len(account.live) > 1 and self.rng.random() < 0.5:
+            index = self.rng.choice(sorted(account.live))
+            self.scheduler.cancel(request_id, self.now_s, index)
+            account.live.discard(index)
+            return
+        self.scheduler.cancel(request_id, self.now_s)
+        self.ledger.close(request_id)
+        self.paused.discard(request_id)
 
     def make_plan(self) -> None:
         """Ask for a plan; it is executed when its turn comes."""
@@ -179,6 +202,7 @@ class Walk:
         if plan is not None:
             self.num_plans += 1
             self.num_repeated += plan.num_steps > 1
+            self.num_copies += len(plan.block_copies)
             self.trace.update(repr(plan).encode())
             self.sent.extend(steps_of(plan))
 
@@ -187,8 +211,8 @@ class Walk:
         result = self.worker.execute(self.sent.popleft())
         if result.rows and self.rng.random() < self.not_finite_rate:
             idx = self.rng.randrange(len(result.rows))
-            result = StepResult(
-                step_id=result.step_id,
+            result = replace(
+                result,
                 rows=result.rows[:idx] + result.rows[idx + 1 :],
                 token_ids=result.token_ids[:idx] + result.token_ids[idx + 1 :],
                 failed_rows=[result.rows[idx]],
@@ -216,23 +240,4 @@ class Walk:
 
     def take(self, outputs: list[RequestOutput]) -> None:
         """Deliver outputs; whoever ends normally must have exactly the oracle's tokens."""
-        for output in outputs:
-            assert output.request_id in self.live, f"request {output.request_id} has output after its end"
-            tokens = self.tokens[output.request_id]
-            tokens.extend(output.token_ids)
-            expected = self.expected[output.request_id]
-            assert tokens == expected[: len(tokens)], f"request {output.request_id} got wrong tokens"
-            if output.finish_reason is None:
-                continue
-            self.ended_by[output.finish_reason] = self.ended_by.get(output.finish_reason, 0) + 1
-            if output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
-                assert tokens == expected, f"request {output.request_id} ended too early"
-                self.num_finished += 1
-            self.forget(output.request_id)
-
-    def forget(self, request_id: RequestId) -> None:
-        """The request is over."""
-        del self.live[request_id]
-        del self.tokens[request_id]
-        del self.expected[request_id]
-        self.paused.discard(request_id)
+        self.paused.difference_update(self.ledger.take(outputs))

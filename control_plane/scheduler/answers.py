@@ -1,0 +1,102 @@
+"""Books the answers to steps: computed tokens, sampled ones, log-probabilities, and the ends that follow from them."""
+
+from __future__ import annotations
+
+from control_plane.scheduler.plan_draft import Flight
+from control_plane.scheduler.roster import Roster
+from control_plane.scheduler.sequence import Sequence, SequenceState
+from control_plane.scheduler.sequence_group import SequenceGroup
+from control_plane.scheduler.types import FinishReason, RequestOutput, StepResult
+
+
+class AnswerBook:
+    """What the results of one worker mean for its sequences."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self.num_tokens_sampled = 0  # accepted, in all
+
+    def book(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """Take the answer to `flight`, which was checked to be that, and append what it brings the requests."""
+        failed_rows = set(result.failed_rows)
+        tokens = iter(result.token_ids)
+        for sequence in flight.decodes:
+            token_id = None if sequence.row in failed_rows else next(tokens)
+            self._book_token(sequence, 1, token_id, result, outputs)
+        for sequence, num_tokens, samples in flight.prefills:
+            self._roster.release_copied(sequence)
+            if sequence.row in result.prompt_logprobs:
+                sequence.group.prompt_logprobs += result.prompt_logprobs[sequence.row]
+            if samples:
+                token_id = None if sequence.row in failed_rows else next(tokens)
+                self._book_token(sequence, num_tokens, token_id, result, outputs)
+            else:
+                self._book_chunk(sequence, num_tokens)
+
+    def _book_token(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        token_id: int | None,
+        result: StepResult,
+        outputs: list[RequestOutput],
+    ) -> None:
+        """Book the answer for a row that sampled; None: its logits were not finite."""
+        sequence.num_in_flight -= 1
+        if not sequence.is_ended:
+            group = sequence.group
+            if token_id is None:
+                # What it computed may not be finite either: nobody else may start from it.
+                for member in group.members:
+                    self._roster.cache.forget(member.block_ids)
+                outputs.append(ending(group, FinishReason.NOT_FINITE))
+                self._roster.end(group)
+                return
+            sequence.num_computed += num_tokens
+            is_first = not sequence.generated
+            reason = sequence.accept(token_id)
+            group.has_progressed = True
+            self.num_tokens_sampled += 1
+            output = RequestOutput(
+                sequence.request.request_id,
+                [token_id],
+                reason,
+                group.num_cached_tokens,
+                group.first_scheduled_s,
+            )
+            if sequence.index or sequence.tells_logprobs:
+                self._tell_more(sequence, output, result, is_first=is_first)
+            outputs.append(output)
+            if sequence.num_computed >= sequence.register_at:
+                self._roster.register(sequence)
+            if reason is not None:
+                if sequence.is_given_up:
+                    outputs.pop()
+                self._roster.end_member(sequence)
+                return
+        if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
+            self._roster.leave(sequence)
+
+    def _tell_more(self, sequence: Sequence, output: RequestOutput, result: StepResult, *, is_first: bool) -> None:
+        """Add what only some requests ask for."""
+        output.index = sequence.index
+        if sequence.sampling.num_logprobs is not None:
+            output.logprobs = [result.logprobs[sequence.row]]
+        if sequence.sampling.num_prompt_logprobs is not None and is_first:
+            output.prompt_logprobs, sequence.group.prompt_logprobs = sequence.group.prompt_logprobs, []
+
+    def _book_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """Book the answer for a prefill chunk that sampled nothing."""
+        sequence.num_in_flight -= 1
+        if not sequence.is_ended:
+            sequence.num_computed += num_tokens
+            self._roster.register(sequence)
+        if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
+            self._roster.leave(sequence)
+
+
+def ending(group: SequenceGroup, reason: FinishReason) -> RequestOutput:
+    """The last word on a request that ended otherwise than by its tokens, told once for all of its answers."""
+    output = RequestOutput(group.request.request_id, [], reason, group.num_cached_tokens, group.first_scheduled_s)
+    output.index = min(member.index for member in group.members if not member.is_ended and not member.is_given_up)
+    return output

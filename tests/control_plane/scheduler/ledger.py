@@ -1,0 +1,98 @@
+"""What requests are due from a correct scheduler, and what they got: every output is checked as it comes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
+from tests.fakes.model_worker import chain_of, chain_step, logprobs_of, oracle
+
+
+class Account:
+    """One live request: what it is due by index, and what it got of it."""
+
+    def __init__(self, request: Request, max_model_len: int) -> None:
+        self.request = request
+        self.due = [oracle(request, max_model_len, index) for index in range(request.num_samples)]
+        self.got: list[list[int]] = [[] for _ in self.due]
+        self.live = set(range(len(self.due)))
+
+    def resumed(self, rng: random.Random) -> Request:
+        """The request as it comes from a worker that was lost, with some of its tokens; its account begins there."""
+        for index, due in enumerate(self.due):
+            self.got[index] = due[: rng.randrange(len(due))]
+        if len(self.due) == 1:
+            return replace(self.request, generated_token_ids=tuple(self.got[0]))
+        for index in range(1, len(self.due)):
+            if rng.random() < 0.3:
+                self.got[index] = self.due[index]
+                self.live.discard(index)
+        answers = tuple(Answer(tuple(got), index not in self.live) for index, got in enumerate(self.got))
+        return replace(self.request, answers=answers)
+
+    def take(self, output: RequestOutput) -> None:
+        """Book an output. It must be the next tokens of an index that has not ended."""
+        index, request_id = output.index, output.request_id
+        if output.finish_reason not in (None, FinishReason.LENGTH, FinishReason.STOP_TOKEN):
+            assert not output.token_ids
+            self.live.clear()  # told with any of them, it ends them all
+            return
+        assert index in self.live, f"request {request_id} has output for answer {index} after its end"
+        got, due = self.got[index], self.due[index]
+        self._check_logprobs(output, is_first=not got)
+        got += output.token_ids
+        assert got == due[: len(got)], f"request {request_id} got wrong tokens in answer {index}"
+        if output.finish_reason is not None:
+            assert got == due, f"request {request_id} ended answer {index} too early"
+            self.live.discard(index)
+
+    def _check_logprobs(self, output: RequestOutput, *, is_first: bool) -> None:
+        sampling, prompt = self.request.sampling, self.request.prompt_token_ids
+        chain = chain_of(self.request, [*prompt, *self.got[output.index]])
+        expected: list[TokenLogprobs] | None = None
+        if sampling.num_logprobs is not None and output.token_ids:
+            expected = [logprobs_of(chain, output.token_ids[0], sampling.num_logprobs)]
+        assert output.logprobs == expected, f"request {output.request_id} got wrong log-probabilities"
+        expected = None
+        if sampling.num_prompt_logprobs is not None and is_first and output.index == 0 and output.token_ids:
+            expected, value = [], chain_of(self.request, prompt[:1])
+            for token_id in prompt[1:]:
+                expected.append(logprobs_of(value, token_id, sampling.num_prompt_logprobs))
+                value = chain_step(value, token_id)
+        assert output.prompt_logprobs == expected, f"request {output.request_id} got wrong ones of its prompt"
+
+
+class Ledger:
+    """The accounts of all live requests."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self.accounts: dict[RequestId, Account] = {}
+        self.num_finished = 0  # requests that got all they were due
+        self.ended_by: dict[FinishReason, int] = {}
+
+    def open(self, request: Request) -> Account:
+        """Expect everything that the request is due."""
+        account = self.accounts[request.request_id] = Account(request, self._max_model_len)
+        return account
+
+    def take(self, outputs: list[RequestOutput]) -> list[RequestId]:
+        """Book outputs; the requests that ended with them."""
+        ended: list[RequestId] = []
+        for output in outputs:
+            request_id = output.request_id
+            assert request_id in self.accounts, f"request {request_id} has output after its end"
+            account = self.accounts[request_id]
+            account.take(output)
+            if output.finish_reason is not None:
+                self.ended_by[output.finish_reason] = self.ended_by.get(output.finish_reason, 0) + 1
+            if not account.live:
+                self.num_finished += output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN)
+                self.close(request_id)
+                ended.append(request_id)
+        return ended
+
+    def close(self, request_id: RequestId) -> None:
+        """The request is over."""
+        del self.accounts[request_id]
