@@ -24,8 +24,11 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
     assert len(answers) == request.num_samples, f"request {request.request_id} has answers for other indices"
     assert live and all(len(a.token_ids) < request.max_tokens for a in live), f"request {request.request_id} is over"
     max_generated = min(request.max_tokens, limits.max_model_len - num_prompt)
+    num_sequences = len(live) if request.beam is None else request.beam.width
     num_known = num_prompt + max(len(answer.token_ids) for answer in live)
-    num_blocks = _most_blocks(num_prompt, max(num_known, num_prompt + max_generated - 1), len(live), limits.block_size)
+    num_blocks = _most_blocks(
+        num_prompt, max(num_known, num_prompt + max_generated - 1), num_sequences, limits.block_size
+    )
     if num_known >= limits.max_model_len:
         raise ContextNeverFits(
             num_blocks,
@@ -35,11 +38,11 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
     fit = judge_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
     if fit is Verdict.NEVER:
         raise RequestNeverFits(num_blocks, limits.num_blocks)
-    if len(live) > limits.max_rows:
+    if num_sequences > limits.max_rows:
         raise RowsNeverFit(
             num_blocks,
             limits.num_blocks,
-            f"{len(live)} sequences at once, the worker has {limits.max_rows} rows; ask for fewer answers or raise "
+            f"{num_sequences} sequences at once, the worker has {limits.max_rows} rows; ask for fewer answers or raise "
             "--max-rows",
         )
     adapter = request.adapter
