@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks.kernels.problem import Problem
 from kernels.lora import SiteGroup, reference, triton_expand, triton_shrink
 from kernels.lora.cases import Case, GroupInputs, make_group
-from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, expand_sizes, num_parts, shrink_sizes
+from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, Sizes, num_parts
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, default_block_tokens, route_in_torch
 
 MAX_ADAPTERS = 8
@@ -65,8 +65,8 @@ def shrink_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Pr
         run(launch)
         return torch.equal(h.sum(0).nan_to_num(nan=NO_VALUE), expected.nan_to_num(nan=NO_VALUE))
 
-    sizes = shrink_sizes(exact.x, shape.rank, exact.group)
-    default = ShrinkLaunch.default(shape.rank, exact.group)
+    sizes = asdict(Sizes.of_shrink(exact.x, h, exact.group))
+    default = ShrinkLaunch.default(shape.rank, shape.page)
     widths = [ranks for ranks in (16, 32, 64, 128) if ranks <= max(default.ranks, shape.rank)]
     candidates = [ShrinkLaunch(*values) for values in product(widths, (64, 128), (2, 4, 8), (2, 3, 4))]
     return Problem(sizes, default, candidates, is_right, run)
@@ -88,8 +88,8 @@ def expand_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Pr
         run(launch)
         return torch.equal(y, expected)
 
-    sizes = expand_sizes(y, parts, exact.group)
-    return Problem(sizes, ExpandLaunch.default(exact.group), EXPANDS, is_right, run)
+    sizes = asdict(Sizes.of_expand(y, parts, exact.group))
+    return Problem(sizes, ExpandLaunch.default(shape.page), EXPANDS, is_right, run)
 
 
 # Stands for NaN where two tensors are compared; no sum of the cases comes near it.

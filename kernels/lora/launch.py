@@ -5,11 +5,11 @@ Nothing here changes a bit of any result: sums are cut at multiples of MAX_IN_CO
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
 
 import torch
 
-from kernels.devices import device_name
 from kernels.lora.layout import SiteGroup
 from kernels.tuning import tuned
 
@@ -35,14 +35,9 @@ class ShrinkLaunch:
             raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
 
     @classmethod
-    def default(cls, width: int, group: SiteGroup) -> ShrinkLaunch:
-        """For ranks up to `width`."""
-        return cls(min(64, max(16, _round_up(width))), _page_columns(group))
-
-    @classmethod
-    def choose(cls, x: torch.Tensor, width: int, group: SiteGroup) -> ShrinkLaunch:
-        """What was measured for such a call on the device of x, or the default."""
-        return tuned("lora_shrink", cls.default(width, group), device_name(x), **shrink_sizes(x, width, group))
+    def default(cls, width: int, page: int) -> ShrinkLaunch:
+        """For ranks up to `width` and pages of `page` columns."""
+        return cls(min(64, max(16, _round_up(width))), _page_columns(page))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +52,47 @@ class ExpandLaunch:
         _check("num_warps", self.num_warps, 1, 16)
 
     @classmethod
-    def default(cls, group: SiteGroup) -> ExpandLaunch:
-        return cls(_page_columns(group))
+    def default(cls, page: int) -> ExpandLaunch:
+        """For pages of `page` columns."""
+        return cls(_page_columns(page))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a launch is chosen by. Its fields name the buckets of the tables."""
+
+    dtype: str
+    page: int  # columns of a page
+    rank: int  # the greatest of the step at the sites: the width of h
+    sites: int
+    tokens: int
+    features: int  # in of a shrink, the greatest out of an expand
+    planes: int  # of h
 
     @classmethod
-    def choose(cls, y: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> ExpandLaunch:
-        """What was measured for such a call on the device of y, or the default."""
-        return tuned("lora_expand", cls.default(group), device_name(y), **expand_sizes(y, h, group))
+    def of_shrink(cls, x: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> Sizes:
+        """Of x [T, in] into h [planes, sites, T, width]."""
+        dtype, page = _dtype_name(x.dtype), group.pages.shape[2]
+        return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], group.in_features, h.shape[0])
+
+    @classmethod
+    def of_expand(cls, y: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> Sizes:
+        """Of h [planes, sites, T, width] into y [T, sum of out]."""
+        dtype, page = _dtype_name(y.dtype), group.pages.shape[2]
+        return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], max(group.out_features), h.shape[0])
 
 
-def shrink_sizes(x: torch.Tensor, width: int, group: SiteGroup) -> dict[str, int | str]:
-    """The bucket of a shrink."""
-    return {**_sizes(x, width, group), "in_features": group.in_features}
+# A step asks for each site, so that the tables' own look-up would be felt.
+@lru_cache(maxsize=4096)
+def shrink_launch(device_name: str | None, sizes: Sizes) -> ShrinkLaunch:
+    """What was measured for such a call on the device, or the default."""
+    return tuned("lora_shrink", ShrinkLaunch.default(sizes.rank, sizes.page), device_name, **asdict(sizes))
 
 
-def expand_sizes(y: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> dict[str, int | str]:
-    """The bucket of an expand from h [planes, sites, T, width]."""
-    return {**_sizes(y, h.shape[3], group), "out_features": max(group.out_features), "planes": h.shape[0]}
+@lru_cache(maxsize=4096)
+def expand_launch(device_name: str | None, sizes: Sizes) -> ExpandLaunch:
+    """What was measured for such a call on the device, or the default."""
+    return tuned("lora_expand", ExpandLaunch.default(sizes.page), device_name, **asdict(sizes))
 
 
 def num_parts(in_features: int) -> int:
@@ -90,19 +109,13 @@ def part_steps(in_features: int, parts: int, in_columns: int) -> int:
     return -(-min(columns, in_features) // in_columns)
 
 
-def _sizes(rows: torch.Tensor, width: int, group: SiteGroup) -> dict[str, int | str]:
-    return {
-        "dtype": str(rows.dtype).removeprefix("torch."),
-        "page": group.pages.shape[2],
-        "rank": width,
-        "sites": group.num_sites,
-        "tokens": rows.shape[0],
-    }
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _page_columns(group: SiteGroup) -> int:
+def _page_columns(page: int) -> int:
     """Columns of one page at a time if pages are wide enough."""
-    page = group.pages.shape[2]
     columns = min(MAX_IN_COLUMNS, page & -page)
     return columns if columns >= 16 else 64
 

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora.launch import ExpandLaunch
+from kernels.devices import device_name
+from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
 from kernels.lora.layout import PAGE_RANKS, Epilogue, SiteGroup
 from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets
@@ -142,7 +143,7 @@ def expand(
         y.zero_()
     if route.num_blocks == 0 or width == 0:
         return
-    launch = launch or ExpandLaunch.choose(y, h, group)
+    launch = launch or expand_launch(device_name(y), Sizes.of_expand(y, h, group))
     grid = (route.num_blocks, triton.cdiv(max(group.out_features), launch.out_columns), num_sites)
     expand_kernel[grid](
         h,

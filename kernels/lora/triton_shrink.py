@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora.launch import ShrinkLaunch, num_parts, part_steps
+from kernels.devices import device_name
+from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
 from kernels.lora.layout import PAGE_RANKS, SiteGroup
 from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets
@@ -119,7 +120,7 @@ def shrink(
     assert planes in (1, parts), f"{planes} planes for {parts} parts"
     if route.num_blocks == 0 or width == 0:
         return
-    launch = launch or ShrinkLaunch.choose(x, width, group)
+    launch = launch or shrink_launch(device_name(x), Sizes.of_shrink(x, h, group))
     grid = (route.num_blocks, triton.cdiv(width, launch.ranks) * planes, num_sites)
     shrink_kernel[grid](
         x,

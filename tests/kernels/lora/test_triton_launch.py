@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,17 @@ import pytest
 import torch
 
 from kernels import tuning
-from kernels.lora import SiteGroup, launch, triton_expand, triton_shrink
+from kernels.lora import SiteGroup, triton_expand, triton_shrink
 from kernels.lora.cases import Case, make_group
-from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, expand_sizes, num_parts, part_steps, shrink_sizes
+from kernels.lora.launch import (
+    ExpandLaunch,
+    ShrinkLaunch,
+    Sizes,
+    expand_launch,
+    num_parts,
+    part_steps,
+    shrink_launch,
+)
 from kernels.lora.route import route_in_torch
 
 DEVICE = "A GPU"
@@ -47,9 +56,8 @@ def test_what_the_kernels_cannot_run_with_is_refused(build: Any, message: str) -
     ("width", "page", "ranks", "columns"), [(8, 1024, 16, 128), (40, 48, 64, 16), (200, 5, 64, 64)]
 )
 def test_defaults_follow_ranks_and_pages(width: int, page: int, ranks: int, columns: int) -> None:
-    group = make_group(Case("default", (0,), (8,), page, tile_width=page), (page,), torch.float32).group
-    assert ShrinkLaunch.default(width, group) == ShrinkLaunch(ranks, columns)
-    assert ExpandLaunch.default(group) == ExpandLaunch(columns)
+    assert ShrinkLaunch.default(width, page) == ShrinkLaunch(ranks, columns)
+    assert ExpandLaunch.default(page) == ExpandLaunch(columns)
 
 
 def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -62,20 +70,22 @@ def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     x, y, route = inputs.x.to(device), inputs.y.to(device), route_in_torch(inputs.token_slots.to(device), 2, 16)
     h = torch.empty(1, 2, 3, 21, device=device)
     buckets = (
-        ("lora_shrink", shrink_sizes(x, 21, group), {"ranks": 16, "in_columns": 32, "num_warps": 2}),
-        ("lora_expand", expand_sizes(y, h, group), {"out_columns": 64, "num_warps": 8}),
+        ("lora_shrink", Sizes.of_shrink(x, h, group), {"ranks": 16, "in_columns": 32, "num_warps": 2}),
+        ("lora_expand", Sizes.of_expand(y, h, group), {"out_columns": 64, "num_warps": 8}),
     )
     for op, sizes, parameters in buckets:
-        tuning.write_table(op, DEVICE, {}, {tuning.bucket_name(**sizes): parameters}, tmp_path)
+        tuning.write_table(op, DEVICE, {}, {tuning.bucket_name(**asdict(sizes)): parameters}, tmp_path)
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
-    monkeypatch.setattr(launch, "device_name", lambda tensor: DEVICE)
-    assert ShrinkLaunch.choose(x, 21, group) == ShrinkLaunch(16, 32, 2)
-    assert ExpandLaunch.choose(y, h, group) == ExpandLaunch(64, 8)
-    assert ShrinkLaunch.choose(x, 40, group) == ShrinkLaunch.default(40, group)
+    for module in (triton_shrink, triton_expand):
+        monkeypatch.setattr(module, "device_name", lambda tensor: DEVICE)
+    assert shrink_launch(DEVICE, Sizes.of_shrink(x, h, group)) == ShrinkLaunch(16, 32, 2)
+    assert expand_launch(DEVICE, Sizes.of_expand(y, h, group)) == ExpandLaunch(64, 8)
+    other = replace(Sizes.of_shrink(x, h, group), rank=40)
+    assert shrink_launch(DEVICE, other) == ShrinkLaunch.default(40, 16)
     results = []
-    for shrink_launch, expand_launch in ((None, None), (ShrinkLaunch(64, 16), ExpandLaunch(16))):
+    for of_shrink, of_expand in ((None, None), (ShrinkLaunch(64, 16), ExpandLaunch(16))):
         total = y.clone()
-        triton_shrink.shrink(x, h, group, route, launch=shrink_launch)
-        triton_expand.expand(h, total, group, route, add_inputs=True, launch=expand_launch)
+        triton_shrink.shrink(x, h, group, route, launch=of_shrink)
+        triton_expand.expand(h, total, group, route, add_inputs=True, launch=of_expand)
         results.append(total)
     assert torch.equal(results[0], results[1])
