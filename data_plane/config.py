@@ -19,6 +19,7 @@ from data_plane.telemetry import LOG_LEVELS
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 CPU_TOKEN_BUDGET = 1024
 CUDA_TOKEN_BUDGET = 8192
 
@@ -56,6 +57,8 @@ class WorkerConfig:
     worker_id: str  # stable over restarts, [a-z0-9._-]{1,63}
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda
     dtype: str = "auto"  # auto (the checkpoint's), float32, bfloat16, float16
+    # KV cache: auto (the dtype), fp8 (float8_e4m3fn, cut off at 448), fp8_per_token_head (with scales of its own).
+    kv_cache_dtype: str = "auto"
     num_blocks: int | None = None  # KV blocks; None: from free memory
     block_size: int = 16  # tokens of one KV block
     host_kv_bytes: int = 0  # host memory for KV blocks of swapped-out requests, bytes; 0: nothing is swapped
@@ -74,7 +77,13 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{flag_of(name)}: {value} is below {lowest}")
-        for name, choices in (("device", DEVICES), ("dtype", DTYPES), ("log_level", LOG_LEVELS)):
+        choices_by_name = {
+            "device": DEVICES,
+            "dtype": DTYPES,
+            "kv_cache_dtype": KV_CACHE_DTYPES,
+            "log_level": LOG_LEVELS,
+        }
+        for name, choices in choices_by_name.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{flag_of(name)}: {getattr(self, name)!r} is none of {', '.join(choices)}")
         if not _WORKER_ID.fullmatch(self.worker_id):
@@ -126,6 +135,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--worker-id", str, default_worker_id(), "name of this worker, stable over restarts (default: the host's name)")
     add("--device", str, "auto", "auto, cpu or cuda (default auto: cuda if there is one)")
     add("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (default auto: the checkpoint's)")
+    add(
+        "--kv-cache-dtype",
+        str,
+        "auto",
+        "auto, fp8 or fp8_per_token_head (default auto: as --dtype)",
+    )
     add("--num-blocks", int, None, "KV blocks, a count (default: what free memory holds)")
     add("--block-size", int, "16", "tokens of one KV block, a count (default 16)")
     add(

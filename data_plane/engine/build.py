@@ -13,7 +13,7 @@ from data_plane.adapters.sites import Site
 from data_plane.config import WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
-from data_plane.engine.kv_cache import KVCache, block_bytes, fitting_blocks
+from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
@@ -31,11 +31,13 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: {error}") from error
     loaded = load_model(config.model_dir, config.dtype, device)
-    num_blocks = config.num_blocks or _num_blocks(config, loaded, device)
+    kv_format = KVFormat.of(config.kv_cache_dtype, loaded.dtype, device)
     layers = loaded.probe.attention_layers
-    num_host_blocks = _num_host_blocks(config, block_bytes(layers, config.block_size, loaded.dtype))
+    bytes_per_block = kv_format.block_bytes(layers, config.block_size)
+    num_blocks = config.num_blocks or _num_blocks(config, loaded, device, bytes_per_block)
+    num_host_blocks = _num_host_blocks(config, bytes_per_block)
     try:
-        cache = KVCache(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=loaded.dtype, device=device)
+        cache = KVCache(layers, num_blocks=num_blocks, block_size=config.block_size, kv_format=kv_format, device=device)
         host_blocks = HostBlocks(cache.tensors, num_host_blocks) if num_host_blocks else None
         arena = AdapterArena(
             _sites(loaded),
@@ -50,8 +52,14 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             f"--num-blocks {num_blocks}, --arena-bytes {config.arena_bytes} and --host-kv-bytes {config.host_kv_bytes} "
             f"do not fit in memory: {error}"
         ) from error
-    for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
-        PagedAttention(loaded.context, keys, values).attach(layer.module)
+    for index, layer in enumerate(layers):
+        PagedAttention(
+            loaded.context,
+            cache.keys[index],
+            cache.values[index],
+            cache.key_scales[index],
+            cache.value_scales[index],
+        ).attach(layer.module)
     capacities = Capacities(
         model_fingerprint=fingerprint,
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -86,11 +94,11 @@ def _sites(loaded: LoadedModel) -> list[Site]:
     return sites
 
 
-def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device) -> int:
+def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device, bytes_per_block: int) -> int:
     """Blocks for --num-blocks left out: what fits, at most what all rows of the longest context can use."""
     length = config.max_model_len or loaded.context_limit
     return fitting_blocks(
-        block_bytes(loaded.probe.attention_layers, config.block_size, loaded.dtype),
+        bytes_per_block,
         arena_bytes=config.arena_bytes,
         device=device,
         most=config.max_rows * -(-length // config.block_size),

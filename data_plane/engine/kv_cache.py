@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from data_plane.errors import ConfigError
 from data_plane.models.probe import AttentionLayer
 from data_plane.plan import Int32Array
 from kernels.copy_blocks import copy_blocks
+from kernels.fp8 import FP8, KVScale, fp8_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,32 @@ logger = logging.getLogger(__name__)
 # CPU for the other processes of the machine.
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How keys and values are stored."""
+
+    dtype: torch.dtype
+    has_token_scales: bool = False  # FP8 with a float32 scale for each token and head, of keys and of values
+
+    @classmethod
+    def of(cls, name: str, model_dtype: torch.dtype, device: torch.device) -> KVFormat:
+        """The format of a --kv-cache-dtype. Raises ConfigError where the device cannot read it."""
+        if name == "auto":
+            return cls(model_dtype)
+        refusal = fp8_refusal(device)
+        if refusal is not None:
+            raise ConfigError(f"--kv-cache-dtype {name}: {refusal}; use auto")
+        return cls(FP8, has_token_scales=name == "fp8_per_token_head")
+
+    def block_bytes(self, layers: Sequence[AttentionLayer], block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        scale_bytes = 2 * torch.float32.itemsize if self.has_token_scales else 0
+        return sum(
+            layer.num_kv_heads * ((layer.key_dim + layer.value_dim) * self.dtype.itemsize + scale_bytes) * block_size
+            for layer in layers
+        )
 
 
 class KVCache:
@@ -31,19 +59,27 @@ class KVCache:
         *,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        kv_format: KVFormat,
         device: torch.device,
     ) -> None:
         def zeros(layer: AttentionLayer, dim: int) -> torch.Tensor:
-            return torch.zeros(num_blocks, block_size, layer.num_kv_heads, dim, dtype=dtype, device=device)
+            return torch.zeros(num_blocks, block_size, layer.num_kv_heads, dim, dtype=kv_format.dtype, device=device)
+
+        def scale(layer: AttentionLayer) -> KVScale:
+            if not kv_format.has_token_scales:
+                return 1.0
+            return torch.zeros(num_blocks, block_size, layer.num_kv_heads, device=device)
 
         self.keys = [zeros(layer, layer.key_dim) for layer in layers]
         self.values = [zeros(layer, layer.value_dim) for layer in layers]
+        self.key_scales = [scale(layer) for layer in layers]  # see kernels.fp8
+        self.value_scales = [scale(layer) for layer in layers]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Everything that a block consists of, [num_blocks, ...] each."""
-        return [*self.keys, *self.values]
+        scales = [scale for scale in (*self.key_scales, *self.value_scales) if isinstance(scale, torch.Tensor)]
+        return [*self.keys, *self.values, *scales]
 
     def copy_blocks(self, copies: Int32Array) -> None:
         """Copy blocks (source, destination), all sources read before any destination is written."""
@@ -55,14 +91,13 @@ class KVCache:
         Whoever gets such a block next masks the old entries by weights of zero, and zero times NaN is NaN.
         """
         index = torch.from_numpy(block_ids.astype("int64")).to(self.keys[0].device)
-        for cache in (*self.keys, *self.values):
-            cache[index] = cache[index].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def block_bytes(layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    values_per_token = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
-    return values_per_token * block_size * dtype.itemsize
+        for cache in self.tensors:
+            if cache.dtype == FP8:
+                codes = cache.view(torch.uint8)  # NaN is 127 with either sign, and there is no infinity
+                blocks = codes[index]
+                codes[index] = blocks.masked_fill_(blocks & 127 == 127, 0)
+            else:
+                cache[index] = cache[index].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def fitting_blocks(bytes_per_block: int, *, arena_bytes: int, device: torch.device, most: int) -> int:

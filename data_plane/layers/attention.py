@@ -104,7 +104,8 @@ class PagedAttention:
 
     def _store(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write key and value [num_tokens, kv heads, size] to the step's slots."""
-        store_kv(key, value, self.key_cache, self.value_cache, self._slots())
+        caches = (self.key_cache, self.value_cache)
+        store_kv(key, value, *caches, self._slots(), self.key_scale, self.value_scale)
 
     def _slots(self) -> torch.Tensor:
         assert self.context.slot_mapping is not None, "no step was begun"

@@ -24,6 +24,7 @@ CASES = (
     Case("layers of different shapes", 9, ((4, 2, 8), (4, 1, 300), (3, 1, 1)), 4),
     Case("bfloat16, odd sizes", 7, ((3, 1, 5), (3, 1, 7)), 3, torch.bfloat16),
     Case("bytes", 6, ((3, 1, 5),), 2, torch.uint8),
+    Case("FP8", 6, ((3, 1, 5),), 2, torch.float8_e4m3fn),
 )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.fp8 import KVScale, check_scales
 from kernels.rope import cpu
 from kernels.rope.reference import HeadNorm
 from kernels.store_kv import check_store, store_kv
@@ -52,13 +51,10 @@ def apply_rope_and_store_kv(
     slot_mapping: torch.Tensor,
     *,
     norm: HeadNorm | None = None,
-    key_scale: KVScale = 1.0,
-    value_scale: KVScale = 1.0,
 ) -> None:
-    """As apply_rope, then write key and value to their slots as store_kv does; to FP8 caches in a second launch."""
+    """As apply_rope, then write key and value to their slots as store_kv does without scales."""
     _check(query, key, positions, cos, sin, norm)
     check_store(key, value, key_cache, value_cache, slot_mapping)
-    check_scales(key_cache, value_cache, key_scale, value_scale)
     is_one_launch = _runs_triton(query, key, positions, cos, sin, norm) and runs_triton(key_cache)
     if is_one_launch and value.stride(2) == 1 and slot_mapping.is_contiguous():
         from kernels.rope import triton_kernel
@@ -67,7 +63,7 @@ def apply_rope_and_store_kv(
         triton_kernel.apply_rope(query, key, positions, cos, sin, norm, store)
     else:
         apply_rope(query, key, positions, cos, sin, norm=norm)
-        store_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+        store_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def _runs_triton(

@@ -11,7 +11,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from kernels.fp8 import FP8
 from kernels.rope import HeadNorm, apply_rope, apply_rope_and_store_kv, reference
 from kernels.rope.cases import CASES, Case, Inputs, make
 from kernels.store_kv.reference import store_kv
@@ -105,17 +104,3 @@ def test_wrong_arguments_are_refused() -> None:
     inputs.value_cache = inputs.value_cache[1:]
     with pytest.raises(ValueError, match="disagree"):
         call(inputs)
-
-
-def test_an_fp8_cache_gets_the_rotated_keys_and_their_scales() -> None:
-    query, key, value = (torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    cos, sin = torch.rand(3, 4), torch.rand(3, 4)
-    caches = [torch.zeros(2, 4, 2, 8).to(FP8) for _ in range(2)]
-    scales = [torch.zeros(2, 4, 2) for _ in range(2)]
-    slots = torch.tensor([5, -1, 2])
-    apply_rope_and_store_kv(
-        query, key, value, None, cos, sin, *caches, slots, key_scale=scales[0], value_scale=scales[1]
-    )
-    for rows, cache, scale in zip((key, value), caches, scales, strict=True):
-        stored = (cache.float() * scale[..., None]).flatten(0, 1)[[5, 2]]
-        torch.testing.assert_close(stored, rows[[0, 2]], rtol=1 / 16, atol=1e-2)
