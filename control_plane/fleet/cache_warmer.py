@@ -18,6 +18,9 @@ class WeightsLike(Protocol):
     def worker_url(self) -> str:
         """Where workers read adapters; empty: nowhere."""
 
+    def is_cached(self, digest: str) -> bool:
+        """Whether the host cache is thought to hold an adapter."""
+
     async def ensure_cached(self, digest: str) -> None:
         """Bring an adapter into the host cache."""
 

@@ -14,6 +14,8 @@ from control_plane.fleet import placement
 from control_plane.fleet.failures import lost, never_fits, poisoned
 from control_plane.fleet.jobs import Job
 from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.settings import PlacementCosts
+from control_plane.fleet.shortlist import Shortlist
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.types import Request, RequestId
 
@@ -23,12 +25,17 @@ logger = logging.getLogger(__name__)
 class Dispatcher:
     """Where every unfinished request is."""
 
-    def __init__(self, fail: Callable[[Job, MotetError], None]) -> None:
+    def __init__(
+        self, costs: PlacementCosts, is_cached: Callable[[str], bool], fail: Callable[[Job, MotetError], None]
+    ) -> None:
         self.sessions: dict[str, WorkerSession] = {}  # by worker id
         # Invariant: a job is here exactly if it is unfinished and has no session. Arrival order.
         self.waiting: dict[RequestId, Job] = {}
         self.num_migrated = 0  # in all
+        self._shortlist = Shortlist()
         self._trials: dict[int, Job] = {}  # epoch -> the suspect on trial there
+        self._costs = costs
+        self._is_cached = is_cached  # whether the host cache has an adapter
         self._fail = fail  # ends a job; calls `forget` for it
 
     # ---- to a worker ----
@@ -47,28 +54,44 @@ class Dispatcher:
 
     def _place(self, job: Job) -> MotetError | None:
         """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
-        adapter = job.request.adapter
-        sessions = placement.by_preference(self.sessions.values(), adapter.digest if adapter else None)
-        if job.failed_load_epochs:  # only where the adapter did not fail yet, if there is such a worker
-            sessions = [s for s in sessions if s.epoch not in job.failed_load_epochs] or sessions
-        is_suspect = placement.is_suspect(job)
-        if is_suspect:
-            sessions = [session for session in sessions if session.epoch not in self._trials]
+        sessions = self._open_to(job)
+        need = placement.need_of(job.request, self._costs, self._is_cached)
+        shortlist = self._shortlist.choose(sessions, job.request)
         refusal: RequestNeverFits | None = None
-        for session in sessions:
-            try:
-                session.add(job.request)
-            except RequestNeverFits as error:
-                refusal = error
-                continue
-            job.session, job.num_tokens_here = session, 0
-            if job.full_since_s is not None:
-                session.pause(job.request.request_id)
-            if is_suspect:
-                self._trials[session.epoch] = job
-            del self.waiting[job.request.request_id]
-            return None
+        for session in placement.by_preference(shortlist, need, self._costs):
+            refusal = self._try(session, job)
+            if refusal is None:
+                return None
+        for session in sessions.values():
+            if session not in shortlist:  # nobody there can take it, so of many any other
+                refusal = self._try(session, job)
+                if refusal is None:
+                    return None
         return never_fits(job.request, refusal) if refusal is not None else None
+
+    def _open_to(self, job: Job) -> dict[str, WorkerSession]:
+        """Sessions that may take the job, by worker id."""
+        sessions = self.sessions
+        if job.failed_load_epochs:  # only where the adapter did not fail yet, if there is such a worker
+            sessions = {i: s for i, s in sessions.items() if s.epoch not in job.failed_load_epochs} or sessions
+        if placement.is_suspect(job):
+            sessions = {i: s for i, s in sessions.items() if s.epoch not in self._trials}
+        return sessions
+
+    def _try(self, session: WorkerSession, job: Job) -> RequestNeverFits | None:
+        """Give a waiting job to this session; why not, if it can never run there."""
+        try:
+            session.add(job.request)
+        except RequestNeverFits as refusal:
+            return refusal
+        job.session, job.num_tokens_here = session, 0
+        if job.full_since_s is not None:
+            session.pause(job.request.request_id)
+        if placement.is_suspect(job):
+            self._trials[session.epoch] = job
+        self._shortlist.placed(job.request, session.worker_id)
+        del self.waiting[job.request.request_id]
+        return None
 
     def _sort_waiting(self) -> None:
         self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1].request.arrival_s))

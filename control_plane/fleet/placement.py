@@ -1,7 +1,20 @@
 """Which worker a request goes to, and when a request that may be killing workers may run. Policy only, no state.
 
-**Placement.** The worker with the least load, its unfinished requests over its rows; one that holds the request's
-adapter (weights or cached KV) counts as a quarter of a batch less loaded. Ties go to the lower worker id.
+**Placement.** Every worker is priced in milliseconds: how long the request is expected to take there. With T the
+worker's decode step, n the tokens that the request is expected to generate, and n * T the time that a request of its
+kind keeps its row and its blocks:
+
+    cost    = max(wait, adapter) + prefill + decode
+    wait    = max(rows short / rows, blocks short / blocks) * n * T     until others have ended
+    adapter = 0 in a slot, half a load while it is loading, else a load; n * T / 2 more where every slot is leased
+    load    = load_ms + MiB * (slot_ms_per_mib, and store_ms_per_mib unless the host cache has it)
+    prefill = (tokens that are not in the worker's prefix cache
+               + the same number for each request that waits there) * time of a prefill token
+    decode  = n * T * full_batch_slowdown * load                        load: unfinished requests over rows
+
+The cheapest worker is taken, the lower worker id among equal ones; of many workers, the cheapest on a shortlist
+(shortlist.py). Speed enters only where something waits or shares a batch: an idle worker is not judged by its steps of
+the time when it was full.
 
 **Suspicion.** A request that was being computed at two worker deaths is a suspect. At most one suspect at a time is on
 trial per worker. It is cleared when it has gained more tokens there than can be in flight: what killed a worker once
@@ -10,25 +23,141 @@ does so again at the re-prefill or at the token after it. A worker that dies dur
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from control_plane.fleet.jobs import Job
+from control_plane.fleet.jobs import Job, num_indices_of
 from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.settings import PlacementCosts
+from control_plane.scheduler.adapter_slots import AdapterTier
+from control_plane.scheduler.prefix_cache import PrefixCache, chain_next, chain_root
+from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
+from control_plane.scheduler.types import AdapterRef, Request
 
-RESIDENT_BONUS = 0.25  # of a full batch
 MAX_MIGRATIONS = 3
 DEATHS_TO_SUSPECT = 2
+# Leading blocks that are looked up in the prefix caches: what lies beyond decides little, and hashing takes time.
+MAX_PREFIX_BLOCKS = 128
 
 
-def by_preference(sessions: Iterable[WorkerSession], digest: str | None) -> list[WorkerSession]:
-    """The sessions, best first, for a request with this adapter (None: base model)."""
+@dataclass(slots=True)
+class Need:
+    """What one request asks of a worker."""
 
-    def score(session: WorkerSession) -> tuple[float, str]:
-        load = session.scheduler.num_unfinished / session.max_rows
-        is_resident = digest is not None and session.scheduler.has_digest(digest)
-        return load - (RESIDENT_BONUS if is_resident else 0.0), session.worker_id
+    adapter: AdapterRef | None
+    is_in_host_cache: bool  # its adapter
+    num_known_tokens: int  # prompt and what was generated elsewhere
+    num_new_tokens: int  # expected to be generated, of each answer
+    num_rows: int  # answers
+    prefix: PrefixKeys
 
-    return sorted(sessions, key=score)
+
+@dataclass(slots=True)
+class Offer:
+    """What one worker has for one request."""
+
+    step_ms: float
+    prefill_ms_per_token: float
+    num_rows: int  # in all
+    num_rows_asked: int  # by unfinished requests, running or waiting
+    num_waiting: int  # requests without a row
+    num_blocks: int  # in all
+    num_free_blocks: int
+    block_size: int  # tokens
+    tier: AdapterTier  # where the request's adapter is; READY for the base model
+    num_hit_tokens: int  # of the request, in the prefix cache
+
+
+def cost_ms(offer: Offer, need: Need, costs: PlacementCosts) -> float:
+    """Milliseconds that the request is expected to take on the worker; the formula stands above."""
+    service_ms = need.num_new_tokens * offer.step_ms
+    num_prefill_tokens = need.num_known_tokens - offer.num_hit_tokens
+    row_tokens = need.num_known_tokens + need.num_rows * need.num_new_tokens
+    num_blocks = -(-row_tokens // offer.block_size) * (1 + offer.num_waiting)
+    rows_short = max(0, offer.num_rows_asked + need.num_rows - offer.num_rows) / offer.num_rows
+    blocks_short = max(0, num_blocks - offer.num_free_blocks) / offer.num_blocks
+    wait_ms = max(rows_short, blocks_short) * service_ms
+    adapter_ms = 0.0
+    if need.adapter is not None and offer.tier is not AdapterTier.READY:
+        mib_ms = costs.slot_ms_per_mib + (0.0 if need.is_in_host_cache else costs.store_ms_per_mib)
+        adapter_ms = costs.load_ms + need.adapter.arena_bytes / 2**20 * mib_ms
+        if offer.tier is AdapterTier.LOADING:
+            adapter_ms /= 2
+        elif offer.tier is AdapterTier.NO_ROOM:
+            adapter_ms += service_ms / 2
+    prefill_ms = (num_prefill_tokens + offer.num_waiting * need.num_known_tokens) * offer.prefill_ms_per_token
+    load = offer.num_rows_asked / offer.num_rows
+    return max(wait_ms, adapter_ms) + prefill_ms + service_ms * costs.full_batch_slowdown * load
+
+
+@dataclass(slots=True)
+class PrefixKeys:
+    """Keys of the leading blocks of one request, made as far as some worker has them."""
+
+    request: Request
+    _by_block_size: dict[int, list[bytes]] = field(default_factory=dict)
+
+    def num_hit_tokens(self, cache: PrefixCache, block_size: int) -> int:
+        """Tokens that the request could start from, as far as is looked."""
+        digest = None if self.request.adapter is None else self.request.adapter.digest
+        if not cache.has_digest(digest):
+            return 0
+        most = min(MAX_PREFIX_BLOCKS, (len(self.request.prompt_token_ids) - 1) // block_size)
+        keys = self._by_block_size.setdefault(block_size, [])
+        num_hits = 0
+        while num_hits < most:
+            if num_hits == len(keys):
+                self._extend(keys, block_size)
+            if keys[num_hits] not in cache:
+                break
+            num_hits += 1
+        return num_hits * block_size
+
+    def _extend(self, keys: list[bytes], block_size: int) -> None:
+        adapter, start = self.request.adapter, len(keys) * block_size
+        parent = keys[-1] if keys else chain_root(None if adapter is None else adapter.digest, self.request.cache_salt)
+        keys.append(chain_next(parent, self.request.prompt_token_ids[start : start + block_size]))
+
+
+def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], bool]) -> Need:
+    """What the request asks; `is_cached` tells whether the host cache has an adapter."""
+    num_generated = max((len(answer.token_ids) for answer in request.answers), default=len(request.generated_token_ids))
+    return Need(
+        adapter=request.adapter,
+        is_in_host_cache=request.adapter is not None and is_cached(request.adapter.digest),
+        num_known_tokens=len(request.prompt_token_ids) + num_generated,
+        num_new_tokens=min(costs.expected_tokens, max(1, request.max_tokens - num_generated)),
+        num_rows=num_indices_of(request),
+        prefix=PrefixKeys(request),
+    )
+
+
+def offer_of(session: WorkerSession, need: Need) -> Offer:
+    """What a worker has for it at this moment."""
+    scheduler = session.scheduler
+    limits, adapter = scheduler.limits, need.adapter
+    num_waiting = scheduler.num_waiting
+    return Offer(
+        step_ms=scheduler.costs.decode_step_us / 1000,
+        prefill_ms_per_token=scheduler.costs.prefill_us_per_token / 1000,
+        num_rows=limits.max_rows,
+        num_rows_asked=len(scheduler.running) + num_waiting,
+        num_waiting=num_waiting,
+        num_blocks=limits.num_blocks,
+        num_free_blocks=scheduler.pool.num_available,
+        block_size=limits.block_size,
+        tier=AdapterTier.READY if adapter is None else scheduler.slots.tier(adapter),
+        num_hit_tokens=need.prefix.num_hit_tokens(scheduler.cache, limits.block_size),
+    )
+
+
+def by_preference(sessions: Iterable[WorkerSession], need: Need, costs: PlacementCosts) -> Iterator[WorkerSession]:
+    """The sessions, best first."""
+    heap = [(cost_ms(offer_of(session, need), need, costs), session.worker_id, session) for session in sessions]
+    heapq.heapify(heap)  # mostly only the first is asked for
+    while heap:
+        yield heapq.heappop(heap)[2]
 
 
 def is_suspect(job: Job) -> bool:
@@ -38,4 +167,4 @@ def is_suspect(job: Job) -> bool:
 
 def is_cleared(job: Job, plan_depth: int) -> bool:
     """Whether a suspect on trial has come past the point where it would have killed its worker."""
-    return job.num_tokens_here > plan_depth + 1
+    return job.num_tokens_here > (plan_depth * MAX_PLAN_STEPS + 1) * num_indices_of(job.request)

@@ -29,6 +29,15 @@ MAX_LOAD_ATTEMPTS = 7
 PREFETCH_LOOKAHEAD = 16
 
 
+class AdapterTier(enum.Enum):
+    """How near an adapter is to a worker's use."""
+
+    READY = "ready"  # in an open slot
+    LOADING = "loading"  # on its way into one
+    ABSENT = "absent"  # in none; there is room for it, or a slot that nobody leases
+    NO_ROOM = "no room"  # in none that is open, and others have to end first
+
+
 class SlotState(enum.Enum):
     """What is in a slot."""
 
@@ -290,6 +299,16 @@ class AdapterSlots:
     def ready_digests(self) -> set[str]:
         """Adapters that plans may use."""
         return {digest for digest, slot in self._by_digest.items() if slot.state is SlotState.READY}
+
+    def tier(self, ref: AdapterRef) -> AdapterTier:
+        """How near the adapter is."""
+        slot = self._by_digest.get(ref.digest)
+        if slot is not None and slot.state is SlotState.LOADING:
+            return AdapterTier.LOADING
+        if slot is not None:
+            return AdapterTier.NO_ROOM if slot.is_draining else AdapterTier.READY
+        has_room = bool(self._empty) and self.used_bytes + ref.arena_bytes <= self.arena_bytes
+        return AdapterTier.ABSENT if has_room or self._idle else AdapterTier.NO_ROOM
 
     def has_digest(self, digest: str) -> bool:
         """Whether any slot loads, holds or gives up this adapter."""

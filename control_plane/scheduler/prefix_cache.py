@@ -20,7 +20,7 @@ def chain_root(digest: str | None, cache_salt: bytes) -> bytes:
     return hashlib.sha256(b"motet prefix %d:%b %d:%b" % (len(name), name, len(cache_salt), cache_salt)).digest()
 
 
-def chain_next(parent: bytes, token_ids: list[int]) -> bytes:
+def chain_next(parent: bytes, token_ids: Iterable[int]) -> bytes:
     """Key of a block with these tokens after the block (or root) with key `parent`."""
     return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
 
@@ -39,6 +39,9 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._block_by_key)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._block_by_key
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Chain on until the sequence has the keys of its first `num_blocks` blocks; their tokens must be known."""

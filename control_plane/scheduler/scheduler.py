@@ -212,6 +212,11 @@ class Scheduler:
         self.flights.extend(flights)
         return plan
 
+    def observe(self, step_time_us: int) -> None:
+        """Learn what the oldest unanswered step took on the worker; to be called before its result is applied."""
+        flight = self.flights[0]
+        self.costs.observe(step_time_us, len(flight.decodes), sum(num_tokens for _, num_tokens, _ in flight.prefills))
+
     def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
         check_answer(self.flights, result)
@@ -225,6 +230,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Live requests."""
         return len(self.groups)
+
+    @property
+    def num_waiting(self) -> int:
+        """Live requests without a row, but for those that leave theirs."""
+        return max(0, len(self.groups) - self.roster.num_running_groups)
 
     @property
     def is_stuck(self) -> bool:

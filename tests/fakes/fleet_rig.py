@@ -46,6 +46,9 @@ CAPACITIES = Capacities(
 )
 
 
+STEP_TIME_US = 1000  # that every step of a worker in memory claims to have taken
+
+
 class FakeClock:
     """Monotonic seconds that a test moves."""
 
@@ -120,6 +123,9 @@ class FakeWeights:
         packed = make_packed(name, chunk_bytes=chunk_bytes)
         self.packed[packed.ref.digest] = packed
         return packed.ref
+
+    def is_cached(self, digest: str) -> bool:
+        return digest in self.cached
 
     async def ensure_cached(self, digest: str) -> None:
         self.cached.append(digest)
@@ -228,6 +234,7 @@ class LoopbackWorker:
             self.plans.append(message.step_plan)
             for step in decode_steps(message.step_plan):
                 output: StepOutput = self.engine.execute(step)
+                output = replace(output, step_time_us=STEP_TIME_US)  # nothing shall depend on this machine's speed
                 self.answers.append(encode_output(output, self.session.epoch))
         elif kind == "load_adapter":
             load = message.load_adapter
