@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import tune_lora
+from benchmarks.kernels import tune_attention, tune_lora
 from benchmarks.kernels.measure import Call, time_calls
 from benchmarks.kernels.problem import Found, Problem
 from kernels.tuning import TABLES, bucket_name, read_tables, write_table
@@ -33,6 +33,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 PROBLEMS: dict[str, Callable[[torch.device, torch.dtype, bool], Iterable[Problem]]] = {
     "lora_expand": tune_lora.expand_problems,
     "lora_shrink": tune_lora.shrink_problems,
+    "paged_attention_decode": tune_attention.decode_problems,
+    "paged_attention_prefill": tune_attention.prefill_problems,
 }
 
 # Seconds of each call, measured in turn.

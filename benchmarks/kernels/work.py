@@ -1,0 +1,121 @@
+"""One row of the benchmark's table: our call, what the same costs elsewhere, and how much of it must be moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.kernels.measure import Call
+
+ROTATED_BYTES = 256 << 20  # copies of the inputs until together they are larger than any cache
+MAX_COPIES = {"cuda": 8, "cpu": 64}  # on a GPU the caches are flushed beside
+
+# How far another project's answer may be from ours, as a part of its largest value.
+PEER_ERROR = 3e-2
+
+
+class Peer(Protocol):
+    """Another project's kernels."""
+
+    @property
+    def name(self) -> str:
+        """The column's heading."""
+
+    def call(self, op: str, arguments: dict[str, Any]) -> Call | None:
+        """The op over these inputs, None if the peer has no such op."""
+
+
+@dataclass(slots=True)
+class Made:
+    """Calls over one copy of the inputs."""
+
+    ours: Call
+    arguments: dict[str, Any]  # by the names of our public call, what another project's kernels are given
+    peers: dict[str, Call] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Work:
+    """One row of the table."""
+
+    op: str
+    name: str
+    num_bytes: int  # that must be moved once
+    flops: int
+    make: Callable[[], Made]
+    calls: dict[str, list[Call]] = field(default_factory=dict)  # by name, one per copy of the inputs
+    refused: dict[str, str] = field(default_factory=dict)  # peers that do not run here, and why
+
+    def prepare(self, device: torch.device, peer: Peer | None) -> dict[str, list[Call]]:
+        """Inputs and calls; as many copies as it takes to rotate. Peers are tried on the first."""
+        copies = min(max(-(-ROTATED_BYTES // max(self.num_bytes, 1)), 1), MAX_COPIES[device.type])
+        for _ in range(copies):
+            made = self.make()
+            if peer is not None:
+                call = peer.call(self.op, made.arguments)
+                made.peers |= {} if call is None else {peer.name: call}
+            if not self.calls:
+                self.refused = _try(made, None if peer is None else peer.name)
+            self.calls.setdefault("ours", []).append(made.ours)
+            for name, call in made.peers.items():
+                if name not in self.refused:
+                    self.calls.setdefault(name, []).append(call)
+        return self.calls
+
+    def clear(self) -> None:
+        """Drop the calls, and with them their inputs."""
+        self.calls.clear()
+
+
+def _try(made: Made, foreign: str | None) -> dict[str, str]:
+    """Which peers do not run here, and why. Another project's must answer as ours does, where both answer."""
+    refused = {}
+    for name, call in made.peers.items():
+        try:
+            answer = call()
+        except Exception as error:  # whatever a torch of another version, or another project, raises
+            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            continue
+        ours = made.ours() if name == foreign else None
+        if isinstance(ours, torch.Tensor) and isinstance(answer, torch.Tensor):
+            if answer.shape != ours.shape:
+                refused[name] = f"answers {tuple(answer.shape)}, we {tuple(ours.shape)}"
+                continue
+            largest = float(ours.double().abs().max())
+            distance = float((answer.double() - ours.double()).abs().max())
+            if not distance <= PEER_ERROR * largest:
+                refused[name] = f"answers otherwise: {distance:.2g} away where the largest value is {largest:.2g}"
+    return refused
+
+
+def random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The dataclass with every tensor in it on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(*(to_device(getattr(value, item.name), device) for item in fields(value)))
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Sizes of the base model whose layers are timed."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    vocab: int
+
+
+LLAMA_8B = Model(4096, 14336, 32, 8, 128, 128256)
+SMALL = Model(1024, 2816, 16, 8, 64, 8192)
+BLOCK_SIZE = 16

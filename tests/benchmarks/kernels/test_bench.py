@@ -1,0 +1,177 @@
+"""The table of the kernels' times: every op has rows, peers are tried, another project's kernels are let in."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kernels import bench, works_attention, works_layer, works_lora
+from benchmarks.kernels.peer_module import PeerRefused, load_peer
+from benchmarks.kernels.work import LLAMA_8B, SMALL, Made, Model, Work
+from benchmarks.kernels.works import works
+
+CPU = torch.device("cpu")
+OPS = {
+    "store_kv",
+    "rope_and_store_kv",
+    "rms_norm",
+    "gated_activation",
+    "copy_blocks",
+    "swap_blocks",
+    "paged_attention",
+    "cross_attention",
+    "encoder_attention",
+    "add_lora",
+    "add_lora_embedding",
+    "sample",
+    "token_logprobs",
+}
+
+
+def write_peer(directory: Path, source: str) -> Path:
+    (directory / "motet_peer.py").write_text(source)
+    return directory
+
+
+def rms_norm_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the benchmark consist of one small row."""
+
+    def only(*_: Any, **__: Any) -> Any:
+        yield works_layer._norm(SMALL, 4, CPU, torch.float32)
+
+    monkeypatch.setattr(bench, "works", only)
+
+
+@pytest.fixture(autouse=True)
+def any_device_has_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's rows are listed here without one to be asked."""
+    for part in (works_attention, works_layer):
+        monkeypatch.setattr(part, "fp8_refusal", lambda _: None)
+
+
+def test_every_op_has_a_row_on_the_cpu_and_more_on_a_gpu() -> None:
+    """Rows are made without their inputs."""
+    rows = [(work.op, work.name) for work in works(CPU, torch.float32, is_short=False)]
+    assert {op for op, _ in rows} == OPS
+    assert max(Counter(rows).values()) == 1, "two rows have one name"
+    short = [(work.op, work.name) for work in works(CPU, torch.float32, is_short=True)]
+    assert set(short) < set(rows)
+    assert all(work.num_bytes > 0 for work in works(CPU, torch.float32, is_short=False))
+    on_gpu = {work.op for work in works(torch.device("cuda"), torch.bfloat16, is_short=True)}
+    assert on_gpu == OPS | {"add_lora_group"}
+
+
+def test_rows_that_only_a_gpu_gets_run_on_tiny_sizes_too() -> None:
+    """Their inputs fit their ops."""
+    tiny = Model(256, 64, 4, 2, 64, 32)
+    to_cpu = (CPU, torch.float32)
+    rows = [
+        works_lora._group(tiny, 2, 8, 4, *to_cpu),
+        works_lora._mixed(256, (8, 8, 16), *to_cpu),
+        works_layer._store_fp8(tiny, 16, *to_cpu, per_token_head=True),
+        works_attention._decode_fp8(tiny, 2, 40, *to_cpu, per_token_head=True),
+        works_attention._decode_sparse(tiny, 1, 2048, *to_cpu),
+    ]
+    with torch.inference_mode():
+        for work in rows:
+            made = work.make()
+            answer = made.ours()
+            assert answer is None or bool(torch.isfinite(answer).all())  # type: ignore[arg-type]
+
+
+def test_the_bytes_of_a_decode_are_its_keys_and_values_once() -> None:
+    rows = {work.name: work for work in works(torch.device("cuda"), torch.bfloat16, is_short=True)}
+    decode, fp8 = rows["decode 64 x 1024"], rows["decode 64 x 1024, FP8"]
+    keys_and_values = 2 * 64 * 1024 * LLAMA_8B.num_kv_heads * LLAMA_8B.dim
+    queries_and_answers = 2 * 64 * LLAMA_8B.num_heads * LLAMA_8B.dim * 2
+    assert decode.num_bytes == 2 * keys_and_values + queries_and_answers
+    assert fp8.num_bytes == keys_and_values + queries_and_answers
+    # Of 128 blocks of 64 keys at the end of 8192, each head sees the 16 last and one in 8 of the others.
+    assert rows["sparse decode 16 x 8192"].flops == 4 * 16 * 32 * 128 * (16 + 14) * 64
+
+
+def test_a_peer_that_raises_or_answers_otherwise_is_left_out_and_told() -> None:
+    answer = torch.arange(4.0)
+
+    def fails() -> None:
+        raise NotImplementedError("no such kernel on this device\nlong trace")
+
+    class Foreign:
+        name = "foreign"
+
+        def call(self, op: str, arguments: dict[str, Any]) -> Any:
+            return {"right": lambda: answer + 0.01, "wrong": lambda: answer + 1, "short": lambda: answer[1:]}.get(op)
+
+    for op, reason in (("right", None), ("wrong", "answers otherwise: 1 away"), ("short", "answers (3,), we (4,)")):
+        peers = {"torch": lambda: answer + 5, "lacking": fails}
+        work = Work(op, "row", 1 << 30, 0, lambda peers=peers: Made(lambda: answer, {}, dict(peers)))  # type: ignore[misc]
+        calls = work.prepare(CPU, Foreign())
+        assert work.refused["lacking"] == "NotImplementedError: no such kernel on this device"
+        assert calls.keys() == {"ours", "torch"} | ({"foreign"} if reason is None else set())
+        assert work.refused.get("foreign", "").startswith(reason or "")
+
+
+def test_another_projects_kernels_are_timed_beside_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rms_norm_row(monkeypatch)
+    (tmp_path / "their_kernels.py").write_text("from torch.nn.functional import rms_norm\n")
+    source = """
+from their_kernels import rms_norm
+NAME = "theirs"
+def call(op, arguments):
+    if op != "rms_norm":
+        return None
+    x, weight, residual = arguments["x"], arguments["weight"], arguments["residual"]
+    return lambda: rms_norm(residual.add_(x), weight.shape, weight, arguments["eps"])
+"""
+    report = tmp_path / "report.json"
+    where = ["--peer", str(write_peer(tmp_path, source)), "--json", str(report)]
+    assert bench.main(["--device", "cpu", "--dtype", "float32", "--repeats", "2", *where]) == 0
+    written = json.loads(report.read_text())
+    assert written["rows"][0]["peers"].keys() == {"add, rms_norm", "theirs"}
+    assert written["peers_refused"] == []
+    assert "theirs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (None, "holds no motet_peer.py"),
+        ("NAME = 'x'", "must define NAME"),
+        ("def call(op, arguments): ...", "must define NAME"),
+        ("import nothing_of_this_name", "failed to load: ModuleNotFoundError"),
+    ],
+)
+def test_a_directory_without_a_usable_peer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str | None, says: str
+) -> None:
+    if source is not None:
+        write_peer(tmp_path, source)
+    assert bench.main(["--device", "cpu", "--peer", str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_peer_that_returns_no_call_is_named(tmp_path: Path) -> None:
+    peer = load_peer(write_peer(tmp_path, "NAME = 'x'\ndef call(op, arguments): return 3"))
+    with pytest.raises(PeerRefused, match=r"peer x: call\('sample', ...\) returned a int"):
+        peer.call("sample", {})
+
+
+def test_rows_past_the_limit_are_left_out_and_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rms_norm_row(monkeypatch)
+    assert bench.main(["--device", "cpu", "--dtype", "float32", "--repeats", "2", "--limit-s", "0"]) == 0
+    assert "1 rows were left out after 0 s" in capsys.readouterr().out
+
+
+def test_an_op_of_no_row_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rms_norm_row(monkeypatch)
+    assert bench.main(["--device", "cpu", "--dtype", "float32", "--repeats", "2", "--op", "none"]) == 2
+    assert "no op is called none" in capsys.readouterr().err
