@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.paged_attention.device_batch import DeviceBatch
-from kernels.paged_attention.tiles import Tiles
+from kernels.paged_attention.launch import DecodeLaunch
 from kernels.paged_attention.triton_loop import attend, decode_range, finish
 
 
@@ -231,18 +231,15 @@ def _combine_kernel(
         tl.store(row_ptr + offs_dv[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_stored)
 
 
-def launch_decode(
+def run_decode(
     output: torch.Tensor,
     batch: DeviceBatch,
     arguments: Mapping[str, Any],
-    tiles: Tiles,
-    *,
-    split_keys: int,
-    max_splits: int,
+    launch: DecodeLaunch,
 ) -> None:
     """Attend, then join where a table as wide as this one can hold more than one split.
 
-    arguments: what decode and prefill share, by name; split_keys is a multiple of tiles.block_n.
+    arguments: what decode and prefill share, by name.
     """
     num_decodes = len(batch.decode_sequences)
     if num_decodes == 0:
@@ -250,11 +247,11 @@ def launch_decode(
     num_heads, value_dim = output.shape[1:]
     most_keys = batch.block_tables.shape[1] * arguments["BLOCK_SIZE"]
     if arguments["HAS_WINDOW"]:
-        most_keys = min(most_keys, arguments["window"] + tiles.block_n - 1)
-    num_parts = min(triton.cdiv(most_keys, split_keys), max_splits)
+        most_keys = min(most_keys, arguments["window"] + launch.block_n - 1)
+    num_parts = min(triton.cdiv(most_keys, launch.split_keys), launch.max_splits)
     shape = (0,) if num_parts == 1 else (num_decodes, num_heads, num_parts)
     group = arguments["GROUP"]
-    heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, tiles.block_m)
+    heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, launch.block_m)
     head_tiles = triton.cdiv(group, heads)
     every = {
         **arguments,
@@ -262,17 +259,17 @@ def launch_decode(
         "part_sum_ptr": torch.empty(*shape, 2, dtype=torch.float32, device=output.device),
         "decode_sequences_ptr": batch.decode_sequences,
         "num_parts": num_parts,
-        "BLOCK_N": tiles.block_n,
-        "SPLIT_KEYS": split_keys,
-        "SPLITS": max_splits,
+        "BLOCK_N": launch.block_n,
+        "SPLIT_KEYS": launch.split_keys,
+        "SPLITS": launch.max_splits,
     }
     _decode_kernel[(num_decodes, num_heads // group * head_tiles, num_parts)](
         **every,
         HEADS=heads,
         HEAD_TILES=head_tiles,
-        BLOCK_M=tiles.block_m,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        BLOCK_M=launch.block_m,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     if num_parts > 1:
         _combine_kernel[(num_decodes, num_heads)](

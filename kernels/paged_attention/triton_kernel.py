@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import triton
 
+from kernels.devices import device_name
 from kernels.paged_attention.batch import AttentionBatch
 from kernels.paged_attention.device_batch import DeviceBatch
+from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes, decode_launch, prefill_launch
 from kernels.paged_attention.options import Options
-from kernels.paged_attention.tiles import MAX_SPLITS, SPLIT_KEYS, Tiles, decode_tiles, prefill_tiles
-from kernels.paged_attention.triton_decode import launch_decode
-from kernels.paged_attention.triton_prefill import launch_prefill
+from kernels.paged_attention.triton_decode import run_decode
+from kernels.paged_attention.triton_prefill import run_prefill
 
 LOG2E = math.log2(math.e)
 MAX_HEAD_DIM = 256
@@ -35,12 +36,10 @@ def paged_attention(
     batch: AttentionBatch,
     options: Options,
     *,
-    decode: Tiles | None = None,
-    prefill: Tiles | None = None,
-    split_keys: int = SPLIT_KEYS,
-    max_splits: int = MAX_SPLITS,
+    decode: DecodeLaunch | None = None,
+    prefill: PrefillLaunch | None = None,
 ) -> torch.Tensor:
-    """See the package. The last four replace the launch parameters; split_keys must be a multiple of block_n."""
+    """See the package. The last two replace the launch parameters."""
     num_tokens, num_heads, dim = query.shape
     block_size, num_kv_heads, value_dim = value_cache.shape[1:]
     output = query.new_empty(num_tokens, num_heads, value_dim)
@@ -55,10 +54,9 @@ def paged_attention(
         "BLOCK_DV": max(triton.next_power_of_2(value_dim), 16),
         "BLOCK_SIZE": block_size,
     }
-    widest, item_size = max(dim, value_dim), query.element_size()
-    decode = decode or decode_tiles(num_heads // num_kv_heads, widest, item_size)
-    launch_decode(output, on_device, arguments, decode, split_keys=split_keys, max_splits=max_splits)
-    launch_prefill(output, on_device, arguments, prefill or prefill_tiles(widest, item_size))
+    name, sizes = device_name(query), Sizes.of(query, key_cache, value_cache)
+    run_decode(output, on_device, arguments, decode or decode_launch(name, sizes))
+    run_prefill(output, on_device, arguments, prefill or prefill_launch(name, sizes))
     return output
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.paged_attention.device_batch import DeviceBatch
-from kernels.paged_attention.tiles import Tiles
+from kernels.paged_attention.launch import PrefillLaunch
 from kernels.paged_attention.triton_loop import attend, finish, sparse_range
 
 
@@ -156,11 +156,11 @@ def _prefill_kernel(
     )
 
 
-def launch_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[str, Any], tiles: Tiles) -> None:
+def run_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[str, Any], launch: PrefillLaunch) -> None:
     """One program per tile of queries and heads. arguments: what decode and prefill share, by name."""
     group = arguments["GROUP"]
-    heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, tiles.block_m)
-    queries = tiles.block_m // heads
+    heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, launch.block_m)
+    queries = launch.block_m // heads
     work = batch.tiles(queries)
     if len(work) == 0:
         return
@@ -171,9 +171,9 @@ def launch_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[
         HEADS=heads,
         HEAD_TILES=head_tiles,
         QUERIES=queries,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
         IS_CAUSAL=batch.is_causal,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        num_warps=launch.num_warps,
+        num_stages=1,
     )

@@ -2,7 +2,8 @@
 
 An op asks `tuned` with its safe defaults, which are a frozen dataclass, and the sizes of the call. Tables are JSON
 files, one per device and op, that `python -m benchmarks.kernels.tune` writes; a device without any runs with the
-defaults, and the log says so once. Only parameters that leave every bit of the result alone may be tuned.
+defaults, and the log says so once. Parameters that can change a bit of a result may be tuned by sizes of the model
+alone: what a request gets must not depend on the batch that it is in.
 """
 
 from __future__ import annotations

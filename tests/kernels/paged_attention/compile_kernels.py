@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from kernels.paged_attention.tiles import MAX_SPLITS, SPLIT_KEYS, Tiles, decode_tiles, prefill_tiles
+from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes
 from kernels.paged_attention.triton_decode import _combine_kernel, _decode_kernel
 from kernels.paged_attention.triton_prefill import _prefill_kernel
 from tests.kernels.compiling import compile_for_h200
@@ -18,7 +18,7 @@ SCALARS = ("score_scale", "softcap", "value_scale")
 NOT_OF_16 = ("stride_table", "stride_sp", "num_parts", "window")
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], tiles: Tiles, cache: str) -> None:
+def compile_kernel(kernel: Any, constants: dict[str, Any], cache: str, *, num_warps: int, num_stages: int) -> None:
     """With bfloat16 queries whose strides are multiples of 16."""
     types = dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(SCALARS, "fp32")
     types |= dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), f"*{cache}")
@@ -27,8 +27,8 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], tiles: Tiles, cache: 
         {name: value for name, value in constants.items() if name in kernel.arg_names},
         types,
         not_of_16=NOT_OF_16,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     text = compiled.asm["ptx"]
     figures = {
@@ -45,6 +45,8 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], tiles: Tiles, cache: 
 def compile_all(group: int, dim: int, block_size: int, *, cache: str = "bf16", **options: Any) -> None:
     """The three kernels of one model; options are the kernels' that are not off."""
     block_d = triton.next_power_of_2(dim)
+    sizes = Sizes("bfloat16", "float8_e4m3fn" if cache == "fp8e4nv" else "bfloat16", dim, group)
+    decode, prefill = DecodeLaunch.default(sizes), PrefillLaunch.default(sizes)
     constants: dict[str, Any] = {
         "GROUP": group,
         "KEY_DIM": dim,
@@ -53,8 +55,8 @@ def compile_all(group: int, dim: int, block_size: int, *, cache: str = "bf16", *
         "BLOCK_DV": block_d,
         "BLOCK_SIZE": block_size,
         "HEAD_TILES": 1,
-        "SPLIT_KEYS": SPLIT_KEYS,
-        "SPLITS": MAX_SPLITS,
+        "SPLIT_KEYS": decode.split_keys,
+        "SPLITS": decode.max_splits,
         "stride_qd": 1,
         "IS_CAUSAL": True,
         "SPARSE_BLOCK": 0,
@@ -64,13 +66,11 @@ def compile_all(group: int, dim: int, block_size: int, *, cache: str = "bf16", *
     }
     constants |= {f"HAS_{name}": False for name in ("WINDOW", "SINKS", "SOFTCAP", "SLOPES", "TOKEN_SCALES")}
     constants |= options
-    tiles = decode_tiles(group, dim, 2)
-    sizes = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEADS": group}
-    compile_kernel(_decode_kernel, constants | sizes, tiles, cache)
-    compile_kernel(_combine_kernel, constants | sizes, Tiles(16, 16, 1, 1), cache)
-    tiles = prefill_tiles(dim, 2)
-    sizes = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEADS": group, "QUERIES": tiles.block_m // group}
-    compile_kernel(_prefill_kernel, constants | sizes, tiles, cache)
+    tiles = constants | {"BLOCK_M": decode.block_m, "BLOCK_N": decode.block_n, "HEADS": group}
+    compile_kernel(_decode_kernel, tiles, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
+    compile_kernel(_combine_kernel, tiles, cache, num_warps=1, num_stages=1)
+    tiles |= {"BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n, "QUERIES": prefill.block_m // group}
+    compile_kernel(_prefill_kernel, tiles, cache, num_warps=prefill.num_warps, num_stages=1)
 
 
 def main() -> None:

@@ -10,12 +10,13 @@ import torch
 
 from kernels.paged_attention import AttentionBatch, BlockSparsity, reference, triton_kernel
 from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make, make_one_hot
+from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
 from kernels.paged_attention.options import Options
-from kernels.paged_attention.tiles import Tiles
 from tests.kernels.tolerances import assert_close
 
 # Small tiles, so that small cases cross their borders: several splits, tiles of keys with and without masks.
-SMALL: dict[str, Any] = {"decode": Tiles(16, 32, 4, 1), "prefill": Tiles(32, 32, 4, 1), "split_keys": 32}
+SMALL: dict[str, Any] = {"decode": DecodeLaunch(16, 32, split_keys=32), "prefill": PrefillLaunch(32, 32)}
+TINY = DecodeLaunch(16, 16, split_keys=32)
 NAN = float("nan")
 by_name = {"ids": lambda case: case.name}
 
@@ -83,15 +84,15 @@ def test_splits_are_joined(options: dict[str, Any], device: torch.device) -> Non
     case = Case("decodes", tuple((1, n) for n in (31, 32, 33, 64, 65, 160, 150)), **options)
     inputs = make(case, torch.float32, poison=NAN)
     expected = define(make(case, torch.float32))
-    assert_close(run(inputs, device, decode=Tiles(16, 16, 4, 1)), expected)
-    assert_close(run(inputs, device, decode=Tiles(16, 16, 4, 1), max_splits=2), expected)
+    assert_close(run(inputs, device, decode=TINY), expected)
+    assert_close(run(inputs, device, decode=replace(TINY, max_splits=2)), expected)
 
 
 def test_splits_of_sparse_blocks_are_joined(device: torch.device) -> None:
     """Heads that see different numbers of blocks have different numbers of splits."""
     case = Case("sparse", ((1, 150), (1, 97)), 4, 2, sparsity=BlockSparsity(8, 2, 3, 1), cache="fp8")
     inputs = make(case, torch.float32, poison=NAN)
-    assert_close(run(inputs, device, decode=Tiles(16, 16, 4, 1)), define(make(case, torch.float32)))
+    assert_close(run(inputs, device, decode=TINY), define(make(case, torch.float32)))
 
 
 @pytest.mark.parametrize("sparsity", [BlockSparsity(8, 2, 3, 1), BlockSparsity(8, 1, 4, -1)], ids=str)
@@ -117,8 +118,8 @@ def test_blocks_that_no_head_sees_are_not_read(sparsity: BlockSparsity, device: 
 def test_one_key_takes_all_weight_bit_for_bit(block_m: int, block_n: int, cache: str, device: torch.device) -> None:
     case = Case("one hot", ((1, 40), (1, 7), (24, 40)), 6, 2, 16, 16, cache=cache)
     inputs = make_one_hot(case, torch.bfloat16)
-    launch = {"decode": Tiles(min(block_m, 32), block_n, 4, 1), "prefill": Tiles(block_m, block_n, 4, 1)}
-    assert torch.equal(run(inputs, device, split_keys=64, **launch), define(inputs))
+    decode = DecodeLaunch(min(block_m, 64), block_n, split_keys=64)
+    assert torch.equal(run(inputs, device, decode=decode, prefill=PrefillLaunch(block_m, block_n)), define(inputs))
 
 
 def test_equal_scores_average_bit_for_bit(device: torch.device) -> None:
@@ -126,7 +127,7 @@ def test_equal_scores_average_bit_for_bit(device: torch.device) -> None:
     inputs = make(Case("average", tuple((1, 1 << n) for n in range(7))), torch.float32)
     inputs.query.zero_()
     inputs.value_cache.mul_(50).round_()
-    assert torch.equal(run(inputs, device, decode=Tiles(16, 16, 4, 1)), define(inputs))
+    assert torch.equal(run(inputs, device, decode=TINY), define(inputs))
 
 
 @pytest.mark.parametrize("name", ["mixed", "cross", "FP8 per token and head", "sparse, sliding over query heads"])

@@ -1,0 +1,103 @@
+"""How the attention kernels are launched: safe defaults, and what `kernels.tuning` knows better.
+
+A launch is chosen by the model's shapes and the device alone, never by the batch: the tiles decide in which order a
+sequence's keys are summed, and its output must not depend on who else is in the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+
+from kernels.tuning import tuned
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """Of programs for one query of each sequence."""
+
+    block_m: int  # query heads of one key head
+    block_n: int  # keys
+    num_warps: int = 4
+    num_stages: int = 3
+    # A program reads at least so many keys, and a sequence is cut in at most so many parts: 64 sequences of 1k tokens
+    # with 8 key heads make 1024 programs, one of 128k tokens 512, for the 132 multiprocessors of an H200.
+    split_keys: int = 512
+    max_splits: int = 64
+
+    def __post_init__(self) -> None:
+        _check("block_m", self.block_m, 16, 64)
+        _check("block_n", self.block_n, 16, 256)
+        _check("num_warps", self.num_warps, 1, 16)
+        _check("max_splits", self.max_splits, 1, 1024)
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
+        if self.split_keys < 1 or self.split_keys % self.block_n:
+            raise ValueError(f"split_keys is {self.split_keys}, want a multiple of block_n, {self.block_n}")
+
+    @classmethod
+    def default(cls, sizes: Sizes) -> DecodeLaunch:
+        """Rows for a whole group where 32 hold it, since a second tile reads the keys again."""
+        itemsize = 4 if sizes.dtype == "float32" else 2
+        return cls(
+            16 if sizes.group <= 16 else 32,
+            64 if sizes.dim * itemsize <= 256 else 32,
+            num_stages=3 if sizes.dim * itemsize <= 512 else 2,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLaunch:
+    """Of programs for several queries. They are never pipelined: ptxas before 13.3 miscompiles pipelined wgmma with a
+    register operand (triton issue 9433), and weights @ values is such a product from 64 rows on."""
+
+    block_m: int  # queries x heads
+    block_n: int  # keys
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        _check("block_m", self.block_m, 16, 256)
+        _check("block_n", self.block_n, 16, 256)
+        _check("num_warps", self.num_warps, 1, 16)
+
+    @classmethod
+    def default(cls, sizes: Sizes) -> PrefillLaunch:
+        if sizes.dtype == "float32":
+            return cls(16, 32)
+        return cls(128 if sizes.dim <= 128 else 64, 64, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a launch is chosen by. Its fields name the buckets of the tables."""
+
+    dtype: str  # of the queries
+    cache: str  # dtype of keys and values
+    dim: int  # the greater of a key's and a value's
+    group: int  # query heads of one key head
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Sizes:
+        """Of query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] and [..., Dv]."""
+        dtype, cache = (str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_cache))
+        return cls(dtype, cache, max(query.shape[2], value_cache.shape[3]), query.shape[1] // key_cache.shape[2])
+
+
+# A step asks in each layer, so that the tables' own look-up would be felt.
+@lru_cache(maxsize=256)
+def decode_launch(device_name: str | None, sizes: Sizes) -> DecodeLaunch:
+    """What was measured for such a model on the device, or the default."""
+    return tuned("paged_attention_decode", DecodeLaunch.default(sizes), device_name, **asdict(sizes))
+
+
+@lru_cache(maxsize=256)
+def prefill_launch(device_name: str | None, sizes: Sizes) -> PrefillLaunch:
+    """What was measured for such a model on the device, or the default."""
+    return tuned("paged_attention_prefill", PrefillLaunch.default(sizes), device_name, **asdict(sizes))
+
+
+def _check(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most or value & (value - 1):
+        raise ValueError(f"{name} is {value}, want a power of two from {least} to {most}")
