@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.lora import SiteGroup, add_lora_group, lora_route, reference
+from benchmarks.kernels.tune_lora import Shape, expand_problem, shrink_problem
+from data_plane.adapters.step import PagedStep
+from kernels.lora import SiteGroup, add_lora_group, lora_embed, lora_expand, lora_route, reference
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.route import MANY_TOKENS, route_in_torch
+from tests.data_plane.adapters.factories import SITES, expected_delta, load, make_arena, pack
 from tests.kernels.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +61,6 @@ def test_exact_sums_at_the_sizes_of_a_model(num_tokens: int) -> None:
     """In bfloat16, in parts and whole; not one bit may differ."""
     case = replace(WIDE, token_slots=tuple(token % 7 - 1 for token in range(num_tokens, 0, -1)))
     inputs = make_group(case, (4096, 1024, 1024), torch.bfloat16, is_exact=True)
-    inputs.x[:, 64:] = 0  # else h would not be exact in bfloat16
     on_gpu = to_gpu(inputs)
     assert torch.equal(added(on_gpu, on_gpu.y).cpu(), defined(inputs))
 
@@ -92,6 +94,58 @@ def test_a_captured_graph_follows_the_slots_of_its_tokens() -> None:
         static.copy_(inputs.y)
         graph.replay()
         assert torch.equal(static, added(inputs, inputs.y.clone()))
+
+
+@pytest.mark.parametrize("tokens", [64, 2048])
+def test_launches_of_the_tuner_have_the_bits_of_the_definition(tokens: int) -> None:
+    """Every fifth, so that compiling them takes a few seconds; the tuner itself checks each one that it times."""
+    shape = Shape(4096, (1024, 1024), 1024, 32, tokens)
+    for problem in (shrink_problem(shape, CUDA, torch.bfloat16), expand_problem(shape, CUDA, torch.bfloat16)):
+        assert problem.is_right(problem.default)
+        assert all(problem.is_right(launch) for launch in problem.candidates[::5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_embeddings_equal_the_definition(dtype: torch.dtype) -> None:
+    """Of an odd vocabulary, with an id that is outside it."""
+    case = Case("embedding", tuple(token % 5 - 1 for token in range(40)), (8, 17, 64, 3), 32001, tile_width=64)
+    inputs = make_group(case, (64,), dtype)
+    on_gpu = to_gpu(inputs)
+    ids = torch.randint(0, 32001, (40,), generator=torch.Generator().manual_seed(0))
+    ids[:2] = torch.tensor([32000, 32001])
+    route = route_in_torch(inputs.token_slots, 4, 16)
+    h = torch.zeros(40, 64)
+    reference.embed(ids, h, inputs.group.site(0), route)
+    expected = inputs.y.clone()
+    reference.expand(h[None], expected, inputs.group, route, add_inputs=True)
+    on_device = lora_route(on_gpu.token_slots, 4)
+    actual = lora_embed(ids.to(CUDA), on_gpu.group.site(0), on_device, max_rank=64)
+    for token, slot in enumerate(case.token_slots):
+        if slot >= 0:
+            rank = case.ranks[slot]
+            torch.testing.assert_close(
+                actual[0, 0, token, :rank].cpu(), h[token, :rank], rtol=0, atol=0, equal_nan=True
+            )
+    lora_expand(actual, on_gpu.group, on_gpu.y, on_device)
+    assert on_gpu.y[1].isnan().all()
+    keep = torch.arange(40) != 1
+    assert_close(on_gpu.y.cpu()[keep], expected[keep], magnitude=4.0)
+
+
+def test_fused_sites_of_an_arena_equal_the_packed_matrices() -> None:
+    arena = make_arena(device="cuda")
+    adapters = {slot: pack(rank, seed=slot) for slot, rank in enumerate((1, 8, 13, 64))}
+    for slot, packed in adapters.items():
+        load(arena, slot, 1, packed)
+    slots = [0, -1, 3, 2, 1, 1, 0]
+    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 1, 2, 3])
+    assert isinstance(step, PagedStep)
+    names = tuple(site.name for site in SITES[:3])
+    x = torch.randn(len(slots), 32, generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([expected_delta(name, x, slots, adapters) for name in names], dim=1)
+    y = torch.zeros_like(expected, device=CUDA)
+    step.apply_group(names, x.to(CUDA), y)
+    torch.testing.assert_close(y.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_rows_more_than_two_to_the_31_elements_apart() -> None:

@@ -137,6 +137,7 @@ def make_arena(
     sites: Sequence[Site] = SITES,
     dtype: torch.dtype = torch.float32,
     reads_pages: bool | None = None,
+    device: str = "cpu",
 ) -> AdapterArena:
     """An arena whose memory is NaN before it is written."""
     arena = AdapterArena(
@@ -144,7 +145,7 @@ def make_arena(
         num_slots=num_slots,
         arena_bytes=arena_bytes,
         dtype=dtype,
-        device="cpu",
+        device=device,
         base_fingerprint=BASE,
         reads_pages=reads_pages,
     )
