@@ -1,20 +1,24 @@
 """Checks Motet on a CUDA machine with its own torch: every kernel, small generations by the engine and through the
 served system, and the kernels' times.
 
-Called by `make gpu-check`. Installs nothing, needs no redis-py. Prints a table; exit status 0 only if
-there is a GPU and everything passed.
+Called by `make gpu-check`. Installs nothing, needs no redis-py. Each part has a budget of seconds, is ended when it is
+spent, and leaves the other parts theirs. Prints tables; exit status 0 only if there is a GPU and everything passed.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,9 +26,23 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("torch", "transformers", "peft", "safetensors", "numpy", "grpc", "google.protobuf", "pytest")
 NEEDED_TO_SERVE = ("tokenizers", "jinja2", "fsspec", "uvloop", "google.rpc", "google.longrunning", "grpc_health")
 NEEDED_TO_SERVE += ("grpc_reflection",)
-SERVED_TESTS = ROOT / "tests" / "gpu" / "test_served_generation.py"
-LIMIT_S = 460.0  # of everything
-TESTS_LIMIT_S = 380.0
+GPU_TESTS = ROOT / "tests" / "gpu"
+SERVED_TESTS = "test_served_generation.py"
+ENGINE_TESTS = ("test_engine_generation.py", "test_fusion.py")
+# Seconds of each part. Together below the eight minutes that all of it may take; every other test of tests/gpu is in
+# the first part.
+BUDGETS_S = {"kernels": 190.0, "engine": 110.0, "served": 70.0, "times": 95.0}
+# The table of times begins no row that late before its budget ends, so that it ends by itself.
+LAST_ROW_S = 20.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one part went."""
+
+    part: str
+    seconds: float
+    status: int | None  # exit status; None where the budget ran out
 
 
 def main() -> int:
@@ -42,19 +60,22 @@ def main() -> int:
         print(f"gpu-check: this Python lacks {', '.join(missing)}, which the checks need")
         return 1
     cannot_serve = [name for name in NEEDED_TO_SERVE if not is_importable(name)]
+    outcomes = []
     with tempfile.TemporaryDirectory() as tmp:
-        report = Path(tmp) / "report.xml"
-        begin_s = time.monotonic()
-        code = run_tests(report, is_served=not cannot_serve)
-        if not report.exists():
-            print(f"gpu-check: pytest ended with status {code} and wrote no report")
-            return code or 1
-        print_table(report)
-        if cannot_serve:
-            print(f"not run: the served generations; this Python lacks {', '.join(cannot_serve)}")
-    code = run_benchmark(LIMIT_S - (time.monotonic() - begin_s)) or code
-    print(f"gpu-check: {'passed' if code == 0 else 'FAILED'} in {time.monotonic() - begin_s:.0f} s")
-    return code
+        for part, files in test_parts(is_served=not cannot_serve).items():
+            report = Path(tmp) / f"{part}.xml"
+            outcomes.append(run_part(part, pytest_command(files, report)))
+            if report.exists():
+                print_table(report)
+    benchmark = [sys.executable, "-m", "benchmarks.kernels.bench", "--device", "cuda", "--short"]
+    outcomes.append(run_part("times", [*benchmark, "--limit-s", str(BUDGETS_S["times"] - LAST_ROW_S)]))
+    print_outcomes(outcomes)
+    if cannot_serve:
+        print(f"not run: the served generations; this Python lacks {', '.join(cannot_serve)}")
+    has_passed = all(outcome.status == 0 for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    print(f"gpu-check: {'passed' if has_passed else 'FAILED'} in {seconds:.0f} s")
+    return 0 if has_passed else 1
 
 
 def is_importable(name: str) -> bool:
@@ -64,28 +85,38 @@ def is_importable(name: str) -> bool:
         return False
 
 
-def run_tests(report: Path, *, is_served: bool) -> int:
-    """pytest's exit status; 1 if it ran past the limit. The served generations only where `is_served`."""
+def test_parts(*, is_served: bool) -> dict[str, list[Path]]:
+    """The files of each part: every test file is in one, but for the served generations where they cannot run."""
+    by_part: dict[str, list[Path]] = {"kernels": [], "engine": [], "served": []}
+    for path in sorted(GPU_TESTS.glob("test_*.py")):
+        part = "served" if path.name == SERVED_TESTS else "engine" if path.name in ENGINE_TESTS else "kernels"
+        by_part[part].append(path)
+    if not is_served:
+        del by_part["served"]
+    return by_part
+
+
+def pytest_command(files: Sequence[Path], report: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / ".ci" / "gpu-pytest.ini"), "--rootdir", str(ROOT)]
-    command += ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(ROOT / "tests" / "gpu")]
-    command += [] if is_served else [f"--ignore={SERVED_TESTS}"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment(), timeout=TESTS_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"gpu-check: not done after {TESTS_LIMIT_S:.0f} s")
-        return 1
-    return done.returncode
+    return [*command, "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *map(str, files)]
 
 
-def run_benchmark(limit_s: float) -> int:
-    """The kernels' times in their short form, printed as they come; its exit status, 1 if it ran past the limit."""
-    print("\nthe kernels' times", flush=True)
-    command = [sys.executable, "-m", "benchmarks.kernels.bench", "--device", "cuda", "--short"]
+def run_part(part: str, command: Sequence[str]) -> Outcome:
+    """Run one part in a process group of its own, for its budget at most: what it started ends with it."""
+    budget_s = BUDGETS_S[part]
+    print(f"\ngpu-check: {part}, at most {budget_s:.0f} s", flush=True)
+    begin_s = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True)
+    status: int | None = None
     try:
-        return subprocess.run(command, cwd=ROOT, env=environment(), timeout=limit_s, check=False).returncode
+        status = process.wait(budget_s)
     except subprocess.TimeoutExpired:
-        print(f"gpu-check: the benchmark was not done after {limit_s:.0f} s")
-        return 1
+        pass  # told by the status
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return Outcome(part, time.monotonic() - begin_s, status)
 
 
 def environment() -> dict[str, str]:
@@ -106,6 +137,14 @@ def print_table(report: Path) -> None:
         seconds = sum(float(case.get("time", 0)) for case in cases)
         figures = [f"{item.get('name')}={item.get('value')}" for case in cases for item in case.iter("property")]
         print(f"{name:<72} {passed:>4}/{len(cases):<4} {seconds:>8.1f}  {' '.join(figures)}")
+
+
+def print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """One line per part: what it took of its budget, and how it ended."""
+    print(f"\n{'part':<10} {'seconds':>8} {'budget':>8}  ended")
+    for outcome in outcomes:
+        ended = "budget spent" if outcome.status is None else f"status {outcome.status}" if outcome.status else "passed"
+        print(f"{outcome.part:<10} {outcome.seconds:>8.1f} {BUDGETS_S[outcome.part]:>8.0f}  {ended}")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,44 @@ def test_rope_and_store_kv(case: rope_cases.Case, dtype: torch.dtype) -> None:
         assert_close(other.cpu().nan_to_num(), tensor.nan_to_num(), magnitude=4.0 if case.has_norm else 1.0)
 
 
+def test_norm_gate_and_rotation_replay_in_a_cuda_graph() -> None:
+    """Captured once, with other values, positions and slots in the same tensors at each replay."""
+    case = rope_cases.CASES[5]
+    rotation = to_gpu(rope_cases.make(case, torch.bfloat16))
+    x, weight, residual = (to_gpu(tensor) for tensor in norm_cases.make(norm_cases.CASES[4], torch.bfloat16))
+
+    def call() -> torch.Tensor:
+        arguments = {item.name: getattr(rotation, item.name) for item in fields(rotation)}
+        apply_rope_and_store_kv(**arguments)
+        return gated_activation(rms_norm(x, weight, 1e-5, residual=residual), "silu")
+
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gated = call()
+    for seed in (1, 2):
+        here = rope_cases.make(case, torch.bfloat16, seed=seed)
+        for item in fields(here):
+            if isinstance(getattr(here, item.name), torch.Tensor):
+                getattr(rotation, item.name).copy_(getattr(here, item.name))
+        values, _, total = norm_cases.make(norm_cases.CASES[4], torch.bfloat16, seed=seed)
+        x.copy_(values)
+        residual.copy_(total)
+        graph.replay()
+        arguments = {item.name: getattr(here, item.name) for item in fields(here)} | {
+            "norm": None
+            if rotation.norm is None
+            else type(rotation.norm)(
+                rotation.norm.query_weight.cpu(), rotation.norm.key_weight.cpu(), rotation.norm.eps
+            )
+        }
+        apply_rope_and_store_kv(**arguments)
+        for tensor, other in zip(here.changed(), rotation.changed(), strict=True):
+            assert_close(other.cpu().nan_to_num(), tensor.nan_to_num(), magnitude=4.0)
+        expected = gated_activation(rms_norm(values, weight.cpu(), 1e-5, residual=total), "silu")
+        assert_close(gated.cpu(), expected, magnitude=4.0)
+
+
 @pytest.mark.parametrize("case", store_cases.CASES, **by_name)
 def test_store_kv(case: store_cases.Case) -> None:
     key, value, slot_mapping = store_cases.make(case, torch.bfloat16)
