@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from data_plane.engine.logprobs import Asked
-from data_plane.engine.rows import Int64Array, Rows
+from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.errors import PlanRefused
-from data_plane.plan import Int32Array, StepPlan
+from data_plane.plan import Int32Array
 from kernels.paged_attention import AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step. A sequence is one row's tokens of the step; sequences follow one another."""
+    """One forward pass. A sequence is one row's tokens of the pass; sequences follow one another."""
 
     rows: Int64Array  # [num_seqs] decoding rows ascending, then prefills in the plan's order
     num_tokens: Int64Array  # [num_seqs] tokens of each
@@ -36,20 +36,17 @@ class StepBatch:
 
 def build_batch(
     rows: Rows,
-    plan: StepPlan,
+    decoding: Int64Array,
+    prefills: Int32Array,
     last_tokens: torch.Tensor,
     *,
-    max_step_tokens: int,
     num_prompt_logprobs: Int64Array,
 ) -> StepBatch | None:
-    """The step that the rows and the plan make, None if it has no token.
+    """The pass that the decoding rows and the prefills (row, number of tokens) make, None if it has no token.
 
     last_tokens int64 [max_rows] on the device holds what each row feeds next; num_prompt_logprobs [max_rows] is -1 for
-    rows that want none. Raises PlanRefused where the step is larger than max_step_tokens, a row lacks blocks, or two
-    tokens would be written to one place.
+    rows that want none. Raises PlanRefused where a row lacks blocks, or two tokens would be written to one place.
     """
-    prefills = plan.prefills
-    decoding = rows.decoding(plan.fed_tokens[:, 0])
     prefilled = prefills[:, 0].astype(np.int64)
     step_rows = np.concatenate([decoding, prefilled])
     if len(step_rows) == 0:
@@ -58,8 +55,6 @@ def build_batch(
     start = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=start[1:])
     num_tokens = int(start[-1])
-    if num_tokens > max_step_tokens:
-        raise PlanRefused(f"the step has {num_tokens} tokens, at most {max_step_tokens} are allowed")
     computed = rows.num_computed[step_rows]
     ends = computed + counts
     _check_room(rows, step_rows, ends)
@@ -95,6 +90,26 @@ def build_batch(
         kept=torch.from_numpy(kept).to(device),
         prompt_asked=prompt_asked,
     )
+
+
+def split_prefills(prefills: Int32Array, asks: BoolArray, *, most: int) -> tuple[list[Int32Array], Int32Array]:
+    """Prefills to be computed before the step's own pass, each a pass of its own, and what is left for that.
+
+    So that a pass keeps logits of at most `most` prompt tokens, the longer prefills that ask for them (asks [n]) leave
+    no more than their share of it to the last pass. With most=4, [(0, 9), (1, 3)] of which both ask: row 0 in passes of
+    4 and 3, row 1 in one of 1, and [(0, 2), (1, 2)] are left.
+    """
+    if int(prefills[asks, 1].sum()) <= most:
+        return [], prefills
+    share = max(most // int(asks.sum()), 1)
+    left = prefills.copy()
+    left[asks, 1] = np.minimum(prefills[asks, 1], share)
+    pieces = [
+        np.array([[row, min(most, count - begin)]], dtype=np.int32)
+        for row, count in np.stack([prefills[:, 0], prefills[:, 1] - left[:, 1]], axis=1).tolist()
+        for begin in range(0, count, most)
+    ]
+    return pieces, left
 
 
 def _input_ids(rows: Rows, prefills: Int32Array, decoding: Int64Array, last_tokens: torch.Tensor) -> torch.Tensor:

@@ -9,17 +9,21 @@ import numpy as np
 import torch
 
 from data_plane.adapters.arena import AdapterArena
-from data_plane.engine.batch import StepBatch, build_batch
+from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
-from data_plane.engine.logprobs import Asked, tell_logprobs
-from data_plane.engine.rows import Rows
+from data_plane.engine.logprobs import Asked, joined, tell_logprobs
+from data_plane.engine.rows import Int64Array, Rows
 from data_plane.engine.sampler import Sampler
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import AdapterSlots, Capacities, Int32Array, RowLogprobs, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
+
+# Logits of prompt tokens whose log-probabilities are asked for, float32, that one forward pass makes at most.
+_PROMPT_LOGITS_BYTES = 256 << 20
+_NO_ROWS = np.zeros(0, dtype=np.int32)
 
 
 class TorchEngine:
@@ -50,27 +54,24 @@ class TorchEngine:
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
         self._last_tokens = torch.zeros(capacities.max_rows, dtype=torch.int64, device=device)
+        self._most_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * capacities.vocab_size), 1)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Apply the plan, compute, sample (see Engine)."""
         started = time.perf_counter()
         self._apply(plan)
-        batch = build_batch(
-            self._rows,
-            plan,
-            self._last_tokens,
-            max_step_tokens=self.capacities.max_step_tokens,
-            num_prompt_logprobs=self._sampler.num_prompt_logprobs,
-        )
-        if batch is None:
-            none = np.zeros(0, dtype=np.int32)
-            return StepOutput(plan.step_id, none, none, none, _microseconds(started))
+        decoding = self._rows.decoding(plan.fed_tokens[:, 0])
+        num_tokens, most = len(decoding) + int(plan.prefills[:, 1].sum()), self.capacities.max_step_tokens
+        if num_tokens > most:
+            raise PlanRefused(f"the step has {num_tokens} tokens, at most {most} are allowed")
+        asks = self._sampler.num_prompt_logprobs[plan.prefills[:, 0]] >= 0
+        pieces, prefills = split_prefills(plan.prefills, asks, most=self._most_prompt_logits)
+        prompt_told: list[RowLogprobs] = []
         with torch.inference_mode():
-            logits = self._forward(batch)
-            num_sampled = len(batch.sampled_rows)
-            rows, tokens, failed, told = self._sample(batch, logits[:num_sampled])
-            prompt_told = tell_logprobs(logits[num_sampled:], batch.prompt_asked)
-        return StepOutput(plan.step_id, rows, tokens, failed, _microseconds(started), told, prompt_told)
+            for piece in pieces:
+                self._pass(decoding[:0], piece, prompt_told)
+            rows, tokens, failed, told = self._pass(decoding, prefills, prompt_told)
+        return StepOutput(plan.step_id, rows, tokens, failed, _microseconds(started), told, joined(prompt_told))
 
     def reset(self) -> None:
         """Forget all rows, slots and KV. Raises where the device is lost: such a worker must not attach again."""
@@ -110,6 +111,24 @@ class TorchEngine:
             self._host_blocks.before_writing(plan.block_copies[:, 1].astype(np.int64))
         self._cache.copy_blocks(plan.block_copies)
 
+    def _pass(
+        self, decoding: Int64Array, prefills: Int32Array, prompt_told: list[RowLogprobs]
+    ) -> tuple[Int32Array, Int32Array, Int32Array, list[RowLogprobs]]:
+        """One forward pass and its tokens (see _sample); adds to prompt_told what is asked of prompts."""
+        batch = build_batch(
+            self._rows,
+            decoding,
+            prefills,
+            self._last_tokens,
+            num_prompt_logprobs=self._sampler.num_prompt_logprobs,
+        )
+        if batch is None:
+            return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
+        logits = self._forward(batch)
+        num_sampled = len(batch.sampled_rows)
+        prompt_told += tell_logprobs(logits[num_sampled:], batch.prompt_asked)
+        return self._sample(batch, logits[:num_sampled])
+
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass; advances the rows. Logits of the tokens that the batch keeps."""
         rows = self._rows
@@ -136,8 +155,7 @@ class TorchEngine:
         """A token for each row that samples. Returns rows, tokens, failed rows, and the log-probabilities asked for."""
         rows, sampled = self._rows, batch.sampled_rows
         if len(sampled) == 0:
-            none = np.zeros(0, dtype=np.int32)
-            return none, none, none, []
+            return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
         finite = torch.isfinite(logits).all(dim=-1)
         is_finite = finite.cpu().numpy()
         drawn_from = logits

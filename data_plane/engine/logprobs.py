@@ -60,3 +60,23 @@ def tell_logprobs(logits: torch.Tensor, asked: Sequence[Asked]) -> list[RowLogpr
                 )
             )
     return told
+
+
+def joined(told: Sequence[RowLogprobs]) -> list[RowLogprobs]:
+    """The same with one entry for each row: of consecutive pieces of its tokens, given in order."""
+    by_row: dict[int, list[RowLogprobs]] = {}
+    for part in told:
+        by_row.setdefault(part.row, []).append(part)
+    return [
+        parts[0]
+        if len(parts) == 1
+        else RowLogprobs(
+            row,
+            parts[0].first_position,
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in ("token_ids", "logprobs", "ranks", "top_token_ids", "top_logprobs")
+            ),
+        )
+        for row, parts in by_row.items()
+    ]

@@ -13,6 +13,7 @@ from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array, NewRow, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Rows:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from data_plane.engine.batch import split_prefills
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import PlanRefused
@@ -165,6 +166,49 @@ def test_logprobs_of_prompt_and_answer_are_the_models(engine: TorchEngine, model
     check_told(by_row[2][0], expected[7:], 3)
     assert (by_row[1][0].first_position, by_row[2][0].first_position) == (7, 8)
     assert by_row[2][2].top_token_ids.shape == (1, 0) and by_row[2][2].ranks.tolist() == [1]
+
+
+def test_prompt_whose_logits_would_take_too_much_is_told_alike(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of 3 tokens at most, beside rows that want nothing told and rows that decode."""
+    asking = replace(SAMPLED, num_prompt_logprobs=2)
+    prompts = [PROMPT * 2, PROMPT[:4], PROMPT]
+    rows = [
+        new_row(
+            row,
+            token_ids=array(prompt),
+            num_prompt_tokens=len(prompt),
+            block_ids=array([2 * row, 2 * row + 1]),
+            sampling=sampling,
+        )
+        for row, (prompt, sampling) in enumerate(zip(prompts, (asking, asking, GREEDY), strict=True))
+    ]
+    plans = [
+        make_plan(1, new=rows[2:], prefills=[(2, 7)]),
+        make_plan(2, new=rows[:2], prefills=[(0, 14), (1, 4)]),
+        make_plan(3),
+    ]
+    whole = [engine.execute(plan) for plan in plans]
+    engine.reset()
+    monkeypatch.setattr(engine, "_most_prompt_logits", 3)
+    parts = [engine.execute(plan) for plan in plans]
+    for one, other in zip(whole, parts, strict=True):
+        assert (one.rows.tolist(), one.token_ids.tolist()) == (other.rows.tolist(), other.token_ids.tolist())
+    for one, other in zip(whole[1].prompt_logprobs, parts[1].prompt_logprobs, strict=True):
+        assert (one.row, one.first_position, other.first_position) == (other.row, 1, 1)
+        assert one.token_ids.tolist() == other.token_ids.tolist() == prompts[one.row][1:]
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.top_token_ids.tolist() == other.top_token_ids.tolist()
+
+
+def test_prefills_that_ask_are_split_and_the_others_stay_whole() -> None:
+    asks = np.array([True, True])
+    pieces, left = split_prefills(array([(0, 9), (1, 3)], 2), asks, most=4)
+    assert [piece.tolist() for piece in pieces] == [[[0, 4]], [[0, 3]], [[1, 1]]]
+    assert left.tolist() == [[0, 2], [1, 2]]
+    pieces, left = split_prefills(array([(0, 9), (1, 3)], 2), np.array([False, True]), most=4)
+    assert (pieces, left.tolist()) == ([], [[0, 9], [1, 3]])
 
 
 def test_fork_shares_full_blocks_and_copies_the_last(engine: TorchEngine) -> None:
