@@ -1,0 +1,133 @@
+"""Several answers, ranked answers, beams and log-probabilities, from the SDK to a worker and back.
+
+The worker's model is a hash chain whose sampler draws by seed, so that every answer is known beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+from motet import Client, FinishReason, Generation
+from motet.fingerprint import checkpoint_fingerprint
+
+from control_plane.scheduler.types import sample_seed
+from tests.e2e.harness import System
+from tests.fakes import hash_model
+from tests.makers import EOS_TOKEN_ID, make_checkpoint, make_tokenizer
+
+PROMPT = [9, 10, 11, 12, 13, 14]  # a block and a half
+
+
+@dataclass(frozen=True)
+class Served:
+    client: Client
+    fingerprint: str
+    vocab_size: int
+
+    def tokens(self, num_tokens: int, **sampling: object) -> list[int]:
+        """What a correct system answers to PROMPT."""
+        oracle = partial(hash_model.oracle, self.fingerprint, "", PROMPT, vocab_size=self.vocab_size)
+        return oracle(num_tokens, **sampling)  # type: ignore[arg-type]
+
+    def logprobs(self, known: list[int], answer: list[int]) -> list[float]:
+        """Log-probabilities of the tokens that follow those known."""
+        value = hash_model.chain_start(self.fingerprint, "")
+        for token in known:
+            value = hash_model.chain_next(value, token)
+        told = []
+        for token in answer:
+            told.append(hash_model.logprob_of(value, token, self.vocab_size)[0])
+            value = hash_model.chain_next(value, token)
+        return told
+
+    def generate(self, **options: object) -> Generation:
+        defaults = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+        defaults["timeout_s"] = 20.0
+        return self.client.generate(PROMPT, **{**defaults, **options}).result()  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("system")
+    model_dir = make_tokenizer(make_checkpoint(directory / "model", arch="llama"))
+    with System(model_dir, directory) as system:
+        system.start_hash_worker("w0", ["--num-blocks", "128", "--block-size", "4", "--max-rows", "12"])
+        client = system.client()
+        yield Served(client, checkpoint_fingerprint(model_dir), client.status().model.vocab_size)
+
+
+def test_samples_are_those_of_their_seeds(served: Served) -> None:
+    result = served.generate(n=4)
+    assert [answer.index for answer in result.answers] == [0, 1, 2, 3]
+    for answer in result.answers:
+        seed = sample_seed(5, answer.index)
+        assert answer.finished.seed == seed
+        assert list(answer.token_ids) == served.tokens(12, seed=seed)
+        assert list(answer.token_ids) == list(served.generate(seed=seed).token_ids)
+        assert (answer.finished.finish_reason, answer.finished.usage.completion_tokens) == (FinishReason.LENGTH, 12)
+    assert len({answer.token_ids for answer in result.answers}) == 4
+
+
+def test_stop_token_and_stop_string_end_one_answer_alone(served: Served) -> None:
+    whole = served.generate(n=3)
+    stop_token = whole.answers[1].token_ids[4]
+    ended = served.generate(n=3, stop_token_ids=[stop_token])
+    for before, after in zip(whole.answers, ended.answers, strict=True):
+        num_tokens = before.token_ids.index(stop_token) + 1 if stop_token in before.token_ids else 12
+        assert after.token_ids == before.token_ids[:num_tokens]
+    stop = whole.answers[2].text[6:9]
+    ended = served.generate(n=3, stop=stop)
+    for before, after in zip(whole.answers, ended.answers, strict=True):
+        head, found, _ = before.text.partition(stop)
+        assert after.text == head
+        assert after.finished.finish_reason is (FinishReason.STOP_STRING if found else FinishReason.LENGTH)
+    status = served.client.status()
+    assert (status.queues.num_requests, status.workers[0].num_blocks_held) == (0, 0)
+
+
+def test_best_of_returns_the_most_likely_ones(served: Served) -> None:
+    def mean_logprob(tokens: list[int]) -> float:
+        return math.fsum(served.logprobs(PROMPT, tokens)) / len(tokens)
+
+    samples = [served.tokens(12, seed=sample_seed(5, index)) for index in range(6)]
+    ranked = sorted(samples, key=mean_logprob, reverse=True)
+    result = served.generate(n=2, best_of=6)
+    assert [list(answer.token_ids) for answer in result.answers] == ranked[:2]
+    assert result.answers[0].logprobs == () and result.answers[0].finished.cumulative_logprob is None
+    assert result.answers[0].finished.seed == sample_seed(5, samples.index(ranked[0]))
+
+
+def test_min_tokens_holds_off_the_end(served: Served) -> None:
+    seed = next(s for s in range(100) if any(token == EOS_TOKEN_ID for token in served.tokens(8, seed=s)))
+    banned = [EOS_TOKEN_ID, *range(20)]
+    expected = served.tokens(12, seed=seed, min_tokens=10, banned=banned)
+    num_tokens = next((i + 1 for i, token in enumerate(expected) if token in banned), 12)
+    assert num_tokens > 10
+    result = served.generate(seed=seed, min_tokens=10, stop_token_ids=list(range(20)), ignore_eos=False)
+    assert list(result.token_ids) == expected[:num_tokens]
+
+
+def test_log_probabilities_of_prompt_and_answer(served: Served) -> None:
+    result = served.generate(n=2, logprobs=3, prompt_logprobs=0)
+    prompt = result.started.prompt_logprobs
+    assert [told.token_id for told in prompt] == PROMPT[1:]
+    assert [told.logprob for told in prompt] == pytest.approx(served.logprobs(PROMPT[:1], PROMPT[1:]))
+    assert result.started.cached_tokens == 0
+    for answer in result.answers:
+        assert [told.token_id for told in answer.logprobs] == list(answer.token_ids)
+        expected = served.logprobs(PROMPT, list(answer.token_ids))
+        assert [told.logprob for told in answer.logprobs] == pytest.approx(expected)
+        assert answer.finished.cumulative_logprob == pytest.approx(math.fsum(expected))
+        for told in answer.logprobs:
+            assert len(told.top) == 3 and told.rank >= 1
+            assert told.rank > 3 or told.top[told.rank - 1].token_id == told.token_id
+
+
+def test_tenant_and_priority_reach_the_status(served: Served) -> None:
+    assert served.generate(tenant="team-a", priority=7).started.tenant == "team-a"
+    tenants = {tenant.tenant: tenant for tenant in served.client.status().tenants}
+    assert (tenants["team-a"].num_accepted, tenants["team-a"].num_generated_tokens) == (1, 12)
