@@ -38,47 +38,49 @@ def is_due(sequence: Sequence) -> bool:
 
 def repeat(draft: PlanDraft, roster: Roster, max_steps: int) -> int:
     """Steps that the draft's plan stands for (bound 2), the first included; books the others on its sequences."""
-    if max_steps == 1 or not draft.decodes or not _is_settled(draft, roster):
+    if max_steps == 1 or draft.prefills or not draft.decodes:
         return 1
     num_more = min(max_steps - 1, min(sequence.max_planned - sequence.num_planned for sequence in draft.decodes))
-    while num_more > 0 and _num_blocks_short(draft, roster, num_more) > roster.pool.num_available:
-        num_more -= 1
-    if num_more == 0:
+    if num_more == 0 or not _is_settled(draft, roster):
         return 1
+    short = _blocks_short(draft, roster.block_size, num_more)
+    while sum(num_blocks for _, num_blocks in short) > roster.pool.num_available:
+        num_more -= 1
+        short = _blocks_short(draft, roster.block_size, num_more)
     for sequence in draft.decodes:
         sequence.num_planned += num_more
         sequence.num_in_flight += num_more
-        for _ in range(_num_short(sequence, 0, roster.block_size)):
-            block_id = roster.pool.take_one()
-            assert block_id is not None, "blocks were counted and are not there"
-            sequence.block_ids.append(block_id)
-            draft.appended_blocks.append((sequence.row, block_id))
+    for sequence, num_blocks in short:
+        blocks = roster.pool.take(num_blocks)
+        sequence.block_ids += blocks
+        draft.appended_blocks += [(sequence.row, block_id) for block_id in blocks]
     return 1 + num_more
 
 
 def _is_settled(draft: PlanDraft, roster: Roster) -> bool:
-    """Whether nothing could be decided otherwise in the steps that follow, but for what comes from outside."""
-    if draft.prefills:
-        return False
+    """Whether nothing could be decided otherwise in the steps that follow, but for what comes from outside.
+
+    No row of the draft has reached its length.
+    """
     is_awaited = roster.waiting.peek() is not None
     if is_awaited and (roster.rows.num_free > 0 or roster.num_draining > 0):
         return False
-    planned = set(map(id, draft.decodes))
+    num_open = 0  # rows that go on decoding
     for sequence in roster.running:
         if not sequence.is_decoding or sequence.is_stepwise:
             return False
-        if id(sequence) in planned or sequence.group.is_paused or sequence.state is not SequenceState.RUNNING:
-            continue
-        # 1. Short of a block or of budget. 2. All its tokens are planned, and somebody waits for its row.
-        if sequence.num_planned < sequence.max_planned or is_awaited:
-            return False
-    return True
+        if sequence.state is SequenceState.RUNNING and not sequence.group.is_paused:
+            if sequence.num_planned < sequence.max_planned:
+                num_open += 1
+            elif is_awaited:
+                return False  # all its tokens are planned, and somebody waits for its row
+    return num_open == len(draft.decodes)  # else one is short of a block or of budget
 
 
-def _num_blocks_short(draft: PlanDraft, roster: Roster, num_more: int) -> int:
-    return sum(_num_short(sequence, num_more, roster.block_size) for sequence in draft.decodes)
-
-
-def _num_short(sequence: Sequence, num_more: int, block_size: int) -> int:
-    """Blocks that its table lacks for so many tokens beyond those planned."""
-    return max(0, -(-(sequence.num_planned + num_more) // block_size) - len(sequence.block_ids))
+def _blocks_short(draft: PlanDraft, block_size: int, num_more: int) -> list[tuple[Sequence, int]]:
+    """Who lacks how many blocks for so many tokens beyond those planned."""
+    return [
+        (sequence, num_blocks)
+        for sequence in draft.decodes
+        if (num_blocks := -(-(sequence.num_planned + num_more) // block_size) - len(sequence.block_ids)) > 0
+    ]
