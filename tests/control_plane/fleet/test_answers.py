@@ -1,0 +1,95 @@
+"""Requests for several answers in the fleet: moved off a lost worker, given up in part, read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
+from control_plane.scheduler.types import FinishReason, Request, Sampling, sample_seed
+from tests.fakes.fleet_rig import FINGERPRINT, FakeClock, LoopbackWorker, make_fleet, make_request
+from tests.fakes.hash_model import oracle
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def expected(request: Request, index: int) -> list[int]:
+    seed = sample_seed(request.sampling.seed, index)
+    return oracle(FINGERPRINT, "", request.prompt_token_ids, request.max_tokens, seed=seed)
+
+
+async def read_answers(stream: JobStream) -> dict[int, list[int]]:
+    """Tokens by index; nothing of an answer follows its end."""
+    answers: dict[int, list[int]] = {}
+    ended: set[int] = set()
+    async for event in stream:
+        assert event.index not in ended
+        answers.setdefault(event.index, []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            assert event.finish_reason is FinishReason.LENGTH
+            ended.add(event.index)
+    assert ended == answers.keys()
+    return answers
+
+
+async def run_to_the_end(worker: LoopbackWorker, stream: JobStream) -> dict[int, list[int]]:
+    reader = asyncio.create_task(read_answers(stream))
+    await worker.run(reader.done)
+    snapshot = worker.session.snapshot()
+    assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
+    worker.session.scheduler.check_invariants()
+    return await reader
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 5])
+async def test_answers_go_on_elsewhere_without_a_lost_or_doubled_token(clock: FakeClock, num_turns: int) -> None:
+    fleet = make_fleet(clock)
+    first = LoopbackWorker(fleet, "w0")
+    request = make_request(fleet, PROMPT, 12, num_samples=3, sampling=Sampling(temperature=1.0, seed=7))
+    stream = fleet.submit(request)
+    for _ in range(num_turns):
+        await first.turn()
+    first.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+    second = LoopbackWorker(fleet, "w1")
+    answers = await run_to_the_end(second, stream)
+    assert answers == {index: expected(request, index) for index in range(3)}
+    assert fleet.queue_snapshot().num_requests == 0
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+async def test_one_answer_given_up_frees_what_it_held_and_is_not_run_again(clock: FakeClock, is_attached: bool) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    request = make_request(fleet, PROMPT, 40, num_samples=3, sampling=Sampling(temperature=1.0, seed=7))
+    stream = fleet.submit(request)
+    await worker.run(lambda: stream.num_unread_tokens >= 9)
+    if not is_attached:  # the fleet itself has to remember
+        worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+    stream.cancel_index(1)
+    if not is_attached:
+        worker = LoopbackWorker(fleet)
+    answers = await run_to_the_end(worker, stream)
+    assert answers == {index: expected(request, index) for index in (0, 2)}
+    assert sum(len(plan.new_rows) for plan in worker.plans) == (3 if is_attached else 2)
+    use = fleet.tenant_use()[0]
+    assert use.num_requests == 0 and 80 <= use.num_generated_tokens < 100
+
+
+async def test_slow_reader_of_several_answers_is_paused_and_goes_on(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    num_tokens = MAX_UNREAD_TOKENS + 50
+    request = make_request(fleet, PROMPT, num_tokens, num_samples=2, sampling=Sampling(temperature=1.0, seed=7))
+    stream = fleet.submit(request)
+    for _ in range(num_tokens + 20):
+        await worker.turn()
+    assert 2 * MAX_UNREAD_TOKENS <= stream.num_unread_tokens <= 2 * MAX_UNREAD_TOKENS + 6
+    answers = await run_to_the_end(worker, stream)
+    assert answers == {index: expected(request, index) for index in range(2)}
