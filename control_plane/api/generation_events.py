@@ -172,6 +172,8 @@ class GenerationEvents:
             if event.finish_reason is None:
                 give_up(answer.index)
         if self._is_ranked:
+            is_scored = self._decoding.beam is not None or len(piece[2] or ()) == len(piece[0])
+            assert is_scored, f"a sample of request {self._work.request_id} is to be ranked without log-probabilities"
             answer.keep(piece)
             return [] if self._num_running else self._chosen()
         messages = [] if self._is_started else [self._started()]

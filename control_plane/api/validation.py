@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from control_plane.errors import FieldViolation, InvalidRequest
+from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 
 ADAPTER_PREFIX = "adapters/"
 MAX_DISPLAY_NAME_BYTES = 256
@@ -22,7 +23,6 @@ MAX_PAGE_TOKEN_CHARS = 512
 TENANT_KEY = "motet-tenant"  # metadata
 DEFAULT_TENANT = "default"
 
-_TENANT = re.compile(r"[a-z0-9._-]{1,63}")
 _ADAPTER_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
@@ -114,8 +114,8 @@ def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     if len(values) > 1:
         raise refuse(TENANT_KEY, f"given {len(values)} times in the metadata; give it once")
     tenant = values[0] if isinstance(values[0], str) else values[0].decode("ascii", "replace")
-    if not _TENANT.fullmatch(tenant):
-        raise refuse(TENANT_KEY, f"{quoted(tenant)} is not a tenant: [a-z0-9._-], from 1 to 63 characters")
+    if not is_tenant(tenant):
+        raise refuse(TENANT_KEY, f"{quoted(tenant)} is not a tenant: {TENANT_FORM}")
     return tenant
 
 

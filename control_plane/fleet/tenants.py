@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 DEFAULT_ENTRY = "default"
+TENANT_FORM = "[a-z0-9._-], from 1 to 63 characters"
 _TENANT = re.compile(r"[a-z0-9._-]{1,63}")
 
 
@@ -40,6 +41,11 @@ class TenantTable:
         return self.named.get(tenant, self.default)
 
 
+def is_tenant(name: str) -> bool:
+    """Whether a tenant may be called so: TENANT_FORM says how."""
+    return _TENANT.fullmatch(name) is not None
+
+
 def parse_tenants(document: object) -> TenantTable:
     """The table in a JSON document. Raises InvalidTenants."""
     if not isinstance(document, dict):
@@ -49,8 +55,8 @@ def parse_tenants(document: object) -> TenantTable:
 
 
 def _parse_entry(tenant: str, entry: object) -> TenantLimits:
-    if not _TENANT.fullmatch(tenant):
-        raise InvalidTenants(f"{tenant!r} is not a tenant: [a-z0-9._-], from 1 to 63 characters")
+    if not is_tenant(tenant):
+        raise InvalidTenants(f"{tenant!r} is not a tenant: {TENANT_FORM}")
     if not isinstance(entry, dict):
         raise InvalidTenants(f"{tenant}: {entry!r} is not an object")
     known = [item.name for item in fields(TenantLimits)]
