@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels.copy_blocks import copy_blocks, triton_kernel
 from kernels.copy_blocks.cases import CASES, Case, make
@@ -25,6 +27,31 @@ def test_copies_blocks_of_every_cache(case: Case, device: torch.device) -> None:
     copy_blocks(on_device, pairs)
     for ours, theirs in zip(on_device, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None, database=None)
+@given(data=st.data())
+def test_random_pairs_are_copied(data: st.DataObject, device: torch.device) -> None:
+    """By the public call any pairs, by the GPU kernel those whose sources are no destinations."""
+    num_blocks = data.draw(st.integers(1, 7))
+    shapes = data.draw(st.lists(st.tuples(*(st.integers(1, 4) for _ in range(3))), min_size=1, max_size=3))
+    dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn)))
+    caches, _ = make(Case("random", num_blocks, tuple(shapes), 0, dtype))
+    blocks = st.integers(0, num_blocks - 1)
+    destinations = data.draw(st.lists(blocks, unique=True, max_size=num_blocks))
+    sources = [data.draw(blocks) for _ in destinations]
+    pairs = torch.tensor([sources, destinations], dtype=torch.int64).T.contiguous()
+    on_device = [cache.to(device, copy=True) for cache in caches]
+    copy_blocks(on_device, pairs)
+    assert all(equal(*both) for both in zip(on_device, expected_of(caches, pairs), strict=True))
+    if pairs.numel() and not set(sources) & set(destinations):
+        on_device = [cache.to(device, copy=True) for cache in caches]
+        triton_kernel.copy_blocks(on_device, pairs)
+        assert all(equal(*both) for both in zip(on_device, expected_of(caches, pairs), strict=True))
+
+
+def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.cpu().float(), theirs.float())
 
 
 def test_sources_are_read_before_destinations_are_written(device: torch.device) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from kernels.paged_attention import (
     AttentionBatch,
@@ -17,6 +18,7 @@ from kernels.paged_attention import (
     reference,
 )
 from kernels.paged_attention.cases import ALL_CASES, CASES, Case, Inputs, make
+from tests.kernels.paged_attention.strategies import cases
 from tests.kernels.tolerances import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,6 +46,13 @@ def case_named(name: str) -> Case:
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 def test_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
     inputs = make(case, dtype)
+    assert_close(run(inputs), define(inputs))
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(case=cases())
+def test_random_cases_equal_the_reference(case: Case) -> None:
+    inputs = make(case, torch.float32)
     assert_close(run(inputs), define(inputs))
 
 

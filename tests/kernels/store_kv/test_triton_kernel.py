@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kernels.fp8 import FP8
+from kernels.fp8 import FP8, KVScale
 from kernels.store_kv import reference, triton_kernel
 from kernels.store_kv.cases import CASES, Case, make, make_fp8_caches
 
@@ -63,6 +67,52 @@ def test_fp8_equals_the_reference_bit_for_bit(
             assert torch.equal(ours.cpu().float(), theirs.float())
 
 
+@settings(max_examples=15, derandomize=True, deadline=None, database=None)
+@given(data=st.data())
+def test_random_cases_equal_the_reference_bit_for_bit(data: st.DataObject, device: torch.device) -> None:
+    """Any layout of the tokens in memory: their three dimensions in any order, and values apart."""
+    num_tokens = data.draw(st.integers(1, 5))
+    case = Case(
+        "random",
+        num_tokens,
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 20)),
+        data.draw(st.integers(1, 20)),
+        data.draw(st.integers(2, 4)),
+        data.draw(st.integers(3, 5)),
+        data.draw(st.integers(0, num_tokens)),
+    )
+    order = data.draw(st.permutations(range(3)))
+    step = data.draw(st.integers(1, 2))
+    key, value, slots = make(case, torch.float32)
+    key, value = (permuted(tensor.bfloat16(), order, step) for tensor in (key, value))
+    kind = data.draw(st.sampled_from(("bfloat16", "fp8", "fp8 per token and head")))
+    expected, actual = (caches_of(case, kind, place) for place in (torch.device("cpu"), device))
+    reference.store_kv(key, value, *expected[:2], slots, *expected[2:])
+    there = [to_device(tensor, device) for tensor in (key, value)]
+    triton_kernel.store_kv(there[0], there[1], *actual[:2], slots.to(device), *actual[2:])
+    for ours, theirs in zip(actual, expected, strict=True):
+        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            assert equal_bits(ours.float(), theirs.float())
+
+
+def permuted(tokens: torch.Tensor, order: Sequence[int], step: int) -> torch.Tensor:
+    """The same values, with dimensions that lie in memory in this order and every step-th value used."""
+    shape = [tokens.shape[axis] for axis in order]
+    spread = torch.full((*shape[:2], shape[2] * step), NAN, dtype=tokens.dtype)[..., ::step]
+    return spread.permute([order.index(axis) for axis in range(3)]).copy_(tokens)
+
+
+def caches_of(case: Case, kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, KVScale, KVScale]:
+    if kind != "bfloat16":
+        return make_fp8_caches(case, has_token_scales=kind != "fp8", device=device)
+    shape = (case.num_blocks, case.block_size, case.num_kv_heads)
+    keys, values = (
+        torch.full((*shape, dim), NAN, dtype=torch.bfloat16, device=device) for dim in (case.key_dim, case.value_dim)
+    )
+    return keys, values, 1.0, 1.0
+
+
 def test_fp8_saturates_and_keeps_nan(device: torch.device) -> None:
     values = torch.tensor([1e6, -1e6, 449.0, NAN, 2.0**-12, 1.0], device=device)[None, None]
     cache = torch.zeros(1, 1, 1, 6, device=device).to(FP8)
@@ -103,3 +153,18 @@ def test_a_slot_past_2_to_the_31_values_is_found(device: torch.device) -> None:
     triton_kernel.store_kv(key, key, cache, cache, torch.tensor([slot], device=device))
     assert cache[0, slot].eq(1).all()
     assert cache[0, 1].eq(0).all()
+
+
+def test_a_token_past_2_to_the_31_values_is_read(device: torch.device) -> None:
+    """Tokens far apart in one storage, of which only two pages are ever touched; for both kernels."""
+    stride = (1 << 31) + 5
+    storage = torch.empty(stride + 8, dtype=torch.bfloat16, device=device)
+    tokens = storage.as_strided((2, 1, 8), (stride, 8, 1))
+    tokens.copy_(torch.arange(16).view(2, 1, 8))
+    for has_token_scales in (False, True):
+        caches = make_fp8_caches(Case("far", 2, 1, 8, 8, 1, 2, 0), has_token_scales=has_token_scales, device=device)
+        expected = make_fp8_caches(Case("far", 2, 1, 8, 8, 1, 2, 0), has_token_scales=has_token_scales)
+        slots = torch.tensor([1, 0], device=device)
+        triton_kernel.store_kv(tokens, tokens, *caches[:2], slots, *caches[2:])
+        reference.store_kv(tokens.cpu(), tokens.cpu(), *expected[:2], slots.cpu(), *expected[2:])
+        assert torch.equal(caches[0].cpu().float(), expected[0].float())

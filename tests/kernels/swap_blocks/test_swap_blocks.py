@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels.swap_blocks import reference, runs, swap_blocks
 
@@ -32,6 +34,20 @@ def test_equals_the_reference(pairs: list[list[int]], device: torch.device) -> N
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(back, expected)
+
+
+@settings(max_examples=25, derandomize=True, deadline=None, database=None)
+@given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8)), unique_by=lambda pair: pair[1]))
+def test_random_pairs_equal_the_reference(pairs: list[tuple[int, int]], device: torch.device) -> None:
+    host, other = caches()
+    if device.type == "cuda":
+        host = host.pin_memory()
+    index = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    ours, theirs = other.to(device, copy=True), other.clone()
+    swap_blocks(host, ours, index)
+    reference.swap_blocks(host, theirs, index)
+    assert torch.equal(ours.cpu(), theirs)
+    assert sum(count for _, count in runs(index)) == len(pairs)
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
