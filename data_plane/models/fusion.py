@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from data_plane.models.fused_parts import fused_attention, fused_mlp, fused_norm
 from data_plane.models.probe import ModelProbe, Recorder, register_probe, run_probe
 
 logger = logging.getLogger(__name__)
+
+Part = TypeVar("Part", bound=nn.Module)
 
 # Largest relative errors. Of a layer, whose parts are the same modules, so that little but the last bit may differ; of
 # the model, with the roundings of all layers.
@@ -50,7 +52,7 @@ def fuse_model(model: PreTrainedModel, probe: ModelProbe, context: StepContext, 
     free = set(probe.linear_names)
     attention_layers = []
     for name, layer, call in zip(attention_names, probe.attention_layers, recorder.calls, strict=True):
-        fused = fused_attention(layer.module, name, call, kwargs.get(name, {}), free, context)
+        fused = _tried(name, fused_attention, layer.module, name, call, kwargs.get(name, {}), free, context)
         if fused is not None:
             free -= set(fused.qkv.site_names)
             replace_module(model, name, fused)
@@ -107,11 +109,11 @@ def _fuse_norms_and_mlps(model: nn.Module, layer_name: str, free: set[str], cont
     """Replace what is known among the layer's own norms, and every MLP below it whose linears are `free`."""
     layer = model.get_submodule(layer_name)
     for child_name, child in list(layer.named_children()):
-        norm = fused_norm(child)
+        norm = _tried(f"{layer_name}.{child_name}", fused_norm, child)
         if norm is not None:
             setattr(layer, child_name, norm)
     for name, module in list(layer.named_modules(prefix=layer_name)):
-        mlp = fused_mlp(module, name, free, context)
+        mlp = _tried(name, fused_mlp, module, name, free, context)
         if mlp is not None:
             free -= set(mlp.gate_up.site_names)
             replace_module(model, name, mlp)
@@ -123,17 +125,8 @@ def _fuse_layers(
     """Replace the layers of the common shape; how many."""
     fused: dict[int, DecoderLayer] = {}
     for index, name in enumerate(layer_names):
-        plain = model.get_submodule(name)
-        # A dropout does nothing outside of training.
-        parts = {child: part for child, part in plain.named_children() if not isinstance(part, nn.Dropout)}
-        norms = [part for part in parts.values() if isinstance(part, RmsNorm)]
-        if parts.keys() != _LAYER_PARTS or len(norms) != 2 or name not in kwargs:
-            continue
-        layer = DecoderLayer(**parts)  # type: ignore[arg-type]  # two of them were seen to be norms
-        x = random_rows(len(norms[0].weight), norms[0].weight.device).to(norms[0].weight.dtype)
-        register_probe(Recorder())
-        expected = plain(x.clone(), **kwargs[name])
-        if isinstance(expected, torch.Tensor) and relative_error(layer(x, **kwargs[name]), expected) <= LAYER_ERROR:
+        layer = _tried(name, _fused_layer, model.get_submodule(name), kwargs.get(name))
+        if layer is not None:
             fused[index] = layer
             replace_module(model, name, layer)
     for index, layer in fused.items():
@@ -145,11 +138,37 @@ def _fuse_layers(
     return len(fused)
 
 
+def _fused_layer(plain: nn.Module, kwargs: dict[str, Any] | None) -> DecoderLayer | None:
+    """A layer of ours over the parts of the plain one, or None where it answers otherwise."""
+    # A dropout does nothing outside of training.
+    parts: dict[str, Any] = {child: part for child, part in plain.named_children() if not isinstance(part, nn.Dropout)}
+    if parts.keys() != _LAYER_PARTS or kwargs is None:
+        return None
+    norm, other = parts["input_layernorm"], parts["post_attention_layernorm"]
+    if not isinstance(norm, RmsNorm) or not isinstance(other, RmsNorm):
+        return None
+    layer = DecoderLayer(**parts)
+    x = random_rows(len(norm.weight), norm.weight.device).to(norm.weight.dtype)
+    expected = plain(x.clone(), **kwargs)
+    is_same = isinstance(expected, torch.Tensor) and relative_error(layer(x, **kwargs), expected) <= LAYER_ERROR
+    return layer if is_same else None
+
+
 def _last_norm(model: nn.Module, layer_names: list[str]) -> RmsNorm | None:
     """The norm beside the list of layers, replaced by ours where it is known."""
     decoder_name = layer_names[-1].rpartition(".")[0].rpartition(".")[0]
     decoder = model.get_submodule(decoder_name)
-    norm = fused_norm(getattr(decoder, "norm", None))
+    norm = _tried(f"{decoder_name}.norm", fused_norm, getattr(decoder, "norm", None))
     if norm is not None:
         decoder.norm = norm
     return norm
+
+
+def _tried(name: str, build: Callable[..., Part | None], *arguments: Any) -> Part | None:
+    """What `build` answers, None where it fails: a part that cannot be run alone is of no shape that is known."""
+    register_probe(Recorder())
+    try:
+        return build(*arguments)
+    except Exception as error:
+        logger.info("part stays as it is name=%s error=%s: %s", name, type(error).__name__, error)
+        return None
