@@ -86,6 +86,8 @@ class _Answer:
     def keep(self, piece: _Piece) -> None:
         """Hold it back until the answers are chosen."""
         token_ids, text, logprobs = piece
+        if not token_ids and not text:
+            return
         if self.kept and len(self.kept[-1][0]) + len(token_ids) <= MAX_KEPT_DELTA_TOKENS:
             before = self.kept.pop()
             token_ids, text = [*before[0], *token_ids], before[1] + text
@@ -247,7 +249,8 @@ class GenerationEvents:
             )
         )
         beam = self._decoding.beam
-        if beam is not None and answer.score is not None:
+        if beam is not None and answer.num_tokens:
+            assert answer.score is not None, f"answer {answer.index} of a beam search has no score"
             message.finished.cumulative_logprob = answer.score * answer.num_tokens**beam.length_penalty
         elif self._tells_sum:
             message.finished.cumulative_logprob = answer.sum_logprobs

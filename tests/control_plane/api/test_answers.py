@@ -135,25 +135,32 @@ async def test_beams_come_at_the_end_best_first(api: Api) -> None:
     script(
         api,
         event(0, ids_of("he", "ll"), LENGTH, score=-0.25),
-        event(1, ids_of("o", "!"), LENGTH, score=-0.5),
-        event(2, ids_of("x"), FinishReason.STOP_TOKEN, score=-4.0),
+        event(1, ids_of("o"), FinishReason.STOP_TOKEN, score=-0.5),
+        event(2, [], LENGTH, score=-1e9),  # of a search that found two only
     )
     responses = await generate(
         api,
         request(
-            decoding={"n": 2, "beam_search": {"width": 3, "length_penalty": 2, "early_stopping": True}},
+            decoding={"n": 3, "beam_search": {"width": 3, "length_penalty": -2, "early_stopping": True}},
             sampling={"temperature": 0},
             stopping={"min_tokens": 1},
         ),
     )
-    assert [response.WhichOneof("event") for response in responses] == ["started", *["delta", "finished"] * 2]
+    assert [response.WhichOneof("event") for response in responses] == [
+        "started",
+        *["delta", "finished"] * 2,
+        "finished",
+    ]
     beam = responses[0].started.decoding.beam_search
-    assert (beam.width, beam.length_penalty, beam.early_stopping) == (3, 2.0, True)
+    assert (beam.width, beam.length_penalty, beam.early_stopping) == (3, -2.0, True)
     tokens, text, end = of_index(responses, 0)
-    assert (tokens, text, end.score, end.cumulative_logprob) == (ids_of("he", "ll"), "hell", -0.25, -1.0)
-    assert of_index(responses, 1)[2].score == -0.5
+    assert (tokens, text, end.score, end.cumulative_logprob) == (ids_of("he", "ll"), "hell", -0.25, -0.0625)
+    tokens, text, end = of_index(responses, 1)
+    assert (tokens, text, end.score) == (ids_of("o"), "", -0.5)  # its last token ended it
+    tokens, text, end = of_index(responses, 2)
+    assert (tokens, text, end.score, end.HasField("cumulative_logprob")) == ([], "", -1e9, False)
     work = api.fleet.requests[0]
-    assert work.beam == BeamSearch(3, 2.0, early_stopping=True) and work.num_samples == 1
+    assert work.beam == BeamSearch(3, -2.0, early_stopping=True) and work.num_samples == 1
     assert work.sampling == Sampling(seed=1234, min_tokens=1)
     again = await generate(api, request(decoding=responses[0].started.decoding, sampling=responses[0].started.sampling))
     assert again[0].started.decoding == responses[0].started.decoding
