@@ -132,7 +132,7 @@ class PlanEncoder:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise GarbageResult(f"step {message.step_id}: token outside 0..{self._vocab_size - 1}")
         row_ids = np.frombuffer(rows, dtype=_INT32).tolist()
-        result = StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows)
+        result = StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows, message.step_time_us)
         for told in message.sampled_logprobs:
             result.logprobs[told.row] = self._logprobs(message.step_id, told)[0]
         for told in message.prompt_logprobs:

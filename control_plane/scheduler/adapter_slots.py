@@ -290,9 +290,10 @@ class AdapterSlots:
         digests, self._admissible_again = self._admissible_again, []
         return digests
 
-    @property
-    def is_changing(self) -> bool:
-        """Whether a load, an eviction or the retry of a load is to come."""
+    def is_changing(self, urgent_digest: str | None) -> bool:
+        """Whether a load, an eviction or the retry of a load is to come, or may come of the next `place`."""
+        if self._is_dirty or urgent_digest != self._urgent_digest:
+            return True
         is_loading = any(slot.state is SlotState.LOADING for slot in self._by_digest.values())
         return is_loading or self._num_evicting > 0 or bool(self._backing_off)
 

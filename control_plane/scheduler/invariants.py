@@ -20,12 +20,14 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Raise AssertionError with a sentence if any book does not balance."""
     _check_places(scheduler)
     _check_blocks(scheduler)
+    _check_host_blocks(scheduler)
     _check_flights(scheduler)
     scheduler.waiting.check_invariants()
     scheduler.cache.check_invariants()
     scheduler.rows.check_invariants([sequence.row for sequence in scheduler.running])
     leases = Counter(sequence.slot_idx for sequence in scheduler.running if sequence.slot_idx is not None)
-    waiting = Counter(group.digest for group in scheduler.waiting if group.digest is not None)
+    queued = [*scheduler.waiting, *(group for group in scheduler.roster.swap if not group.is_paused)]
+    waiting = Counter(group.digest for group in queued if group.digest is not None)
     scheduler.slots.check_invariants(dict(leases), dict(waiting))
     for sequence in scheduler.running:
         _check_running(scheduler, sequence)
@@ -41,9 +43,12 @@ def _check_places(scheduler: Scheduler) -> None:
     assert all(g.state is GroupState.WAITING for g in waiting), "a request in the waiting queue is not waiting"
     assert all(s.state is not SequenceState.IDLE for s in running), "a sequence that holds a row has the wrong state"
     held = [g for g in scheduler.groups.values() if g.state is GroupState.HELD]
+    swapped = list(scheduler.roster.swap)
+    assert all(g.state is GroupState.SWAPPED for g in swapped), "a request in the swapped queue is not swapped"
+    assert [g.order for g in swapped] == sorted(g.order for g in swapped), "swapped requests are out of order"
     with_rows = {id(s.group): s.group for s in running}
     assert scheduler.roster.num_running_groups == len(with_rows), "requests that hold rows are miscounted"
-    places = Counter(id(g) for g in (*waiting, *with_rows.values(), *held) if not g.is_ended)
+    places = Counter(id(g) for g in (*waiting, *with_rows.values(), *held, *swapped) if not g.is_ended)
     assert places == Counter(id(g) for g in scheduler.groups.values()), "a live request is in no queue, or in two"
     assert all(g.is_paused for g in held), "a request is held back although its reader reads"
     assert not any(g.is_paused for g in waiting), "a paused request may be admitted"
@@ -59,7 +64,7 @@ def _check_places(scheduler: Scheduler) -> None:
                 assert sequence.state is SequenceState.DRAINING, "a sequence of a leaving request may be planned"
             if sequence.state is SequenceState.DRAINING:
                 assert sequence.num_in_flight > 0, "a leaving sequence holds a row that no unanswered plan names"
-    for group in (*waiting, *held):
+    for group in (*waiting, *held, *swapped):
         assert group.num_rows == 0 and not group.has_progressed, "a waiting request holds rows"
         for sequence in group.members:
             assert not sequence.block_ids and sequence.num_in_flight == 0, "a waiting request holds blocks or plans"
@@ -99,6 +104,25 @@ def _held_blocks(sequence: Sequence) -> list[int]:
     return sequence.block_ids if sequence.copied_block is None else [*sequence.block_ids, sequence.copied_block]
 
 
+def _check_host_blocks(scheduler: Scheduler) -> None:
+    """Host blocks are conserved, and whoever is swapped out has there all but its last token and nothing here."""
+    swap, size = scheduler.roster.swap, scheduler.limits.block_size
+    holders: Counter[int] = Counter()
+    for group in scheduler.groups.values():
+        for sequence in group.members:
+            holders.update(sequence.host_block_ids)
+            if sequence.host_block_ids:
+                is_out = group.state in (GroupState.SWAPPED, GroupState.DRAINING)
+                assert is_out and not sequence.block_ids, "a request that is swapped out is here"
+                assert not sequence.is_ended, "an answer that ended has blocks in host memory"
+            if group.state is GroupState.SWAPPED and not sequence.is_ended:
+                num_blocks = -(-(sequence.num_known - 1) // size)
+                assert len(sequence.host_block_ids) == num_blocks, "a swapped request has other blocks than it needs"
+    for flight in scheduler.flights:
+        holders.update(flight.spent_host_blocks)
+    swap.host.check_invariants(dict(holders))
+
+
 def _check_flights(scheduler: Scheduler) -> None:
     """Plans are within budgets, name a row once, and only rows that are still held by whom they named."""
     flights = scheduler.flights
@@ -130,9 +154,10 @@ def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
     """Progress of one request that holds a row."""
     size, limits = scheduler.limits.block_size, scheduler.limits
     assert sequence.num_computed <= sequence.num_planned <= sequence.max_planned, "a request is planned beyond its end"
-    assert sequence.num_planned <= len(sequence.block_ids) * size, "tokens are planned without a block"
-    most = max(sequence.prefill_end, sequence.num_planned)
-    assert len(sequence.block_ids) == -(-most // size), "a request holds blocks that it does not need"
+    if not sequence.host_block_ids and not (sequence.is_ended and not sequence.block_ids):
+        assert sequence.num_planned <= len(sequence.block_ids) * size, "tokens are planned without a block"
+        most = max(sequence.prefill_end, sequence.num_planned)
+        assert len(sequence.block_ids) == -(-most // size), "a request holds blocks that it does not need"
     assert sequence.num_known <= limits.max_model_len, "a request outgrew the context"
     assert len(sequence.generated) <= sequence.max_generated, "a request has more tokens than asked for"
     assert sequence.is_decoding == (sequence.num_planned >= sequence.prefill_end), "decoding before the prefill's end"

@@ -26,6 +26,7 @@ class Flight:
     sampled_rows: list[int]  # rows that the result must name, in its order
     ends_plan: bool = True  # the last or only step of its plan
     logprob_rows: list[int] = field(default_factory=list)  # of sampled_rows: log-probabilities are to come with them
+    spent_host_blocks: list[int] = field(default_factory=list)  # swapped in, free once it is answered
 
 
 class PlanDraft:
@@ -38,6 +39,9 @@ class PlanDraft:
         self.new_rows: list[NewRow] = []
         self.appended_blocks: list[tuple[int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
+        self.swap_outs: list[tuple[int, int]] = []
+        self.swap_ins: list[tuple[int, int]] = []
+        self.spent_host_blocks: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -68,9 +72,12 @@ class PlanDraft:
             appended_blocks=self.appended_blocks,
             freed_rows=freed_rows,
             block_copies=self.block_copies,
+            swap_outs=self.swap_outs,
+            swap_ins=self.swap_ins,
             num_steps=num_steps,
         )
         flights = [Flight(step_id, self.decodes, self.prefills, sampled_rows, num_steps == 1)]
+        flights[0].spent_host_blocks = self.spent_host_blocks
         for idx in range(1, num_steps):
             flights.append(Flight(step_id + idx, self.decodes, [], sampled_rows, idx == num_steps - 1))
         return plan, flights

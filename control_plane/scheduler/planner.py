@@ -56,7 +56,7 @@ class Planner:
     # ---- policies ----
 
     def _fill_chunked(self, draft: PlanDraft, now_s: float) -> None:
-        """Decodes, then unfinished prefills, those about to finish first, then waiting requests.
+        """Decodes, then unfinished prefills, those about to finish first, then swapped, then waiting requests.
 
         A long prefill leaves half of what is left to requests that wait, and takes what they do not need.
         """
@@ -70,23 +70,26 @@ class Planner:
         if not is_starved:
             num_kept = min(sum(map(_num_left, long_ones)), -(-draft.budget // 2))
             draft.budget -= num_kept
-            self._admit(draft, now_s, num_long=len(long_ones))
+            if self._swap_in(draft):
+                self._admit(draft, now_s, num_long=len(long_ones))
             draft.budget += num_kept
         for sequence in long_ones:
             if draft.budget > 0:
                 self._prefill(sequence, draft)
 
     def _fill_prefill_first(self, draft: PlanDraft, now_s: float) -> None:
-        """Whole prompts as long as some are admitted, else decodes.
+        """Whole prompts as long as some are admitted, else decodes, then swapped requests.
 
+        While a request could return from host memory, none is admitted.
         Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other.
         """
         for sequence in self._unfinished_prefills():
             if draft.budget > 0:
                 self._prefill(sequence, draft)
-        self._admit(draft, now_s)
-        if not draft.prefills:
-            self._plan_decodes(draft)
+        if self._roster.swap.peek() is None:
+            self._admit(draft, now_s)
+        if not draft.prefills and not self._plan_decodes(draft):
+            self._swap_in(draft)
 
     # ---- those who run ----
 
@@ -148,6 +151,42 @@ class Planner:
 
     # ---- those who wait ----
 
+    def _swap_in(self, draft: PlanDraft) -> bool:
+        """Bring swapped requests back, in order of arrival; False if one that might return lacks something.
+
+        One whose adapter is not ready is skipped, others wait for whoever comes before them.
+        """
+        roster = self._roster
+        while (group := roster.swap.peek()) is not None:
+            members = group.live_members()
+            if draft.budget < len(members):
+                return False
+            num_needed, num_unheld = roster.swap.count_blocks(group)
+            has_rows = roster.rows.num_free >= len(members)
+            if has_rows and self._judge(num_needed, num_unheld) is Verdict.OK:
+                self._return(group, draft)
+            elif not self._free_paused():
+                return False
+        return True
+
+    def _return(self, group: SequenceGroup, draft: PlanDraft) -> None:
+        """Give a swapped request rows, blocks and leases again, and plan the last known token of each sequence."""
+        self._roster.leave_swapped(group)
+        moves, spent = self._roster.swap.move_in(group)
+        draft.swap_ins += moves
+        draft.spent_host_blocks += spent
+        for member in group.live_members():
+            self._roster.take_row(member, SequenceState.RUNNING)
+            draft.new_rows.append(begin_row(member, self._roster.slot_generation(member)))
+            draft.prefill(member)
+
+    def _free_paused(self) -> bool:
+        """Whether a request whose reader is slow gave way; what is not free at once is after some result."""
+        victim = choose_paused(self._roster.running) if self._roster.num_draining == 0 else None
+        if victim is not None:
+            self._roster.preempt(victim)
+        return victim is not None
+
     def _admit(self, draft: PlanDraft, now_s: float, num_long: int = 0) -> None:
         """Start waiting requests while budget, rows and blocks last, in the queue's order.
 
@@ -161,11 +200,8 @@ class Planner:
                 return
             num_hits = self._fitting_hits(group)
             if num_hits is None:
-                # Short of rows or blocks: who is paused gives way; what is not free at once is after some result.
-                victim = choose_paused(self._roster.running) if self._roster.num_draining == 0 else None
-                if victim is None:
+                if not self._free_paused():
                     return
-                self._roster.preempt(victim)
                 continue
             num_left = group.members[0].num_known - num_hits * self._block_size
             if num_left > draft.budget and not self._may_be_partial(draft, is_chunked=is_chunked):
@@ -204,7 +240,6 @@ class Planner:
     def _fitting_hits(self, group: SequenceGroup) -> int | None:
         """Cached blocks the group can start from, or None if rows or other blocks of its prefills are short."""
         size = self._block_size
-        pool = self._roster.pool
         members = group.live_members()
         if len(members) > self._roster.rows.num_free:
             return None
@@ -215,13 +250,18 @@ class Planner:
         max_hits = 0 if sequence.tells_prompt else (num_known - 1) // size
         self._roster.cache.extend_hashes(sequence, max_hits)
         num_hits, num_unheld = self._roster.cache.count_hits(sequence, max_hits)
-        verdict = judge_blocks(
-            -(-num_known // size) - num_hits + num_fork_blocks(members, size),
+        num_needed = -(-num_known // size) - num_hits + num_fork_blocks(members, size)
+        return num_hits if self._judge(num_needed, num_unheld) is Verdict.OK else None
+
+    def _judge(self, num_needed: int, num_unheld: int) -> Verdict:
+        """The verdict on blocks for one more request, which shares `num_unheld` cached ones that nobody holds."""
+        pool = self._roster.pool
+        return judge_blocks(
+            num_needed,
             num_available=pool.num_available - num_unheld,
             num_blocks=pool.num_blocks,
             num_spare=self._watermark if self._roster.running else 0,
         )
-        return num_hits if verdict is Verdict.OK else None
 
     def _start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft, now_s: float) -> None:
         """Give a waiting group its rows, all blocks of its prefills and leases, and plan the first one's first chunk.

@@ -51,16 +51,20 @@ class PrefixCache:
             parent = hashes[-1] if hashes else sequence.group.cache_root
             hashes.append(chain_next(parent, sequence.tokens_between(idx * size, (idx + 1) * size)))
 
+    def find_hits(self, sequence: Sequence, max_blocks: int) -> list[int]:
+        """The blocks of the leading keys that are in, at most `max_blocks`."""
+        blocks: list[int] = []
+        for key in sequence.block_hashes[:max_blocks]:
+            block_id = self._block_by_key.get(key)
+            if block_id is None:
+                break
+            blocks.append(block_id)
+        return blocks
+
     def count_hits(self, sequence: Sequence, max_blocks: int) -> tuple[int, int]:
         """(leading blocks found, how many of those nobody holds), at most `max_blocks`."""
-        num_hits = num_unheld = 0
-        for key in sequence.block_hashes:
-            block_id = self._block_by_key.get(key)
-            if block_id is None or num_hits == max_blocks:
-                break
-            num_hits += 1
-            num_unheld += self._pool.ref_counts[block_id] == 0
-        return num_hits, num_unheld
+        blocks = self.find_hits(sequence, max_blocks)
+        return len(blocks), sum(self._pool.ref_counts[block_id] == 0 for block_id in blocks)
 
     def take_hits(self, sequence: Sequence, num_hits: int) -> list[int]:
         """The blocks that `count_hits` found, each held once more."""

@@ -18,6 +18,8 @@ from control_plane.scheduler.row_pool import RowPool
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
 from control_plane.scheduler.settings import Policy, SchedulerSettings
+from control_plane.scheduler.step_costs import StepCosts
+from control_plane.scheduler.swap_space import SwapSpace
 from control_plane.scheduler.types import RequestId, ScheduledRow, WorkerLimits
 from control_plane.scheduler.waiting_queue import WaitingQueue
 
@@ -27,7 +29,9 @@ by_order = attrgetter("order")
 class Roster:
     """Every request of one worker."""
 
-    def __init__(self, limits: WorkerLimits, settings: SchedulerSettings, counters: VirtualCounters) -> None:
+    def __init__(
+        self, limits: WorkerLimits, settings: SchedulerSettings, counters: VirtualCounters, costs: StepCosts
+    ) -> None:
         self.block_size = limits.block_size
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, limits.block_size)
@@ -43,6 +47,7 @@ class Roster:
                 is_active=self.slots.is_active,
                 long_tokens=settings.long_tokens(limits),
             )
+        self.swap = SwapSpace(limits, settings.policy, costs, self.pool, self.cache, self.slots)
         self.rows = RowPool(limits.max_rows)
         self._decode_rows = [ScheduledRow(row, 1, True) for row in range(limits.max_rows)]
         self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, by arrival and index
@@ -67,13 +72,32 @@ class Roster:
     def queue(self, group: SequenceGroup) -> None:
         """Let it wait for admission, in its place by arrival."""
         group.state = GroupState.WAITING
-        if group.request.adapter is not None:
-            self.slots.want(group.request.adapter)
+        self._want(group)
         self.waiting.add(group)
 
     def unqueue(self, group: SequenceGroup) -> None:
         """It waits no more; the caller says what it does instead."""
         self.waiting.remove(group)
+        self._unwant(group)
+
+    def join_swapped(self, group: SequenceGroup) -> None:
+        """Let it wait for its return from host memory, in its place by arrival."""
+        group.state = GroupState.SWAPPED
+        if not group.is_paused:
+            self._want(group)
+        self.swap.add(group)
+
+    def leave_swapped(self, group: SequenceGroup) -> None:
+        """It waits there no more; the caller says what it does instead."""
+        self.swap.remove(group)
+        if not group.is_paused:
+            self._unwant(group)
+
+    def _want(self, group: SequenceGroup) -> None:
+        if group.request.adapter is not None:
+            self.slots.want(group.request.adapter)
+
+    def _unwant(self, group: SequenceGroup) -> None:
         if group.request.adapter is not None:
             self.slots.unwant(group.request.adapter.digest)
 
@@ -85,6 +109,8 @@ class Roster:
         if group.state is GroupState.WAITING:
             self.unqueue(group)
             group.state = GroupState.HELD
+        elif group.state is GroupState.SWAPPED:
+            self._unwant(group)
 
     def unhold(self, group: SequenceGroup) -> None:
         """Its reader reads again."""
@@ -93,6 +119,8 @@ class Roster:
         group.is_paused = False
         if group.state is GroupState.HELD:
             self.queue(group)
+        elif group.state is GroupState.SWAPPED:
+            self._want(group)
 
     def offer_adapters(self) -> None:
         """Let requests take part whose adapters became admissible."""
@@ -139,7 +167,12 @@ class Roster:
     # ---- leaving ----
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Take all rows away; the group waits again once its unanswered plans are answered."""
+        """Take all rows away; the group waits again once its unanswered plans are answered.
+
+        Its tokens are computed once more then, or its blocks come back from host memory.
+        """
+        if self.swap.is_better(group):
+            self.swap.move_out(group)
         group.num_preemptions += 1
         self.num_preemptions += 1
         self._drain(group)
@@ -150,8 +183,11 @@ class Roster:
         group.is_ended = True
         for sequence in group.members:
             sequence.is_ended = True
+            self.swap.forget(sequence)
         if group.state is GroupState.WAITING:
             self.unqueue(group)
+        elif group.state is GroupState.SWAPPED:
+            self.leave_swapped(group)
         if group.num_rows > 0:
             self._drain(group)
         else:
@@ -161,6 +197,7 @@ class Roster:
     def end_member(self, sequence: Sequence) -> None:
         """One answer is complete; the request is over with the last of them."""
         sequence.is_ended = True
+        self.swap.forget(sequence)
         if all(member.is_ended or member.is_given_up for member in sequence.group.members):
             self.end(sequence.group)
         else:
@@ -188,6 +225,8 @@ class Roster:
             group.has_progressed = False
             if group.is_ended:
                 self._vanish(group)
+            elif any(member.host_block_ids for member in group.members):
+                self.join_swapped(group)
             elif group.is_paused:
                 group.state = GroupState.HELD
             else:

@@ -56,7 +56,7 @@ class Scheduler:
         self.settings = settings
         self.counters = VirtualCounters() if counters is None else counters
         self.costs = StepCosts(settings)
-        self.roster = roster = Roster(limits, settings, self.counters)
+        self.roster = roster = Roster(limits, settings, self.counters, self.costs)
         # Its parts at hand; they are the roster's for good.
         self.pool, self.cache, self.slots, self.rows = roster.pool, roster.cache, roster.slots, roster.rows
         self.waiting, self.running, self.groups = roster.waiting, roster.running, roster.groups
@@ -202,6 +202,7 @@ class Scheduler:
         self._planner.fill(draft, now_s)
         if draft.is_empty:
             return None
+        draft.swap_outs = self.roster.swap.tell_outs()
         num_steps = repeat(draft, self.roster, max_steps)
         plan, flights = draft.finish(self._next_step_id, self.rows.tell_freed(), num_steps)
         if self.roster.num_telling > 0:
@@ -220,8 +221,12 @@ class Scheduler:
     def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
         check_answer(self.flights, result)
+        flight = self.flights.popleft()
+        self.roster.swap.host.release(flight.spent_host_blocks)
+        if result.step_time_us:
+            self.costs.observe(result.step_time_us, len(flight.decodes), sum(n for _, n, _ in flight.prefills))
         outputs = self._take_outputs()
-        self._answers.book(self.flights.popleft(), result, outputs)
+        self._answers.book(flight, result, outputs)
         return outputs
 
     # ---- numbers ----
@@ -239,7 +244,9 @@ class Scheduler:
     @property
     def is_stuck(self) -> bool:
         """Whether requests wait although nothing is under way that they could wait for. Right after `plan`: a bug."""
-        return len(self.waiting) > 0 and not self.running and not self.flights and not self.slots.is_changing
+        num_queued = len(self.waiting) + sum(not group.is_paused for group in self.roster.swap)
+        is_idle = not self.running and not self.flights
+        return num_queued > 0 and is_idle and not self.slots.is_changing(self.waiting.urgent_digest)
 
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""
@@ -257,6 +264,10 @@ class Scheduler:
             prefix_query_tokens=self._planner.prefix_query_tokens,
             prefix_hit_tokens=self._planner.prefix_hit_tokens,
             num_preemptions=self.roster.num_preemptions,
+            num_swapped=len(self.roster.swap),
+            num_swapped_out=self.roster.swap.num_swapped_out,
+            num_host_blocks=self.roster.swap.host.num_blocks,
+            num_host_blocks_held=self.roster.swap.host.num_blocks - self.roster.swap.host.num_free,
             num_tokens_sampled=self._answers.num_tokens_sampled,
         )
 
@@ -275,7 +286,8 @@ class Scheduler:
 
     def _give_up_adapter(self, digest: str, reason: str) -> None:
         """End the requests that wait for an adapter which cannot be had."""
-        for group in self.waiting.of_digest(digest):
+        swapped = [group for group in self.roster.swap if group.digest == digest]
+        for group in [*swapped, *self.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)
             self._outputs.append(replace(end, message=reason, request=group.request_so_far()))
             self.roster.end(group)

@@ -46,6 +46,8 @@ class Sequence:
     is_ended: bool = False  # its answer is complete, or its request over
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
 
+    host_block_ids: list[int] = field(default_factory=list)  # its table in host memory, while it is swapped out
+
     # While it holds a row (not IDLE); reset by `leave_row`.
     row: int = 0
     is_begun: bool = False  # the worker knows its row

@@ -20,6 +20,7 @@ class GroupState(enum.Enum):
     """Where a request is; each live one is in exactly one place."""
 
     WAITING = "waiting"  # in the waiting queue
+    SWAPPED = "swapped"  # in the swapped queue: no rows, its blocks in host memory
     HELD = "held"  # no rows, and its reader is slow: out of the queue until it reads again
     RUNNING = "running"  # its members hold rows, and may be planned
     DRAINING = "draining"  # preempted or ended; some member is still named by an unanswered plan

@@ -20,5 +20,14 @@ class SchedulerStats:
     num_adapters_loaded: int  # slots ready for use
     prefix_query_tokens: int  # total of tokens looked up at first admissions
     prefix_hit_tokens: int  # total of those found in the prefix cache
-    num_preemptions: int  # total
+    num_preemptions: int  # total, by recompute and by swap
+    num_swapped: int  # requests whose blocks lie in host memory, counted as waiting too
+    num_swapped_out: int  # total of preemptions by swap
+    num_host_blocks: int  # KV blocks of the worker in host memory
+    num_host_blocks_held: int  # of those, blocks that somebody has KV in
     num_tokens_sampled: int  # total of accepted tokens
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the tokens of first admissions that the prefix cache served, 0 before there are any."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0

@@ -186,6 +186,7 @@ class StepResult:
     rows: list[int]  # rows that sampled, in the order of the step
     token_ids: list[int]  # as long as rows
     failed_rows: list[int] = field(default_factory=list)  # logits were not finite
+    step_time_us: int = 0  # on the worker, microseconds; 0: not measured
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
 

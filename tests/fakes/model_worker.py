@@ -126,6 +126,7 @@ class ModelWorker:
         self.kv: list[list[bytes]] = [[POISON] * limits.block_size for _ in range(limits.num_blocks)]
         self.rows: dict[int, Row] = {}
         self.slots: dict[int, tuple[int, str]] = {}  # slot -> (generation, digest)
+        self.host_kv: dict[int, list[bytes]] = {}
         self.num_steps = 0
 
     def obey(self, command: SlotCommand) -> None:
@@ -156,6 +157,7 @@ class ModelWorker:
         for row_idx, token_id in plan.fed_tokens:
             assert self.rows[row_idx].is_stepwise, f"row {row_idx} is fed and feeds itself"
             self.rows[row_idx].token_ids[-1] = token_id
+        self._move(plan)
         for source, destination in plan.block_copies:
             self.kv[destination] = list(self.kv[source])
         for new in plan.new_rows:
@@ -197,6 +199,15 @@ class ModelWorker:
             banned_token_ids=new.banned_token_ids,
             is_stepwise=new.is_stepwise,
         )
+
+    def _move(self, plan: StepPlan) -> None:
+        """Move blocks to host memory, then blocks back."""
+        assert len({host for _, host in plan.swap_outs}) == len(plan.swap_outs), "two blocks go to one host block"
+        assert len({block for _, block in plan.swap_ins}) == len(plan.swap_ins), "two host blocks go to one block"
+        for block_id, host_block in plan.swap_outs:
+            self.host_kv[host_block] = list(self.kv[block_id])
+        for host_block, block_id in plan.swap_ins:
+            self.kv[block_id] = self.host_kv.pop(host_block)
 
     def _chain_start(self, row: Row) -> bytes:
         if row.slot is None:

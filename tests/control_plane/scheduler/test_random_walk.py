@@ -29,7 +29,7 @@ def test_every_request_gets_its_own_tokens_and_the_books_balance(first_seed: int
     # The walks went where they should: all of this happened, or they prove little.
     assert ended[FinishReason.LENGTH] > 500 and ended[FinishReason.STOP_TOKEN] > 50
     assert ended[FinishReason.DEADLINE] > 10
-    assert num_preemptions > 50 and num_hits > 500 and num_repeated > 250
+    assert num_preemptions > 50 and num_hits > 500 and num_repeated > 100
     assert num_groups > 500 and num_copies > 200
 
 

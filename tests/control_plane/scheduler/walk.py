@@ -47,6 +47,7 @@ class Walk:
             arena_bytes=rng.choice([100, 200]),
             max_model_len=rng.choice([12, 24, 200]),
             plan_depth=rng.choice([1, 2, 3, 4]),
+            num_host_blocks=rng.choice([0, 4, 30]),
         )
         self.settings = SchedulerSettings(
             policy=rng.choice(list(Policy)),
@@ -55,6 +56,7 @@ class Walk:
             watermark=rng.choice([0.0, 0.01, 0.2]),
             max_partial_prefills=rng.choice([1, 2, 4]),
             long_prefill_tokens=rng.choice([None, 1, 10]),
+            swap_us_per_block=rng.choice([0.0, 40.0]),
             adapter_us_per_mib=rng.choice([0.0, 1e12]),
         )
         self.counters = VirtualCounters({"a": rng.choice([0.5, 1.0, 3.0])})
@@ -138,7 +140,8 @@ class Walk:
         if self.scheduler.is_stuck:
             self.make_plan()
             assert not self.scheduler.is_stuck, "requests wait, nothing is under way, and no plan is made"
-        free = set(self.scheduler.pool.free)
+        moves = [*self.scheduler.roster.swap.outs, *(move for plan in self.sent for move in plan.swap_outs)]
+        free = set(self.scheduler.pool.free) - {block_id for block_id, _ in moves}  # those are read once more
         self.worker.poison(sorted(free - self.free_before))
         self.free_before = free
         if self.num_plans % FULL_CHECK_EVERY == 0:
