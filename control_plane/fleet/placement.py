@@ -26,13 +26,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from control_plane.fleet.jobs import Job, num_indices_of
-from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.scheduler.adapter_slots import AdapterTier
 from control_plane.scheduler.prefix_cache import PrefixCache, chain_next, chain_root
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
+from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import AdapterRef, Request
 
 MAX_MIGRATIONS = 3
@@ -133,7 +134,17 @@ def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], 
     )
 
 
-def offer_of(session: WorkerSession, need: Need) -> Offer:
+class Candidate(Protocol):
+    """A worker as far as it is priced."""
+
+    worker_id: str
+    scheduler: Scheduler
+
+
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
+
+
+def offer_of(session: Candidate, need: Need) -> Offer:
     """What a worker has for it at this moment."""
     scheduler = session.scheduler
     limits, adapter = scheduler.limits, need.adapter
@@ -152,7 +163,7 @@ def offer_of(session: WorkerSession, need: Need) -> Offer:
     )
 
 
-def by_preference(sessions: Iterable[WorkerSession], need: Need, costs: PlacementCosts) -> Iterator[WorkerSession]:
+def by_preference(sessions: Iterable[AnyCandidate], need: Need, costs: PlacementCosts) -> Iterator[AnyCandidate]:
     """The sessions, best first."""
     heap = [(cost_ms(offer_of(session, need), need, costs), session.worker_id, session) for session in sessions]
     heapq.heapify(heap)  # mostly only the first is asked for

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.placement import AnyCandidate
 from control_plane.scheduler.types import Request
 
 MAX_PRICED = 32  # up to so many workers each is priced
@@ -27,7 +27,7 @@ class Shortlist:
         self._hints: OrderedDict[int, OrderedDict[str, None]] = OrderedDict()
         self._turn = 0
 
-    def choose(self, sessions: dict[str, WorkerSession], request: Request) -> list[WorkerSession]:
+    def choose(self, sessions: dict[str, AnyCandidate], request: Request) -> list[AnyCandidate]:
         """Sessions to be priced, by worker id."""
         everybody = list(sessions.values())
         if len(everybody) <= MAX_PRICED:

@@ -1,0 +1,108 @@
+"""One simulated worker: the production scheduler of its session, and an engine that only takes time.
+
+It executes plans in order on a virtual clock. Tokens carry no meaning; every request ends with its max_tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+import numpy as np
+
+from benchmarks.control_plane.simulator.costs import Costs
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.types import EvictSlot, LoadSlot, SlotCommand, StepPlan, StepResult
+
+
+class HostCache:
+    """Which adapters lie in the host cache that all workers share: least recently loaded go first, by bytes."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._room_bytes = capacity_bytes
+        self._bytes_by_digest: OrderedDict[str, int] = OrderedDict()
+        self.num_hits = self.num_misses = 0
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._bytes_by_digest
+
+    def load(self, digest: str, num_bytes: int) -> bool:
+        """Whether it was there; it is now."""
+        if digest in self._bytes_by_digest:
+            self._bytes_by_digest.move_to_end(digest)
+            self.num_hits += 1
+            return True
+        self.num_misses += 1
+        self._bytes_by_digest[digest] = num_bytes
+        self._room_bytes -= num_bytes
+        while self._room_bytes < 0:
+            _, freed = self._bytes_by_digest.popitem(last=False)
+            self._room_bytes += freed
+        return False
+
+
+class SimulatedWorker:
+    """Scheduler and engine of one worker. Whoever owns it calls it when its events are due."""
+
+    def __init__(self, worker_id: str, scheduler: Scheduler, costs: Costs, cache: HostCache) -> None:
+        self.worker_id = worker_id
+        self.scheduler = scheduler
+        self.is_up = True
+        self.steps: deque[StepResult] = deque()  # computed or under way, in order
+        self.busy_s = 0.0  # time spent in steps
+        self.num_steps = 0
+        self._costs = costs
+        self._cache = cache
+        self._free_at_s = 0.0
+        num_rows = scheduler.limits.max_rows
+        self._context = np.zeros(num_rows, dtype=np.int64)  # tokens that each row has computed
+        self._left = np.zeros(num_rows, dtype=np.int64)  # known tokens that its prefill has not computed
+        self._slot = np.full(num_rows, -1, dtype=np.int64)
+        self._slot_bytes = np.zeros(scheduler.limits.num_slots + 1, dtype=np.int64)  # by slot; the last is no adapter
+
+    def execute(self, plan: StepPlan, now_s: float) -> list[float]:
+        """Take a plan that was made now; returns when the result of each of its steps is back."""
+        for new in plan.new_rows:
+            self._context[new.row] = new.num_computed_tokens
+            self._left[new.row] = len(new.token_ids) - new.num_computed_tokens
+            self._slot[new.row] = -1 if new.slot is None else new.slot
+        decodes = [item.row for item in plan.scheduled if item.is_decode]
+        prefills = [item for item in plan.scheduled if not item.is_decode]
+        sampled, rows = list(decodes), list(decodes)
+        for item in prefills:
+            self._left[item.row] -= item.num_tokens
+            rows.append(item.row)
+            if self._left[item.row] == 0:
+                sampled.append(item.row)
+        prefill_tokens = sum(item.num_tokens for item in prefills)
+        ends_s = [self._step(plan.step_id, sampled, decodes, rows, prefill_tokens, now_s)]
+        for item in prefills:
+            self._context[item.row] += item.num_tokens
+        rows = sorted(sampled)
+        for further in range(1, plan.num_steps):
+            ends_s.append(self._step(plan.step_id + further, rows, rows, rows, 0, now_s))
+        return ends_s
+
+    def obey(self, command: SlotCommand) -> float:
+        """Seconds until the report of a slot command is back."""
+        if isinstance(command, LoadSlot):
+            num_bytes = self.scheduler.slots.slots[command.slot].adapter.arena_bytes
+            self._slot_bytes[command.slot] = num_bytes
+            return self._costs.load(num_bytes, is_cached=self._cache.load(command.digest, num_bytes))
+        assert isinstance(command, EvictSlot), f"{command} is no slot command"
+        return self._costs.evict_s
+
+    def _step(
+        self, step_id: int, sampled: list[int], decodes: list[int], rows: list[int], prefill_tokens: int, now_s: float
+    ) -> float:
+        """Take the time of one step and queue its result; returns when that is back."""
+        self._context[decodes] += 1
+        duration_s = self._costs.step(
+            prefill_tokens=prefill_tokens,
+            context_tokens=int(self._context[decodes].sum()),
+            adapter_bytes=int(self._slot_bytes[np.unique(self._slot[rows])].sum()),
+        )
+        self._free_at_s = max(self._free_at_s, now_s + self._costs.link_s) + duration_s
+        self.busy_s += duration_s
+        self.num_steps += 1
+        self.steps.append(StepResult(step_id, sampled, [(step_id + row) & 255 for row in sampled]))
+        return self._free_at_s + self._costs.link_s
