@@ -12,6 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, rotate_half
 
+from data_plane.engine.kv_cache import KVCache, KVFormat
+from data_plane.layers.attention import PagedAttention
 from data_plane.layers.context import StepContext
 from data_plane.layers.decoder_layer import DecoderLayer
 from data_plane.layers.gated_mlp import GatedMlp
@@ -21,6 +23,7 @@ from data_plane.models.fused_parts import fused_mlp, fused_norm
 from data_plane.models.fusion import fuse_model
 from data_plane.models.loader import load_model
 from data_plane.models.probe import PROBE_NAME, Recorder, probe_model, register_probe
+from kernels.paged_attention import AttentionBatch
 from tests.makers import make_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -185,6 +188,43 @@ def test_a_model_that_uses_its_embeddings_again_keeps_its_layers() -> None:
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] + kept.pop(),))
     fuse(model)
     assert counts(model) == (2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("cohere", {}, (0, 2, 0)),  # attention and MLP side by side
+        ("smollm3", {"no_rope_layers": [1, 0]}, (1, 2, 2)),  # the second layer has no rotation
+        ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}, (1, 2, 0)),
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8}, (0, 0, 0)),  # sinks
+        ("ministral3", {"head_dim": 8}, (2, 2, 2)),
+        (
+            "qwen2_moe",
+            {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+            (2, 2, 2),
+        ),
+    ],
+)
+def test_a_model_in_part_fused_answers_as_transformers_does(
+    model_type: str, settings: dict[str, Any], expected: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """A prompt through the paged cache, every logit against eager attention."""
+    if model_type == "gpt_oss":
+        settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    make_model(model_type, **settings).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, "float32", torch.device("cpu"))
+    assert counts(loaded.model) == expected
+    layers = loaded.probe.attention_layers
+    cache = KVCache(layers, num_blocks=5, block_size=8, kv_format=KVFormat(torch.float32), device=torch.device("cpu"))
+    for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
+        PagedAttention(loaded.context, keys, values).attach(layer.module)
+    tokens, count = torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(1)), torch.arange(40)
+    batch = AttentionBatch.build(torch.arange(5, dtype=torch.int32)[None], [0, 40], [40])
+    loaded.context.begin(batch, count, None)
+    actual = loaded.logits(tokens, count, count)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(actual, plain(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_rotation_is_that_of_halves() -> None:
