@@ -22,7 +22,7 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
-from control_plane.scheduler.types import AdapterRef, Request
+from control_plane.scheduler.types import AdapterRef, Request, sample_seed
 from data_plane.errors import AdapterLoadError
 from data_plane.plan import Capacities, StepOutput
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
@@ -156,10 +156,13 @@ def make_request(
     return replace(request, **fields)  # type: ignore[arg-type]  # the caller's fields are Request's
 
 
-def expected(request: Request) -> list[int]:
-    """All tokens that the request must yield."""
+def expected(request: Request, index: int = 0) -> list[int]:
+    """All tokens that an answer to the request must have."""
     digest = request.adapter.digest if request.adapter else ""
-    return oracle(FINGERPRINT, digest, request.prompt_token_ids, request.max_tokens)
+    seed = sample_seed(request.sampling.seed, index) if request.sampling.temperature > 0 else None
+    tokens = oracle(FINGERPRINT, digest, request.prompt_token_ids, request.max_tokens, seed=seed)
+    stops = [position for position, token in enumerate(tokens) if token in request.stop_token_ids]
+    return tokens[: stops[0] + 1] if stops else tokens
 
 
 async def read_all(stream: JobStream) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 
 from control_plane.errors import MotetError, QueueFull
 from control_plane.fleet.jobs import JobStream
-from control_plane.scheduler.types import Request
+from control_plane.scheduler.types import Request, Sampling
 from tests.fakes.fleet_rig import CAPACITIES, FakeClock, LoopbackWorker, expected, make_fleet, make_request
 
 NUM_ACTIONS = 600
@@ -28,7 +28,9 @@ class Walk:
         self.fleet = make_fleet(self.clock, max_waiting_requests=20, worker_grace_s=1e9, slow_reader_timeout_s=1e9)
         self.adapters = [None, *(self.fleet._weights.add(f"a{i}") for i in range(5))]  # type: ignore[attr-defined]  # FakeWeights
         self.workers: dict[str, LoopbackWorker] = {}
-        self.streams: dict[int, tuple[Request, JobStream, list[int]]] = {}
+        self.streams: dict[int, tuple[Request, JobStream, dict[int, list[int]]]] = {}  # tokens by index
+        self.given_up: set[tuple[int, int]] = set()  # (request id, index)
+        self.num_groups_moved = 0
         self.errors: list[MotetError] = []
         self.num_finished = 0
         self.everybody: list[LoopbackWorker] = []  # lost ones included
@@ -37,7 +39,7 @@ class Walk:
     async def run(self) -> None:
         """Act at random, then let everything end."""
         actions = [self.submit, self.turn, self.turn, self.turn, self.partly, self.read, self.read, self.attach]
-        rare = [self.lose, self.cancel, self.retire, self.tick]
+        rare = [self.lose, self.lose, self.cancel, self.give_up, self.retire, self.tick]
         for _ in range(NUM_ACTIONS):
             await self.rng.choice(actions if self.rng.random() < 0.9 else rare)()
             for worker in self.workers.values():
@@ -52,10 +54,21 @@ class Walk:
         assert not self.streams, f"{len(self.streams)} streams never ended"
 
     async def submit(self) -> None:
-        prompt = [self.rng.randrange(4) for _ in range(self.rng.randint(1, 40))]
-        request = make_request(self.fleet, prompt, self.rng.randint(1, 60), self.rng.choice(self.adapters))
+        rng = self.rng
+        num_samples = rng.choice([1, 1, 2, 3])
+        prompt = [rng.randrange(4) for _ in range(rng.randint(1, 40 if num_samples == 1 else 20))]
+        request = make_request(
+            self.fleet,
+            prompt,
+            rng.randint(1, 60 if num_samples == 1 else 20),
+            rng.choice(self.adapters),
+            num_samples=num_samples,
+            sampling=Sampling(temperature=float(num_samples > 1), seed=rng.randrange(2**64)),
+            stop_token_ids=frozenset(rng.sample(range(256), rng.choice([0, 8]))),
+        )
         try:
-            self.streams[request.request_id] = (request, self.fleet.submit(request), [])
+            stream = self.fleet.submit(request)
+            self.streams[request.request_id] = (request, stream, {index: [] for index in range(num_samples)})
         except QueueFull as error:
             self.errors.append(error)
 
@@ -81,29 +94,46 @@ class Walk:
     async def read(self) -> None:
         """Some readers take what is there."""
         for request_id in list(self.streams):
-            request, stream, tokens = self.streams[request_id]
+            request, stream, answers = self.streams[request_id]
             if self.rng.random() < 0.3 and (stream.num_unread_tokens or stream.has_ended):
                 try:
-                    tokens += (await anext(stream)).token_ids
+                    event = await anext(stream)
+                    assert (request_id, event.index) not in self.given_up
+                    answers[event.index] += event.token_ids
                 except StopAsyncIteration:
-                    assert tokens == expected(request)
+                    for index in answers:
+                        assert (request_id, index) in self.given_up or answers[index] == expected(request, index)
                     self.num_finished += 1
                     del self.streams[request_id]
                 except MotetError as error:
                     self.errors.append(error)
                     del self.streams[request_id]
-                assert tokens == expected(request)[: len(tokens)]
+                for index, tokens in answers.items():
+                    assert tokens == expected(request, index)[: len(tokens)]
 
     async def lose(self) -> None:
         if self.workers:
             worker = self.workers.pop(self.rng.choice(sorted(self.workers)))
             is_death = self.rng.random() < 0.3
+            self.num_groups_moved += any(
+                group.num_rows > 1 and not group.is_ended for group in worker.session.scheduler.groups.values()
+            )
             worker.session.end(grpc.StatusCode.UNAVAILABLE, "lost", is_death=is_death)
 
     async def cancel(self) -> None:
         if self.streams:
             _, stream, _ = self.streams.pop(self.rng.choice(sorted(self.streams)))
             stream.cancel()
+
+    async def give_up(self) -> None:
+        """Some reader wants one of its answers no more."""
+        several = [i for i, (request, _, _) in self.streams.items() if request.num_samples > 1]
+        if several:
+            request_id = self.rng.choice(several)
+            request, stream, _ = self.streams[request_id]
+            index = self.rng.randrange(request.num_samples)
+            self.given_up.add((request_id, index))
+            stream.cancel_index(index)
 
     async def retire(self) -> None:
         adapter = self.rng.choice(self.adapters[1:])
@@ -121,6 +151,7 @@ async def test_whatever_happens_every_stream_yields_the_oracles_tokens(seed: int
     await walk.run()
     assert walk.num_finished > 20
     assert walk.fleet.queue_snapshot().num_migrated > 0
+    assert walk.num_groups_moved > 0
     assert any(plan.num_steps > 1 for worker in walk.everybody for plan in worker.plans)
     # Only what the walk cannot avoid: a full queue, and the fourth loss of a worker.
     assert {type(error).__name__ for error in walk.errors} <= {"QueueFull", "WorkerLost", "PoisonedRequest"}
