@@ -68,8 +68,8 @@ def check_sampling(
         presence_penalty=checks.number("presence_penalty", 0.0, lowest=-MAX_PENALTY, highest=MAX_PENALTY),
         frequency_penalty=checks.number("frequency_penalty", 0.0, lowest=-MAX_PENALTY, highest=MAX_PENALTY),
         logit_bias=_checked_logit_bias(params.logit_bias, vocab_size, violations),
-        num_logprobs=checks.count("logprobs", MAX_LOGPROBS),
-        num_prompt_logprobs=checks.count("prompt_logprobs", MAX_LOGPROBS),
+        num_logprobs=checks.count("logprobs", min(MAX_LOGPROBS, vocab_size)),
+        num_prompt_logprobs=checks.count("prompt_logprobs", min(MAX_LOGPROBS, vocab_size)),
     )
 
 
