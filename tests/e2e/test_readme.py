@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,10 @@ def test_sdk_program_and_cli_tour_of_the_readme_work(tmp_path: Path, capsys: pyt
             for line in cli("generate", "--adapter", "legal", "--max-tokens", "5", "--json", "The party").splitlines()
         ]
         assert len(events) >= 2
-        assert "w0" in cli("status")
+        tour = re.findall(r"^motet (generate .*?)(?: +#.*)?$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+        assert len(tour) == 5
+        for command in tour:
+            assert cli(*shlex.split(command), "--max-tokens", "6")
+        assert {"w0", "team-a"} <= set(cli("status").split())
         cli("adapters", "remove", "second")
         assert "second" not in cli("adapters", "list")
