@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 PAGE_RANKS = 8  # rows of one page
+H_ALIGN = 4  # ranks of h that a GPU reads at once, if its width and strides are multiples
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from kernels.devices import runs_triton
 from kernels.lora import reference
 from kernels.lora.launch import num_parts
-from kernels.lora.layout import Epilogue, PagedSite, SiteGroup
+from kernels.lora.layout import H_ALIGN, Epilogue, PagedSite, SiteGroup
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one
 
 
@@ -83,17 +83,16 @@ def sgmv_expand_slice(
 
 
 def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
-    """x @ A.T of every site of the group in one launch: float32 [planes, sites, T, max_rank] for `lora_expand`.
+    """x @ A.T of every site of the group in one launch: float32 [planes, sites, T, width] for `lora_expand`.
 
-    No slot of the route has a rank above max_rank at these sites; on a GPU its rows would be NaN. The planes add up
-    to the product: with few tokens the sum over the input is computed in parts side by side.
+    The width is max_rank or a little more; what lies past a slot's rank is not set. No slot of the route has a rank
+    above max_rank at these sites; on a GPU its rows would be NaN. The planes add up to the product: with few tokens
+    the sum over the input is computed in parts side by side.
     """
-    if max_rank < 0:
-        raise ValueError(f"max_rank is {max_rank}, want at least 0")
     planes, is_triton = 1, runs_triton(x)
     if is_triton and route.num_tokens < MANY_TOKENS:
         planes = num_parts(group.in_features)
-    h = torch.empty(planes, group.num_sites, route.num_tokens, max_rank, dtype=torch.float32, device=x.device)
+    h = _empty_h(planes, group.num_sites, route.num_tokens, max_rank, x.device)
     if planes == 1:
         _shrink(x, group, h[0], route, 1.0)
     else:
@@ -105,15 +104,13 @@ def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_ra
 
 
 def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
-    """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, max_rank] for `lora_expand`.
+    """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, width] as `lora_shrink` gives it.
 
     token_ids is int32 or int64 [T]. An id that the site has no column of gives NaN, as does, on a GPU, a rank above
     max_rank; the definition refuses that.
     """
-    if max_rank < 0:
-        raise ValueError(f"max_rank is {max_rank}, want at least 0")
     _check_ids(token_ids, route.num_tokens)
-    h = torch.empty(1, 1, route.num_tokens, max_rank, dtype=torch.float32, device=token_ids.device)
+    h = _empty_h(1, 1, route.num_tokens, max_rank, token_ids.device)
     if runs_triton(site.pages):
         from kernels.lora import triton_embedding
 
@@ -195,6 +192,13 @@ def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, width: int, d
             f"{name} is {rows.dtype} {list(rows.shape)}, want {dtype} [{route.num_tokens}, {width}] as the route "
             "and the adapters are"
         )
+
+
+def _empty_h(planes: int, sites: int, num_tokens: int, max_rank: int, device: torch.device) -> torch.Tensor:
+    if max_rank < 0:
+        raise ValueError(f"max_rank is {max_rank}, want at least 0")
+    width = -(-max_rank // H_ALIGN) * H_ALIGN
+    return torch.empty(planes, sites, num_tokens, width, dtype=torch.float32, device=device)
 
 
 def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:

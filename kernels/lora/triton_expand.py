@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.devices import device_name
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
-from kernels.lora.layout import PAGE_RANKS, Epilogue, SiteGroup
+from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, SiteGroup
 from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets
 
@@ -49,6 +49,7 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_PLANES: tl.constexpr,
+    H_ALIGN: tl.constexpr,
     ADD_INPUTS: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LORA_BIAS: tl.constexpr,
@@ -83,16 +84,20 @@ def expand_kernel(
             if ADD_INPUTS:  # asked for before the products, needed after them
                 base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
             first = tl.load(first_ptr + table) + tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
-            h_rows = h_ptr + site.to(tl.int64) * stride_hs + tokens * stride_ht
+            # Runs of H_ALIGN ranks are read at once, also those past the slot's rank, which are then dropped.
+            room = width // H_ALIGN * H_ALIGN
+            h_rows = h_ptr + site.to(tl.int64) * (stride_hs // H_ALIGN * H_ALIGN)
+            h_rows += tokens * (stride_ht // H_ALIGN * H_ALIGN)
             acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
             for rank_begin in range(0, rank, BLOCK_R):
                 offs_r = rank_begin + tl.arange(0, BLOCK_R)
                 is_rank = offs_r < rank
-                is_h = is_token[:, None] & (offs_r < tl.minimum(rank, width))[None, :]
+                is_h = is_token[:, None] & (offs_r < room)[None, :]
                 h = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
                 for plane in tl.static_range(NUM_PLANES):
-                    h_plane = h_rows + tl.cast(plane, tl.int64) * stride_hp
+                    h_plane = h_rows + tl.cast(plane, tl.int64) * (stride_hp // H_ALIGN * H_ALIGN)
                     h += tl.load(h_plane[:, None] + offs_r[None, :], mask=is_h, other=0.0)
+                h = tl.where(is_rank[None, :], h, 0.0)
                 offsets, is_inside = page_offsets(
                     page_ids_ptr,
                     first,
@@ -177,6 +182,7 @@ def expand(
         BLOCK_R=EXPAND_RANKS,
         BLOCK_N=launch.out_columns,
         NUM_PLANES=planes,
+        H_ALIGN=H_ALIGN if all(n % H_ALIGN == 0 for n in (width, *h.stride()[:3])) else 1,
         ADD_INPUTS=add_inputs,
         HAS_GAIN=gain is not None,
         HAS_LORA_BIAS=lora_bias is not None,

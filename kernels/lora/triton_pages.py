@@ -27,7 +27,10 @@ def page_offsets(
     TILE_WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
 ):
-    """Offsets [R, C] into the pages of a matrix for ranks offs_r and columns from `column` on, and which exist."""
+    """Offsets [R, C] into the pages of a matrix for ranks offs_r and columns from `column` on, and which exist.
+
+    `column` is a multiple of BLOCK_C.
+    """
     offs_c = column + tl.arange(0, BLOCK_C)
     ids_ptr = page_ids_ptr + first + (offs_r // PAGE_RANKS) * num_tiles
     in_page = (offs_r % PAGE_RANKS) * TILE_WIDTH
@@ -35,7 +38,9 @@ def page_offsets(
     if TILE_WIDTH % BLOCK_C == 0:  # all columns are of one tile
         page = tl.load(ids_ptr + column // TILE_WIDTH, mask=is_rank & (column < num_columns), other=0).to(tl.int64)
         rows = page * (PAGE_RANKS * TILE_WIDTH) + in_page
-        offsets = rows[:, None] + (column % TILE_WIDTH + tl.arange(0, BLOCK_C))[None, :]
+        # Without the hint each value would be loaded by itself, and never ahead of its product.
+        in_tile = tl.multiple_of(column % TILE_WIDTH, BLOCK_C)
+        offsets = rows[:, None] + (in_tile + tl.arange(0, BLOCK_C))[None, :]
     else:
         page = tl.load(ids_ptr[:, None] + (offs_c // TILE_WIDTH)[None, :], mask=is_inside, other=0).to(tl.int64)
         offsets = page * (PAGE_RANKS * TILE_WIDTH) + in_page[:, None] + (offs_c % TILE_WIDTH)[None, :]

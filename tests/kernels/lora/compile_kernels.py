@@ -45,14 +45,16 @@ def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stage
     compiled = triton.compile(source, target=H200, options={"num_warps": 4, "num_stages": num_stages})
     ptx = compiled.asm["ptx"]
     line = {"kernel": kernel.__name__, "dtype": dtype, "shared_bytes": compiled.metadata.shared}
-    print(json.dumps({**line, "num_mma": ptx.count("mma.sync"), "num_wgmma": ptx.count("wgmma")}), flush=True)
+    line |= {"num_mma": ptx.count("mma.sync"), "num_wgmma": ptx.count("wgmma")}
+    line |= {"num_single_loads": ptx.count("ld.global.b16"), "num_copies_of_16": ptx.count("cp.async.cg")}
+    print(json.dumps(line), flush=True)
 
 
 def main() -> None:
     shared = {"BLOCK_T": 32, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
     shrink = {"BLOCK_R": 64, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True, "stride_xk": 1}
     compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink | shared, num_stages=3)
-    expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "ADD_INPUTS": True, "stride_yn": 1}
+    expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "H_ALIGN": 4, "ADD_INPUTS": True, "stride_yn": 1}
     expand |= {"HAS_GAIN": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True}
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_SITES": 3, "ALIGN": 16}
     compile_kernel(triton_expand.expand_kernel, "bf16", expand | shared, num_stages=1)

@@ -23,5 +23,9 @@ def test_kernels_compile_for_an_h200_without_wgmma(tmp_path: Path) -> None:
     assert len(compiled) == 5
     assert all(kernel["num_wgmma"] == 0 for kernel in compiled)
     assert all(kernel["num_mma"] > 0 for kernel in compiled if kernel["kernel"] in PRODUCTS)
+    # Weights and inputs are read 16 bytes at a time, those of shrink ahead of their products.
+    products = [kernel for kernel in compiled if kernel["kernel"] in PRODUCTS]
+    assert [kernel["num_single_loads"] for kernel in products] == [0, 0]
+    assert products[0]["num_copies_of_16"] > 0
     # Three programs fit on a multiprocessor of 228 KiB.
     assert all(kernel["shared_bytes"] < 76 * 1024 for kernel in compiled)
