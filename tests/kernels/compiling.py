@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,3 +42,13 @@ def compile_for_h200(
         attrs={(position[name],): [["tt.divisibility", 16]] for name in aligned},
     )
     return triton.compile(source, target=H200, options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def stack_bytes(compiled: Any) -> int:
+    """What a thread keeps in memory because registers do not hold it: zero where nothing is spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))

@@ -10,7 +10,7 @@ import triton
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes
 from kernels.paged_attention.triton_decode import _combine_kernel, _decode_kernel
 from kernels.paged_attention.triton_prefill import _prefill_kernel
-from tests.kernels.compiling import compile_for_h200
+from tests.kernels.compiling import compile_for_h200, stack_bytes
 
 BFLOAT16 = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
 FLOAT32 = ("part_ptr", "part_sum_ptr", "key_scale_ptr", "value_scale_ptr")
@@ -38,6 +38,7 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], cache: str, *, num_wa
         "num_async_copies": text.count("cp.async"),
         "num_fp8_casts": text.count("e4m3x2"),
         "shared_bytes": compiled.metadata.shared,
+        "stack_bytes": stack_bytes(compiled),
     }
     print(json.dumps(figures), flush=True)
 

@@ -31,5 +31,6 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
         # The third and the fourth model have FP8 caches.
         is_fp8 = number // 3 in (2, 3) and kernel["kernel"] != "_combine_kernel"
         assert (kernel["num_fp8_casts"] > 0) == is_fp8
+        assert kernel["stack_bytes"] == 0, "registers are spilled"
         # Two programs fit on a multiprocessor of 228 KiB.
         assert kernel["shared_bytes"] < 114 * 1024
