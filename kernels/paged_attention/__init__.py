@@ -61,8 +61,9 @@ def cross_attention(
     The batch comes from AttentionBatch.build(..., is_causal=False): its block tables and context_lens are those of the
     encoder's keys, and a sequence may have any number of queries. Otherwise as paged_attention.
     """
-    if batch.is_causal:
-        raise ValueError("the batch is causal; cross attention wants AttentionBatch.build(..., is_causal=False)")
+    if batch.is_causal or batch.is_ragged:
+        kind = "causal" if batch.is_causal else "ragged"
+        raise ValueError(f"the batch is {kind}; cross attention wants AttentionBatch.build(..., is_causal=False)")
     options = Options(scale, softcap=softcap, key_scale=key_scale, value_scale=value_scale)
     return _attend(query, key_cache, value_cache, batch, options)
 

@@ -187,6 +187,8 @@ def test_a_batch_of_another_kind_is_refused() -> None:
         paged_attention(*arguments, across, scale=1.0)
     with pytest.raises(ValueError, match="the batch is causal"):
         cross_attention(*arguments, inputs.batch, scale=1.0)
+    with pytest.raises(ValueError, match="the batch is ragged"):
+        cross_attention(*arguments, AttentionBatch.ragged([1]), scale=1.0)
     with pytest.raises(ValueError, match=r"wants AttentionBatch\.ragged"):
         encoder_attention(*arguments, across, scale=1.0)
     with pytest.raises(ValueError, match=r"want \[2, Hkv, D\]"):
