@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.sampling import reference
+from kernels.sampling import cpu, reference
 from kernels.sampling.logprobs import TokenLogprobs, token_logprobs
 from kernels.sampling.rows import IN_ANSWER, IN_PROMPT, Adjustments, SamplingRows, check_adjustments, check_rows
 
@@ -35,4 +35,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustm
         from kernels.sampling import triton_kernel
 
         return triton_kernel.sample(logits, rows, adjustments)
-    return reference.sample(logits, rows, adjustments)
+    if logits.is_cuda:
+        return reference.sample(logits, rows, adjustments)
+    return cpu.sample(logits, rows, adjustments)

@@ -58,16 +58,22 @@ def adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
     penalised = adjustments.history_row.ge(0).nonzero().flatten()
     if penalised.numel() == 0:
         return values
-    history = adjustments.history[adjustments.history_row[penalised]]
-    repetition, presence, frequency = (
+    factors = (
         part[penalised].unsqueeze(1) for part in (adjustments.repetition, adjustments.presence, adjustments.frequency)
     )
-    x = values[penalised]
+    history = adjustments.history[adjustments.history_row[penalised]]
+    values[penalised] = penalise(values[penalised], history, *factors)
+    return values
+
+
+def penalise(
+    x: torch.Tensor, history: torch.Tensor, repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor
+) -> torch.Tensor:
+    """The penalties of Adjustments on float32 x, of tokens with this history (int32 of the same shape)."""
     x = torch.where(history > 0, torch.where(x > 0, x / repetition, x * repetition), x)
     times = torch.div(history, IN_ANSWER, rounding_mode="floor")
     x = x - frequency * times.float()
-    values[penalised] = x - presence * times.gt(0).float()
-    return values
+    return x - presence * times.gt(0).float()
 
 
 def _draw(values: torch.Tensor, rows: SamplingRows, drawn: torch.Tensor) -> torch.Tensor:
@@ -77,7 +83,7 @@ def _draw(values: torch.Tensor, rows: SamplingRows, drawn: torch.Tensor) -> torc
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")
     )
     scores = kept_scores(values, temperature, top_k, top_p, min_p)
-    scores += gumbel(seed, position, values.shape[1])
+    scores += gumbel(seed, position, torch.arange(values.shape[1], device=values.device))
     return scores.argmax(dim=-1)
 
 
@@ -86,7 +92,7 @@ def kept_scores(
 ) -> torch.Tensor:
     """Scores of what is kept, float64 [n, vocab], -inf for the rest; all temperatures are above 0."""
     divisor = temperature.double().unsqueeze(1)
-    scores = _scores(values, divisor, values.amax(dim=-1, keepdim=True))
+    scores = scaled_scores(values, divisor, values.amax(dim=-1, keepdim=True))
     lowest = _lowest_kept(values, divisor, top_k, top_p)
     if lowest is not None:
         scores.masked_fill_(values < lowest.unsqueeze(1), float("-inf"))
@@ -97,21 +103,20 @@ def kept_scores(
     return scores
 
 
-def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Gumbel noise, float64 [n, vocab_size], from (seed, position, token id) alone."""
+def gumbel(seed: torch.Tensor, position: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise, float64 [n, num_tokens], from (seed [n], position [n], token id) alone; all int64."""
     key = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
-    token_ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seed.device)
-    bits = _mix(key.unsqueeze(1) + (token_ids * _GOLDEN).unsqueeze(0))
+    bits = _mix(key.unsqueeze(1) + ((token_ids + 1) * _GOLDEN).unsqueeze(0))
     uniform = _shift_right(bits, 12).double().add_(0.5).mul_(_UNIT)  # in (0, 1), both ends excluded
     return uniform.log_().neg_().log_().neg_()
 
 
-def _scores(values: torch.Tensor, divisor: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+def scaled_scores(values: torch.Tensor, divisor: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
     """(values - highest) / divisor in float64."""
     return (values.double() - highest.double()).div_(divisor)
 
 
-def _mass(scores: torch.Tensor) -> torch.Tensor:
+def mass_of(scores: torch.Tensor) -> torch.Tensor:
     """exp(scores) in units of 2^-40, int64."""
     return scores.exp().mul_(MASS_OF_ONE).add_(0.5).to(torch.int64)
 
@@ -131,7 +136,7 @@ def _lowest_kept(
     chosen = values.index_select(0, limited)
     descending = chosen.topk(most, dim=-1).values if most < vocab_size else chosen.sort(dim=-1, descending=True).values
     ranks = torch.arange(most, device=values.device)
-    mass = _mass(_scores(descending, divisor.index_select(0, limited), descending[:, :1]))
+    mass = mass_of(scaled_scores(descending, divisor.index_select(0, limited), descending[:, :1]))
     mass = mass.masked_fill_(ranks >= num_kept, 0)
     # Tokens that equal the last one kept are kept too, and count.
     last = descending.gather(1, num_kept - 1)
@@ -146,11 +151,11 @@ def _lowest_kept(
 
 def _mix(state: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser on wrapping int64."""
-    state = (state ^ _shift_right(state, 30)) * _MIX_1
-    state = (state ^ _shift_right(state, 27)) * _MIX_2
-    return state ^ _shift_right(state, 31)
+    state = (state ^ _shift_right(state, 30)).mul_(_MIX_1)
+    state = state.bitwise_xor_(_shift_right(state, 27)).mul_(_MIX_2)
+    return state.bitwise_xor_(_shift_right(state, 31))
 
 
 def _shift_right(state: torch.Tensor, count: int) -> torch.Tensor:
     """Logical shift: int64's own keeps the sign."""
-    return (state >> count) & ((1 << (64 - count)) - 1)
+    return (state >> count).bitwise_and_((1 << (64 - count)) - 1)

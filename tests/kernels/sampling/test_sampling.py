@@ -7,8 +7,8 @@ import hashlib
 import pytest
 import torch
 
-from kernels.sampling import SamplingRows, sample
-from kernels.sampling.cases import CASES, Case
+from kernels.sampling import SamplingRows, cpu, reference, sample
+from kernels.sampling.cases import CASES, Case, make_adjustments
 from kernels.sampling.reference import gumbel
 
 
@@ -48,7 +48,7 @@ def test_noise_is_splitmix64_in_exact_arithmetic() -> None:
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
     for seed, position in ((0, 0), (1, 5), ((1 << 64) - 1, 2), (1 << 63, 1_000_000)):
         signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-        noise = gumbel(torch.tensor([signed]), torch.tensor([position]), 4)[0]
+        noise = gumbel(torch.tensor([signed]), torch.tensor([position]), torch.arange(4))[0]
         key = splitmix64((splitmix64((seed + golden) & mask) + (position + 1) * golden) & mask)
         for token_id in range(4):
             bits = splitmix64((key + (token_id + 1) * golden) & mask)
@@ -80,6 +80,30 @@ def test_draw_of_a_row_is_the_same_alone_and_in_any_batch(case: Case) -> None:
         assert sample(logits[row : row + 1], alone).item() == together[row].item()
 
 
+@pytest.mark.parametrize("vocab_size", [1, 5, 700, 3 * cpu.TILE + 1])
+@pytest.mark.parametrize("levels", [0, 6])
+def test_cpu_draws_what_the_definition_draws(vocab_size: int, levels: int) -> None:
+    """Row by row and tile by tile, with ties and without; adjusted and plain rows side by side."""
+    limits = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.0, 0.4, 1.0, 40.0)
+        for top_k in (0, 1, 90, 4000)
+        for top_p in (0.2, 0.97, 1.0)
+        for min_p in (0.0, 0.2)
+    ][:: 1 if vocab_size < 1000 else 5]
+    columns = [torch.tensor(column) for column in zip(*limits, strict=True)]
+    order = torch.arange(len(limits))
+    rows = SamplingRows(*columns, seed=order - 9, position=order % 7)
+    logits = make_logits(len(limits), vocab_size).to(torch.bfloat16)
+    if levels:
+        logits = (logits * levels / 4).round() * 4 / levels
+    adjustments = make_adjustments(len(limits), vocab_size)
+    for some in (None, adjustments):
+        assert torch.equal(cpu.sample(logits, rows, some), reference.sample(logits, rows, some))
+    assert torch.equal(cpu.adjust(logits, adjustments), reference.adjust(logits, adjustments))
+    assert torch.equal(cpu.sample(logits, None, adjustments), reference.sample(logits, None, adjustments))
+
+
 def test_greedy_rows_are_argmax_whatever_their_neighbours() -> None:
     logits = make_logits(6, 50)
     rows = make_rows(6)
@@ -98,7 +122,7 @@ def test_top_k_one_and_tiny_top_p_are_argmax() -> None:
 
 def frequencies(logits: torch.Tensor, num_draws: int, **sampling: float) -> torch.Tensor:
     rows = make_rows(num_draws, **sampling)  # type: ignore[arg-type]  # ints and floats by name
-    tokens = sample(logits.expand(num_draws, -1), rows)
+    tokens = reference.sample(logits.expand(num_draws, -1), rows, None)
     return torch.bincount(tokens, minlength=logits.shape[0]).double() / num_draws
 
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import Adjustments, SamplingRows, reference, sample, triton_kernel, triton_logprobs
+from kernels.sampling import SamplingRows, reference, sample, triton_kernel, triton_logprobs
+from kernels.sampling.cases import make_adjustments
 from kernels.sampling.logprobs import normalise
 from kernels.sampling.triton_adjust import adjust
 
@@ -47,32 +48,6 @@ def make_logits(num_rows: int, vocab_size: int, *, seed: int = 0, levels: int = 
     """Normal logits, or many equal ones on so many levels."""
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     return (logits * levels / 6).round() / levels if levels else logits
-
-
-def make_adjustments(num_rows: int, vocab_size: int, *, seed: int = 0) -> Adjustments:
-    """Every second row adjusted, the first of them without a history; biases and bans on all."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.arange(0, num_rows, 2)
-    count = len(rows)
-
-    def between(low: float, high: float) -> torch.Tensor:
-        return torch.rand(count, generator=generator) * (high - low) + low
-
-    times = torch.randint(0, 16, (count, vocab_size), generator=generator, dtype=torch.int32)
-    pairs = torch.randperm(count * vocab_size, generator=generator)[: 3 * count]
-    bias = torch.randn(len(pairs), generator=generator) * 5
-    bias[::3] = float("-inf")
-    return Adjustments(
-        rows=rows.flip(0),
-        repetition=between(0.5, 2),
-        presence=between(-2, 2),
-        frequency=between(-4, -1),
-        history_row=torch.arange(count) - 1,
-        history=torch.where(times > 5, times - 5, 0),
-        bias_row=pairs // vocab_size,
-        bias_token=pairs % vocab_size,
-        bias=bias,
-    )
 
 
 MIXED = ((0.0, 3, 0.5, 0.1), (1.0, 0, 1.0, 0.0), (0.7, 20, 0.8, 0.01), (30.0, 7, 1.0, 0.0), (1.3, 0, 0.6, 0.0))
