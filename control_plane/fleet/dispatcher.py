@@ -7,7 +7,7 @@ told of every request that cannot go on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from control_plane.errors import MotetError
 from control_plane.fleet import placement
@@ -32,6 +32,7 @@ class Dispatcher:
         # Invariant: a job is here exactly if it is unfinished and has no session. Arrival order.
         self.waiting: dict[RequestId, Job] = {}
         self.num_migrated = 0  # in all
+        self.num_levelled = 0  # moved while they waited, in all
         self._shortlist = Shortlist()
         self._trials: dict[int, Job] = {}  # epoch -> the suspect on trial there
         self._costs = costs
@@ -158,6 +159,49 @@ class Dispatcher:
         self.waiting.pop(job.request.request_id, None)
         if job.session is not None and self._trials.get(job.session.epoch) is job:
             self._end_trial(job)
+
+    def level(self, jobs: Mapping[RequestId, Job]) -> None:
+        """Move requests that have not run and wait to a worker that has nothing waiting, where that is clearly faster.
+
+        The latest arrivals go: those before them have their turn sooner where they are.
+        """
+        idle = {i: s for i, s in self.sessions.items() if s.scheduler.num_waiting == 0}
+        if not idle:
+            return
+        for session in list(self.sessions.values()):
+            if session.scheduler.num_waiting == 0:
+                continue
+            for request_id in session.scheduler.latest_waiting(placement.MAX_LEVELLED):
+                job = jobs.get(request_id)
+                if job is None or job.session is not session or job.has_run or placement.is_suspect(job):
+                    continue
+                target = self._faster(job, session, idle)
+                if target is None:
+                    break  # the others of this worker are served sooner still
+                self._move(job, session, target)
+
+    def _faster(self, job: Job, session: WorkerSession, idle: dict[str, WorkerSession]) -> WorkerSession | None:
+        """The best of the idle sessions for a job that waits on `session`, if it pays to move it there."""
+        need = placement.need_of(job.request, self._costs, self._is_cached)
+        shortlist = self._shortlist.choose(idle, job.request)
+        cost_ms, target = min(
+            ((placement.price(other, need, self._costs), other) for other in shortlist),
+            key=lambda priced: (priced[0], priced[1].worker_id),
+        )
+        if target.epoch in job.failed_load_epochs:
+            return None
+        return target if cost_ms < placement.LEVEL_SHARE * placement.price(session, need, self._costs) else None
+
+    def _move(self, job: Job, session: WorkerSession, target: WorkerSession) -> None:
+        request = session.withdraw(job.request.request_id)
+        if request is None:
+            return
+        job.request, job.session = request, None
+        self.waiting[request.request_id] = job
+        if self._try(target, job) is not None:
+            error = self._place(job)
+            assert error is None, "a request that a worker had taken fits none any more"
+        self.num_levelled += 1
 
     # ---- trials ----
 

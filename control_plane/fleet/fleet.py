@@ -315,6 +315,7 @@ class Fleet:
         self._last_tick_s = now_s
         for session in list(self._sessions.values()):
             session.tick(now_s, was_asleep=was_asleep)
+        self._dispatcher.level(self._jobs)
         for job in list(self._dispatcher.waiting.values()):
             if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
                 self._fail(job, DeadlineExceeded("the deadline passed before a worker could take the request"))

@@ -16,6 +16,10 @@ The cheapest worker is taken, the lower worker id among equal ones; of many work
 (shortlist.py). Speed enters only where something waits or shares a batch: an idle worker is not judged by its steps of
 the time when it was full.
 
+**Levelling.** At every tick, requests that have not run and wait on one worker while another has nothing waiting are
+priced once more on both, the latest arrivals first, and moved where that is clearly faster. So a worker that attaches,
+or that is through with its work, takes over from those that are behind.
+
 **Suspicion.** A request that was being computed at two worker deaths is a suspect. At most one suspect at a time is on
 trial per worker. It is cleared when it has gained more tokens there than can be in flight: what killed a worker once
 does so again at the re-prefill or at the token after it. A worker that dies during a trial convicts the suspect.
@@ -37,6 +41,10 @@ from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import AdapterRef, Request
 
 MAX_MIGRATIONS = 3
+# A request that waits is moved to another worker where it is expected to take less than this share of the time: moving
+# gives up its place in a queue, and prices are estimates.
+LEVEL_SHARE = 0.7
+MAX_LEVELLED = 16  # of one worker at a time
 DEATHS_TO_SUSPECT = 2
 # Leading blocks that are looked up in the prefix caches: what lies beyond decides little, and hashing takes time.
 MAX_PREFIX_BLOCKS = 128
@@ -163,9 +171,14 @@ def offer_of(session: Candidate, need: Need) -> Offer:
     )
 
 
+def price(session: Candidate, need: Need, costs: PlacementCosts) -> float:
+    """Milliseconds that the request is expected to take on this worker."""
+    return cost_ms(offer_of(session, need), need, costs)
+
+
 def by_preference(sessions: Iterable[AnyCandidate], need: Need, costs: PlacementCosts) -> Iterator[AnyCandidate]:
     """The sessions, best first."""
-    heap = [(cost_ms(offer_of(session, need), need, costs), session.worker_id, session) for session in sessions]
+    heap = [(price(session, need, costs), session.worker_id, session) for session in sessions]
     heapq.heapify(heap)  # mostly only the first is asked for
     while heap:
         yield heapq.heappop(heap)[2]

@@ -130,6 +130,12 @@ class WorkerSession:
         self.scheduler.cancel(request_id, self._clock(), index)
         self._pump_soon()
 
+    def withdraw(self, request_id: RequestId) -> Request | None:
+        """Take back a request that waits for a row, with every accepted token; None if it does not."""
+        request = self.scheduler.withdraw(request_id)
+        self._pump_soon()
+        return request
+
     def pause(self, request_id: RequestId) -> None:
         """Schedule it no more until `unpause`."""
         self.scheduler.pause(request_id)

@@ -11,6 +11,7 @@ answered, so nothing that a worker may still touch is ever given away.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from dataclasses import replace
 from operator import attrgetter
@@ -25,6 +26,7 @@ from control_plane.scheduler.planner import Planner
 from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.roster import Roster, by_order
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS, may_plan, repeat
+from control_plane.scheduler.sequence_group import GroupState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
 from control_plane.scheduler.step_costs import StepCosts
@@ -95,6 +97,22 @@ class Scheduler:
             self.roster.end(group)
         elif index is None and self._outputs:
             self._outputs = [output for output in self._outputs if output.request_id != request_id]
+
+    def withdraw(self, request_id: RequestId) -> Request | None:
+        """Give a request that waits for its first row back with every accepted token, to go on elsewhere.
+
+        None, and nothing changes, if it is none such.
+        """
+        group = self.groups.get(request_id)
+        if group is None or group.state is not GroupState.WAITING:
+            return None
+        request = group.request_so_far()
+        self.roster.end(group)
+        return request
+
+    def latest_waiting(self, count: int) -> list[RequestId]:
+        """Requests in the waiting queue, at most so many, the latest arrival first."""
+        return [group.request.request_id for group in heapq.nlargest(count, self.waiting, key=by_order)]
 
     def pause(self, request_id: RequestId) -> None:
         """Stop scheduling a request whose reader is slow. It gives way first when anything is short."""

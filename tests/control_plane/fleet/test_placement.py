@@ -16,6 +16,7 @@ from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
     LoopbackWorker,
+    expected,
     make_fleet,
     make_request,
     read_all,
@@ -188,3 +189,56 @@ async def test_the_nearer_an_adapter_is_the_better(clock: FakeClock) -> None:
     fleet.submit(third)
     fleet.submit(fourth)
     assert [name_of(workers, request) for request in (third, fourth)] == ["w0", "w1"]
+
+
+async def test_a_worker_that_attaches_takes_over_what_waits_elsewhere(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    first = LoopbackWorker(fleet, "w0")
+    requests = [make_request(fleet, [i, 1], 40) for i in range(48)]  # three times its rows
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    await first.turn()
+    second = LoopbackWorker(fleet, "w1")
+    assert second.session.scheduler.num_unfinished == 0
+    fleet.tick()
+    moved = [request for request in requests if request.request_id in second.session.scheduler.groups]
+    assert 8 <= len(moved) <= 16 and moved == requests[-len(moved) :]  # the latest
+    fleet.tick()
+    assert second.session.scheduler.num_unfinished <= 20  # it has enough
+    while not all(reader.done() for reader in readers):
+        await first.turn()
+        await second.turn()
+        fleet.tick()
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+    assert fleet.queue_snapshot().num_migrated == 0
+    for worker in (first, second):
+        worker.session.scheduler.check_invariants()
+        assert worker.session.snapshot().num_blocks_held == 0
+
+
+async def test_what_waits_stays_where_its_turn_comes_sooner(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, placement=PlacementCosts(load_ms=10_000.0))
+    first = LoopbackWorker(fleet, "w0")
+    adapter = fleet._weights.add("a")  # type: ignore[attr-defined]  # FakeWeights
+    requests = [make_request(fleet, [i, 1], 40, adapter) for i in range(24)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    for _ in range(3):
+        await first.turn()
+    second = LoopbackWorker(fleet, "w1")  # has no weights, and a load is said to take ten seconds
+    fleet.tick()
+    assert second.session.scheduler.num_unfinished == 0
+    await first.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+
+
+async def test_requests_that_have_run_are_not_moved_about(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    first = LoopbackWorker(fleet, "w0", capacities=replace(CAPACITIES, num_blocks=40))
+    requests = [make_request(fleet, [i, 1], 60) for i in range(6)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    while not first.session.scheduler.num_waiting or not first.session.snapshot().num_preemptions:
+        await first.turn()
+    second = LoopbackWorker(fleet, "w1")
+    fleet.tick()
+    assert second.session.scheduler.num_unfinished == 0
+    await first.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
