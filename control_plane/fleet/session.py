@@ -245,7 +245,6 @@ class WorkerSession:
             return
         self._num_steps += 1
         self._step_times_us.append(message.step_time_us)
-        self.scheduler.observe(message.step_time_us)
         outputs = self.scheduler.apply(result, received_s)
         try:
             self._pump()  # before delivering: the worker waits, the readers are woken later anyway

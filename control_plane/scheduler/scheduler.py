@@ -231,11 +231,6 @@ class Scheduler:
         self.flights.extend(flights)
         return plan
 
-    def observe(self, step_time_us: int) -> None:
-        """Learn what the oldest unanswered step took on the worker; to be called before its result is applied."""
-        flight = self.flights[0]
-        self.costs.observe(step_time_us, len(flight.decodes), sum(num_tokens for _, num_tokens, _ in flight.prefills))
-
     def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
         check_answer(self.flights, result)
