@@ -3,6 +3,7 @@ sampling kernels take. A row costs per step only what it asks for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class Sampler:
         # By row: its biases before and after min_tokens generated tokens. Rows without any are not in it.
         self._biases: dict[int, tuple[_Biases, _Biases]] = {}
         self._history = TokenHistory(vocab_size=vocab_size, device=device)
+        # What the last drawn rows were told, while rows stay what they are: only their positions are new in each step.
+        self._last_draws: tuple[bytes, SamplingRows | None] | None = None
         # Most likely tokens told beside each token, -1 for no log-probabilities.
         self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_rows, -1, dtype=np.int64)
@@ -48,6 +51,7 @@ class Sampler:
         """Begin a row. Raises PlanRefused on settings that make no sense."""
         row, sampling = new.row, new.sampling
         _check(new, self._vocab_size)
+        self._last_draws = None
         self._temperature[row] = sampling.temperature
         self._top_k[row] = min(sampling.top_k, self._vocab_size)
         self._top_p[row] = sampling.top_p
@@ -97,6 +101,14 @@ class Sampler:
         return tokens
 
     def _draws(self, rows: Int64Array, positions: Int64Array) -> SamplingRows | None:
+        key = rows.tobytes()
+        if self._last_draws is None or self._last_draws[0] != key:
+            self._last_draws = (key, self._settings(rows))
+        settings = self._last_draws[1]
+        return None if settings is None else replace(settings, position=self._tensor(positions))
+
+    def _settings(self, rows: Int64Array) -> SamplingRows | None:
+        """Of rows at position 0; None if all are greedy."""
         temperature = self._temperature[rows]
         if not temperature.any():
             return None
@@ -107,7 +119,7 @@ class Sampler:
             top_p=self._tensor(top_p),
             min_p=self._tensor(min_p),
             seed=self._tensor(self._seed[rows]),
-            position=self._tensor(positions),
+            position=self._tensor(np.zeros_like(rows)),
             has_top_k=bool(top_k.any()),
             has_top_p=bool((top_p < 1).any()),
             has_min_p=bool(min_p.any()),
