@@ -1,0 +1,121 @@
+"""Penalties and log-probabilities of the served system equal those of transformers + PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from motet import Client, TokenLogprobs
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.harness import System
+from tests.e2e.traffic import prompts
+from tests.makers import make_adapter, make_checkpoint
+
+PROMPTS = prompts([3, 9, 17], vocab_size=256, seed=11)
+# Answers that differ by less in score or logit may change places by rounding: sums of another order differ by 1e-5.
+MIN_GAP = 1e-3
+WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "256", "--max-rows", "12"]
+WORKER_FLAGS += ["--max-model-len", "128", "--arena-bytes", "64MiB"]
+
+
+@dataclass(frozen=True)
+class Served:
+    client: Client
+    model: PeftModel
+
+    def logits(self, token_ids: Sequence[int], adapter: str) -> torch.Tensor:
+        """[len(token_ids), vocabulary], float32."""
+        with torch.inference_mode():
+            if adapter:
+                return self.model(input_ids=torch.tensor([token_ids])).logits[0].float()
+            with self.model.disable_adapter():
+                return self.model(input_ids=torch.tensor([token_ids])).logits[0].float()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("system")
+    checkpoint = make_checkpoint(directory / "model", arch="llama")
+    adapter = make_adapter(directory / "adapter", checkpoint, rank=8, alpha=16, targets=["q_proj", "down_proj"], seed=2)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    with System(checkpoint, directory) as system:
+        client = system.client()
+        client.adapters.register("one", adapter)
+        system.start_worker(flags=WORKER_FLAGS)
+        yield Served(client, PeftModel.from_pretrained(base, str(adapter)).eval())
+
+
+def assert_told(told: Sequence[TokenLogprobs], token_ids: Sequence[int], logits: torch.Tensor, num_top: int) -> None:
+    """`logits` are those that the tokens were chosen from, one row each."""
+    assert [entry.token_id for entry in told] == list(token_ids)
+    logprobs = logits.log_softmax(-1)
+    for entry, row in zip(told, logprobs, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        assert abs(entry.rank - 1 - int((row > row[entry.token_id]).sum())) <= int(
+            ((row - row[entry.token_id]).abs() < MIN_GAP).sum() - 1
+        )
+        best = row.topk(num_top)
+        assert [candidate.logprob for candidate in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["", "one"])
+def test_log_probabilities_are_the_models_own(served: Served, adapter: str) -> None:
+    for prompt in PROMPTS:
+        result = served.client.generate(
+            list(prompt),
+            adapter=adapter,
+            n=2,
+            max_tokens=8,
+            ignore_eos=True,
+            temperature=0.7,
+            repetition_penalty=1.5,
+            logprobs=4,
+            prompt_logprobs=2,
+            timeout_s=120.0,
+        ).result()
+        num_prompt = len(prompt)
+        for answer in result.answers:
+            logits = served.logits([*prompt, *answer.token_ids], adapter)
+            assert_told(answer.logprobs, answer.token_ids, logits[num_prompt - 1 : -1], 4)
+        assert_told(result.started.prompt_logprobs, prompt[1:], logits[: num_prompt - 1], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["", "one"])
+def test_penalties_and_bias_change_the_greedy_choice_as_they_should(served: Served, adapter: str) -> None:
+    bias = {40: 0.5, 41: -100.0, 42: 1.0}
+    num_compared = 0
+    for prompt in PROMPTS:
+        result = served.client.generate(
+            list(prompt),
+            adapter=adapter,
+            max_tokens=10,
+            ignore_eos=True,
+            repetition_penalty=1.3,
+            presence_penalty=0.4,
+            frequency_penalty=0.3,
+            logit_bias=bias,
+            timeout_s=120.0,
+        ).result()
+        tokens = list(prompt)
+        for token in result.token_ids:
+            row = served.logits(tokens, adapter)[-1].clone()  # outside inference mode, so that it may be changed
+            seen = torch.tensor(sorted(set(tokens)))
+            row[seen] = torch.where(row[seen] > 0, row[seen] / 1.3, row[seen] * 1.3)
+            for generated in tokens[len(prompt) :]:
+                row[generated] -= 0.3
+            for generated in set(tokens[len(prompt) :]):
+                row[generated] -= 0.4
+            for biased, amount in bias.items():
+                row[biased] += amount
+            best = row.topk(2)
+            if float(best.values[0] - best.values[1]) >= MIN_GAP:
+                num_compared += 1
+                assert token == int(best.indices[0]), (len(prompt), len(tokens))
+            tokens.append(token)
+    assert num_compared >= 20
