@@ -10,7 +10,7 @@ import torch
 from data_plane.adapters.site_groups import SiteGroups
 from data_plane.adapters.slots import ResidentAdapter
 from data_plane.adapters.working_set import WorkingSet
-from kernels.lora import DeviceRoute, Route, add_lora, add_lora_group
+from kernels.lora import DeviceRoute, Route, add_lora_group, add_lora_sites
 
 
 class LoraStep(Protocol):
@@ -44,14 +44,12 @@ class StackedStep:
         return any(site_name in adapter.weights for adapter in self._adapters)
 
     def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        site = self._working_set.site(site_name)
-        if site is not None and self.targets(site_name):
-            add_lora(y, x, site, self._route)
+        self.apply_group((site_name,), x, y)
 
     def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
-        parts = torch.split(y, [self._working_set.out_features(name) for name in site_names], dim=1)
-        for name, part in zip(site_names, parts, strict=True):
-            self.apply(name, x, part)
+        sites = [self._working_set.site(name) if self.targets(name) else None for name in site_names]
+        widths = [self._working_set.out_features(name) for name in site_names]
+        add_lora_sites(y, x, list(zip(widths, sites, strict=True)), self._route)
 
 
 class PagedStep:

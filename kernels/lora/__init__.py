@@ -1,11 +1,13 @@
 """Adds each token's LoRA product to a linear's output.
 
-`add_lora` does it whole, and `add_lora_embedding` for an embedding: on the CPU from stacked weights along a `Route`,
-anywhere from pages (the definition).
+`add_lora` does it whole, `add_lora_sites` for linears that were fused, `add_lora_embedding` for an embedding: on the
+CPU from stacked weights along a `Route`, anywhere from pages (the definition).
 `lora_route` groups a step's tokens on their device, for the operators on pages (kernels.lora.ops).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -38,6 +40,7 @@ __all__ = [
     "add_lora",
     "add_lora_embedding",
     "add_lora_group",
+    "add_lora_sites",
     "bgmv_expand",
     "bgmv_expand_slice",
     "bgmv_shrink",
@@ -84,15 +87,30 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, weights: StackedSite | PagedSite,
 
     Tokens without an adapter keep their bits. y may be a column slice of a wider tensor.
     """
-    num_tokens = len(route.token_slots)
-    _check_output(y, weights, num_tokens)
-    in_features = _in_features(weights)
-    if x.shape != (num_tokens, in_features) or x.dtype != y.dtype:
-        raise ValueError(f"x is {x.dtype} {list(x.shape)}, want {y.dtype} [{num_tokens}, {in_features}]")
+    _check(y, x, weights, len(route.token_slots))
     if isinstance(weights, PagedSite):
         reference.add_lora(y, x, weights, route.token_slots)
     else:
-        cpu.add_lora(y, x, weights, route)
+        cpu.add_lora(y, x, [(slice(0, y.shape[1]), weights)], route)
+
+
+def add_lora_sites(
+    y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[int, StackedSite | None]], route: Route
+) -> None:
+    """add_lora for sites that read the same x and write side by side in y [T, sum of out].
+
+    parts: the width of each site, and its weights or None where no adapter of the route targets it.
+    """
+    widths = [width for width, _ in parts]
+    if sum(widths) != y.shape[1]:
+        raise ValueError(f"y has {y.shape[1]} columns, the sites have {widths}")
+    targeted, end = [], 0
+    for width, site in parts:
+        begin, end = end, end + width
+        if site is not None:
+            _check(y[:, begin:end], x, site, len(route.token_slots))
+            targeted.append((slice(begin, end), site))
+    cpu.add_lora(y, x, targeted, route)
 
 
 def add_lora_embedding(
@@ -116,6 +134,13 @@ def add_lora_embedding(
         reference.add_lora_embedding(y, token_ids, weights, route.token_slots)
     else:
         cpu.add_lora_embedding(y, token_ids, weights, route)
+
+
+def _check(y: torch.Tensor, x: torch.Tensor, weights: StackedSite | PagedSite, num_tokens: int) -> None:
+    _check_output(y, weights, num_tokens)
+    in_features = _in_features(weights)
+    if x.shape != (num_tokens, in_features) or x.dtype != y.dtype:
+        raise ValueError(f"x is {x.dtype} {list(x.shape)}, want {y.dtype} [{num_tokens}, {in_features}]")
 
 
 def _in_features(weights: StackedSite | PagedSite) -> int:

@@ -5,6 +5,7 @@ Written for the CPU, runs on any device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +60,16 @@ class Machine:
 MACHINE = Machine.detect()
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
-    """See the package."""
-    if use_dense(site, route):
-        add_dense(y, x, site, route)
-    else:
-        add_grouped(y, x, site, route)
+def add_lora(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, StackedSite]], route: Route) -> None:
+    """See the package. Each site adds to its columns of y; those that are grouped share one gather of x and y."""
+    grouped = []
+    for columns, site in parts:
+        if use_dense(site, route):
+            add_dense(y[:, columns], x, site, route)
+        else:
+            grouped.append((columns, site))
+    if grouped:
+        add_grouped(y, x, grouped, route)
 
 
 def use_dense(site: StackedSite, route: Route) -> bool:
@@ -98,14 +103,14 @@ def add_dense(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route)
         y[route.rows] = y[route.rows].addmm_(shrunk, site.b)
 
 
-def add_grouped(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
+def add_grouped(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, StackedSite]], route: Route) -> None:
     """The same, slot by slot. Tokens that lie apart are gathered once for all slots, in the order of their slots."""
     apart: list[tuple[Segment, torch.Tensor]] = []
     for segment in route.segments:
-        if segment.slot not in site.columns.rows_by_slot:
+        if not any(segment.slot in site.columns.rows_by_slot for _, site in parts):
             continue
         if isinstance(segment.rows, slice):
-            _add_segment(y[segment.rows], x[segment.rows], site, segment.slot)
+            _add_segment(y[segment.rows], x[segment.rows], parts, segment.slot)
         else:
             apart.append((segment, segment.rows))
     if not apart:
@@ -115,15 +120,18 @@ def add_grouped(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Rout
     start = 0
     for segment, _ in apart:
         end = start + segment.num_tokens
-        _add_segment(sums[start:end], inputs[start:end], site, segment.slot)
+        _add_segment(sums[start:end], inputs[start:end], parts, segment.slot)
         start = end
     y[rows] = sums
 
 
-def _add_segment(y: torch.Tensor, x: torch.Tensor, site: StackedSite, slot: int) -> None:
+def _add_segment(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, StackedSite]], slot: int) -> None:
     """y += scaling * (x @ A.T) @ B in place, with the weights of one slot."""
-    columns = site.columns.rows_by_slot[slot]
-    y.addmm_(torch.mm(x, site.a[columns].T), site.b[columns], alpha=site.columns.scaling_by_slot[slot])
+    for columns, site in parts:
+        ranks = site.columns.rows_by_slot.get(slot)
+        if ranks is not None:
+            shrunk = torch.mm(x, site.a[ranks].T)
+            y[:, columns].addmm_(shrunk, site.b[ranks], alpha=site.columns.scaling_by_slot[slot])
 
 
 def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, site: StackedSite, route: Route) -> None:

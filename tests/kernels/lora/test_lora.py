@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import Route, StackedSite, add_lora, cpu, stack_columns
+from kernels.lora import Route, StackedSite, add_lora, add_lora_sites, cpu, stack_columns
 from kernels.lora.cases import CASES, Case, Inputs, make
 from kernels.lora.cpu import Machine
 from tests.kernels.tolerances import assert_close
@@ -20,6 +20,14 @@ from tests.kernels.tolerances import assert_close
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
 Form = Callable[[torch.Tensor, torch.Tensor, StackedSite, Route], None]
+
+
+def dense(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
+    cpu.add_dense(y, x, site, route)
+
+
+def grouped(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
+    cpu.add_grouped(y, x, [(slice(0, y.shape[1]), site)], route)
 
 
 def by_name(name: str) -> Case:
@@ -43,7 +51,7 @@ def define(inputs: Inputs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped, add_lora], ids=["dense", "grouped", "chosen"])
+@pytest.mark.parametrize("form", [dense, grouped, add_lora], ids=["dense", "grouped", "chosen"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_reference(case: Case, form: Form, dtype: torch.dtype) -> None:
     inputs = make(case, dtype)
@@ -75,7 +83,7 @@ def test_reference_equals_lora_layers_of_peft(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped], ids=["dense", "grouped"])
+@pytest.mark.parametrize("form", [dense, grouped], ids=["dense", "grouped"])
 def test_rows_without_adapter_keep_their_bits(form: Form, dtype: torch.dtype) -> None:
     """A negative zero stays one: adding zero to it would not."""
     inputs = make(by_name("mixed"), dtype)
@@ -86,7 +94,7 @@ def test_rows_without_adapter_keep_their_bits(form: Form, dtype: torch.dtype) ->
         assert torch.equal(y[row].view(torch.uint8), inputs.y[row].view(torch.uint8))
 
 
-@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped], ids=["dense", "grouped"])
+@pytest.mark.parametrize("form", [dense, grouped], ids=["dense", "grouped"])
 def test_rows_do_not_depend_on_the_other_adapters(form: Form) -> None:
     """Beyond the order of summing."""
     inputs = make(by_name("mixed"), torch.float32)
@@ -100,7 +108,7 @@ def test_rows_do_not_depend_on_the_other_adapters(form: Form) -> None:
         torch.testing.assert_close(together[row], alone[row], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", [cpu.add_dense, cpu.add_grouped], ids=["dense", "grouped"])
+@pytest.mark.parametrize("form", [dense, grouped], ids=["dense", "grouped"])
 def test_an_adapter_that_overflows_spoils_its_own_rows_only(form: Form) -> None:
     inputs = make(by_name("mixed"), torch.float32)
     rows = inputs.stacked.columns.rows_by_slot[1]
@@ -118,7 +126,7 @@ def test_rows_of_nobody_are_never_used() -> None:
     stale = inputs.stacked.columns.rows_by_slot[3]
     inputs.stacked.columns.slot[stale] = -2
     del inputs.stacked.columns.rows_by_slot[3]
-    for form in (cpu.add_dense, cpu.add_grouped):
+    for form in (dense, grouped):
         y = copy_of(inputs)
         form(y, inputs.x, inputs.stacked, route_of(inputs))
         assert torch.equal(y[8], inputs.y[8])
@@ -140,10 +148,28 @@ def test_random_cases(sizes: tuple[tuple[int, ...], tuple[int, ...]], num_in: in
     ranks, slots = sizes
     inputs = make(Case("random", slots, ranks, num_in * width, num_out * width, width), torch.float32)
     expected = define(inputs)
-    for form in (cpu.add_dense, cpu.add_grouped):
+    for form in (dense, grouped):
         y = copy_of(inputs)
         form(y, inputs.x, inputs.stacked, route_of(inputs))
         assert_close(y, expected, magnitude=8.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fused_sites_equal_each_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense, grouped and one of each; the site between them is not targeted, and its columns keep their bits."""
+    first, last = make(case, torch.float32), make(case, torch.float32, seed=1)
+    route, width = route_of(first), case.out_features
+    y = torch.randn(len(case.token_slots), 2 * width + 3, generator=torch.Generator().manual_seed(2))
+    for choices in ((True, True), (False, False), (True, False)):
+        chosen = {id(site): choice for site, choice in zip((first.stacked, last.stacked), choices, strict=True)}
+        monkeypatch.setattr(cpu, "use_dense", lambda site, route, chosen=chosen: chosen[id(site)])
+        expected = y.clone()
+        add_lora(expected[:, :width], first.x, first.stacked, route)
+        add_lora(expected[:, width + 3 :], first.x, last.stacked, route)
+        actual = y.clone()
+        add_lora_sites(actual, first.x, [(width, first.stacked), (3, None), (width, last.stacked)], route)
+        assert_close(actual, expected, magnitude=4.0)
+        assert torch.equal(actual[:, width : width + 3], y[:, width : width + 3])
 
 
 def test_route_groups_tokens_by_slot() -> None:
@@ -210,6 +236,10 @@ def test_a_machine_is_what_torch_finds() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     inputs = make(by_name("mixed"), torch.float32)
+    with pytest.raises(ValueError, match=r"y has 32 columns, the sites have \[32, 1\]"):
+        add_lora_sites(inputs.y, inputs.x, [(32, inputs.stacked), (1, None)], route_of(inputs))
+    with pytest.raises(ValueError, match=r"y is torch\.float32 \[9, 31\]"):
+        add_lora_sites(inputs.y, inputs.x, [(1, None), (31, inputs.stacked)], route_of(inputs))
     with pytest.raises(ValueError, match=r"want torch\.float32 \[9, 48\]"):
         add_lora(inputs.y, inputs.x[:, 1:], inputs.stacked, route_of(inputs))
     with pytest.raises(ValueError, match=r"y is torch\.bfloat16 .* want torch\.float32 \[9, 32\] as the adapters are"):
