@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from control_plane.scheduler.beam_search import BeamSearcher
 from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.prefix_cache import chain_root
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import Answer, Request, Sampling, WorkerLimits, sample_seed
+from control_plane.scheduler.types import Answer, BeamSearch, Request, Sampling, WorkerLimits, sample_seed
 from control_plane.scheduler.verdict import Verdict, judge_blocks
 
 
@@ -58,24 +59,54 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
         order=(request.arrival_s, serial),
         cache_root=chain_root(None if adapter is None else adapter.digest, request.cache_salt),
     )
+    if request.beam is not None:
+        _add_beams(group, request.beam, max_generated)
+        return group
     for index, answer in enumerate(answers):
-        group.members.append(
-            Sequence(
-                group=group,
-                index=index,
-                request=request,
-                order=group.order,
-                max_generated=max_generated,
-                max_planned=num_prompt + max_generated - 1,
-                stop_token_ids=request.stop_token_ids,
-                sampling=_sampling_of(request.sampling, index),
-                tells_logprobs=request.sampling.num_logprobs is not None
-                or (index == 0 and request.sampling.num_prompt_logprobs is not None),
-                generated=list(answer.token_ids),
-                is_ended=answer.is_ended,
-            )
-        )
+        sampling = _sampling_of(request.sampling, index)
+        tells_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        sequence = _make_sequence(group, index, max_generated, sampling, tells_logprobs=tells_logprobs)
+        sequence.generated = list(answer.token_ids)
+        sequence.is_ended = answer.is_ended
+        group.members.append(sequence)
     return group
+
+
+def _add_beams(group: SequenceGroup, beam: BeamSearch, max_generated: int) -> None:
+    """Members of a beam search: the first computes the prompt, the others wait for its first tokens."""
+    request = group.request
+    assert request.num_samples == 1 and not request.generated_token_ids, "a beam search begins with one prompt"
+    group.searcher = BeamSearcher(
+        beam,
+        stop_token_ids=request.stop_token_ids,
+        min_tokens=request.sampling.min_tokens,
+        max_generated=max_generated,
+    )
+    sampling = Sampling(num_logprobs=group.searcher.num_candidates)
+    for index in range(beam.width):
+        sequence = _make_sequence(group, index, max_generated, sampling, tells_logprobs=True)
+        sequence.is_stepwise = True
+        sequence.max_planned = sequence.num_known
+        group.members.append(sequence)
+    group.beam_sequences = group.members[:1]
+
+
+def _make_sequence(
+    group: SequenceGroup, index: int, max_generated: int, sampling: Sampling, *, tells_logprobs: bool
+) -> Sequence:
+    request = group.request
+    return Sequence(
+        group=group,
+        index=index,
+        request=request,
+        order=group.order,
+        max_generated=max_generated,
+        max_planned=len(request.prompt_token_ids) + max_generated - 1,
+        stop_token_ids=request.stop_token_ids,
+        sampling=sampling,
+        tells_logprobs=tells_logprobs,
+        generated=[],
+    )
 
 
 def _most_blocks(num_prompt: int, num_computed: int, num_sequences: int, block_size: int) -> int:

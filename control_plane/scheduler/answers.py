@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from control_plane.scheduler.beams import advance, outputs_of
 from control_plane.scheduler.plan_draft import Flight
 from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.sequence import Sequence, SequenceState
@@ -53,6 +54,9 @@ class AnswerBook:
                 self._roster.end(group)
                 return
             sequence.num_computed += num_tokens
+            if sequence.is_stepwise:
+                self._book_beam(sequence, result, outputs)
+                return
             is_first = not sequence.generated
             reason = sequence.accept(token_id)
             group.has_progressed = True
@@ -77,6 +81,34 @@ class AnswerBook:
         if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
             self._roster.leave(sequence)
 
+    def _book_beam(self, sequence: Sequence, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """Book the answer for a beam; with the last of them the search goes on, or is over."""
+        group, roster = sequence.group, self._roster
+        searcher = group.searcher
+        assert searcher is not None, "a stepwise row that is no beam"
+        self._register_prompt(sequence)
+        if sequence.state is SequenceState.DRAINING:  # preempted: all beams are asked again
+            if sequence.num_in_flight == 0:
+                roster.leave(sequence)
+            return
+        group.beam_candidates[sequence.index] = result.logprobs[sequence.row].top
+        if len(group.beam_candidates) < len(group.beam_sequences):
+            return
+        advance(group, searcher, roster)
+        group.has_progressed = True
+        self.num_tokens_sampled += len(searcher.beams)
+        if not searcher.beams:
+            outputs += outputs_of(group, searcher)
+            roster.end(group)
+
+    def _register_prompt(self, sequence: Sequence) -> None:
+        """Offer computed blocks to the prefix cache, but none with tokens of beams.
+
+        The last block of a beam that is dropped is its own (beams.py), and no other request's.
+        """
+        if not sequence.generated:
+            self._roster.register(sequence)
+
     def _tell_more(self, sequence: Sequence, output: RequestOutput, result: StepResult, *, is_first: bool) -> None:
         """Add what only some requests ask for."""
         output.index = sequence.index
@@ -90,7 +122,10 @@ class AnswerBook:
         sequence.num_in_flight -= 1
         if not sequence.is_ended:
             sequence.num_computed += num_tokens
-            self._roster.register(sequence)
+            if sequence.is_stepwise:
+                self._register_prompt(sequence)
+            else:
+                self._roster.register(sequence)
         if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
             self._roster.leave(sequence)
 

@@ -20,17 +20,27 @@ from control_plane.scheduler.sequence import Sequence, SequenceState
 
 def num_fork_blocks(members: Items[Sequence], block_size: int) -> int:
     """Blocks that the others take beside those of the first, from which they fork."""
-    source = members[0]
-    return sum(-(-member.num_known // block_size) - _num_common(source, member) // block_size for member in members[1:])
+    source, num_blocks = members[0], 0
+    for member in members[1:]:
+        if _is_to_come(member):
+            num_blocks += 1
+        else:
+            num_blocks += -(-member.num_known // block_size) - _num_common(source, member) // block_size
+    return num_blocks
 
 
 def reserve_forks(members: Items[Sequence], roster: Roster) -> None:
     """Give the others rows, leases, and blocks of their own beside those they share with the first, which has its.
 
-    They hold them in state FORKING until `may_begin`. The caller made sure that rows and blocks are there.
+    They hold them in state FORKING until `may_begin`; beams that are to come hold a row and a block in state RESERVED.
+    The caller made sure that rows and blocks are there.
     """
     source = members[0]
     for fork in members[1:]:
+        if _is_to_come(fork):
+            roster.take_row(fork, SequenceState.RESERVED)
+            fork.block_ids = roster.pool.take(1)
+            continue
         roster.take_row(fork, SequenceState.FORKING)
         share_blocks(source, fork, _num_common(source, fork), roster)
         num_own = -(-fork.num_known // roster.block_size) - len(fork.block_ids)
@@ -76,6 +86,11 @@ def begin_fork(fork: Sequence, roster: Roster, draft: PlanDraft) -> None:
         draft.block_copies.append((fork.copied_block, own_block))
     draft.new_rows.append(begin_row(fork, roster.slot_generation(fork)))
     draft.prefill(fork)
+
+
+def _is_to_come(member: Sequence) -> bool:
+    """Whether it is a beam without tokens of its own: what it will be is not known yet."""
+    return member.is_stepwise and not member.generated
 
 
 def _num_common(source: Sequence, fork: Sequence) -> int:

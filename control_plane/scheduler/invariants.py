@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.sequence import Sequence, SequenceState
-from control_plane.scheduler.sequence_group import GroupState
+from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
 
 if TYPE_CHECKING:
     from control_plane.scheduler.scheduler import Scheduler
@@ -31,6 +31,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.slots.check_invariants(dict(leases), dict(waiting))
     for sequence in scheduler.running:
         _check_running(scheduler, sequence)
+    for group in scheduler.groups.values():
+        _check_beams(group)
 
 
 def _check_places(scheduler: Scheduler) -> None:
@@ -38,8 +40,8 @@ def _check_places(scheduler: Scheduler) -> None:
     waiting, running = list(scheduler.waiting), scheduler.running
     num_draining = sum(s.state is SequenceState.DRAINING for s in running)
     assert scheduler.roster.num_draining == num_draining, "leaving sequences are miscounted"
-    orders = [(s.order, s.index) for s in running]
-    assert orders == sorted(set(orders)), "running sequences are out of order"
+    assert [s.order for s in running] == sorted(s.order for s in running), "running sequences are out of order"
+    assert len({id(s) for s in running}) == len(running), "a sequence runs twice"
     assert all(g.state is GroupState.WAITING for g in waiting), "a request in the waiting queue is not waiting"
     assert all(s.state is not SequenceState.IDLE for s in running), "a sequence that holds a row has the wrong state"
     held = [g for g in scheduler.groups.values() if g.state is GroupState.HELD]
@@ -154,14 +156,32 @@ def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
     """Progress of one request that holds a row."""
     size, limits = scheduler.limits.block_size, scheduler.limits
     assert sequence.num_computed <= sequence.num_planned <= sequence.max_planned, "a request is planned beyond its end"
+    is_reserved = sequence.state is SequenceState.RESERVED or (not sequence.is_begun and not sequence.prefill_end)
     if not sequence.host_block_ids and not (sequence.is_ended and not sequence.block_ids):
         assert sequence.num_planned <= len(sequence.block_ids) * size, "tokens are planned without a block"
-        most = max(sequence.prefill_end, sequence.num_planned)
+        most = 1 if is_reserved else max(sequence.prefill_end, sequence.num_planned)
         assert len(sequence.block_ids) == -(-most // size), "a request holds blocks that it does not need"
     assert sequence.num_known <= limits.max_model_len, "a request outgrew the context"
     assert len(sequence.generated) <= sequence.max_generated, "a request has more tokens than asked for"
-    assert sequence.is_decoding == (sequence.num_planned >= sequence.prefill_end), "decoding before the prefill's end"
+    is_planned = sequence.num_planned >= sequence.prefill_end and not is_reserved
+    assert sequence.is_decoding == is_planned, "decoding before the prefill's end"
     assert (sequence.digest is None) == (sequence.slot_idx is None), "a request runs without its adapter's slot"
     if sequence.slot_idx is not None:
         in_slot = scheduler.slots.slots[sequence.slot_idx].adapter.digest
         assert in_slot == sequence.digest, "a request runs with another adapter's slot"
+
+
+def _check_beams(group: SequenceGroup) -> None:
+    """Every beam of a search is one member's, with its tokens; the others hold a row and a block, or nothing."""
+    if group.searcher is None:
+        return
+    beams = group.beam_sequences
+    assert [tuple(s.generated) for s in beams] == [b.token_ids for b in group.searcher.beams], "a row has lost its beam"
+    assert len({id(s) for s in beams}) == len(beams), "two beams are in one row"
+    for member in group.members:
+        if member in beams:
+            assert member.max_planned == member.num_known, "a beam is planned beyond its last token"
+            is_answered = member.index in group.beam_candidates
+            assert not is_answered or member.num_in_flight == 0, "a beam is planned before the search moved"
+        else:
+            assert not member.generated and member.num_in_flight == 0, "a row without a beam is planned"

@@ -42,6 +42,7 @@ class PlanDraft:
         self.swap_outs: list[tuple[int, int]] = []
         self.swap_ins: list[tuple[int, int]] = []
         self.spent_host_blocks: list[int] = []
+        self.fed_tokens: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -57,6 +58,10 @@ class PlanDraft:
         sequence.num_in_flight += 1
         sequence.is_decoding = sequence.num_planned == sequence.prefill_end
         self.prefills.append((sequence, num_tokens, sequence.is_decoding))
+
+    def feed(self) -> None:
+        """Say which tokens stepwise rows are fed; not called where none decodes."""
+        self.fed_tokens = [(s.row, s.generated[-1]) for s in self.decodes if s.is_stepwise]
 
     def finish(self, step_id: int, freed_rows: list[int], num_steps: int) -> tuple[StepPlan, list[Flight]]:
         """The plan, and what to keep of each of its steps; those after the first only decode."""
@@ -74,6 +79,7 @@ class PlanDraft:
             block_copies=self.block_copies,
             swap_outs=self.swap_outs,
             swap_ins=self.swap_ins,
+            fed_tokens=self.fed_tokens,
             num_steps=num_steps,
         )
         flights = [Flight(step_id, self.decodes, self.prefills, sampled_rows, num_steps == 1)]

@@ -13,7 +13,6 @@ from control_plane.scheduler.new_rows import begin_row
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.preemption import choose_paused, choose_victim
 from control_plane.scheduler.roster import Roster
-from control_plane.scheduler.run_ahead import is_due
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import Policy, SchedulerSettings
@@ -102,9 +101,7 @@ class Planner:
                 continue
             position = sequence.num_planned
             if position >= sequence.max_planned:
-                continue  # all its tokens are planned
-            if not is_due(sequence):
-                continue
+                continue  # all its tokens are planned, or the next one is not chosen yet
             if draft.budget == 0:
                 return True
             if position == len(sequence.block_ids) * size:

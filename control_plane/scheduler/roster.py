@@ -50,7 +50,7 @@ class Roster:
         self.swap = SwapSpace(limits, settings.policy, costs, self.pool, self.cache, self.slots)
         self.rows = RowPool(limits.max_rows)
         self._decode_rows = [ScheduledRow(row, 1, True) for row in range(limits.max_rows)]
-        self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, by arrival and index
+        self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, in order of arrival
         self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
         self.num_draining = 0  # of running
         self.num_running_groups = 0  # requests with members in running
@@ -164,6 +164,18 @@ class Roster:
             self.pool.release([sequence.copied_block])
             sequence.copied_block = None
 
+    def reserve_again(self, beam: Sequence) -> None:
+        """A beam came to nothing: keep its row, and the last of its blocks, for another one."""
+        assert beam.num_in_flight == 0, "a beam is dropped while an unanswered plan names it"
+        *shared, own = beam.block_ids
+        row, slot_idx, decode_row = beam.row, beam.slot_idx, beam.decode_row
+        self.pool.release(shared)
+        self.rows.restart(row)
+        beam.leave_row()
+        beam.row, beam.slot_idx, beam.decode_row, beam.block_ids = row, slot_idx, decode_row, [own]
+        beam.generated, beam.block_hashes, beam.max_planned = [], [], 0
+        beam.state = SequenceState.RESERVED
+
     # ---- leaving ----
 
     def preempt(self, group: SequenceGroup) -> None:
@@ -223,6 +235,7 @@ class Roster:
         if group.num_rows == 0:
             self.num_running_groups -= 1
             group.has_progressed = False
+            group.beam_candidates.clear()
             if group.is_ended:
                 self._vanish(group)
             elif any(member.host_block_ids for member in group.members):
@@ -242,8 +255,8 @@ class Roster:
 
     def give_up_member(self, sequence: Sequence) -> None:
         """Nobody wants this answer any more. What others are to fork from it is computed all the same."""
-        if sequence.is_ended:
-            return
+        if sequence.is_ended or sequence.group.searcher is not None:
+            return  # of a beam search no answer is known before all are
         sequence.is_given_up = True
         is_source = any(member.forks_from is sequence for member in sequence.group.members)
         if is_source and not sequence.is_decoding:
@@ -253,7 +266,7 @@ class Roster:
             self.end_member(sequence)
 
     def _drain_member(self, sequence: Sequence) -> None:
-        if sequence.state in (SequenceState.RUNNING, SequenceState.FORKING):
+        if sequence.state in (SequenceState.RUNNING, SequenceState.FORKING, SequenceState.RESERVED):
             sequence.state = SequenceState.DRAINING
             self.num_draining += 1
         if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
@@ -261,6 +274,7 @@ class Roster:
 
     def _vanish(self, group: SequenceGroup) -> None:
         group.state = GroupState.GONE
+        group.beam_sequences.clear()
         group.members.clear()  # they name each other: nothing is to be left to the garbage collector
 
     # ---- adapters on their way out ----

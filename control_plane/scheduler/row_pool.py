@@ -30,6 +30,10 @@ class RowPool:
         heapq.heappush(self._free, row)
         self._untold.append(row)
 
+    def restart(self, row: int) -> None:
+        """The row stays taken, but the worker is to forget its request: another one of the same holder follows."""
+        self._untold.append(row)
+
     def give_back_unused(self, row: int) -> None:
         """The same where the worker was not told of the request."""
         heapq.heappush(self._free, row)

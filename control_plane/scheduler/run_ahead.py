@@ -9,8 +9,8 @@ is known here. Three bounds hold.
 2. A plan stands for several steps only where nothing could be decided between them: every row decodes in each of
    them, none reaches its length before the last, their blocks can be had without preemption, and nobody waits who
    could be admitted meanwhile. Elsewhere the same room is used by plans of one step.
-3. A row whose next token is chosen here, not on the worker (stepwise), is planned one step late: once no unanswered
-   plan names it.
+3. A row whose next token is chosen here, not on the worker (stepwise), is planned one step late: its max_planned are
+   the tokens known here.
 
 What the worker computes for a row after its stop token is wasted: at most plan_depth * max_steps - 1 tokens.
 """
@@ -29,11 +29,6 @@ MAX_PLAN_STEPS = 4
 def may_plan(num_unanswered_steps: int, plan_depth: int, max_steps: int) -> bool:
     """Whether another plan may be made (bound 1)."""
     return num_unanswered_steps <= (plan_depth - 1) * max_steps
-
-
-def is_due(sequence: Sequence) -> bool:
-    """Whether a row may be planned although its last token may be unknown here (bound 3)."""
-    return not sequence.is_stepwise or sequence.num_in_flight == 0
 
 
 def repeat(draft: PlanDraft, roster: Roster, max_steps: int) -> int:

@@ -222,6 +222,8 @@ class Scheduler:
             return None
         draft.swap_outs = self.roster.swap.tell_outs()
         num_steps = repeat(draft, self.roster, max_steps)
+        if self.roster.num_telling > 0:
+            draft.feed()
         plan, flights = draft.finish(self._next_step_id, self.rows.tell_freed(), num_steps)
         if self.roster.num_telling > 0:
             note_logprobs(flights)

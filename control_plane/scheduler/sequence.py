@@ -18,6 +18,7 @@ class SequenceState(enum.Enum):
 
     IDLE = "idle"  # nothing: its group waits, or its answer ended
     FORKING = "forking"  # a row that the worker does not know, and blocks: begins once its source is computed
+    RESERVED = "reserved"  # a row that the worker does not know, and one block, for a beam that may fork into it
     RUNNING = "running"  # a row; it may be planned
     DRAINING = "draining"  # a row; it is planned no more and leaves with the last unanswered plan that names it
 
@@ -35,7 +36,7 @@ class Sequence:
     request: Request  # the group's, at hand
     order: tuple[float, int]  # the group's, at hand
     max_generated: int  # generated tokens at which max_tokens or the context ends it
-    max_planned: int  # tokens to compute in all; the last token that is sampled is never fed
+    max_planned: int  # tokens to compute in all: not the last that is sampled; of a stepwise one, those known
     stop_token_ids: frozenset[int]  # the request's, at hand for every token
     sampling: Sampling  # the request's, with this answer's own seed
     tells_logprobs: bool  # log-probabilities come with its tokens or its prompt

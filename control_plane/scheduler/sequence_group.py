@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from control_plane.scheduler.beam_search import BeamSearcher
 from control_plane.scheduler.types import Answer, Request, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class SequenceGroup:
     is_ended: bool = False  # never to be scheduled again
     num_rows: int = 0  # members that hold a row, draining ones included
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # told so far by the prefill that goes on
+    searcher: BeamSearcher | None = None  # for beam search
+    beam_sequences: list[Sequence] = field(default_factory=list)  # of the searcher's beams, in their order
+    beam_candidates: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # by index: beams answered
     num_preemptions: int = 0
     num_overtaken: int = 0  # requests that went before it, for their adapters cost the step less
     has_progressed: bool = False  # some member gained a token since the group took its rows
@@ -53,11 +57,19 @@ class SequenceGroup:
         return None if adapter is None else adapter.digest
 
     def live_members(self) -> list[Sequence]:
-        """Members whose answer has not ended, by index; the first is the one that the others fork from."""
+        """Members whose answer has not ended; the first is the one that the others fork from.
+
+        By index, but for beams: those of the search as it stands come first, in its order.
+        """
+        if self.searcher is not None:
+            beams = self.beam_sequences
+            return [*beams, *(sequence for sequence in self.members if sequence not in beams)]
         return [sequence for sequence in self.members if not sequence.is_ended]
 
     def request_so_far(self) -> Request:
-        """The request with every accepted token, to go on elsewhere."""
+        """The request with every accepted token, to go on elsewhere; a beam search begins again."""
+        if self.searcher is not None:
+            return self.request
         if len(self.members) == 1:
             return replace(self.request, generated_token_ids=tuple(self.members[0].generated))
         answers = tuple(

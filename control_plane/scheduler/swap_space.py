@@ -174,4 +174,5 @@ class SwapSpace:
 
 def _is_movable(member: Sequence) -> bool:
     is_past_prefill = member.state is SequenceState.RUNNING and member.is_decoding
-    return is_past_prefill and (not member.is_stepwise or member.num_in_flight == 0)
+    is_chosen = not member.is_stepwise or (member.num_in_flight == 0 and member.num_planned < member.num_known)
+    return is_past_prefill and is_chosen

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -59,7 +58,8 @@ def sampled_token(value: bytes, sampling: Sampling, banned: Collection[int]) -> 
 
 def distribution(value: bytes) -> list[float]:
     """Log-probabilities of all tokens, for those that ask: no two alike, and nothing to do with what is sampled."""
-    weights = random.Random(value).sample(range(1, 20 * VOCAB_SIZE), VOCAB_SIZE)
+    drawn = memoryview(hashlib.shake_128(value).digest(4 * VOCAB_SIZE)).cast("I")
+    weights = [(number | 63) ^ token_id for token_id, number in enumerate(drawn)]  # the token id in the last six bits
     total = sum(weights)
     return [math.log(weight / total) for weight in weights]
 

@@ -5,8 +5,26 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from control_plane.scheduler.beam_search import BeamSearcher, Hypothesis
+from control_plane.scheduler.beams import NO_SCORE
 from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
-from tests.fakes.model_worker import chain_of, chain_step, logprobs_of, oracle
+from tests.fakes.model_worker import chain_of, chain_step, distribution, logprobs_of, oracle
+
+
+def beam_oracle(request: Request, max_model_len: int) -> list[Hypothesis]:
+    """What a beam search finds when nothing disturbs it, padded to its width; nothing where none is asked for."""
+    if request.beam is None:
+        return []
+    searcher = BeamSearcher(
+        request.beam,
+        stop_token_ids=request.stop_token_ids,
+        min_tokens=request.sampling.min_tokens,
+        max_generated=min(request.max_tokens, max_model_len - len(request.prompt_token_ids)),
+    )
+    while searcher.beams:
+        values = [chain_of(request, [*request.prompt_token_ids, *beam.token_ids]) for beam in searcher.beams]
+        searcher.advance([enumerate(distribution(value)) for value in values])
+    return searcher.hypotheses + [Hypothesis((), NO_SCORE)] * (request.beam.width - len(searcher.hypotheses))
 
 
 class Account:
@@ -14,12 +32,17 @@ class Account:
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         self.request = request
-        self.due = [oracle(request, max_model_len, index) for index in range(request.num_samples)]
+        self.hypotheses = beam_oracle(request, max_model_len)
+        self.due = [list(hypothesis.token_ids) for hypothesis in self.hypotheses] or [
+            oracle(request, max_model_len, index) for index in range(request.num_samples)
+        ]
         self.got: list[list[int]] = [[] for _ in self.due]
         self.live = set(range(len(self.due)))
 
     def resumed(self, rng: random.Random) -> Request:
         """The request as it comes from a worker that was lost, with some of its tokens; its account begins there."""
+        if self.hypotheses:
+            return self.request
         for index, due in enumerate(self.due):
             self.got[index] = due[: rng.randrange(len(due))]
         if len(self.due) == 1:
@@ -40,6 +63,9 @@ class Account:
             return
         assert index in self.live, f"request {request_id} has output for answer {index} after its end"
         got, due = self.got[index], self.due[index]
+        if self.hypotheses:
+            assert output.score == self.hypotheses[index].score, f"request {request_id} got a wrong score"
+            assert output.finish_reason is not None, f"request {request_id} is told of a beam before its end"
         self._check_logprobs(output, is_first=not got)
         got += output.token_ids
         assert got == due[: len(got)], f"request {request_id} got wrong tokens in answer {index}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
-from control_plane.scheduler.types import FinishReason, Request
+from control_plane.scheduler.types import BeamSearch, FinishReason, Request
 from tests.control_plane.scheduler.factories import Bench, make_request
 from tests.fakes.model_worker import oracle
 
@@ -145,8 +145,9 @@ def test_a_paused_request_in_its_prefill_keeps_plans_at_one_step() -> None:
 
 
 def test_a_stepwise_row_is_planned_once_its_last_token_is_here() -> None:
-    bench = decoding(make_request(1, max_tokens=LONG), make_request(2, max_tokens=LONG))
-    bench.scheduler.running[0].is_stepwise = True
+    search = make_request(1, max_tokens=LONG, beam=BeamSearch(1))
+    bench = Bench(plan_depth=2, max_model_len=200, num_blocks=40)
+    bench.add(search, make_request(2, max_tokens=LONG))
     rows = [[item.row for item in plan.scheduled] for plan in (bench.plan(max_steps=4), bench.plan()) if plan]
     assert rows == [[0, 1], [1]]
     bench.answer()

@@ -17,6 +17,7 @@ from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
     AdapterRef,
+    BeamSearch,
     EvictSlot,
     LoadSlot,
     Request,
@@ -81,6 +82,8 @@ class Walk:
         self.num_plans = 0
         self.num_repeated = 0  # plans of several steps
         self.num_groups = 0  # requests with several answers
+        self.num_beam_searches = 0
+        self.num_fed = 0  # tokens of beams
         self.num_copies = 0  # blocks copied by forks
         self.trace = hashlib.sha256()
 
@@ -171,17 +174,24 @@ class Walk:
                 temperature=rng.choice([0.0, 1.0]),
                 seed=rng.randrange(2**64),
                 min_tokens=rng.choice([0, 0, 3]),
-                num_logprobs=rng.choice([None, None, None, 2]),
-                num_prompt_logprobs=rng.choice([None, None, None, 1]),
+                num_logprobs=rng.choice([None] * 7 + [2]),
+                num_prompt_logprobs=rng.choice([None] * 7 + [1]),
             ),
             num_samples=rng.choice([1, 1, 2, 4]),
         )
+        if rng.random() < 0.15:
+            beam = BeamSearch(rng.choice([2, 3, 5]), rng.choice([-1.0, 0.0, 1.0]), rng.random() < 0.5)
+            sampling = Sampling(min_tokens=request.sampling.min_tokens)
+            request = replace(
+                request, beam=beam, num_samples=1, sampling=sampling, max_tokens=min(request.max_tokens, 12)
+            )
         self.next_id += 1
         try:
-            make_group(request, limits, 0)
+            make_group(request, self.scheduler.limits, 0)
         except RequestNeverFits:
-            request = replace(request, num_samples=1)  # fits by what was chosen above
+            request = replace(request, num_samples=1, beam=None)  # fits by what was chosen above
         self.num_groups += request.num_samples > 1
+        self.num_beam_searches += request.beam is not None
         account = self.ledger.open(request)
         if rng.random() < 0.1:  # came from a worker that was lost
             request = account.resumed(rng)
@@ -190,7 +200,7 @@ class Walk:
     def cancel(self, request_id: RequestId) -> None:
         """Nobody wants a request any more, or one answer of it."""
         account = self.live[request_id]
-        if len(account.live) > 1 and self.rng.random() < 0.5:
+        if len(account.live) > 1 and not account.hypotheses and self.rng.random() < 0.5:
             index = self.rng.choice(sorted(account.live))
             self.scheduler.cancel(request_id, self.now_s, index)
             account.live.discard(index)
@@ -206,6 +216,7 @@ class Walk:
             self.num_plans += 1
             self.num_repeated += plan.num_steps > 1
             self.num_copies += len(plan.block_copies)
+            self.num_fed += len(plan.fed_tokens)
             self.trace.update(repr(plan).encode())
             self.sent.extend(steps_of(plan))
 
