@@ -459,10 +459,11 @@ def details(error: grpc.aio.AioRpcError) -> tuple[Any, list[str], list[Any]]:
     assert packed_status.code == error.code().value[0]
     info, fields, others = error_details_pb2.ErrorInfo(), [], []
     for packed in packed_status.details:
-        bad, resource, retry = (
+        bad, resource, retry, quota = (
             error_details_pb2.BadRequest(),
             error_details_pb2.ResourceInfo(),
             error_details_pb2.RetryInfo(),
+            error_details_pb2.QuotaFailure(),
         )
         if packed.Unpack(bad):
             fields = [violation.field for violation in bad.field_violations]
@@ -470,6 +471,8 @@ def details(error: grpc.aio.AioRpcError) -> tuple[Any, list[str], list[Any]]:
             others.append(resource)
         elif packed.Unpack(retry):
             others.append(retry)
+        elif packed.Unpack(quota):
+            others.append(quota)
         else:
             assert packed.Unpack(info)
     assert info.domain == "motet"

@@ -103,6 +103,8 @@ def every_error() -> list[errors.MotetError]:
             made.append(cls(errors.FieldViolation("some.field", "7; at most 5")))
         elif issubclass(cls, errors.AdapterNotFound):
             made.append(cls("no adapter x", resource="adapters/x"))
+        elif issubclass(cls, errors.QuotaExceeded):
+            made.append(cls("no tokens left", tenant="a", quota="tokens_per_minute", limit=60, retry_after_s=2.0))
         elif cls is not errors.MotetError:
             made.append(cls("what is wrong and what to do"))
     return made
@@ -125,7 +127,16 @@ async def test_every_error_of_the_table_arrives_with_its_details(
         assert info.reason == error.reason
         assert fields == (["some.field"] if isinstance(error, errors.InvalidRequest) else [])
         has_retry = isinstance(error, (errors.Exhausted, errors.Unavailable))
-        assert len(others) == (1 if has_retry or isinstance(error, errors.AdapterNotFound) else 0)
+        num_others = has_retry + isinstance(error, errors.AdapterNotFound) + isinstance(error, errors.QuotaExceeded)
+        assert len(others) == num_others
+        if isinstance(error, errors.QuotaExceeded):
+            assert {name: info.metadata[name] for name in ("tenant", "quota", "limit")} == {
+                "tenant": "a",
+                "quota": "tokens_per_minute",
+                "limit": "60",
+            }
+            assert others[0].violations[0].subject == "tenants/a"
+            assert others[0].violations[0].description == "tokens_per_minute: limit 60; no tokens left"
 
 
 @pytest.mark.parametrize("kind", KINDS)
