@@ -245,6 +245,10 @@ class WorkerStatus:
     num_plans: int = 0  # sent; fewer than steps where a plan stands for several
     max_plan_steps: int = 0  # steps that a plan may stand for at present
     round_trip_ms: float = 0.0  # median; 0 before it was measured
+    num_swapped: int = 0  # requests whose KV blocks lie in host memory
+    num_swapped_out: int = 0  # preemptions by swap
+    num_host_blocks: int = 0
+    num_host_blocks_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,10 @@ class WorkerSnapshot:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     num_preemptions: int
+    num_swapped: int  # requests whose blocks lie in host memory
+    num_swapped_out: int  # preemptions by swap
+    num_host_blocks: int
+    num_host_blocks_held: int
     num_tokens_sampled: int
     num_plans: int  # sent; fewer than steps where plans stand for several
     max_plan_steps: int  # steps that a plan may stand for at this moment
