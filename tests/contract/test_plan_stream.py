@@ -26,6 +26,7 @@ from data_plane.wire import decode_plan, decode_steps, encode_output
 
 EPOCH = (3 << 32) | 1
 VOCAB_SIZE = 1000
+STEP_TIME_US = 5
 MAX_STEADY_BYTES = 200
 MAX_BYTES_PER_CHANGED_ROW = 8
 
@@ -50,7 +51,7 @@ def steady(num_rows: int) -> PlanEncoder:
 
 def result(step_id: int, rows: list[int], tokens: list[int], failed: list[int] | None = None) -> plan_pb2.StepResult:
     sampled, chosen, not_finite = (np.array(values, dtype=np.int32) for values in (rows, tokens, failed or []))
-    return encode_output(StepOutput(step_id, sampled, chosen, not_finite, 5), EPOCH).step_result
+    return encode_output(StepOutput(step_id, sampled, chosen, not_finite, STEP_TIME_US), EPOCH).step_result
 
 
 @given(
@@ -131,15 +132,16 @@ def test_a_steady_decode_plan_is_small_whatever_the_number_of_rows(num_rows: int
 
 def test_results_come_back_as_the_scheduler_takes_them() -> None:
     encoder = steady(3)
-    assert encoder.decode_result(result(1, [0, 2], [5, 6], failed=[1])) == StepResult(1, [0, 2], [5, 6], [1])
+    decoded = encoder.decode_result(result(1, [0, 2], [5, 6], failed=[1]))
+    assert decoded == StepResult(1, [0, 2], [5, 6], [1], STEP_TIME_US)
 
 
 def test_chunked_prefill_samples_with_its_last_chunk_only() -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
     encoder.encode(StepPlan(1, [ScheduledRow(4, 3, False)], [new_row(4, 9, num_computed=4)]))
     encoder.encode(StepPlan(2, [ScheduledRow(4, 2, False)]))
-    assert encoder.decode_result(result(1, [], [])) == StepResult(1, [], [])
-    assert encoder.decode_result(result(2, [4], [8])) == StepResult(2, [4], [8])
+    assert encoder.decode_result(result(1, [], [])) == StepResult(1, [], [], [], STEP_TIME_US)
+    assert encoder.decode_result(result(2, [4], [8])) == StepResult(2, [4], [8], [], STEP_TIME_US)
 
 
 def test_duplicate_and_foreign_results_are_dropped_and_counted() -> None:
