@@ -71,22 +71,17 @@ def _draw(
         lowest = values.topk(top_k).values[-1]
     if top_p < 1:
         lowest = _lowest_of_nucleus(values, lowest, highest, divisor, top_p)
-    kept = None if lowest is None else (values >= lowest).nonzero().flatten()
+    kept = torch.arange(len(values)) if lowest is None else (values >= lowest).nonzero().flatten()
     best, token = float("-inf"), 0
-    for begin in range(0, len(values) if kept is None else len(kept), TILE):
-        if kept is None:
-            token_ids = torch.arange(begin, min(begin + TILE, len(values)))
-            piece = values[begin : begin + TILE]
-        else:
-            token_ids = kept[begin : begin + TILE]
-            piece = values[token_ids]
-        scores = scaled_scores(piece, divisor, highest)
+    for begin in range(0, len(kept), TILE):
+        piece = kept[begin : begin + TILE]
+        scores = scaled_scores(values[piece], divisor, highest)
         if min_p > 0:
             scores.masked_fill_(scores.exp() < min_p, float("-inf"))
-        scores += gumbel(seed, position, token_ids)[0]
+        scores += gumbel(seed, position, piece)[0]
         at = int(scores.argmax())
         if float(scores[at]) > best:
-            best, token = float(scores[at]), int(token_ids[at])
+            best, token = float(scores[at]), int(piece[at])
     return token
 
 
