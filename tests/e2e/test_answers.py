@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from motet import Client, FinishReason, Generation
+from motet import BeamSearch, Client, FinishReason, Generation
 from motet.fingerprint import checkpoint_fingerprint
 
 from control_plane.scheduler.types import sample_seed
@@ -125,6 +125,20 @@ def test_log_probabilities_of_prompt_and_answer(served: Served) -> None:
         for told in answer.logprobs:
             assert len(told.top) == 3 and told.rank >= 1
             assert told.rank > 3 or told.top[told.rank - 1].token_id == told.token_id
+
+
+def test_beams_are_told_best_first_with_their_scores(served: Served) -> None:
+    result = served.generate(temperature=None, n=3, beam_search=BeamSearch(4, length_penalty=0.5))
+    scores = []
+    for answer in result.answers:
+        total = math.fsum(served.logprobs(PROMPT, list(answer.token_ids)))
+        assert answer.finished.cumulative_logprob == pytest.approx(total)
+        assert answer.finished.score == pytest.approx(total / len(answer.token_ids) ** 0.5)
+        scores.append(answer.finished.score or 0.0)
+    assert scores == sorted(scores, reverse=True) and len({answer.token_ids for answer in result.answers}) == 3
+    assert result.started.beam_search == BeamSearch(4, 0.5, early_stopping=False)
+    status = served.client.status()
+    assert (status.queues.num_requests, status.workers[0].num_blocks_held) == (0, 0)
 
 
 def test_tenant_and_priority_reach_the_status(served: Served) -> None:

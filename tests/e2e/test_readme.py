@@ -44,7 +44,7 @@ def test_sdk_program_and_cli_tour_of_the_readme_work(tmp_path: Path, capsys: pyt
         ]
         assert len(events) >= 2
         tour = re.findall(r"^motet (generate .*?)(?: +#.*)?$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
-        assert len(tour) == 5
+        assert len(tour) == 6
         for command in tour:
             assert cli(*shlex.split(command), "--max-tokens", "6")
         assert {"w0", "team-a"} <= set(cli("status").split())

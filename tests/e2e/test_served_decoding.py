@@ -1,13 +1,14 @@
-"""Penalties and log-probabilities of the served system equal those of transformers + PEFT."""
+"""Beams, penalties and log-probabilities of the served system equal those of transformers + PEFT."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
-from motet import Client, TokenLogprobs
+from motet import BeamSearch, Client, TokenLogprobs
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from tests.e2e.traffic import prompts
 from tests.makers import make_adapter, make_checkpoint
 
 PROMPTS = prompts([3, 9, 17], vocab_size=256, seed=11)
+STOPS = [5, 60, 61, 62, 63, 64, 65, 66]
 # Answers that differ by less in score or logit may change places by rounding: sums of another order differ by 1e-5.
 MIN_GAP = 1e-3
 WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "256", "--max-rows", "12"]
@@ -119,3 +121,69 @@ def test_penalties_and_bias_change_the_greedy_choice_as_they_should(served: Serv
                 assert token == int(best.indices[0]), (len(prompt), len(tokens))
             tokens.append(token)
     assert num_compared >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "width", "length_penalty", "early_stopping"),
+    [("", 2, 1.0, False), ("one", 4, 0.0, True), ("one", 5, -1.0, False), ("", 3, 2.0, True)],
+)
+def test_beams_are_those_of_transformers(
+    served: Served, adapter: str, width: int, length_penalty: float, early_stopping: bool
+) -> None:
+    num_compared = 0
+    for prompt in PROMPTS:
+        result = served.client.generate(
+            list(prompt),
+            adapter=adapter,
+            n=width,
+            beam_search=BeamSearch(width, length_penalty, early_stopping),
+            max_tokens=10,
+            min_tokens=2,
+            stop_token_ids=STOPS,
+            ignore_eos=True,
+            timeout_s=120.0,
+        ).result()
+        expected = transformers_beams(served, prompt, adapter, width, length_penalty, early_stopping)
+        scores = [score for _, score in expected]
+        assert [answer.finished.score for answer in result.answers] == pytest.approx(scores, abs=1e-3)
+        gaps = [a - b for a, b in itertools.pairwise(scores)]
+        if min(gaps) >= MIN_GAP:
+            num_compared += 1
+            assert [list(answer.token_ids) for answer in result.answers] == [tokens for tokens, _ in expected]
+    assert num_compared >= 1
+
+
+def transformers_beams(
+    served: Served, prompt: Sequence[int], adapter: str, width: int, length_penalty: float, early_stopping: bool
+) -> list[tuple[list[int], float]]:
+    """Generated tokens and score of every answer, the best first."""
+
+    def generate() -> torch.Tensor:
+        return served.model.generate(  # type: ignore[no-any-return, operator]
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            do_sample=False,
+            max_new_tokens=10,
+            min_new_tokens=2,
+            eos_token_id=STOPS,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+
+    if adapter:
+        output = generate()
+    else:
+        with served.model.disable_adapter():
+            output = generate()
+    answers = []
+    for row, score in zip(output.sequences.tolist(), output.sequences_scores.tolist(), strict=True):  # type: ignore[attr-defined]
+        tokens = row[len(prompt) :]
+        ends = [position + 1 for position, token in enumerate(tokens) if token in STOPS]
+        answers.append((tokens[: ends[0]] if ends else tokens, score))
+    return answers
