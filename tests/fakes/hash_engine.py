@@ -80,6 +80,7 @@ class HashEngine:
         self._blocks: list[list[bytes]] = []
         self._host_blocks: list[list[bytes]] = []
         self._rows: dict[int, _Row] = {}
+        self._written: set[int] = set()  # places that this step wrote
         # Invariant: a row past its prefill is in exactly one of these.
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
@@ -96,6 +97,7 @@ class HashEngine:
         """One step of every decoding row, the fed ones and the prefills."""
         start_s = time.perf_counter()
         fed = self._apply_differences(plan)
+        self._written.clear()
         decoding = sorted(self._decoding | fed)
         num_tokens = len(decoding) + int(plan.prefills[:, 1].sum())
         if num_tokens > self.capacities.max_step_tokens:
@@ -322,7 +324,11 @@ class HashEngine:
         else:
             value = self._blocks[row.block_ids[(position - 1) // size]][(position - 1) % size]
         value = chain_next(value, token) if row.is_right else POISON
-        self._blocks[row.block_ids[position // size]][position % size] = value
+        block_id = row.block_ids[position // size]
+        if block_id * size + position % size in self._written:
+            raise PlanRefused(f"two tokens of the step would be written to place {position % size} of block {block_id}")
+        self._written.add(block_id * size + position % size)
+        self._blocks[block_id][position % size] = value
         row.num_computed = position + 1
         if row.num_computed % size == 0:
             row.block_ends.append(value)

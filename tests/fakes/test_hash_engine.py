@@ -98,6 +98,14 @@ def test_freed_block_that_is_read_gives_another_token() -> None:
     assert output.token_ids.tolist() != answer(1)
 
 
+def test_block_with_two_writers_is_refused() -> None:
+    """Even if they write the same."""
+    engine = begun([1, 2])
+    twins = [new_row(row, [3 + row, 2], PROMPT) for row in (1, 2)]
+    with pytest.raises(PlanRefused, match="two tokens of the step would be written to place 0 of block 2"):
+        engine.execute(StepPlan(2, freed_rows=array(0), new_rows=twins, prefills=pairs((1, 6), (2, 6))))
+
+
 def test_stepwise_row_decodes_what_it_is_fed_and_only_then() -> None:
     engine = begun([1, 2], is_stepwise=True)
     assert engine.execute(StepPlan(2)).rows.tolist() == []
