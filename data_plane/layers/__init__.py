@@ -1,1 +1,1 @@
-"""The layers that replace those of transformers: LoRA-aware linears and paged attention."""
+"""The layers that replace those of transformers: LoRA-aware linears, paged attention, fused forms of common parts."""

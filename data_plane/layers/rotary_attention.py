@@ -35,7 +35,7 @@ class RotaryAttention(nn.Module):
         self.q_norm: RmsNorm | None = norms[0] if norms else None
         self.k_norm: RmsNorm | None = norms[1] if norms else None
         self.heads = heads
-        self.widths = widths(qkv, heads)
+        self.widths = _widths(qkv, heads)
         self.settings = settings
 
     def forward(
@@ -63,7 +63,7 @@ class RotaryAttention(nn.Module):
         return self.o_proj(out.reshape(1, num_tokens, -1)), None
 
 
-def widths(qkv: LoraLinear, heads: tuple[int, int, int]) -> list[int]:
+def _widths(qkv: LoraLinear, heads: tuple[int, int, int]) -> list[int]:
     """Columns of query, key and value in the joint product: of the sites, or of one that was always joint."""
     if len(qkv.out_splits) == 3:
         return qkv.out_splits
