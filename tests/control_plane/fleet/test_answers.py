@@ -7,8 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
-from control_plane.scheduler.types import FinishReason, Request, Sampling, sample_seed
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
+from control_plane.scheduler.types import BeamSearch, FinishReason, Request, Sampling, sample_seed
 from tests.fakes.fleet_rig import FINGERPRINT, FakeClock, LoopbackWorker, make_fleet, make_request
 from tests.fakes.hash_model import oracle
 
@@ -93,3 +94,49 @@ async def test_slow_reader_of_several_answers_is_paused_and_goes_on(clock: FakeC
     assert 2 * MAX_UNREAD_TOKENS <= stream.num_unread_tokens <= 2 * MAX_UNREAD_TOKENS + 6
     answers = await run_to_the_end(worker, stream)
     assert answers == {index: expected(request, index) for index in range(2)}
+
+
+async def beams_of(fleet: Fleet, worker: LoopbackWorker, *, num_turns_before_a_loss: int | None) -> list[JobEvent]:
+    request = make_request(fleet, PROMPT, 8, beam=BeamSearch(3), sampling=Sampling())
+    stream = fleet.submit(request)
+    if num_turns_before_a_loss is not None:
+        for _ in range(num_turns_before_a_loss):
+            await worker.turn()
+        worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+        worker = LoopbackWorker(fleet)
+
+    async def read() -> list[JobEvent]:
+        return [event async for event in stream]
+
+    reader = asyncio.create_task(read())
+    await worker.run(reader.done)
+    worker.session.scheduler.check_invariants()
+    assert worker.session.snapshot().num_blocks_held == 0
+    return await reader
+
+
+async def test_a_beam_search_tells_nothing_before_its_end_and_starts_over_elsewhere(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    whole = await beams_of(fleet, LoopbackWorker(fleet), num_turns_before_a_loss=None)
+    assert [event.index for event in whole] == [0, 1, 2]
+    assert all(len(event.token_ids) == 8 and event.finish_reason is FinishReason.LENGTH for event in whole)
+    scores = [event.score for event in whole if event.score is not None]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    moved = await beams_of(fleet, LoopbackWorker(fleet), num_turns_before_a_loss=4)
+    told = [(event.token_ids, event.score) for event in whole]
+    assert [(event.token_ids, event.score) for event in moved] == told
+    assert fleet.tenant_use()[0].num_generated_tokens == 48
+
+
+async def test_a_beam_search_given_up_leaves_nothing_behind(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    stream = fleet.submit(make_request(fleet, PROMPT, 30, beam=BeamSearch(4), sampling=Sampling()))
+    for _ in range(6):
+        await worker.turn()
+    stream.cancel()
+    await worker.run(lambda: worker.session.snapshot().num_plans_in_flight == 0)
+    await worker.turn()
+    snapshot = worker.session.snapshot()
+    assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
+    assert fleet.queue_snapshot().num_requests == 0 and fleet.tenant_use()[0].num_requests == 0
