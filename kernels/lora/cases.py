@@ -47,12 +47,6 @@ CASES = (
 )
 
 
-def decode_case(in_features: int, out_features: int) -> Case:
-    """32 tokens over 16 adapters of rank 32."""
-    slots = tuple(token % 16 for token in range(32))
-    return Case(f"{in_features}x{out_features}", slots, (32,) * 16, in_features, out_features, 256)
-
-
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """One case's tensors: the same weights paged and stacked."""
