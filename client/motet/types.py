@@ -57,7 +57,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one answer and its prompt."""
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
