@@ -6,7 +6,6 @@ Read by server.py and by the command line for its help. Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from collections.abc import Callable
@@ -15,14 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from control_plane.fleet.tenants import InvalidTenants, TenantTable, parse_tenants
+from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, Policy, SchedulerSettings
 from control_plane.telemetry import LOG_LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOST_CACHES = ("redis", "memory")
 POLICIES = tuple(policy.value for policy in Policy)
-MAX_TENANTS_BYTES = 16 << 20
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ROOT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _LOWEST: dict[str, float] = {
@@ -133,17 +131,9 @@ class ServerConfig:
         if self.tenants is None:
             return TenantTable()
         try:
-            with self.tenants.open("rb") as opened:
-                content = opened.read(MAX_TENANTS_BYTES + 1)
-            if len(content) > MAX_TENANTS_BYTES:
-                raise ConfigError(f"--tenants: {self.tenants} is larger than {MAX_TENANTS_BYTES} bytes")
-            return parse_tenants(json.loads(content, object_pairs_hook=_without_twins))
-        except OSError as error:
-            raise ConfigError(f"--tenants: {self.tenants} cannot be read: {error.strerror}") from error
+            return read_tenants(self.tenants)
         except InvalidTenants as error:
             raise ConfigError(f"--tenants: {self.tenants}: {error}") from error
-        except ValueError as error:  # of json, or of the bytes' encoding
-            raise ConfigError(f"--tenants: {self.tenants} is no JSON: {error}") from error
 
     def _check_urls(self) -> None:
         for name in ("redis_url", "worker_redis_url"):
@@ -307,14 +297,6 @@ def _byte_size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise InvalidTenants(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
-    return members
 
 
 def _adapter_root(text: str) -> tuple[str, Path]:

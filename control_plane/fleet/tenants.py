@@ -1,22 +1,26 @@
-"""What an operator grants tenants, read from the JSON object in the file that --tenants names. No behaviour.
+"""What an operator grants tenants: the JSON object in the file that --tenants names.
 
 The object maps tenants to entries; the entry "default" is for every tenant that has none of its own, each counted by
-itself. A field left out of an entry is no limit, or weight 1.
+itself. A field left out of an entry is no limit, or weight 1. Read once, at the start.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 DEFAULT_ENTRY = "default"
+MAX_FILE_BYTES = 16 << 20
 TENANT_FORM = "[a-z0-9._-], from 1 to 63 characters"
 _TENANT = re.compile(r"[a-z0-9._-]{1,63}")
 
 
 class InvalidTenants(ValueError):
-    """The object grants something that cannot be; names the tenant, the field, the value and the limit."""
+    """The file grants something that cannot be; names the tenant, the field, the value and the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,24 @@ def is_tenant(name: str) -> bool:
     return _TENANT.fullmatch(name) is not None
 
 
+def read_tenants(path: Path) -> TenantTable:
+    """The table in a file. Raises InvalidTenants."""
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidTenants(f"cannot be read: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise InvalidTenants(f"is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        document = json.loads(content, object_pairs_hook=_without_twins)
+    except InvalidTenants:
+        raise
+    except ValueError as error:  # of json, or of the bytes' encoding
+        raise InvalidTenants(f"is no JSON: {error}") from error
+    return parse_tenants(document)
+
+
 def parse_tenants(document: object) -> TenantTable:
     """The table in a JSON document. Raises InvalidTenants."""
     if not isinstance(document, dict):
@@ -70,3 +92,11 @@ def _parse_entry(tenant: str, entry: object) -> TenantLimits:
         elif not (is_number and isinstance(value, int) and value >= 1):
             raise InvalidTenants(f"{tenant}.{name}: {value!r} is no integer from 1; leave it out for no limit")
     return TenantLimits(**entry)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise InvalidTenants(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return members

@@ -82,7 +82,7 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
         (["--watermark", "1"], "--watermark: 1.0 is no share"),
         (["--max-long-partial-prefills", "5"], "--max-long-partial-prefills: 5 is above"),
         (["--swap-us-per-block", "nan"], "--swap-us-per-block: nan"),
-        (["--tenants", "/nowhere/at/all"], "--tenants: /nowhere/at/all cannot be read"),
+        (["--tenants", "/nowhere/at/all"], "--tenants: /nowhere/at/all: cannot be read"),
     ],
 )
 def test_wrong_value_is_refused_by_name(model_dir: Path, argv: list[str], message: str) -> None:
