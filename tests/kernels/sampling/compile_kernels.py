@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.sampling import triton_adjust, triton_kernel, triton_logprobs
+from kernels.sampling import triton_adjust, triton_kernel, triton_logprobs, triton_search, triton_values
 
 H200 = GPUTarget("cuda", 90, 32)
 # Element types of pointers, by argument; the others are the logits'.
@@ -57,12 +57,12 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -
 
 def main() -> None:
     sizes = {"PARTS": 16, "PART": triton_kernel.PART, "TILE": triton_kernel.TILE}
-    compile_kernel(triton_kernel._highest_kernel, {name: sizes[name] for name in ("PART", "TILE")})
+    compile_kernel(triton_values.highest_kernel, {name: sizes[name] for name in ("PART", "TILE")})
     for of_mass in (False, True):
         for is_first in (False, True):
             options = {"IS_FIRST": is_first, "OF_MASS": of_mass, "stride_lv": 1}
-            compile_kernel(triton_kernel._digit_kernel, options | sizes, num_warps=8)
-        compile_kernel(triton_kernel._lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
+            compile_kernel(triton_search._digit_kernel, options | sizes, num_warps=8)
+        compile_kernel(triton_search._lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
     compile_kernel(triton_kernel._draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
     compile_kernel(triton_kernel._pick_kernel, {"PARTS": 16})
     compile_kernel(triton_adjust._penalise_kernel, {"BLOCK": triton_adjust.BLOCK, "stride_lv": 1})

@@ -1,0 +1,95 @@
+"""What the sampling kernels read: a row's values, their order, and their scores.
+
+Rows lie in `parts`, each a program of every launch; whoever reads partial results joins them itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.sampling.rows import SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What every kernel of one step takes."""
+
+    logits: torch.Tensor  # [n, vocab]
+    adjusted: torch.Tensor  # float32 [m, vocab]; the logits where nothing is adjusted, never read then
+    source: torch.Tensor  # int32 [n] row of `adjusted`, -1 for a row of the logits
+    rows: SamplingRows
+    highest: torch.Tensor  # float32 [n, num_parts] largest value of each part
+    lowest: torch.Tensor  # uint32 as int32 [n] lowest kept value, in the order of `ordered`
+    num_parts: int  # of a row
+    part: int  # tokens of one program
+    tile: int  # tokens per load
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        return self.logits, self.adjusted, self.source
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"PARTS": triton.next_power_of_2(self.num_parts), "PART": self.part, "TILE": self.tile}
+
+
+@triton.jit
+def load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_ln, stride_lv):
+    """Float32 values of a row: its adjusted logits where `source` names their row, else the logits."""
+    is_inside = offs < vocab_size
+    lowest = float("-inf")
+    if source >= 0:
+        values = tl.load(adjusted_ptr + source.to(tl.int64) * vocab_size + offs, mask=is_inside, other=lowest)
+    else:
+        ptrs = logits_ptr + row * stride_ln + offs.to(tl.int64) * stride_lv
+        values = tl.load(ptrs, mask=is_inside, other=lowest).to(tl.float32)
+    return values
+
+
+@triton.jit
+def ordered(values):
+    """Float32 as uint32 in the same order; -0 is 0."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.uint32, bitcast=True)
+    return bits ^ tl.where((bits >> 31) == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+
+
+@triton.jit
+def highest_of(highest_ptr, row, num_parts, PARTS: tl.constexpr):
+    """The largest value of a row, float32."""
+    offs = tl.arange(0, PARTS)
+    return tl.max(tl.load(highest_ptr + row * num_parts + offs, mask=offs < num_parts, other=float("-inf")), 0)
+
+
+@triton.jit
+def scaled_scores(values, highest, temperature):
+    """(values - highest) / temperature in float64. Greedy rows have no score."""
+    divisor = tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
+    return (values.to(tl.float64) - highest.to(tl.float64)) / divisor
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def highest_kernel(
+    highest_ptr,  # float32 [n, num_parts]
+    logits_ptr,  # [n, V]
+    adjusted_ptr,  # float32 [m, V]
+    source_ptr,  # int32 [n], row of `adjusted` or -1
+    vocab_size,
+    num_parts,
+    stride_ln,
+    stride_lv,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The largest value of each part. Grid: (n, num_parts)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = tl.load(source_ptr + row)
+    highest = tl.full((TILE,), float("-inf"), tl.float32)
+    for begin in range(0, PART, TILE):
+        offs = part * PART + begin + tl.arange(0, TILE)
+        values = load_values(logits_ptr, adjusted_ptr, source, row, offs, vocab_size, stride_ln, stride_lv)
+        highest = tl.maximum(highest, values)
+    tl.store(highest_ptr + row * num_parts + part, tl.max(highest, 0))
