@@ -54,8 +54,7 @@ def generate(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_per_token_head"])
-@pytest.mark.parametrize("arch", ["llama", "gpt_neox"])
+@pytest.mark.parametrize(("name", "arch"), [("fp8_per_token_head", "llama"), ("fp8", "gpt_neox")])
 def test_answers_are_those_of_quantised_keys_and_values(name: str, arch: str, tmp_path: Path) -> None:
     """One model runs our fused layers, the other transformers' own. In chunks, so that prompts read the cache too."""
     checkpoint = make_checkpoint(tmp_path, arch)
