@@ -153,7 +153,7 @@ class Fleet:
             stream.push(output, reason)
             if stream.has_ended:
                 self._finish(job)
-            elif job.full_since_s is None and stream.num_unread_tokens >= MAX_UNREAD_TOKENS * stream.num_indices:
+            elif job.full_since_s is None and stream.is_full:
                 job.full_since_s = self._clock()
                 self._full[output.request_id] = job
                 assert job.session is not None, "tokens of a request without a session"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from control_plane.fleet.quotas import Charge
     from control_plane.fleet.session import WorkerSession
 
-MAX_UNREAD_TOKENS = 256  # per index; beyond it the request is not scheduled until its reader catches up
+MAX_UNREAD_TOKENS = 256  # per index that goes on; beyond it the request is not scheduled until its reader catches up
 
 
 def num_indices_of(request: Request) -> int:
@@ -62,7 +62,6 @@ class JobStream:
         self._on_read = on_read
         self._on_cancel = on_cancel
         self._on_cancel_index = on_cancel_index
-        self.num_indices = num_indices
         self._pending: dict[int, JobEvent] = {}  # by index; the one that has waited longest first
         self._num_pending_tokens = 0
         self._live = set(range(num_indices))  # indices for which more may be pushed
@@ -127,6 +126,11 @@ class JobStream:
     def num_unread_tokens(self) -> int:
         """Tokens pushed and not read."""
         return self._num_pending_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its reader is so far behind that the request should wait."""
+        return self._num_pending_tokens >= MAX_UNREAD_TOKENS * len(self._live)
 
     @property
     def has_ended(self) -> bool:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from control_plane.errors import NotFinite
-from control_plane.fleet.jobs import JobEvent, JobStream, without_index
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream, without_index
 from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
 
 LENGTH = FinishReason.LENGTH
@@ -87,6 +87,16 @@ async def test_a_failure_comes_behind_the_tokens_of_every_index() -> None:
     with pytest.raises(NotFinite):
         await anext(rig.stream)
     assert await rig.rest() == []
+
+
+def test_an_ended_answer_lends_its_room_to_nobody() -> None:
+    rig = Rig(2)
+    rig.push(0, [1] * (2 * MAX_UNREAD_TOKENS - 1))
+    assert not rig.stream.is_full
+    rig.push(1, [2], LENGTH)
+    assert rig.stream.is_full
+    rig.push(0, [1], LENGTH)
+    assert rig.stream.has_ended
 
 
 async def test_cancel_wakes_a_reader_that_waits() -> None:
