@@ -126,7 +126,7 @@ class Fleet:
                 raise QueueFull(f"{limit} requests wait already, the most this server holds; try again in a moment")
 
     def _num_waiting(self) -> int:
-        return len(self._dispatcher.waiting) + sum(s.scheduler.stats().num_waiting for s in self._sessions.values())
+        return len(self._dispatcher.waiting) + sum(s.scheduler.num_waiting for s in self._sessions.values())
 
     # ---- tokens ----
 

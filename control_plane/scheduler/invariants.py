@@ -50,6 +50,8 @@ def _check_places(scheduler: Scheduler) -> None:
     assert [g.order for g in swapped] == sorted(g.order for g in swapped), "swapped requests are out of order"
     with_rows = {id(s.group): s.group for s in running}
     assert scheduler.roster.num_running_groups == len(with_rows), "requests that hold rows are miscounted"
+    num_ending = sum(group.is_ended for group in with_rows.values())
+    assert scheduler.roster.num_ending_groups == num_ending, "requests that are over and hold rows are miscounted"
     places = Counter(id(g) for g in (*waiting, *with_rows.values(), *held, *swapped) if not g.is_ended)
     assert places == Counter(id(g) for g in scheduler.groups.values()), "a live request is in no queue, or in two"
     assert all(g.is_paused for g in held), "a request is held back although its reader reads"

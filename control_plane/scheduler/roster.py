@@ -54,6 +54,7 @@ class Roster:
         self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
         self.num_draining = 0  # of running
         self.num_running_groups = 0  # requests with members in running
+        self.num_ending_groups = 0  # of those, requests that are over
         self.num_telling = 0  # of running: those whose answers come with log-probabilities
         self.num_preemptions = 0  # of requests, in all
         self._purged: set[str] = set()  # digests whose blocks are kept out of the cache until nothing of them is left
@@ -201,6 +202,7 @@ class Roster:
         elif group.state is GroupState.SWAPPED:
             self.leave_swapped(group)
         if group.num_rows > 0:
+            self.num_ending_groups += 1
             self._drain(group)
         else:
             self._vanish(group)
@@ -237,6 +239,7 @@ class Roster:
             group.has_progressed = False
             group.beam_candidates.clear()
             if group.is_ended:
+                self.num_ending_groups -= 1
                 self._vanish(group)
             elif any(member.host_block_ids for member in group.members):
                 self.join_swapped(group)

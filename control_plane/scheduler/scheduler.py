@@ -253,8 +253,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Live requests without a row, but for those that leave theirs."""
-        return max(0, len(self.groups) - self.roster.num_running_groups)
+        """Live requests that hold no row, preempted and paused ones included."""
+        return len(self.groups) - self.roster.num_running_groups + self.roster.num_ending_groups
 
     @property
     def is_stuck(self) -> bool:
@@ -265,9 +265,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""
-        num_live_running = len({id(sequence.group) for sequence in self.running if not sequence.group.is_ended})
         return SchedulerStats(
-            num_waiting=len(self.groups) - num_live_running,
+            num_waiting=self.num_waiting,
             num_running=self.roster.num_running_groups,
             num_paused=sum(group.is_paused for group in self.groups.values()),
             num_blocks=self.pool.num_blocks,
