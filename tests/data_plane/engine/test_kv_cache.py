@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 from data_plane.engine.build import build_engine
+from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, KVFormat
 from data_plane.errors import ConfigError
 from kernels.fp8 import FP8, FP8_MAX
@@ -87,6 +88,16 @@ def test_blocks_are_copied_with_their_scales() -> None:
         tensor[0] = 2.0
     cache.copy_blocks(array([(0, 2)], 2))
     assert all((tensor[2].float() == 2).all() and (tensor[1].float() == 0).all() for tensor in cache.tensors)
+
+
+def test_blocks_are_swapped_out_and_in_with_their_scales() -> None:
+    cache = make_cache(KVFormat.of("fp8_per_token_head", torch.float32, CPU))
+    host = HostBlocks(cache.tensors, 2)
+    for tensor in cache.tensors:
+        tensor[1] = 2.0
+    host.move(array([(1, 0)], 2), array([], 2))
+    host.move(array([], 2), array([(0, 2)], 2))
+    assert all((tensor[2].float() == 2).all() and (tensor[0].float() == 0).all() for tensor in cache.tensors)
 
 
 @pytest.mark.parametrize("name", ["auto", "fp8", "fp8_per_token_head"])
