@@ -1,0 +1,245 @@
+"""Preemption by swap: what moves, who is swapped and who is computed once more, and the way back."""
+
+from __future__ import annotations
+
+import pytest
+
+from control_plane.scheduler.settings import Policy, SchedulerSettings
+from control_plane.scheduler.step_costs import StepCosts
+from control_plane.scheduler.types import FinishReason, Request, RequestId, StepResult
+from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
+from tests.fakes.model_worker import oracle
+
+CHEAP = SchedulerSettings(swap_us_per_block=0.0, watermark=0.0)  # moving a block costs nothing
+DEAR = SchedulerSettings(swap_us_per_block=1e9, watermark=0.0)
+
+
+def run_short_of_blocks(settings: SchedulerSettings, *requests: Request, **limits: int) -> Bench:
+    """Run until the first preemption, with blocks for about one of the requests less than there are."""
+    bench = Bench(settings, **{"num_blocks": 6, "num_host_blocks": 8, "max_rows": 4, **limits})
+    bench.add(*requests)
+    while bench.scheduler.stats().num_preemptions == 0:
+        assert bench.step() is not None, "everything ended and nobody was preempted"
+    return bench
+
+
+def three_requests() -> list[Request]:
+    """Three blocks each for the first two, four for the third, which gives way."""
+    return [make_request(i, prompt=4, max_tokens=12 if i == 3 else 8) for i in (1, 2, 3)]
+
+
+def test_a_victim_moves_out_and_comes_back_with_one_token_to_compute() -> None:
+    requests = three_requests()
+    bench = run_short_of_blocks(CHEAP, *requests)
+    plan = bench.plans[-1]
+    assert len(plan.swap_outs) == 2, "8 tokens of 4 a block"
+    stats = bench.scheduler.stats()
+    assert (stats.num_swapped, stats.num_swapped_out, stats.num_host_blocks_held) == (1, 1, 2)
+    bench.run()
+    (back,) = [plan for plan in bench.plans if plan.swap_ins]
+    (new,) = back.new_rows
+    assert new.request_id == 3 and new.num_computed_tokens == len(new.token_ids) - 1
+    assert [bench.tokens[r.request_id] for r in requests] == [oracle(request, 64) for request in requests]
+    assert bench.scheduler.stats().num_host_blocks_held == 0
+
+
+def test_blocks_of_a_victim_are_free_for_the_plan_that_moves_them() -> None:
+    bench = run_short_of_blocks(CHEAP, *three_requests(), plan_depth=2)
+    plan = next(plan for plan in bench.plans if plan.swap_outs)
+    moved = {block_id for block_id, _ in plan.swap_outs}
+    assert {block_id for _, block_id in plan.appended_blocks} & moved
+
+
+@pytest.mark.parametrize(("settings", "is_swapped"), [(CHEAP, True), (DEAR, False)])
+def test_a_single_sequence_is_swapped_only_where_that_is_cheaper(settings: SchedulerSettings, is_swapped: bool) -> None:
+    bench = run_short_of_blocks(settings, *three_requests())
+    assert bench.scheduler.stats().num_swapped_out == is_swapped
+    bench.run()
+
+
+def test_a_request_with_several_answers_is_swapped_whatever_it_costs() -> None:
+    requests = [make_request(1, prompt=40, max_tokens=20), make_request(2, prompt=6, max_tokens=20, num_samples=3)]
+    bench = run_short_of_blocks(DEAR, *requests, num_blocks=20, num_host_blocks=20, max_step_tokens=64)
+    assert bench.scheduler.stats().num_swapped_out == 1
+    plan = next(plan for plan in bench.plans if plan.swap_outs)
+    assert len({block_id for block_id, _ in plan.swap_outs}) == len(plan.swap_outs), "a shared block moves once"
+    while not bench.plans[-1].swap_ins:
+        bench.step()
+    back = next(plan for plan in bench.plans if plan.swap_ins)
+    tables = [new.block_ids for new in back.new_rows]
+    assert len(tables) == 3 and len({table[0] for table in tables}) == 1, "and is shared again"
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1])
+def test_without_host_blocks_tokens_are_computed_once_more(num_host_blocks: int) -> None:
+    bench = run_short_of_blocks(CHEAP, *three_requests(), num_host_blocks=num_host_blocks)
+    assert bench.scheduler.stats().num_swapped_out == 0
+    bench.run()
+
+
+def test_fcfs_never_swaps() -> None:
+    settings = SchedulerSettings(policy=Policy.FCFS, swap_us_per_block=0.0)
+    bench = run_short_of_blocks(settings, *three_requests())
+    assert bench.scheduler.stats().num_swapped_out == 0
+
+
+def test_swapped_requests_come_back_before_any_that_waits() -> None:
+    bench = run_short_of_blocks(CHEAP, *three_requests())
+    bench.add(make_request(4, prompt=1, max_tokens=1))
+    bench.run()
+    order = [new.request_id for plan in bench.plans for new in plan.new_rows]
+    assert order == [1, 2, 3, 3, 4]
+
+
+def test_blocks_that_the_prefix_cache_still_has_are_shared_not_moved() -> None:
+    """Request 3 ends up with its first block held by request 4, which has the same prompt."""
+    bench = Bench(CHEAP, num_blocks=7, num_host_blocks=8)
+    bench.add(make_request(1, max_tokens=12), make_request(2, max_tokens=3), make_request(3, [9] * 5, max_tokens=12))
+    while not bench.scheduler.stats().num_swapped:
+        bench.step()
+    bench.run()
+    moved_out = sum(len(plan.swap_outs) for plan in bench.plans)
+    moved_in = sum(len(plan.swap_ins) for plan in bench.plans)
+    assert 0 < moved_in < moved_out
+
+
+def test_host_blocks_are_given_back_when_the_plan_that_swaps_in_is_answered() -> None:
+    bench = run_short_of_blocks(CHEAP, *three_requests())
+    while not bench.plans[-1].swap_ins:
+        bench.plan()
+        if not bench.plans[-1].swap_ins:
+            bench.answer()
+    assert bench.scheduler.stats().num_host_blocks_held == 2
+    bench.answer()
+    assert bench.scheduler.stats().num_host_blocks_held == 0
+
+
+def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
+    bench = run_short_of_blocks(CHEAP, *three_requests())
+    bench.scheduler.cancel(RequestId(3), 0.0)
+    bench.scheduler.check_invariants()
+    stats = bench.scheduler.stats()
+    assert (stats.num_swapped, stats.num_host_blocks_held) == (0, 0)
+    bench.run()
+    assert sorted(bench.ends) == [1, 2]
+
+
+def test_a_move_that_was_not_told_yet_is_forgotten_with_its_request() -> None:
+    """Two requests in a row are moved to one host block between two plans: only the second move may be told."""
+    bench = Bench(CHEAP, num_blocks=16, num_host_blocks=1, num_slots=1)
+    one, two = make_adapter("one"), make_adapter("two")
+    bench.add(make_request(1, prompt=2, adapter=one, max_tokens=9))
+    bench.step()
+    for request_id in (1, 2):
+        bench.scheduler.pause(RequestId(request_id))
+        bench.add(make_request(10 * request_id, prompt=2, adapter=two if request_id == 1 else one, max_tokens=2))
+        bench.scheduler.slot_commands()
+        if request_id == 1:
+            assert bench.scheduler.stats().num_swapped == 1
+            bench.scheduler.cancel(RequestId(1), 0.0)
+            assert bench.scheduler.roster.swap.outs == []
+
+
+def test_a_paused_request_stays_swapped_until_it_is_read_again() -> None:
+    requests = three_requests()
+    bench = run_short_of_blocks(CHEAP, *requests)
+    bench.scheduler.pause(RequestId(3))
+    for _ in range(20):
+        bench.step()
+    assert sorted(bench.ends) == [1, 2] and bench.scheduler.stats().num_swapped == 1
+    bench.add(make_request(4, max_tokens=1))
+    bench.step()
+    assert 4 in bench.ends, "it holds up nobody meanwhile"
+    bench.scheduler.unpause(RequestId(3))
+    bench.run()
+    assert bench.tokens[3] == oracle(requests[2], 64)
+
+
+def test_a_swapped_request_waits_for_its_adapter_like_any_other() -> None:
+    one, two = make_adapter("one"), make_adapter("two")
+    requests = [
+        make_request(1, max_tokens=14),
+        make_request(2, max_tokens=12),
+        make_request(3, adapter=one, max_tokens=12),
+    ]
+    bench = Bench(CHEAP, num_blocks=6, num_host_blocks=8, num_slots=1)
+    bench.add(*requests)
+    while bench.scheduler.stats().num_preemptions == 0:
+        bench.step()
+    assert bench.scheduler.stats().num_swapped == 1
+    bench.add(make_request(4, adapter=two, max_tokens=2))
+    bench.run()
+    assert bench.tokens[3] == oracle(requests[2], 64) and 4 in bench.ends
+
+
+def test_a_swapped_request_whose_adapter_cannot_be_had_ends_with_its_tokens() -> None:
+    one, two, three = (make_adapter(name) for name in ("one", "two", "three"))
+    bench = Bench(CHEAP, num_blocks=16, num_host_blocks=8, num_slots=1)
+    bench.add(make_request(1, adapter=one, max_tokens=9))
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.pause(RequestId(1))
+    bench.add(make_request(2, adapter=two, max_tokens=1))
+    bench.run_until_idle()
+    assert bench.scheduler.stats().num_swapped == 1
+    bench.scheduler.pin(two.digest)
+    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.slot_commands()
+    (output,) = bench.scheduler.expire(0.0)
+    assert output.finish_reason is FinishReason.ADAPTER_FAILED
+    assert output.request is not None and list(output.request.generated_token_ids) == bench.tokens[1]
+    assert bench.scheduler.stats().num_host_blocks_held == 0
+    assert three.digest not in bench.scheduler.resident_digests()
+
+
+def test_swapped_requests_go_on_elsewhere_with_the_same_tokens() -> None:
+    requests = three_requests()
+    bench, other = run_short_of_blocks(CHEAP, *requests), Bench()
+    moved = bench.scheduler.drain_requests()
+    other.add(*moved)
+    other.run()
+    assert [other.tokens[r.request_id] for r in requests] == [oracle(request, 64) for request in requests]
+
+
+def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
+    bench = Bench(CHEAP, num_blocks=6, block_size=2, max_rows=5, num_host_blocks=20)
+    requests = [make_request(i, prompt=2, max_tokens=10) for i in range(1, 6)]
+    bench.add(*requests)
+    tokens_when_out: dict[int, list[int]] = {r.request_id: [] for r in requests}
+    before: set[int] = set()
+    while bench.scheduler.num_unfinished:
+        bench.step()
+        held = set(bench.running_ids())
+        for request_id in before - held - set(bench.ends):
+            tokens_when_out[request_id].append(len(bench.tokens[request_id]))
+        before = held
+    assert bench.scheduler.stats().num_swapped_out == bench.scheduler.stats().num_preemptions > 2
+    assert any(len(counts) > 1 for counts in tokens_when_out.values()), "nobody was preempted twice"
+    assert all(counts == sorted(set(counts)) for counts in tokens_when_out.values())
+    assert [bench.tokens[r.request_id] for r in requests] == [oracle(request, 64) for request in requests]
+
+
+def test_prices_follow_the_times_that_the_worker_reports() -> None:
+    costs = StepCosts(SchedulerSettings(prefill_us_per_token=25.0, swap_us_per_block=100.0, step_us=1000.0))
+    assert not costs.is_swap_cheaper(num_blocks=10, num_tokens=80)
+    costs.observe(step_time_us=640, num_decodes=0, num_prefill_tokens=20)
+    assert costs.prefill_us_per_token == 25.0, "a short prefill says little"
+    costs.observe(step_time_us=6400, num_decodes=2, num_prefill_tokens=128)
+    assert costs.prefill_us_per_token == 50.0
+    assert costs.is_swap_cheaper(num_blocks=10, num_tokens=80)
+    costs.observe(step_time_us=400, num_decodes=32, num_prefill_tokens=0)
+    assert costs.decode_step_us == 400.0
+    costs.observe(step_time_us=800, num_decodes=32, num_prefill_tokens=0)
+    assert 400 < costs.decode_step_us < 450
+
+
+def test_the_scheduler_learns_from_the_times_of_its_results() -> None:
+    bench = Bench()
+    bench.add(make_request(1, max_tokens=3))
+    bench.step()
+    plan = bench.plan()
+    assert plan is not None
+    bench.sent.clear()
+    result = bench.worker.execute(plan)
+    bench.scheduler.apply(StepResult(result.step_id, result.rows, result.token_ids, step_time_us=777), 0.0)
+    assert bench.scheduler.costs.decode_step_us == 777
