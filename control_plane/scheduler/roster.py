@@ -129,7 +129,9 @@ class Roster:
             self.waiting.offer(digest)
 
     def register(self, sequence: Sequence) -> None:
-        """Offer its computed full blocks to the prefix cache."""
+        """Offer its computed full blocks to the prefix cache, unless they were swapped out meanwhile."""
+        if sequence.host_block_ids:
+            return
         self.cache.register(sequence, keep=sequence.digest not in self._purged)
         sequence.register_at = (sequence.num_registered + 1) * self.block_size
 

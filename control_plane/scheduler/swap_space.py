@@ -8,7 +8,6 @@ the plan that swaps in is answered.
 
 from __future__ import annotations
 
-import sys
 from bisect import insort
 from collections.abc import Iterator
 from operator import attrgetter
@@ -82,7 +81,6 @@ class SwapSpace:
                 member.host_block_ids.append(host_block)
             self._pool.release(member.block_ids)
             member.block_ids = []
-            member.register_at = sys.maxsize  # its blocks are not here to be found
         self.num_swapped_out += 1
 
     def tell_outs(self) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ checked as strictly as a real worker does.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Collection, Iterable
@@ -56,6 +57,13 @@ def sampled_token(value: bytes, sampling: Sampling, banned: Collection[int]) -> 
     return token_id
 
 
+@functools.lru_cache(maxsize=4096)  # asked for by the worker, and by those who check it
+def ranked_distribution(value: bytes) -> tuple[list[float], list[int]]:
+    """Log-probabilities of all tokens, and the tokens from the most likely on."""
+    logprobs = distribution(value)
+    return logprobs, sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])
+
+
 def distribution(value: bytes) -> list[float]:
     """Log-probabilities of all tokens, for those that ask: no two alike, and nothing to do with what is sampled."""
     drawn = memoryview(hashlib.shake_128(value).digest(4 * VOCAB_SIZE)).cast("I")
@@ -66,8 +74,7 @@ def distribution(value: bytes) -> list[float]:
 
 def logprobs_of(value: bytes, token_id: int, num_top: int) -> TokenLogprobs:
     """What is told of a token that follows."""
-    logprobs = distribution(value)
-    ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])
+    logprobs, ranked = ranked_distribution(value)
     top = tuple((token, logprobs[token]) for token in ranked[:num_top])
     return TokenLogprobs(token_id, logprobs[token_id], ranked.index(token_id) + 1, top)
 
@@ -113,6 +120,8 @@ class Row:
 
 def steps_of(plan: StepPlan) -> list[StepPlan]:
     """A plan of several steps as plans of one."""
+    if plan.num_steps == 1:
+        return [plan]
     first = replace(plan, num_steps=1)
     decodes = [ScheduledRow(scheduled.row, 1, True) for scheduled in plan.scheduled]
     return [first, *(StepPlan(plan.step_id + idx, decodes) for idx in range(1, plan.num_steps))]

@@ -26,7 +26,7 @@ def test_a_tenant_that_floods_gets_its_share_within_10_percent_and_no_more(weigh
     counters = VirtualCounters({"modest": weight})
     bench = Bench(counters=counters, max_rows=6, num_blocks=60, plan_depth=2)
     next_id = 1
-    for _ in range(600):
+    for _ in range(300):
         for tenant, num_kept in (("flood", 80), ("modest", 8)):
             account = {t.tenant: t.num_waiting for t in counters.stats()}
             for _ in range(num_kept - account.get(tenant, 0)):

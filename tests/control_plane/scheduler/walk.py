@@ -31,13 +31,13 @@ from control_plane.scheduler.types import (
 from tests.control_plane.scheduler.ledger import Ledger
 from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, steps_of
 
-FULL_CHECK_EVERY = 8  # steps
+FULL_CHECK_EVERY = 40  # moves; one in five makes a plan
 
 
 class Walk:
     """One seeded run."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, policy: Policy, *, has_trace: bool = False) -> None:
         rng = self.rng = random.Random(seed)
         self.limits = WorkerLimits(
             num_blocks=rng.choice([6, 9, 16, 40]),
@@ -51,7 +51,7 @@ class Walk:
             num_host_blocks=rng.choice([0, 4, 30]),
         )
         self.settings = SchedulerSettings(
-            policy=rng.choice(list(Policy)),
+            policy=policy,
             max_step_tokens=rng.choice([None, None, 5]),
             max_sequences=rng.choice([None, None, 4]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
@@ -79,17 +79,20 @@ class Walk:
         self.sent: deque[StepPlan] = deque()  # steps on the wire
         self.commands: deque[SlotCommand] = deque()  # commands on the wire
         self.free_before: set[int] = set()
+        self.num_moves = 0
         self.num_plans = 0
+        self.num_steps = 0  # that the plans stand for
         self.num_repeated = 0  # plans of several steps
         self.num_groups = 0  # requests with several answers
         self.num_beam_searches = 0
         self.num_fed = 0  # tokens of beams
+        self.num_groups_swapped_in = 0  # plans that brought one of them back
         self.num_copies = 0  # blocks copied by forks
-        self.trace = hashlib.sha256()
+        self.trace = hashlib.sha256() if has_trace else None
 
-    def run(self, num_plans: int) -> None:
-        """Walk until so many plans were made, then let everything end and look for what is left."""
-        while self.num_plans < num_plans:
+    def run(self, num_steps: int) -> None:
+        """Walk until so many steps were planned, then let everything end and look for what is left."""
+        while self.num_steps < num_steps:
             self.step()
         for request_id in sorted(self.paused):
             self.scheduler.unpause(request_id)
@@ -147,7 +150,8 @@ class Walk:
         free = set(self.scheduler.pool.free) - {block_id for block_id, _ in moves}  # those are read once more
         self.worker.poison(sorted(free - self.free_before))
         self.free_before = free
-        if self.num_plans % FULL_CHECK_EVERY == 0:
+        self.num_moves += 1
+        if self.num_moves % FULL_CHECK_EVERY == 0:
             self.scheduler.check_invariants()
 
     def arrive(self) -> None:
@@ -155,7 +159,7 @@ class Walk:
         rng, limits = self.rng, self.limits
         most = min(limits.max_model_len, limits.num_blocks * limits.block_size)
         length = rng.randint(1, max(1, min(most - 1, 30)))
-        prompt = ([7] * 12 + [rng.randrange(VOCAB_SIZE) for _ in range(30)])[-length:]
+        prompt = ([7] * 12 + rng.choices(range(VOCAB_SIZE), k=30))[-length:]
         if rng.random() < 0.5:
             prompt = ([1, 2, 3, 4, 5, 6, 7, 8] * 5)[:length]
         max_tokens = rng.randint(1, max(1, most - length))
@@ -217,7 +221,11 @@ class Walk:
             self.num_repeated += plan.num_steps > 1
             self.num_copies += len(plan.block_copies)
             self.num_fed += len(plan.fed_tokens)
-            self.trace.update(repr(plan).encode())
+            new_ids = [new.request_id for new in plan.new_rows]
+            self.num_groups_swapped_in += len(plan.swap_ins) > 0 and len(new_ids) > len(set(new_ids))
+            self.num_steps += plan.num_steps
+            if self.trace is not None:
+                self.trace.update(repr(plan).encode())
             self.sent.extend(steps_of(plan))
 
     def answer_plan(self) -> None:
