@@ -125,13 +125,19 @@ class Sampler:
             has_min_p=bool(min_p.any()),
         )
 
-    def _adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments:
-        at = np.flatnonzero(self._is_adjusted[rows])
-        adjusted = rows[at]
-        biases = [
-            self._biases[row][0 if position < self._min_tokens[row] else 1] if row in self._biases else _NO_BIASES
-            for row, position in zip(adjusted.tolist(), positions[at].tolist(), strict=True)
-        ]
+    def _adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
+        """Of the rows whose logits change in this step; None if there is none."""
+        biases_at = {
+            index: self._biases_of(int(rows[index]), int(positions[index]))
+            for index in np.flatnonzero(self._is_adjusted[rows]).tolist()
+        }
+        at = np.array(
+            [i for i, (token_ids, _) in biases_at.items() if len(token_ids) or self._history_place[rows[i]] >= 0],
+            dtype=np.int64,
+        )
+        if len(at) == 0:
+            return None
+        adjusted, biases = rows[at], [biases_at[index] for index in at.tolist()]
         counts = [len(token_ids) for token_ids, _ in biases]
         return Adjustments(
             rows=self._tensor(at),
@@ -144,6 +150,13 @@ class Sampler:
             bias_token=self._tensor(np.concatenate([token_ids for token_ids, _ in biases])),
             bias=self._tensor(np.concatenate([values for _, values in biases])),
         )
+
+    def _biases_of(self, row: int, position: int) -> _Biases:
+        """Biases of a row's token at that place of its answer."""
+        if row not in self._biases:
+            return _NO_BIASES
+        before, after = self._biases[row]
+        return before if position < self._min_tokens[row] else after
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

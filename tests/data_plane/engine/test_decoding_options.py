@@ -119,6 +119,14 @@ def test_penalties_survive_a_preemption_and_stay_with_their_row(engine: TorchEng
         assert [job.tokens for job in jobs] == [alone, plain, alone, plain]
 
 
+def test_row_past_its_min_tokens_costs_what_a_plain_one_costs(engine: TorchEngine) -> None:
+    sampling = replace(GREEDY, min_tokens=2, banned_token_ids=array([3]))
+    engine.execute(make_plan(1, new=[new_row(3, sampling=sampling)], prefills=[(3, 7)]))
+    adjustments = [engine._sampler._adjustments(np.array([3]), np.array([position])) for position in (1, 2)]
+    assert adjustments[0] is not None and adjustments[0].bias_token.tolist() == [3]
+    assert adjustments[1] is None
+
+
 def test_rows_with_options_free_what_they_held(engine: TorchEngine) -> None:
     penalised = replace(SAMPLED, repetition_penalty=1.4, min_tokens=2, banned_token_ids=array([3]))
     Planner(engine, chunk=4).run([Job(PROMPT, 3, sampling=penalised) for _ in range(20)])
