@@ -20,13 +20,14 @@ from tests.fakes.fleet_rig import CAPACITIES, FakeClock, LoopbackWorker, expecte
 
 WARM_UP_S, MEASURE_S = 0.5, 1.0
 ROWS = 6
+LARGE = replace(CAPACITIES, max_rows=2 * ROWS, num_blocks=2048)  # nothing is short
 
 
 class FarWorker(LoopbackWorker):
     """Every message takes a while, either way; a step takes its time; several plans queue up."""
 
     def __init__(self, clock: FakeClock, *, delay_s: float, step_s: float, plan_depth: int) -> None:
-        super().__init__(make_fleet(clock, plan_depth=plan_depth), capacities=replace(CAPACITIES, max_rows=2 * ROWS))
+        super().__init__(make_fleet(clock, plan_depth=plan_depth), capacities=LARGE)
         self.clock, self.delay_s, self.step_s = clock, delay_s, step_s
         self.free_at_s = clock()  # when it is through with what it got
         self.busy_s: list[float] = []  # beginnings of steps
@@ -90,7 +91,7 @@ async def busy_share(added_ms: float, step_ms: float, *, plan_depth: int = 2, le
 
 
 @pytest.mark.parametrize("lengths", [(1000, 1000), (1, 120)], ids=["long", "ending and beginning"])
-@pytest.mark.parametrize(("added_ms", "least"), [(0.0, 0.999), (5.0, 0.98), (10.0, 0.95)])
+@pytest.mark.parametrize(("added_ms", "least"), [(0.0, 0.999), (5.0, 0.98), (10.0, 0.98)])
 async def test_a_longer_way_costs_next_to_nothing(added_ms: float, least: float, lengths: tuple[int, int]) -> None:
     for step_ms in (5.0, 8.0):
         assert await busy_share(added_ms, step_ms, lengths=lengths) >= least
