@@ -136,7 +136,7 @@ class FakeWeights:
         return self.packed[digest]
 
 
-def make_fleet(clock: Callable[[], float], **settings: float) -> Fleet:
+def make_fleet(clock: Callable[[], float], **settings: object) -> Fleet:
     """A fleet that only ticks when the test says so."""
     return Fleet(
         FleetSettings(**settings),  # type: ignore[arg-type]  # fields are int or float

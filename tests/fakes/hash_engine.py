@@ -55,6 +55,7 @@ class _Row:
     last_token: int = -1  # sampled last, or fed in its place
     num_answered: int = 0  # tokens of the answer, those given at the row's beginning included
     is_right: bool = True  # what was said to be computed was in its blocks
+    given_away: set[int] = field(default_factory=set)  # of block_ids: swapped out, and no longer its own
     block_ends: list[bytes] = field(default_factory=list)  # what the last position of each full block must hold
 
 
@@ -136,6 +137,10 @@ class HashEngine:
         poisoned: list[int] = []
         for row_id in plan.freed_rows.tolist():
             poisoned += self._free(row_id)
+        # Blocks that are swapped out may be others' from this plan on, though the row is freed by a later one.
+        swapped_out = set(plan.swap_outs[:, 0].tolist())
+        for row in self._rows.values() if swapped_out else ():
+            row.given_away.update(swapped_out.intersection(row.block_ids))
         begun = [self._begin(new, poisoned) for new in plan.new_rows]
         for row_id, block_id in plan.appended_blocks.tolist():
             self._row(row_id).block_ids.append(self._checked_block(block_id))
@@ -233,7 +238,8 @@ class HashEngine:
         del self._rows[row_id]
         for rows in (self._decoding, self._paused, self._stepwise):
             rows.discard(row_id)
-        return row.block_ids[row.num_computed // self.capacities.block_size :]
+        kept = row.block_ids[row.num_computed // self.capacities.block_size :]
+        return [block_id for block_id in kept if block_id not in row.given_away]
 
     def _poison(self) -> list[bytes]:
         return [POISON] * self.capacities.block_size

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
 
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
+from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import BeamSearch, FinishReason, Request, Sampling, sample_seed
-from tests.fakes.fleet_rig import FINGERPRINT, FakeClock, LoopbackWorker, make_fleet, make_request
+from tests.fakes.fleet_rig import CAPACITIES, FINGERPRINT, FakeClock, LoopbackWorker, make_fleet, make_request
 from tests.fakes.hash_model import oracle
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -140,3 +142,29 @@ async def test_a_beam_search_given_up_leaves_nothing_behind(clock: FakeClock) ->
     snapshot = worker.session.snapshot()
     assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
     assert fleet.queue_snapshot().num_requests == 0 and fleet.tenant_use()[0].num_requests == 0
+
+
+@pytest.mark.parametrize("is_lagging", [False, True])
+async def test_requests_that_were_swapped_out_go_on_with_the_same_tokens(clock: FakeClock, is_lagging: bool) -> None:
+    """More than fits: rows are freed a plan later than their blocks, which by then may be others'."""
+    fleet = make_fleet(clock, scheduler=SchedulerSettings(swap_us_per_block=1.0))
+    capacities = replace(CAPACITIES, num_blocks=40, num_host_blocks=48, max_rows=12)
+    worker = LoopbackWorker(fleet, capacities=capacities)
+    requests = [
+        make_request(
+            fleet,
+            [9 + number] * (3 + number),
+            40,
+            num_samples=1 + number % 3,
+            sampling=Sampling(temperature=1.0, seed=number),
+        )
+        for number in range(12)
+    ]
+    readers = [asyncio.create_task(read_answers(fleet.submit(request))) for request in requests]
+    while not all(reader.done() for reader in readers):
+        await worker.receive()
+        worker.answer(1 if is_lagging else None)
+    for request, reader in zip(requests, readers, strict=True):
+        assert await reader == {index: expected(request, index) for index in range(request.num_samples)}
+    assert worker.session.snapshot().num_swapped_out >= 5
+    assert worker.session.snapshot().num_host_blocks_held == 0
