@@ -1,14 +1,15 @@
-"""Beams, penalties and log-probabilities of the served system equal those of transformers + PEFT."""
+"""Beams, penalties, log-probabilities and swapped requests of the served system equal those of transformers + PEFT."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 import torch
-from motet import BeamSearch, Client, TokenLogprobs
+from motet import BeamSearch, Client, Generation, TokenLogprobs
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +21,10 @@ PROMPTS = prompts([3, 9, 17], vocab_size=256, seed=11)
 STOPS = [5, 60, 61, 62, 63, 64, 65, 66]
 # Answers that differ by less in score or logit may change places by rounding: sums of another order differ by 1e-5.
 MIN_GAP = 1e-3
-WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "256", "--max-rows", "12"]
-WORKER_FLAGS += ["--max-model-len", "128", "--arena-bytes", "64MiB"]
+# Fewer blocks than many requests at once need: some are swapped to host memory, which costs next to nothing.
+WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "60", "--max-rows", "12"]
+WORKER_FLAGS += ["--max-model-len", "128", "--arena-bytes", "64MiB", "--host-kv-bytes", "4MiB"]
+CONTROL_FLAGS = ["--swap-us-per-block", "0.1"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     checkpoint = make_checkpoint(directory / "model", arch="llama")
     adapter = make_adapter(directory / "adapter", checkpoint, rank=8, alpha=16, targets=["q_proj", "down_proj"], seed=2)
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
-    with System(checkpoint, directory) as system:
+    with System(checkpoint, directory, control_flags=CONTROL_FLAGS) as system:
         client = system.client()
         client.adapters.register("one", adapter)
         system.start_worker(flags=WORKER_FLAGS)
@@ -121,6 +124,37 @@ def test_penalties_and_bias_change_the_greedy_choice_as_they_should(served: Serv
                 assert token == int(best.indices[0]), (len(prompt), len(tokens))
             tokens.append(token)
     assert num_compared >= 20
+
+
+@pytest.mark.slow
+def test_swapped_requests_answer_as_transformers(served: Served) -> None:
+    num_tokens, num_compared = 30, 0
+    texts = prompts(range(3, 19), vocab_size=256, seed=3)
+
+    def ask(position: int) -> Generation:
+        return served.client.generate(
+            list(texts[position]),
+            adapter="one" if position % 2 else "",
+            n=1 + position % 3,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            timeout_s=120.0,
+        ).result()
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        results = list(pool.map(ask, range(len(texts))))
+    for position, (prompt, result) in enumerate(zip(texts, results, strict=True)):
+        (answer,) = {answer.token_ids for answer in result.answers}  # greedy: all alike
+        logits = served.logits([*prompt, *answer], "one" if position % 2 else "")[len(prompt) - 1 : -1]
+        best = logits.topk(2)
+        assert len(answer) == num_tokens
+        for token, values, candidates in zip(answer, best.values, best.indices, strict=True):
+            if float(values[0] - values[1]) >= MIN_GAP:
+                num_compared += 1
+                assert token == int(candidates[0]), position
+    assert num_compared > 300
+    worker = served.client.status().workers[0]
+    assert worker.num_swapped_out > 0 and (worker.num_blocks_held, worker.num_host_blocks_held) == (0, 0)
 
 
 @pytest.mark.slow
