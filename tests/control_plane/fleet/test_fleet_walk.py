@@ -15,7 +15,9 @@ from control_plane.scheduler.types import Request, Sampling
 from tests.fakes.fleet_rig import CAPACITIES, FakeClock, LoopbackWorker, expected, make_fleet, make_request
 
 NUM_ACTIONS = 600
-SMALL = replace(CAPACITIES, num_blocks=48, max_rows=6, max_step_tokens=24, num_slots=2, max_model_len=128)
+SMALL = replace(
+    CAPACITIES, num_blocks=48, num_host_blocks=30, max_rows=6, max_step_tokens=24, num_slots=2, max_model_len=128
+)
 
 
 class Walk:
