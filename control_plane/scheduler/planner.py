@@ -169,9 +169,7 @@ class Planner:
     def _return(self, group: SequenceGroup, draft: PlanDraft) -> None:
         """Give a swapped request rows, blocks and leases again, and plan the last known token of each sequence."""
         self._roster.leave_swapped(group)
-        moves, spent = self._roster.swap.move_in(group)
-        draft.swap_ins += moves
-        draft.spent_host_blocks += spent
+        self._roster.swap.move_in(group, draft)
         for member in group.live_members():
             self._roster.take_row(member, SequenceState.RUNNING)
             draft.new_rows.append(begin_row(member, self._roster.slot_generation(member)))

@@ -15,6 +15,7 @@ from operator import attrgetter
 from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.host_blocks import HostBlockPool
+from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.prefix_cache import PrefixCache
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import SequenceGroup
@@ -55,15 +56,15 @@ class SwapSpace:
         """Whether a running request should be preempted by swap, not by recompute.
 
         1. It cannot where host blocks are short, where it gained nothing yet, where some of its sequences is not past
-           its prefill, where what a sequence is fed next is still to be chosen, or where one step cannot take a token
-           of each: they return together.
+           its prefill, or where one step cannot take a token of each: they return together.
         2. One with several sequences should: computing it once more would compute each of them.
         3. A single one should where moving its blocks out and in costs less than computing its tokens once more.
         """
         members = group.live_members()
-        blocks = {block_id for member in members for block_id in member.block_ids}
-        has_room = self._is_used and len(blocks) <= self.host.num_free and len(members) <= self._max_step_tokens
-        if not has_room or not group.has_progressed or not all(map(_is_movable, members)):
+        if not self._is_used or not group.has_progressed or not all(map(_is_movable, members)):
+            return False
+        blocks = {block_id for member in members for block_id in self._moved_blocks(member)}
+        if len(blocks) > self.host.num_free or len(members) > self._max_step_tokens:
             return False
         return len(members) > 1 or self._costs.is_swap_cheaper(len(blocks), members[0].num_planned)
 
@@ -71,7 +72,7 @@ class SwapSpace:
         """Let the next plan move the blocks of a request that `is_better` said so of, and give them back."""
         host_by_block: dict[int, int] = {}
         for member in group.live_members():
-            for block_id in member.block_ids:
+            for block_id in self._moved_blocks(member):
                 host_block = host_by_block.get(block_id)
                 if host_block is None:
                     host_block = host_by_block[block_id] = self.host.take()
@@ -81,6 +82,9 @@ class SwapSpace:
                 member.host_block_ids.append(host_block)
             self._pool.release(member.block_ids)
             member.block_ids = []
+            if member.copied_block is not None and not member.is_begun:
+                self._pool.release([member.copied_block])
+                member.copied_block = None
         self.num_swapped_out += 1
 
     def tell_outs(self) -> list[tuple[int, int]]:
@@ -128,40 +132,46 @@ class SwapSpace:
         num_tails = 0
         for member in group.live_members():
             hits = self._hits(member)
-            to_move.update(member.host_block_ids[len(hits) :])
+            num_full = (member.num_known - 1) // self._block_size
+            to_move.update(member.host_block_ids[len(hits) : num_full])
+            num_tails += len(member.host_block_ids[num_full:])  # will be written: nobody shares it
             unheld.update(block_id for block_id in hits if self._pool.ref_counts[block_id] == 0)
             num_tails += -(-member.num_known // self._block_size) - len(member.host_block_ids)
         return len(to_move) + num_tails, len(unheld)
 
-    def move_in(self, group: SequenceGroup) -> tuple[list[tuple[int, int]], list[int]]:
-        """Give every sequence its table: (moves for the plan, host blocks to release once it is answered).
+    def move_in(self, group: SequenceGroup, draft: PlanDraft) -> None:
+        """Give every sequence its table, by moves and copies of the draft's plan. The caller gives rows and leases.
 
-        Blocks that the prefix cache still has are shared, not moved. The caller gives rows and leases.
+        Blocks that the prefix cache still has are shared, not moved. A block that will be written and that several
+        forked from is moved once and copied for each further one.
         """
         members = group.live_members()
         for member in members:  # all of them first: taking a block may evict one that the next would share
             member.block_ids = self._cache.take_hits(member, len(self._hits(member)))
             member.num_registered = len(member.block_ids)
-        moves: list[tuple[int, int]] = []
-        spent: list[int] = []
         block_by_host: dict[int, int] = {}
         for member in members:
-            for host_block in member.host_block_ids[member.num_registered :]:
+            num_full = (member.num_known - 1) // self._block_size
+            for idx in range(member.num_registered, len(member.host_block_ids)):
+                host_block = member.host_block_ids[idx]
                 block_id = block_by_host.get(host_block)
-                if block_id is None:
-                    (block_id,) = self._pool.take(1)
-                    block_by_host[host_block] = block_id
-                    moves.append((host_block, block_id))
-                else:
+                if block_id is not None and idx < num_full:
                     self._pool.share(block_id)
+                else:
+                    (own_block,) = self._pool.take(1)
+                    if block_id is None:
+                        draft.swap_ins.append((host_block, own_block))
+                        block_by_host[host_block] = own_block
+                    else:
+                        draft.block_copies.append((block_id, own_block))
+                    block_id = own_block
                 member.block_ids.append(block_id)
             member.block_ids += self._pool.take(-(-member.num_known // self._block_size) - len(member.block_ids))
             member.prefill_end = member.num_known
             member.num_planned = member.num_computed = member.num_known - 1
             member.register_at = (member.num_registered + 1) * self._block_size
-            spent += member.host_block_ids
+            draft.spent_host_blocks += member.host_block_ids
             member.host_block_ids = []
-        return moves, spent
 
     def _hits(self, member: Sequence) -> list[int]:
         """Cached blocks of its leading tokens, all but the last known one."""
@@ -169,8 +179,18 @@ class SwapSpace:
         self._cache.extend_hashes(member, max_hits)
         return self._cache.find_hits(member, max_hits)
 
+    def _moved_blocks(self, member: Sequence) -> list[int]:
+        """Blocks that keep what is computed of it; of a beam all but its last token, which is computed again."""
+        if not member.is_stepwise:
+            return member.block_ids
+        num_full, num_rest = divmod(member.num_known - 1, self._block_size)
+        if member.state is SequenceState.FORKING and num_rest:
+            assert member.copied_block is not None, "a beam forks with a part of a block and copies none"
+            return [*member.block_ids[:num_full], member.copied_block]
+        return member.block_ids[: num_full + (num_rest > 0)]
+
 
 def _is_movable(member: Sequence) -> bool:
-    is_past_prefill = member.state is SequenceState.RUNNING and member.is_decoding
-    is_chosen = not member.is_stepwise or (member.num_in_flight == 0 and member.num_planned < member.num_known)
-    return is_past_prefill and is_chosen
+    if member.is_stepwise and member.state is SequenceState.FORKING:
+        return member.forks_from is None  # from a beam of which all but the last token is computed
+    return member.state is SequenceState.RUNNING and member.is_decoding

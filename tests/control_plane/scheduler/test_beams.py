@@ -82,6 +82,19 @@ def test_a_search_that_was_preempted_goes_on_with_its_beams() -> None:
     assert max(known) > 9, "it began again from its prompt"
 
 
+def test_a_search_that_was_swapped_out_comes_back_with_all_its_beams() -> None:
+    bench = GroupBench(num_blocks=17, max_rows=6, plan_depth=2, num_host_blocks=17)
+    others = [make_request(request_id, prompt=4, max_tokens=30) for request_id in (1, 2)]
+    bench.add(*others, make_search(3, 3, prompt=9, max_tokens=18))
+    bench.run()
+    assert bench.scheduler.roster.swap.num_swapped_out > 0
+    back = [plan for plan in bench.plans if len([new for new in plan.new_rows if new.request_id == 3]) == 3]
+    assert back, "the beams return together"
+    for plan in back:
+        assert all(new.num_computed_tokens == len(new.token_ids) - 1 for new in plan.new_rows if new.request_id == 3)
+        assert len({host for host, _ in plan.swap_ins}) == len(plan.swap_ins), "a block travels once"
+
+
 def test_a_drained_search_begins_again_elsewhere() -> None:
     first, second = GroupBench(), GroupBench()
     request = make_search(1, 3, max_tokens=6, adapter=make_adapter("one"))
