@@ -14,7 +14,7 @@ from control_plane.errors import (
     PoisonedRequest,
     WorkerLost,
 )
-from control_plane.fleet.jobs import Job
+from control_plane.fleet.jobs import Job, num_indices_of
 from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.types import FinishReason, Request, RequestOutput
 
@@ -30,11 +30,12 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
     if isinstance(refusal, RowsNeverFit):
         field = "decoding.best_of" if request.beam is None else "decoding.beam_search.width"
         return InvalidRequest(FieldViolation(field, str(refusal)))
-    num_prompt = len(request.prompt_token_ids)
+    num_prompt, num_answers = len(request.prompt_token_ids), num_indices_of(request)
+    answers = f" for each of {num_answers} answers at once" if num_answers > 1 else ""
     return ContextTooLong(
         FieldViolation(
             "stopping.max_tokens",
-            f"prompt of {num_prompt} tokens and max_tokens {request.max_tokens}: {refusal}",
+            f"prompt of {num_prompt} tokens and max_tokens {request.max_tokens}{answers}: {refusal}",
         )
     )
 

@@ -36,9 +36,6 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
             limits.num_blocks,
             f"{num_known} tokens leave no room to generate in a context of {limits.max_model_len}; shorten the prompt",
         )
-    fit = judge_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
-    if fit is Verdict.NEVER:
-        raise RequestNeverFits(num_blocks, limits.num_blocks)
     if num_sequences > limits.max_rows:
         raise RowsNeverFit(
             num_blocks,
@@ -46,6 +43,9 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
             f"{num_sequences} sequences at once, the worker has {limits.max_rows} rows; ask for fewer answers or raise "
             "--max-rows",
         )
+    fit = judge_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
+    if fit is Verdict.NEVER:
+        raise RequestNeverFits(num_blocks, limits.num_blocks)
     adapter = request.adapter
     if adapter is not None and (adapter.arena_bytes > limits.arena_bytes or limits.num_slots == 0):
         raise AdapterNeverFits(
