@@ -16,7 +16,11 @@ from kernels.tuning import tuned
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """Of programs for one query of each sequence."""
+    """Of programs for one query of each sequence.
+
+    They are pipelined, so a block has at most 32 rows: from 64 on products are wgmma, which ptxas before 13.3
+    miscompiles where loads run ahead of one with a register operand (triton issue 9433). Larger groups take several.
+    """
 
     block_m: int  # query heads of one key head
     block_n: int  # keys
@@ -28,7 +32,7 @@ class DecodeLaunch:
     max_splits: int = 64
 
     def __post_init__(self) -> None:
-        _check("block_m", self.block_m, 16, 64)
+        _check("block_m", self.block_m, 16, 32)
         _check("block_n", self.block_n, 16, 256)
         _check("num_warps", self.num_warps, 1, 16)
         _check("max_splits", self.max_splits, 1, 1024)
@@ -50,8 +54,8 @@ class DecodeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLaunch:
-    """Of programs for several queries. They are never pipelined: ptxas before 13.3 miscompiles pipelined wgmma with a
-    register operand (triton issue 9433), and weights @ values is such a product from 64 rows on."""
+    """Of programs for several queries. They are never pipelined, for the reason that `DecodeLaunch` gives: from 64 rows on
+    weights @ values is such a wgmma."""
 
     block_m: int  # queries x heads
     block_n: int  # keys

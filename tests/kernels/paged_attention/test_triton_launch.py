@@ -21,7 +21,8 @@ LLAMA = Sizes("bfloat16", "bfloat16", 128, 4)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DecodeLaunch(8, 64), "block_m is 8, want a power of two from 16 to 64"),
+        (lambda: DecodeLaunch(8, 64), "block_m is 8, want a power of two from 16 to 32"),
+        (lambda: DecodeLaunch(64, 64), "block_m is 64"),
         (lambda: DecodeLaunch(16, 48), "block_n is 48"),
         (lambda: DecodeLaunch(16, 64, 3), "num_warps is 3"),
         (lambda: DecodeLaunch(16, 64, 4, 0), "num_stages is 0, want 1 to 8"),
