@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
-from control_plane.scheduler.types import LoadSlot, RequestId, RequestOutput, SlotCommand, StepPlan
+from control_plane.scheduler.types import BeamSearch, LoadSlot, RequestId, RequestOutput, SlotCommand, StepPlan
 from tests.control_plane.scheduler.factories import make_adapter, make_limits, make_request
 from tests.control_plane.scheduler.ledger import Ledger
 from tests.fakes.model_worker import ModelWorker, steps_of
@@ -52,7 +52,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 14),
         max_tokens=st.integers(1, 12),
-        num_samples=st.sampled_from([1, 1, 2, 3]),
+        num_answers=st.sampled_from([1, 1, 2, 3]),
+        is_search=st.booleans(),
         adapter_idx=st.integers(0, 3),
         tenant=st.sampled_from("ab"),
         priority=st.integers(0, 1),
@@ -62,17 +63,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         length: int,
         max_tokens: int,
-        num_samples: int,
+        num_answers: int,
+        is_search: bool,
         adapter_idx: int,
         tenant: str,
         priority: int,
         deadline_s: float | None,
     ) -> None:
+        if length + max_tokens >= 12:
+            num_answers, is_search = 1, False  # more would not fit
         request = make_request(
             self.next_id,
             [5] * length if self.next_id % 2 else length,
             max_tokens,
-            num_samples=num_samples if length + max_tokens < 12 else 1,
+            num_samples=1 if is_search else num_answers,
+            beam=BeamSearch(num_answers) if is_search else None,
             adapter=ADAPTERS[adapter_idx],
             tenant=tenant,
             priority=priority,
