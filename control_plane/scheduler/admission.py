@@ -105,6 +105,7 @@ def _make_sequence(
         stop_token_ids=request.stop_token_ids,
         sampling=sampling,
         tells_logprobs=tells_logprobs,
+        tells_more=tells_logprobs or index > 0,
         generated=[],
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from control_plane.scheduler.beams import advance, outputs_of
 from control_plane.scheduler.plan_draft import Flight
 from control_plane.scheduler.roster import Roster
@@ -20,17 +22,18 @@ class AnswerBook:
     def book(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
         """Take the answer to `flight`, which was checked to be that, and append what it brings the requests."""
         failed_rows = set(result.failed_rows)
-        tokens = iter(result.token_ids)
-        for sequence in flight.decodes:
-            token_id = None if sequence.row in failed_rows else next(tokens)
+        tokens: Iterator[int | None] = iter(result.token_ids)
+        if failed_rows:
+            told = iter(result.token_ids)
+            tokens = iter([None if row in failed_rows else next(told) for row in flight.sampled_rows])
+        for sequence, token_id in zip(flight.decodes, tokens, strict=False):  # what is left over is the prefills'
             self._book_token(sequence, 1, token_id, result, outputs)
         for sequence, num_tokens, samples in flight.prefills:
             self._roster.release_copied(sequence)
             if sequence.row in result.prompt_logprobs:
                 sequence.group.prompt_logprobs += result.prompt_logprobs[sequence.row]
             if samples:
-                token_id = None if sequence.row in failed_rows else next(tokens)
-                self._book_token(sequence, num_tokens, token_id, result, outputs)
+                self._book_token(sequence, num_tokens, next(tokens), result, outputs)
             else:
                 self._book_chunk(sequence, num_tokens)
 
@@ -54,22 +57,17 @@ class AnswerBook:
                 self._roster.end(group)
                 return
             sequence.num_computed += num_tokens
-            if sequence.is_stepwise:
+            if sequence.tells_more and sequence.is_stepwise:
                 self._book_beam(sequence, result, outputs)
                 return
-            is_first = not sequence.generated
             reason = sequence.accept(token_id)
             group.has_progressed = True
             self.num_tokens_sampled += 1
             output = RequestOutput(
-                sequence.request.request_id,
-                [token_id],
-                reason,
-                group.num_cached_tokens,
-                group.first_scheduled_s,
+                group.request.request_id, [token_id], reason, group.num_cached_tokens, group.first_scheduled_s
             )
-            if sequence.index or sequence.tells_logprobs:
-                self._tell_more(sequence, output, result, is_first=is_first)
+            if sequence.tells_more:
+                self._tell_more(sequence, output, result)
             outputs.append(output)
             if sequence.num_computed >= sequence.register_at:
                 self._roster.register(sequence)
@@ -78,7 +76,7 @@ class AnswerBook:
                     outputs.pop()
                 self._roster.end_member(sequence)
                 return
-        if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
+        if sequence.num_in_flight == 0 and sequence.state is SequenceState.DRAINING:
             self._roster.leave(sequence)
 
     def _book_beam(self, sequence: Sequence, result: StepResult, outputs: list[RequestOutput]) -> None:
@@ -109,12 +107,12 @@ class AnswerBook:
         if not sequence.generated:
             self._roster.register(sequence)
 
-    def _tell_more(self, sequence: Sequence, output: RequestOutput, result: StepResult, *, is_first: bool) -> None:
+    def _tell_more(self, sequence: Sequence, output: RequestOutput, result: StepResult) -> None:
         """Add what only some requests ask for."""
         output.index = sequence.index
         if sequence.sampling.num_logprobs is not None:
             output.logprobs = [result.logprobs[sequence.row]]
-        if sequence.sampling.num_prompt_logprobs is not None and is_first:
+        if sequence.sampling.num_prompt_logprobs is not None and len(sequence.generated) == 1:
             output.prompt_logprobs, sequence.group.prompt_logprobs = sequence.group.prompt_logprobs, []
 
     def _book_chunk(self, sequence: Sequence, num_tokens: int) -> None:

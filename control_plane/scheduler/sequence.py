@@ -40,6 +40,7 @@ class Sequence:
     stop_token_ids: frozenset[int]  # the request's, at hand for every token
     sampling: Sampling  # the request's, with this answer's own seed
     tells_logprobs: bool  # log-probabilities come with its tokens or its prompt
+    tells_more: bool  # that, or an index other than 0: at hand for every token
     generated: list[int]  # accepted tokens
     state: SequenceState = SequenceState.IDLE
     is_stepwise: bool = False  # what it is fed after its prefill is chosen here, not on the worker
