@@ -65,11 +65,17 @@ class VirtualCounters:
         self._prefill_weight = prefill_weight
         self._decode_weight = decode_weight
         self._tenants: dict[str, Tenant] = {}
+        self._has_forgotten = False
         self._max_tenants = MIN_KEPT_TENANTS  # accounts at which idle ones are forgotten
         # Every waiting tenant is here once, at a counter that it had; a counter never falls, so the front is corrected
         # when it is looked at.
         self._waiting: list[tuple[float, str]] = []
         self._last_counter = 0.0  # of the tenant that was the last to stop waiting
+
+    @property
+    def only_tenant(self) -> str | None:
+        """The one tenant that there ever was, or None if there were others or none."""
+        return next(iter(self._tenants)) if len(self._tenants) == 1 and not self._has_forgotten else None
 
     def counter(self, tenant: str) -> float:
         """The tenant's virtual counter."""
@@ -125,6 +131,7 @@ class VirtualCounters:
 
     def _forget_idle(self) -> None:
         """Drop the accounts that a lift would set to what they are; names come from outside and have no end."""
+        self._has_forgotten = True
         self._waiting = [(t.counter, name) for name, t in self._tenants.items() if t.num_waiting > 0]
         heapq.heapify(self._waiting)
         floor = self._floor()

@@ -59,8 +59,9 @@ class Planner:
 
         A long prefill leaves half of what is left to requests that wait, and takes what they do not need.
         """
-        is_starved = self._plan_decodes(draft)
-        prefills = sorted(self._unfinished_prefills(), key=_num_left)
+        others: list[Sequence] = []
+        is_starved = self._plan_decodes(draft, others)
+        prefills = sorted(filter(_may_prefill, others), key=_num_left)
         long_ones = [sequence for sequence in prefills if _num_left(sequence) > self._long_tokens]
         for sequence in prefills[: len(prefills) - len(long_ones)]:
             if draft.budget == 0:
@@ -82,22 +83,28 @@ class Planner:
         While a request could return from host memory, none is admitted.
         Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other.
         """
-        for sequence in self._unfinished_prefills():
+        for sequence in list(filter(_may_prefill, self._roster.running)):  # looked up before any source is planned
             if draft.budget > 0:
                 self._prefill(sequence, draft)
         if self._roster.swap.peek() is None:
             self._admit(draft, now_s)
-        if not draft.prefills and not self._plan_decodes(draft):
+        if not draft.prefills and not self._plan_decodes(draft, []):
             self._swap_in(draft)
 
     # ---- those who run ----
 
-    def _plan_decodes(self, draft: PlanDraft) -> bool:
-        """Plan one token of every decoding row, in order of arrival; True if one of them lacked a block or budget."""
+    def _plan_decodes(self, draft: PlanDraft, others: list[Sequence]) -> bool:
+        """Plan one token of every decoding row, in order of arrival; True if one of them lacked a block or budget.
+
+        Those that do not decode yet are appended to `others`, as far as there is budget.
+        """
         size = self._block_size
         is_starved = False
         for sequence in list(self._roster.running):
-            if not sequence.is_decoding or sequence.state is not SequenceState.RUNNING or sequence.group.is_paused:
+            if not sequence.is_decoding:
+                others.append(sequence)
+                continue
+            if sequence.state is not SequenceState.RUNNING or sequence.group.is_paused:
                 continue
             position = sequence.num_planned
             if position >= sequence.max_planned:
@@ -116,16 +123,6 @@ class Planner:
             draft.budget -= 1
             draft.decodes.append(sequence)
         return is_starved
-
-    def _unfinished_prefills(self) -> list[Sequence]:
-        """Those whose prefill is to be planned on, or begun as a fork, in order of arrival."""
-        return [
-            sequence
-            for sequence in self._roster.running
-            if not sequence.is_decoding
-            and not sequence.group.is_paused
-            and (sequence.state is SequenceState.RUNNING or may_begin(sequence))
-        ]
 
     def _prefill(self, sequence: Sequence, draft: PlanDraft) -> None:
         if sequence.state is SequenceState.FORKING:
@@ -287,6 +284,13 @@ class Planner:
         reserve_forks(members, self._roster)
         draft.new_rows.append(begin_row(sequence, self._roster.slot_generation(sequence)))
         draft.prefill(sequence)
+
+
+def _may_prefill(sequence: Sequence) -> bool:
+    """Whether its prefill is to be planned on, or begun as a fork."""
+    if sequence.is_decoding or sequence.group.is_paused:
+        return False
+    return sequence.state is SequenceState.RUNNING or may_begin(sequence)
 
 
 def _num_left(sequence: Sequence) -> int:

@@ -1,7 +1,7 @@
 """Who gives way when blocks, rows or slots are short.
 
-A request gives way as a whole. Preemption is by recompute: the victim keeps its tokens, gives its blocks back and
-waits again in its place by arrival.
+A request gives way as a whole. It keeps its tokens and gives its blocks back; whether these are computed once more or
+come back from host memory is for swap_space.py to say.
 """
 
 from __future__ import annotations

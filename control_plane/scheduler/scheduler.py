@@ -1,9 +1,9 @@
 """The scheduler of one worker: requests and results in, plans and slot commands out.
 
-Pure and deterministic: no I/O, and the time is an argument. The fleet calls it from one task. Each step takes decodes
-first, then unfinished prefills, then waiting requests in order of arrival. Plans may be made ahead of results; whoever
-leaves (ended, cancelled, preempted) keeps row, blocks and slot until the last unanswered plan that names it is
-answered, so nothing that a worker may still touch is ever given away.
+Pure and deterministic: no I/O, and the time is an argument. The fleet calls it from one task. What a step
+holds is the planner's to say. Plans may be made ahead of results; whoever leaves (ended, cancelled, preempted) keeps
+row, blocks and slot until the last unanswered plan that names it is answered, so nothing that a worker may still touch
+is ever given away. Only blocks that a plan moves to host memory are free for that plan already.
 """
 
 # Every entry takes the time, whether its rules need it today or not: callers need not know.
@@ -26,6 +26,7 @@ from control_plane.scheduler.planner import Planner
 from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.roster import Roster, by_order
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS, may_plan, repeat
+from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import GroupState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
@@ -228,10 +229,16 @@ class Scheduler:
         if self.roster.num_telling > 0:
             note_logprobs(flights)
         self._next_step_id += num_steps
-        for tenant, num_rows in Counter(map(_tenant, draft.decodes)).items():
-            self.counters.charge_decode(tenant, num_rows * num_steps)
+        self._charge(draft.decodes, num_steps)
         self.flights.extend(flights)
         return plan
+
+    def _charge(self, decodes: list[Sequence], num_steps: int) -> None:
+        """Count what the rows' tenants get."""
+        only_tenant = self.counters.only_tenant
+        num_rows = Counter(map(_tenant, decodes)) if only_tenant is None else {only_tenant: len(decodes)}
+        for tenant, count in num_rows.items():
+            self.counters.charge_decode(tenant, count * num_steps)
 
     def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
