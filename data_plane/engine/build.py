@@ -100,6 +100,7 @@ def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device,
     return fitting_blocks(
         bytes_per_block,
         arena_bytes=config.arena_bytes,
+        host_kv_bytes=config.host_kv_bytes,
         device=device,
         most=config.max_rows * -(-length // config.block_size),
     )

@@ -18,8 +18,9 @@ from kernels.fp8 import FP8, KVScale, fp8_refusal
 
 logger = logging.getLogger(__name__)
 
-# Part of the memory left after weights and arena that the KV cache takes: the rest is for activations, and on the
-# CPU for the other processes of the machine.
+# Part of the memory left after weights and arena that the KV cache takes: the rest is for activations, logits and the
+# histories of rows with penalties (4 bytes for each row and token of the vocabulary: 131 MB for 256 rows of 128 256,
+# half as much again while the table grows), and on the CPU for the other processes of the machine.
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.85
 
@@ -100,17 +101,23 @@ class KVCache:
                 cache[index] = cache[index].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def fitting_blocks(bytes_per_block: int, *, arena_bytes: int, device: torch.device, most: int) -> int:
-    """Blocks that free memory holds beside the arena, at most `most`. Raises ConfigError if not one fits."""
+def fitting_blocks(
+    bytes_per_block: int, *, arena_bytes: int, host_kv_bytes: int, device: torch.device, most: int
+) -> int:
+    """Blocks that free memory holds beside the arena, and on the CPU beside the swapped-out blocks; at most `most`.
+
+    Raises ConfigError if not one fits.
+    """
     if device.type == "cuda":
-        free, share = torch.cuda.mem_get_info(device)[0], CUDA_SHARE
+        free, share, host_kv_bytes = torch.cuda.mem_get_info(device)[0], CUDA_SHARE, 0
     else:
         free, share = _free_host_bytes(), CPU_SHARE
-    num_blocks = int(max(free - arena_bytes, 0) * share) // bytes_per_block
+    num_blocks = int(max(free - arena_bytes - host_kv_bytes, 0) * share) // bytes_per_block
     if num_blocks < 1:
+        also = f" and --host-kv-bytes {host_kv_bytes}" if host_kv_bytes else ""
         raise ConfigError(
-            f"--num-blocks: {free} bytes are free and --arena-bytes takes {arena_bytes}; no KV block of "
-            f"{bytes_per_block} bytes fits; lower --arena-bytes"
+            f"--num-blocks: {free} bytes are free and --arena-bytes takes {arena_bytes}{also}; no KV block of "
+            f"{bytes_per_block} bytes fits; lower --arena-bytes{' or --host-kv-bytes' if host_kv_bytes else ''}"
         )
     return min(num_blocks, most)
 
