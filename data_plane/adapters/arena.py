@@ -1,7 +1,9 @@
 """The adapter arena: loads packed adapters into slots, and hands each step the weights it multiplies with.
 
 Loader threads call `load`; everything else belongs to the compute thread. A load writes pages that nobody reads and
-becomes visible in one assignment at its end, so that a step sees all of an adapter or nothing.
+becomes visible in one assignment at its end, so that a step sees all of an adapter or nothing. On a GPU all threads
+queue on one stream, the device's default one: what a load writes comes behind the steps that were queued before, those
+of an adapter that was evicted from the same pages included.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ class AdapterArena:
     ) -> None:
         on_device = torch.from_numpy(page_ids).to(self._device)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the compute stream does not wait for this one
+            # The stream's order alone would do; but ready should mean that the bytes are there, and that they arrived.
+            torch.cuda.current_stream(self._device).synchronize()
         adapter = ResidentAdapter(load.slot, load.generation, load.digest, page_ids, on_device, weights, size_bytes)
         with self._lock:
             if load.is_cancelled:
