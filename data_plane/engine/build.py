@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import torch
 from motet.fingerprint import checkpoint_fingerprint
@@ -19,6 +20,7 @@ from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
+from kernels.tuning import TABLES, read_tables
 
 
 def build_engine(config: WorkerConfig) -> TorchEngine:
@@ -30,6 +32,8 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         fingerprint = checkpoint_fingerprint(config.model_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: {error}") from error
+    if device.type == "cuda":
+        check_tables(torch.cuda.get_device_name(device))
     loaded = load_model(config.model_dir, config.dtype, device)
     kv_format = KVFormat.of(config.kv_cache_dtype, loaded.dtype, device)
     layers = loaded.probe.attention_layers
@@ -83,6 +87,14 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: cuda was asked for and torch finds no CUDA device; use --device cpu")
     return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
+
+
+def check_tables(device_name: str, folder: Path = TABLES) -> None:
+    """Refuse tables of launch parameters that cannot be read, before a step asks for them."""
+    try:
+        read_tables(device_name, folder)
+    except ValueError as error:
+        raise ConfigError(f"launch parameters of {device_name}: {error}") from error
 
 
 def _sites(loaded: LoadedModel) -> list[Site]:

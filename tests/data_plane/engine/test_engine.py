@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.engine.build import build_engine
+from data_plane.engine.build import build_engine, check_tables
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ConfigError, PlanRefused, StaleSlot
 from data_plane.plan import NewRow, RowSampling, StepPlan
@@ -333,6 +333,15 @@ def test_blocks_are_counted_from_memory_and_bounded_by_what_rows_can_use(checkpo
 def test_settings_that_cannot_be_are_refused(checkpoint: Path, settings: dict[str, int | None], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build_engine(worker_config(checkpoint, **settings))
+
+
+def test_launch_parameters_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "a-gpu"
+    folder.mkdir()
+    check_tables("A GPU", tmp_path)
+    (folder / "lora_shrink.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"launch parameters of A GPU: .*lora_shrink.json: .*delete or rewrite"):
+        check_tables("A GPU", tmp_path)
 
 
 def test_bf16_engine_answers(checkpoint: Path) -> None:
