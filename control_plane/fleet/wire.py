@@ -92,7 +92,7 @@ class PlanEncoder:
                 step_id=plan.step_id,
                 epoch=self._epoch,
                 freed_rows=_packed(plan.freed_rows),
-                new_rows=[_encode_new_row(row) for row in plan.new_rows],
+                new_rows=[_encode_new_row(row, self._vocab_size) for row in plan.new_rows],
                 appended_blocks=_packed_pairs(plan.appended_blocks),
                 paused_rows=_packed(paused),
                 resumed_rows=_packed(resumed),
@@ -197,7 +197,7 @@ def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
     )
 
 
-def _encode_new_row(row: NewRow) -> plan_pb2.NewRow:
+def _encode_new_row(row: NewRow, vocab_size: int) -> plan_pb2.NewRow:
     sampling = row.sampling
     return plan_pb2.NewRow(
         row=row.row,
@@ -219,7 +219,8 @@ def _encode_new_row(row: NewRow) -> plan_pb2.NewRow:
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
         min_tokens=sampling.min_tokens,
         banned_token_ids=_packed(list(row.banned_token_ids)),
-        num_logprobs=sampling.num_logprobs,
+        # A beam search with many stop tokens may ask for more than there are: it gets all of them.
+        num_logprobs=None if sampling.num_logprobs is None else min(sampling.num_logprobs, vocab_size),
         num_prompt_logprobs=sampling.num_prompt_logprobs,
         is_stepwise=row.is_stepwise,
     )

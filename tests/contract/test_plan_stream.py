@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -224,6 +226,12 @@ def test_a_row_without_options_has_none() -> None:
     assert (sampling.repetition_penalty, sampling.num_logprobs, sampling.num_prompt_logprobs) == (1.0, None, None)
     assert sampling.biased_token_ids is sampling.biases is sampling.banned_token_ids is None
     assert not arrived.is_stepwise
+
+
+def test_a_row_that_asks_for_more_logprobs_than_tokens_gets_all_of_them() -> None:
+    new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=VOCAB_SIZE + 3))
+    [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [new])).step_plan).new_rows
+    assert arrived.sampling.num_logprobs == VOCAB_SIZE
 
 
 def test_fed_tokens_and_swaps_arrive() -> None:
