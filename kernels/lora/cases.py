@@ -135,7 +135,7 @@ def make_group(
                 rank = 0 if slot == index and len(out_features) > 1 else case_rank + (index if slot == 1 else 0)
             a = random(rank, case.in_features, case.in_features**-0.5)
             b = random(rank, width, max(rank, 1) ** -0.5)
-            matrices.append((a, b, float(slot % 4 - 1) if is_exact else 0.5 + slot % 4))
+            matrices.append((a, b, (1.0, -1.0, 2.0, -2.0)[slot % 4] if is_exact else 0.5 + slot % 4))
         by_site.append(matrices)
     num_tokens = len(case.token_slots)
     padding = 3 if case.is_strided else 0

@@ -19,6 +19,8 @@ from tests.kernels.tolerances import assert_close
 GROUP = (32, 48, 16)  # unequal, as with grouped queries
 MIXED = Case("mixed", (1, 0, -1, 2, 2, 1, -1, 0, 3), (8, 17, 3, 40))
 SMALL = Case("small", (1, 0, -1, 1), (17, 3))
+# Slot 0 has a token more than a block of 16.
+CROWDED = Case("crowded", (1, -1, 0, 1) + (0,) * 16, (17, 3))
 NAN = float("nan")
 # The interpreter needs a millisecond for each step of a program: ranks of every kind instead of all 64.
 RANKS = (1, 2, 7, 8, 9, 16, 17, 33, 64)
@@ -96,6 +98,7 @@ def test_unequal_sites_in_one_launch(case: Case, dtype: torch.dtype, device: tor
         (64, 32, 16, 5, 1),
         (64, 64, 128, 64, 32),
         (128, 128, 512, 100, 16),
+        (128, 64, 256, 64, 16),
     ],
     ids=str,
 )
@@ -103,11 +106,15 @@ def test_exact_sums_have_the_same_bits_in_every_tiling(
     ranks: int, in_columns: int, out_columns: int, tile_width: int, block_tokens: int, device: torch.device
 ) -> None:
     """Of small integers every sum is exact, so that nothing but the right one will do. Some widths end in a tile."""
+    case = SMALL if block_tokens == 1 else CROWDED  # every block takes the interpreter a while
     sizes = {"in_features": 150, "tile_width": tile_width}
     inputs = on(
-        make_group(replace(SMALL, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device
+        make_group(replace(case, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device
     )
     expected_h, expected = defined(inputs)
+    is_changed = (expected != inputs.y).view(len(expected), 3, tile_width).any(2)
+    for token, slot in enumerate(case.token_slots):  # otherwise a product that is left out would not be seen
+        assert is_changed[token].tolist() == [slot == 1, slot == 1, slot == 0]
     route = route_of(inputs, block_tokens)
     for planes, parts in ((1, 2), (2, 2)):
         h = shrunk(inputs, route, planes, parts=parts, launch=ShrinkLaunch(ranks, in_columns))
