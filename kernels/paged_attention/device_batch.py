@@ -1,4 +1,7 @@
-"""A step's sequences as the GPU kernels read them: int32 tensors on the device, uploaded once per step."""
+"""A step's sequences as the GPU kernels read them: int32 tensors on the device, uploaded once per step.
+
+Also which programs the kernels run: `splits` for sequences with one query, `tiles` for those with several.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,15 @@ import numpy.typing as npt
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Programs for sequences with one query. Those of sequences with several come first, of which num_parts are."""
+
+    programs: torch.Tensor  # int32 [num_programs, 2]: (sequence, split)
+    joins: torch.Tensor  # int32 [num_joins, 2]: (sequence with several programs, its first one)
+    num_parts: int
+
+
 @dataclass(frozen=True)
 class DeviceBatch:
     """Built by `AttentionBatch.on_device`."""
@@ -17,10 +29,10 @@ class DeviceBatch:
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     query_start: torch.Tensor  # int32 [num_seqs + 1]
     context_lens: torch.Tensor  # int32 [num_seqs]
-    decode_sequences: torch.Tensor  # int32 [num_decodes]: sequences with one query
     is_causal: bool
     _host_start: npt.NDArray[np.int32]
     _host_lens: npt.NDArray[np.int32]
+    _splits: dict[tuple[int, int, int | None], Splits] = field(default_factory=dict)
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -36,12 +48,30 @@ class DeviceBatch:
         """One upload for everything."""
         start = np.array(query_start, dtype=np.int32)
         lens = np.array(context_lens, dtype=np.int32)
-        decodes = np.flatnonzero(np.diff(start) == 1).astype(np.int32)
-        packed = upload(np.concatenate([host_tables.reshape(-1), start, lens, decodes]), device)
-        tables, starts, lengths, sequences = torch.split(
-            packed, [host_tables.size, len(start), len(lens), len(decodes)]
-        )
-        return cls(tables.view(host_tables.shape), starts, lengths, sequences, is_causal, start, lens)
+        return cls(*upload(device, host_tables, start, lens), is_causal, start, lens)
+
+    def splits(self, split_keys: int, max_splits: int, most_keys: int | None) -> Splits:
+        """Programs enough for each sequence's splits; how long they are, the kernel knows.
+
+        Sequences have at most max_splits, each of at least split_keys keys, of which most_keys are visible. Lengths
+        1300 and 40 at 512 keys: the programs (0, 0) (0, 1) (0, 2) (1, 0), and the join (0, 0).
+        """
+        key = (split_keys, max_splits, most_keys)
+        if key not in self._splits:
+            decodes = np.flatnonzero(np.diff(self._host_start) == 1)
+            num_keys = self._host_lens[decodes]
+            if most_keys is not None:
+                num_keys = np.minimum(num_keys, most_keys)
+            counts = np.minimum(-(-num_keys // split_keys), max_splits)
+            order = np.argsort(-counts, kind="stable")
+            decodes, counts = decodes[order], counts[order]
+            first = np.cumsum(counts) - counts
+            within = np.arange(counts.sum()) - np.repeat(first, counts)
+            programs = np.stack([np.repeat(decodes, counts), within], axis=1).astype(np.int32)
+            joins = np.stack([decodes, first], axis=1)[counts > 1].astype(np.int32)
+            num_parts = int(counts[counts > 1].sum())
+            self._splits[key] = Splits(*upload(self.query_start.device, programs, joins), num_parts)
+        return self._splits[key]
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
         """int32 [num_tiles, 2]: (sequence, its first query in the tile) of every sequence with several queries.
@@ -58,13 +88,21 @@ class DeviceBatch:
             last_key = (self._host_lens - counts)[sequences] + first if self.is_causal else self._host_lens[sequences]
             order = np.argsort(-last_key, kind="stable")
             tiles = np.stack([sequences[order], first[order]], axis=1).astype(np.int32)
-            self._tiles[queries_per_tile] = upload(tiles, self.query_start.device)
+            (self._tiles[queries_per_tile],) = upload(self.query_start.device, tiles)
         return self._tiles[queries_per_tile]
 
 
-def upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """The array on the device; through pinned memory to a GPU, so that nothing waits for it."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def upload(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+    """The arrays on the device by one copy; through pinned memory to a GPU, so that nothing waits for it.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
+    """
+    places = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)]).tolist()
+    packed = np.zeros(places[-1], dtype=np.int32)
+    for place, array in zip(places, arrays, strict=False):
+        packed[place : place + array.size] = array.reshape(-1)
+    tensor = torch.from_numpy(packed)
+    there = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return [
+        there[place : place + array.size].view(array.shape) for place, array in zip(places, arrays, strict=False)
+    ]

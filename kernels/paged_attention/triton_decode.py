@@ -18,19 +18,19 @@ from kernels.paged_attention.launch import DecodeLaunch
 from kernels.paged_attention.triton_loop import attend, decode_range, finish
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_parts", "window"])
+@triton.jit(do_not_specialize=["stride_table", "window"])
 def _decode_kernel(
     # pointers
     out_ptr,  # [T, Hq, Dv]
-    part_ptr,  # float32 [num_decodes, Hq, num_parts, Dv]: weighted values of each split
-    part_sum_ptr,  # float32 [num_decodes, Hq, num_parts, 2]: highest score, sum of weights
+    part_ptr,  # float32 [num_parts, Hq, Dv]: weighted values of the first programs, those of several splits
+    part_sum_ptr,  # float32 [num_parts, Hq, 2]: highest score, sum of weights
     query_ptr,  # [T, Hq, D]
     key_cache_ptr,
     value_cache_ptr,
     block_tables_ptr,
     query_start_ptr,
     context_lens_ptr,
-    decode_sequences_ptr,
+    programs_ptr,  # int32 [num_programs, 2], as in Splits
     sinks_ptr,  # [Hq]
     slopes_ptr,  # [Hq]
     key_scale_ptr,  # float32 [num_blocks, block_size, Hkv]
@@ -55,7 +55,6 @@ def _decode_kernel(
     stride_sb,
     stride_sp,
     stride_table,
-    num_parts,
     # sizes and options
     GROUP: tl.constexpr,  # query heads of one key head
     HEADS: tl.constexpr,  # query heads of one key head in one tile, at most BLOCK_M
@@ -79,14 +78,14 @@ def _decode_kernel(
     VERTICAL_STRIDE: tl.constexpr,
     HEAD_STEP: tl.constexpr,
 ):
-    """One split of one sequence with one query, one tile of heads. Grid: (num_decodes, Hkv * HEAD_TILES, num_parts).
+    """One split of one sequence with one query, one tile of heads. Grid: (num_programs, Hkv * HEAD_TILES).
 
     A sequence of one split is finished here; `_combine_kernel` joins the others.
     """
-    index = tl.program_id(0)
+    program = tl.program_id(0)
     kv_head = tl.program_id(1) // HEAD_TILES
-    split = tl.program_id(2)
-    sequence = tl.load(decode_sequences_ptr + index)
+    sequence = tl.load(programs_ptr + program * 2)
+    split = tl.load(programs_ptr + program * 2 + 1)
     context_len = tl.load(context_lens_ptr + sequence)
     # Heads of one tile see the same blocks.
     first_head = kv_head * GROUP + tl.program_id(1) % HEAD_TILES * HEADS
@@ -160,13 +159,13 @@ def _decode_kernel(
             tl.store(row_ptrs + offs_dv[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_stored)
         else:
             num_heads = tl.num_programs(1) // HEAD_TILES * GROUP
-            part = (index.to(tl.int64) * num_heads + heads) * num_parts + split
+            part = program.to(tl.int64) * num_heads + heads
             tl.store(part_ptr + part[:, None] * VALUE_DIM + offs_dv[None, :], acc, mask=is_stored)
             tl.store(part_sum_ptr + part * 2, highest, mask=is_row)
             tl.store(part_sum_ptr + part * 2 + 1, total, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_parts", "window"])
+@triton.jit(do_not_specialize=["window"])
 def _combine_kernel(
     # pointers, as in _decode_kernel
     out_ptr,
@@ -174,12 +173,11 @@ def _combine_kernel(
     part_sum_ptr,
     query_start_ptr,
     context_lens_ptr,
-    decode_sequences_ptr,
+    joins_ptr,  # int32 [num_joins, 2], as in Splits
     sinks_ptr,
     # strides
     stride_ot,
     stride_oh,
-    num_parts,
     window,
     value_scale,
     # sizes and options
@@ -196,10 +194,10 @@ def _combine_kernel(
     VERTICAL_STRIDE: tl.constexpr,
     HEAD_STEP: tl.constexpr,
 ):
-    """Joins the splits of one sequence and head, in their order. Grid: (num_decodes, Hq)."""
-    index = tl.program_id(0)
+    """Joins the splits of one sequence and head, in their order. Grid: (num_joins, Hq)."""
+    join = tl.program_id(0)
     head = tl.program_id(1)
-    sequence = tl.load(decode_sequences_ptr + index)
+    sequence = tl.load(joins_ptr + join * 2)
     context_len = tl.load(context_lens_ptr + sequence)
     _, _, _, _, _, _, _, num_splits = decode_range(
         context_len, window, head, head // GROUP, HAS_WINDOW, BLOCK_N, SPLIT_KEYS, SPLITS, SPARSE_BLOCK, LOCAL_BLOCKS,
@@ -210,9 +208,9 @@ def _combine_kernel(
         acc = tl.zeros([1, BLOCK_DV], tl.float32)
         highest = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
-        first_part = (index.to(tl.int64) * tl.num_programs(1) + head) * num_parts
+        first_part = tl.load(joins_ptr + join * 2 + 1).to(tl.int64)
         for split in range(0, num_splits):
-            part = first_part + split
+            part = (first_part + split) * tl.num_programs(1) + head
             part_highest = tl.load(part_sum_ptr + part * 2)
             part_total = tl.load(part_sum_ptr + part * 2 + 1)
             values = tl.load(part_ptr + part * VALUE_DIM + offs_dv, mask=offs_dv < VALUE_DIM, other=0.0)
@@ -237,42 +235,40 @@ def run_decode(
     arguments: Mapping[str, Any],
     launch: DecodeLaunch,
 ) -> None:
-    """Attend, then join where a table as wide as this one can hold more than one split.
+    """Attend, then join what was split.
 
+    The parts take 4 * Hq * (Dv + 2) bytes for each split_keys keys at most, whatever other sequences are in the step.
     arguments: what decode and prefill share, by name.
     """
-    num_decodes = len(batch.decode_sequences)
-    if num_decodes == 0:
+    # A window's first tile may begin before it.
+    most_keys = arguments["window"] + launch.block_n - 1 if arguments["HAS_WINDOW"] else None
+    work = batch.splits(launch.split_keys, launch.max_splits, most_keys)
+    if len(work.programs) == 0:
         return
     num_heads, value_dim = output.shape[1:]
-    most_keys = batch.block_tables.shape[1] * arguments["BLOCK_SIZE"]
-    if arguments["HAS_WINDOW"]:
-        most_keys = min(most_keys, arguments["window"] + launch.block_n - 1)
-    num_parts = min(triton.cdiv(most_keys, launch.split_keys), launch.max_splits)
-    shape = (0,) if num_parts == 1 else (num_decodes, num_heads, num_parts)
     group = arguments["GROUP"]
     heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, launch.block_m)
     head_tiles = triton.cdiv(group, heads)
     every = {
         **arguments,
-        "part_ptr": torch.empty(*shape, value_dim, dtype=torch.float32, device=output.device),
-        "part_sum_ptr": torch.empty(*shape, 2, dtype=torch.float32, device=output.device),
-        "decode_sequences_ptr": batch.decode_sequences,
-        "num_parts": num_parts,
+        "part_ptr": torch.empty(work.num_parts, num_heads, value_dim, dtype=torch.float32, device=output.device),
+        "part_sum_ptr": torch.empty(work.num_parts, num_heads, 2, dtype=torch.float32, device=output.device),
         "BLOCK_N": launch.block_n,
         "SPLIT_KEYS": launch.split_keys,
         "SPLITS": launch.max_splits,
     }
-    _decode_kernel[(num_decodes, num_heads // group * head_tiles, num_parts)](
+    _decode_kernel[(len(work.programs), num_heads // group * head_tiles)](
         **every,
+        programs_ptr=work.programs,
         HEADS=heads,
         HEAD_TILES=head_tiles,
         BLOCK_M=launch.block_m,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    if num_parts > 1:
-        _combine_kernel[(num_decodes, num_heads)](
-            **{name: every[name] for name in _combine_kernel.arg_names},
+    if len(work.joins) > 0:
+        _combine_kernel[(len(work.joins), num_heads)](
+            **{name: every[name] for name in _combine_kernel.arg_names if name in every},
+            joins_ptr=work.joins,
             num_warps=1 if arguments["BLOCK_DV"] <= 128 else 2,
         )

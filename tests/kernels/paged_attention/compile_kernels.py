@@ -15,7 +15,7 @@ from tests.kernels.compiling import compile_for_h200, stack_bytes
 BFLOAT16 = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
 FLOAT32 = ("part_ptr", "part_sum_ptr", "key_scale_ptr", "value_scale_ptr")
 SCALARS = ("score_scale", "softcap", "value_scale")
-NOT_OF_16 = ("stride_table", "stride_sp", "num_parts", "window")
+NOT_OF_16 = ("stride_table", "stride_sp", "window")
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], cache: str, *, num_warps: int, num_stages: int) -> None:

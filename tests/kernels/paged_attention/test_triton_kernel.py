@@ -224,11 +224,39 @@ def test_queries_and_heads_past_2_to_the_31_values_are_read(device: torch.device
     assert_close(output.cpu(), define(inputs))
 
 
+def test_a_long_sequence_brings_programs_for_itself_alone() -> None:
+    """At 512 keys a split and four splits at most; 700 keys of each are visible in the last case."""
+    lens = [1300, 40, 512, 9000, 513, 9]
+    batch = AttentionBatch.build(torch.zeros(6, 600, dtype=torch.int32), [0, 1, 2, 3, 4, 5, 9], lens)
+    on_device = batch.on_device(torch.device("cpu"), 16)
+    work = on_device.splits(512, 4, None)
+    several = [[3, 0], [3, 1], [3, 2], [3, 3], [0, 0], [0, 1], [0, 2], [4, 0], [4, 1]]
+    assert work.programs.tolist() == [*several, [1, 0], [2, 0]]
+    assert work.joins.tolist() == [[3, 0], [0, 4], [4, 7]]
+    assert work.num_parts == len(several)
+    assert on_device.splits(512, 4, None) is work
+    assert on_device.splits(512, 4, 700).joins.tolist() == [[0, 0], [3, 2], [4, 4]]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [1, 2, 3, 7])
+def test_every_upload_is_aligned_whatever_the_batch(num_seqs: int, width: int) -> None:
+    """Triton compiles a kernel anew where a pointer is no multiple of 16 bytes."""
+    tables = torch.arange(num_seqs * width, dtype=torch.int32).view(num_seqs, width)
+    batch = AttentionBatch.build(tables, range(num_seqs + 1), range(1, num_seqs + 1))
+    there = batch.on_device(torch.device("cpu"), 16)
+    splits = there.splits(2, 64, None)
+    parts = (there.block_tables, there.query_start, there.context_lens, splits.programs, splits.joins)
+    assert [part.storage_offset() % 4 for part in parts] == [0] * len(parts)
+    assert torch.equal(there.block_tables, tables)
+    assert there.query_start.tolist() == list(range(num_seqs + 1))
+    assert there.context_lens.tolist() == list(range(1, num_seqs + 1))
+
+
 def test_tiles_cover_every_query_once_and_the_longest_come_first() -> None:
     batch = AttentionBatch.build(torch.zeros(4, 10, dtype=torch.int32), [0, 5, 6, 6, 9], [5, 90, 3, 80])
     on_device = batch.on_device(torch.device("cpu"), 16)
     assert on_device.tiles(4).tolist() == [[3, 0], [0, 4], [0, 0]]
-    assert on_device.decode_sequences.tolist() == [1]
     assert batch.on_device(torch.device("cpu"), 16) is on_device
     with pytest.raises(ValueError, match="90 tokens need more than 10 blocks of 8"):
         batch.on_device(torch.device("cpu"), 8)
