@@ -20,6 +20,7 @@ from data_plane.telemetry import LOG_LEVELS
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
+WARM_UPS = ("auto", "on", "off")
 CPU_TOKEN_BUDGET = 1024
 CUDA_TOKEN_BUDGET = 8192
 
@@ -69,6 +70,7 @@ class WorkerConfig:
     max_model_len: int | None = None  # tokens; None: the model's, at most what num_blocks hold
     threads: int | None = None  # compute threads; None: the cores this process may use
     load_threads: int = 2  # threads that load adapters
+    warm_up: str = "auto"  # steps of every kind before attaching: on, off, auto (on with CUDA, which compiles kernels)
     exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
     log_level: str = "info"
 
@@ -81,6 +83,7 @@ class WorkerConfig:
             "device": DEVICES,
             "dtype": DTYPES,
             "kv_cache_dtype": KV_CACHE_DTYPES,
+            "warm_up": WARM_UPS,
             "log_level": LOG_LEVELS,
         }
         for name, choices in choices_by_name.items():
@@ -97,6 +100,10 @@ class WorkerConfig:
         if self.token_budget is not None:
             return self.token_budget
         return CUDA_TOKEN_BUDGET if device_type == "cuda" else CPU_TOKEN_BUDGET
+
+    def warms_up(self, device_type: str) -> bool:
+        """Whether to warm up on "cpu" or "cuda"."""
+        return self.warm_up == "on" or (self.warm_up == "auto" and device_type == "cuda")
 
     @property
     def num_threads(self) -> int:
@@ -156,6 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", int, None, "longest context, tokens (default: the model's, at most what the KV blocks hold)")
     add("--threads", int, None, "compute threads, a count (default: the cores this process may use)")
     add("--load-threads", int, "2", "threads that load adapters, a count (default 2)")
+    add("--warm-up", str, "auto", "steps of every kind before attaching: auto, on or off (default auto: on with CUDA)")
     add(
         "--exit-when-disconnected-s",
         float,

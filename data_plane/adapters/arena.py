@@ -94,6 +94,24 @@ class AdapterArena:
             raise AdapterLoadError(f"adapter {digest}: {type(error).__name__} while loading: {error}") from error
         logger.info("adapter ready slot=%d generation=%d digest=%s pages=%d", slot, generation, digest, num_pages)
 
+    def load_zeros(self, slot: int, generation: int, rank: int) -> None:
+        """Fill an empty slot with an adapter of this rank on every site that adds nothing, to warm up with.
+
+        Its matrices are the same pages, so that it takes no more than its largest site. Raises ArenaFull.
+        """
+        load = self._begin(slot, generation, f"zeros of rank {rank}")
+        try:
+            weights = {}
+            for name, site in self._sites.items():
+                num_pages = [self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features)]
+                weights[name] = SiteWeights(rank, 0.0, 0, *num_pages)
+            page_ids = self._reserve(load, max(entry.num_a_pages + entry.num_b_pages for entry in weights.values()))
+            self._pool.zero(page_ids)
+            self._publish(load, page_ids, weights, len(page_ids) * self._pool.page_bytes)
+        except BaseException:
+            self._abandon(load)
+            raise
+
     def _begin(self, slot: int, generation: int, digest: str) -> Load:
         if not 0 <= slot < self._num_slots:
             raise AdapterLoadError(f"slot {slot} is not one of the {self._num_slots} slots")

@@ -15,6 +15,7 @@ from data_plane.config import WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks
+from data_plane.engine.warm_up import warm_up
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
@@ -78,7 +79,15 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         vocab_size=loaded.probe.vocab_size,
         num_host_blocks=num_host_blocks,
     )
-    return TorchEngine(loaded, cache, arena, capacities, host_blocks)
+    engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
+    if config.warms_up(device.type):
+        try:
+            warm_up(engine, arena)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"no memory for a step beside {num_blocks} KV blocks; lower --num-blocks: {error}"
+            ) from error
+    return engine
 
 
 def _device(name: str) -> torch.device:

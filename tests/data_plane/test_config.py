@@ -46,6 +46,14 @@ def test_defaults() -> None:
     assert (config.step_tokens("cpu"), config.step_tokens("cuda")) == (1024, 8192)
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [("auto", (False, True)), ("on", (True, True)), ("off", (False, False))]
+)
+def test_a_warm_up_is_for_devices_that_compile_unless_told(value: str, expected: tuple[bool, bool]) -> None:
+    config = parse("--warm-up", value)
+    assert (config.warms_up("cpu"), config.warms_up("cuda")) == expected
+
+
 def test_flags_set_every_field() -> None:
     config = parse(
         "--num-blocks", "8", "--arena-bytes", "64MiB", "--token-budget", "32", "--threads", "3", "--device", "cpu"
@@ -68,6 +76,7 @@ def test_environment_is_the_default_and_a_flag_overrides_it(monkeypatch: pytest.
         ("--max-model-len", "1", "--max-model-len: 1 is below 2"),
         ("--device", "tpu", "--device: 'tpu' is none of auto, cpu, cuda"),
         ("--dtype", "int8", "--dtype: 'int8'"),
+        ("--warm-up", "yes", "--warm-up: 'yes' is none of auto, on, off"),
         ("--kv-cache-dtype", "int8", "--kv-cache-dtype: 'int8'"),
         ("--worker-id", "Host 1", "--worker-id: 'Host 1'"),
         ("--control-plane", "localhost", "--control-plane: 'localhost'"),

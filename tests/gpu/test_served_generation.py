@@ -40,7 +40,10 @@ def test_base_and_adapters_in_one_batch_answer_as_alone(
         checkpoint,
         tmp_path / "data",
         control_plane_args=["--host-cache", "memory"],
-        worker_args=["--device", "cuda", "--num-blocks", "128", "--arena-bytes", "16MiB", "--token-budget", "64"],
+        worker_args=[
+            *("--device", "cuda", "--num-blocks", "128", "--arena-bytes", "16MiB", "--token-budget", "64"),
+            *("--warm-up", "off"),  # for the time that three small models have
+        ],
         timeout_s=180.0,
     )
     with system, Client(system.clients) as client:

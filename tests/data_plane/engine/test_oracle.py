@@ -52,7 +52,7 @@ class Served:
             assert job.tokens == answer.token_ids, f"prompt of {len(job.prompt)} tokens, slot {job.slot}"
 
 
-def serve(arch: str, directory: Path, *, device: str = "cpu") -> Served:
+def serve(arch: str, directory: Path, **settings: object) -> Served:
     checkpoint = make_checkpoint(directory / "model", arch)
     some = QUERY_VALUE.get(arch, ["q_proj", "v_proj"])
     adapters = {
@@ -60,7 +60,7 @@ def serve(arch: str, directory: Path, *, device: str = "cpu") -> Served:
         "some": make_adapter(directory / "some", checkpoint, rank=4, alpha=8, targets=some, seed=2),
         "rs": make_adapter(directory / "rs", checkpoint, rank=16, alpha=8, rslora=True, seed=3),
     }
-    engine = build_engine(worker_config(checkpoint, device=device))
+    engine = build_engine(worker_config(checkpoint, **settings))
     slots: dict[str | None, int | None] = {None: None}
     for slot, (name, adapter_dir) in enumerate(adapters.items()):
         packed = pack(adapter_dir, engine.capacities.model_fingerprint)
@@ -87,6 +87,7 @@ def worker_config(checkpoint: Path, **settings: object) -> WorkerConfig:
         "num_slots": 8,
         "arena_bytes": 16 << 20,
         "max_model_len": 256,
+        "warm_up": "off",
     }
     return WorkerConfig(
         control_plane="127.0.0.1:1",

@@ -1,0 +1,135 @@
+"""Runs an engine once through the kinds of steps that serving has, so that what is compiled for them is compiled now.
+
+Called by build.py before the worker attaches, where the device compiles kernels. Drives the engine as a control plane
+would, with adapters that add nothing, and leaves it empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_plane.adapters.arena import AdapterArena
+from data_plane.engine.engine import TorchEngine
+from data_plane.errors import ArenaFull
+from data_plane.plan import Capacities, NewRow, RowSampling, StepPlan
+
+logger = logging.getLogger(__name__)
+
+# Kernels are compiled by the range that an adapter's rank is in. Ranks between these are compiled when they come, if
+# they need something else at all.
+RANKS = (8, 16, 32, 64)
+# Tokens of a prefill: from 512 on, tokens of one adapter are taken 32 at a time; and an odd number.
+LONG_CHUNK, SHORT_CHUNK = 512, 17
+# Long enough for attention to a sequence to be cut in parts.
+LONG_CONTEXT = 4096
+
+_GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+_DRAWN = replace(_GREEDY, temperature=1.0)
+_EVERYTHING = RowSampling(
+    temperature=0.7,
+    top_k=20,
+    top_p=0.9,
+    seed=1,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    biased_token_ids=np.zeros(1, dtype=np.int32),
+    biases=np.ones(1, dtype=np.float32),
+    num_logprobs=1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows that are prefilled together, and then decode one token together."""
+
+    num_rows: int
+    num_tokens: int  # of each row's prefill
+    num_context: int = 0  # tokens before them
+    rank: int = 0  # of the rows' adapter; 0: none
+    sampling: RowSampling = _GREEDY
+
+
+def cases() -> list[Case]:
+    """What is run, the cases of one rank side by side."""
+    return [
+        *(Case(num_rows, SHORT_CHUNK, sampling=sampling) for num_rows in (1, 3) for sampling in (_DRAWN, _EVERYTHING)),
+        *(Case(num_rows, LONG_CHUNK, num_context) for num_rows in (1, 3) for num_context in (0, LONG_CONTEXT)),
+        *(
+            Case(num_rows, num_tokens, rank=rank)
+            for rank in RANKS
+            for num_rows, num_tokens in ((1, LONG_CHUNK), (3, 1))
+        ),
+    ]
+
+
+def warm_up(engine: TorchEngine, arena: AdapterArena) -> int:
+    """Run every case, cut to what the engine holds; the number of steps. The engine and its arena must be empty."""
+    started = time.perf_counter()
+    num_steps = 0
+    ready_rank = 0
+    for case in cases():
+        if case.rank > ready_rank:
+            if ready_rank:
+                arena.evict(0, ready_rank)
+            ready_rank = case.rank
+            try:
+                arena.load_zeros(0, ready_rank, ready_rank)
+            except ArenaFull as error:
+                logger.info("no warm-up with adapters of rank %d or more: %s", ready_rank, error)
+                break
+        for plan in _plans(case, engine.capacities, num_steps + 1):
+            engine.execute(plan)
+            num_steps += 1
+    engine.reset()
+    logger.info("warmed up steps=%d time_s=%.1f", num_steps, time.perf_counter() - started)
+    return num_steps
+
+
+def _plans(case: Case, capacities: Capacities, step_id: int) -> list[StepPlan]:
+    """Prefill, decode, then the rows' end and a block's copy; none where there is no room for a row that decodes."""
+    size = capacities.block_size
+    # Whole blocks of context are the last block again and again, of which only the number matters.
+    num_context = min(case.num_context, capacities.max_model_len - 2) // size * size if capacities.num_blocks > 1 else 0
+    shared = [capacities.num_blocks - 1] * (num_context // size)
+    num_blocks = capacities.num_blocks - bool(shared)
+    blocks_for_two = -(-2 // size)
+    num_rows = min(case.num_rows, capacities.max_rows, capacities.max_step_tokens, num_blocks // blocks_for_two)
+    if num_rows == 0:
+        return []
+    blocks_of_row = num_blocks // num_rows
+    num_tokens = min(
+        case.num_tokens,
+        capacities.max_step_tokens // num_rows,
+        blocks_of_row * size - 1,
+        capacities.max_model_len - num_context - 1,
+    )
+    blocks_of_row = -(-(num_tokens + 1) // size)
+    rows = np.arange(num_rows, dtype=np.int32)
+    new_rows = [
+        NewRow(
+            row=row,
+            token_ids=np.arange(num_context + num_tokens, dtype=np.int32) % capacities.vocab_size,
+            num_prompt_tokens=num_context + num_tokens,
+            num_computed_tokens=num_context,
+            block_ids=np.array(shared + list(range(row * blocks_of_row, (row + 1) * blocks_of_row)), dtype=np.int32),
+            slot=0 if case.rank else None,
+            slot_generation=case.rank,
+            sampling=case.sampling,
+        )
+        for row in range(num_rows)
+    ]
+    copies = np.array([(0, capacities.num_blocks - 1)] if capacities.num_blocks > 1 else [], dtype=np.int32).reshape(
+        -1, 2
+    )
+    prefills = np.stack([rows, np.full_like(rows, num_tokens)], axis=1)
+    return [
+        StepPlan(step_id, new_rows=new_rows, prefills=prefills),
+        StepPlan(step_id + 1),
+        StepPlan(step_id + 2, freed_rows=rows, block_copies=copies),
+    ]
