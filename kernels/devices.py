@@ -21,6 +21,18 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def check_devices(**tensors: torch.Tensor | None) -> None:
+    """Raise ValueError, by name, for a tensor that does not lie where the first one does. None is passed over."""
+    head, device = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            head, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, {head} on {device}; move one of them")
+
+
 def device_name(tensor: torch.Tensor) -> str | None:
     """The GPU of a tensor as its maker names it, such as "NVIDIA H200"; None on the CPU."""
     return _gpu_name(tensor.get_device()) if tensor.is_cuda else None

@@ -1,8 +1,8 @@
 """Adds each token's LoRA product to a linear's output.
 
-`add_lora` does it whole, `add_lora_sites` for linears that were fused, `add_lora_embedding` for an embedding: on the
-CPU from stacked weights along a `Route`, anywhere from pages (the definition).
-`lora_route` groups a step's tokens on their device, for the operators on pages (kernels.lora.ops).
+From stacked weights along a `Route`, as on the CPU: `add_lora`, `add_lora_sites` for linears that were fused,
+`add_lora_embedding` for an embedding. From pages, as on a GPU: `lora_route` groups a step's tokens on their device, and
+`add_lora_group` and the operators of kernels.lora.ops walk over them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.devices import has_triton
-from kernels.lora import cpu, reference
+from kernels.devices import check_devices, has_triton
+from kernels.lora import cpu
 from kernels.lora.layout import PAGE_RANKS, Columns, Epilogue, PagedSite, Route, SiteGroup, StackedSite, stack_columns
 from kernels.lora.ops import (
     add_lora_group,
@@ -26,7 +26,7 @@ from kernels.lora.ops import (
     sgmv_expand_slice,
     sgmv_shrink,
 )
-from kernels.lora.route import DeviceRoute, default_block_tokens, route_in_torch
+from kernels.lora.route import MAX_BLOCK_TOKENS, DeviceRoute, default_block_tokens, route_in_torch
 
 __all__ = [
     "PAGE_RANKS",
@@ -73,8 +73,8 @@ def lora_route(token_slots: torch.Tensor, num_slots: int, *, block_tokens: int |
         raise ValueError(f"num_slots is {num_slots}, want at least 1")
     if block_tokens is None:
         block_tokens = default_block_tokens(len(token_slots))
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens is {block_tokens}, want at least 1")
+    if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        raise ValueError(f"block_tokens is {block_tokens}, want 1 to {MAX_BLOCK_TOKENS}")
     if token_slots.is_cuda and has_triton():
         from kernels.lora import triton_route
 
@@ -82,16 +82,13 @@ def lora_route(token_slots: torch.Tensor, num_slots: int, *, block_tokens: int |
     return route_in_torch(token_slots, num_slots, block_tokens)
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, weights: StackedSite | PagedSite, route: Route) -> None:
+def add_lora(y: torch.Tensor, x: torch.Tensor, weights: StackedSite, route: Route) -> None:
     """y [T, out] += scaling * (x [T, in] @ A.T) @ B in place, with the weights of each token's slot.
 
     Tokens without an adapter keep their bits. y may be a column slice of a wider tensor.
     """
-    _check(y, x, weights, len(route.token_slots))
-    if isinstance(weights, PagedSite):
-        reference.add_lora(y, x, weights, route.token_slots)
-    else:
-        cpu.add_lora(y, x, [(slice(0, y.shape[1]), weights)], route)
+    _check(y, x, weights, route)
+    cpu.add_lora(y, x, [(slice(0, y.shape[1]), weights)], route)
 
 
 def add_lora_sites(
@@ -108,14 +105,12 @@ def add_lora_sites(
     for width, site in parts:
         begin, end = end, end + width
         if site is not None:
-            _check(y[:, begin:end], x, site, len(route.token_slots))
+            _check(y[:, begin:end], x, site, route)
             targeted.append((slice(begin, end), site))
     cpu.add_lora(y, x, targeted, route)
 
 
-def add_lora_embedding(
-    y: torch.Tensor, token_ids: torch.Tensor, weights: StackedSite | PagedSite, route: Route
-) -> None:
+def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, weights: StackedSite, route: Route) -> None:
     """y [T, out] += scaling * A[:, token_ids].T @ B in place: add_lora for an embedding, A [rank, vocabulary].
 
     token_ids is int32 or int64 [T]; all are checked, so that a GPU is waited for. Tokens without an adapter keep their
@@ -124,34 +119,27 @@ def add_lora_embedding(
     num_tokens = len(route.token_slots)
     if token_ids.shape != (num_tokens,) or token_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"token_ids is {token_ids.dtype} {list(token_ids.shape)}, want int32 or int64 [{num_tokens}]")
-    _check_output(y, weights, num_tokens)
-    vocab_size = _in_features(weights)
+    _check_output(y, weights, route)
+    check_devices(y=y, token_ids=token_ids)
+    vocab_size = weights.a.shape[1]
     if num_tokens and (int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size):
         raise ValueError(
             f"token_ids are {int(token_ids.min())} to {int(token_ids.max())}, the vocabulary is 0 to {vocab_size - 1}"
         )
-    if isinstance(weights, PagedSite):
-        reference.add_lora_embedding(y, token_ids, weights, route.token_slots)
-    else:
-        cpu.add_lora_embedding(y, token_ids, weights, route)
+    cpu.add_lora_embedding(y, token_ids, weights, route)
 
 
-def _check(y: torch.Tensor, x: torch.Tensor, weights: StackedSite | PagedSite, num_tokens: int) -> None:
-    _check_output(y, weights, num_tokens)
-    in_features = _in_features(weights)
+def _check(y: torch.Tensor, x: torch.Tensor, weights: StackedSite, route: Route) -> None:
+    _check_output(y, weights, route)
+    check_devices(y=y, x=x)
+    num_tokens, in_features = len(route.token_slots), weights.a.shape[1]
     if x.shape != (num_tokens, in_features) or x.dtype != y.dtype:
         raise ValueError(f"x is {x.dtype} {list(x.shape)}, want {y.dtype} [{num_tokens}, {in_features}]")
 
 
-def _in_features(weights: StackedSite | PagedSite) -> int:
-    return weights.in_features if isinstance(weights, PagedSite) else weights.a.shape[1]
-
-
-def _check_output(y: torch.Tensor, weights: StackedSite | PagedSite, num_tokens: int) -> None:
-    if isinstance(weights, PagedSite):
-        out_features, dtype = weights.out_features, weights.pages.dtype
-    else:
-        out_features, dtype = weights.b.shape[1], weights.b.dtype
+def _check_output(y: torch.Tensor, weights: StackedSite, route: Route) -> None:
+    check_devices(y=y, b=weights.b, token_slots=route.token_slots)
+    num_tokens, out_features, dtype = len(route.token_slots), weights.b.shape[1], weights.b.dtype
     if y.shape != (num_tokens, out_features) or y.dtype != dtype:
         raise ValueError(
             f"y is {y.dtype} {list(y.shape)}, want {dtype} [{num_tokens}, {out_features}] as the adapters are"

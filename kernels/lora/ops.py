@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.devices import runs_triton
+from kernels.devices import check_devices, runs_triton
 from kernels.lora import reference
 from kernels.lora.launch import num_parts
 from kernels.lora.layout import H_ALIGN, Epilogue, PagedSite, SiteGroup
@@ -22,9 +22,10 @@ def bgmv_shrink(
 ) -> None:
     """out [T, width] float32 = scaling * x [T, in] @ A.T in the first `rank` columns; the others are left alone.
 
-    Rows without an adapter are left alone. A rank above the width is refused; on a GPU its rows are NaN instead.
+    Rows without an adapter are left alone, as are those of a slot that the site has no row for. A rank above the width
+    is refused; on a GPU its rows are NaN instead.
     """
-    _shrink(x, SiteGroup.of([site]), out[None], _blocks_of_one(token_slots), scaling)
+    _shrink(x, SiteGroup.of([site]), out[None], _blocks_of_one(token_slots, site), scaling)
 
 
 def sgmv_shrink(
@@ -39,10 +40,15 @@ def bgmv_expand(
 ) -> None:
     """y [T, out or more] += scaling of the slot * h [T, width] @ B in its first `out` columns.
 
-    Without add_inputs those columns are overwritten, with zero in rows without an adapter.
+    Without add_inputs those columns are overwritten, with zero in rows without an adapter. A rank above the width is
+    refused; on a GPU its rows are NaN instead.
     """
     _expand(
-        h[None, None], SiteGroup.of([site]), _slice(y, 0, site.out_features), _blocks_of_one(token_slots), add_inputs
+        h[None, None],
+        SiteGroup.of([site]),
+        _slice(y, 0, site.out_features),
+        _blocks_of_one(token_slots, site),
+        add_inputs,
     )
 
 
@@ -65,7 +71,7 @@ def bgmv_expand_slice(
 ) -> None:
     """bgmv_expand into the columns slice_offset : slice_offset + slice_size of y, as many as the site has."""
     group = SiteGroup.of([site])
-    _expand(h[None, None], group, _slice(y, slice_offset, slice_size), _blocks_of_one(token_slots), add_inputs)
+    _expand(h[None, None], group, _slice(y, slice_offset, slice_size), _blocks_of_one(token_slots, site), add_inputs)
 
 
 def sgmv_expand_slice(
@@ -98,7 +104,7 @@ def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_ra
     else:
         from kernels.lora import triton_shrink
 
-        _check_rows("x", x, route, group.in_features, group.pages.dtype)
+        _check_rows("x", x, route, group, group.in_features)
         triton_shrink.shrink(x, h, group, route)
     return h
 
@@ -110,6 +116,8 @@ def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, 
     max_rank; the definition refuses that.
     """
     _check_ids(token_ids, route.num_tokens)
+    _check_route(route, site.first.shape[0])
+    check_devices(token_ids=token_ids, order=route.order, pages=site.pages, first=site.first)
     h = _empty_h(1, 1, route.num_tokens, max_rank, token_ids.device)
     if runs_triton(site.pages):
         from kernels.lora import triton_embedding
@@ -131,22 +139,28 @@ def lora_expand(
 ) -> None:
     """y [T, sum of out] += scaling * h @ B for every site of the group, side by side, in one launch.
 
-    With an epilogue also the biases and gains of the slots: LoRA bias, DoRA.
+    With an epilogue also the biases and gains of the slots: LoRA bias, DoRA. A rank above the width of h is refused;
+    on a GPU its rows are NaN instead.
     """
     if epilogue is not None:
         _check_epilogue(epilogue, group, add_inputs)
+        check_devices(y=y, gain=epilogue.gain, lora_bias=epilogue.lora_bias, base_bias=epilogue.base_bias)
     _expand(h, group, y, route, add_inputs, epilogue)
 
 
 def add_lora_group(y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> None:
-    """y [T, sum of out] += scaling * (x [T, in] @ A.T) @ B by each token's slot: a shrink and an expand."""
+    """y [T, sum of out] += scaling * (x [T, in] @ A.T) @ B by each token's slot: a shrink and an expand.
+
+    No slot of the route has a rank above max_rank at these sites: that is refused, on a GPU its rows are NaN instead.
+    """
     lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route)
 
 
 def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:
     """Into h [sites, T, width]."""
-    _check_rows("x", x, route, group.in_features, group.pages.dtype)
+    _check_rows("x", x, route, group, group.in_features)
     _check_h(h[None], group, route)
+    check_devices(x=x, h=h)
     if runs_triton(x):
         from kernels.lora import triton_shrink
 
@@ -164,8 +178,9 @@ def _expand(
     epilogue: Epilogue | None = None,
 ) -> None:
     """From h [planes, sites, T, width]."""
-    _check_rows("y", y, route, sum(group.out_features), group.pages.dtype)
+    _check_rows("y", y, route, group, sum(group.out_features))
     _check_h(h, group, route)
+    check_devices(y=y, h=h)
     if runs_triton(y):
         from kernels.lora import triton_expand
 
@@ -180,18 +195,26 @@ def _slice(y: torch.Tensor, offset: int, size: int) -> torch.Tensor:
     return y[:, offset : offset + size]
 
 
-def _blocks_of_one(token_slots: torch.Tensor) -> DeviceRoute:
+def _blocks_of_one(token_slots: torch.Tensor, site: PagedSite) -> DeviceRoute:
     if token_slots.dtype != torch.int32 or token_slots.dim() != 1:
         raise ValueError(f"token_slots is {token_slots.dtype} {list(token_slots.shape)}, want int32 [num_tokens]")
-    return blocks_of_one(token_slots.contiguous())
+    return blocks_of_one(token_slots.contiguous(), site.first.shape[0])
 
 
-def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, width: int, dtype: torch.dtype) -> None:
+def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, group: SiteGroup, width: int) -> None:
+    dtype = group.pages.dtype
+    _check_route(route, group.num_slots)
+    check_devices(**{name: rows}, order=route.order, pages=group.pages, first=group.first)
     if rows.shape != (route.num_tokens, width) or rows.dtype != dtype:
         raise ValueError(
             f"{name} is {rows.dtype} {list(rows.shape)}, want {dtype} [{route.num_tokens}, {width}] as the route "
             "and the adapters are"
         )
+
+
+def _check_route(route: DeviceRoute, num_slots: int) -> None:
+    if route.num_slots != num_slots:
+        raise ValueError(f"the route is of {route.num_slots} slots, the sites have {num_slots}; build it with theirs")
 
 
 def _empty_h(planes: int, sites: int, num_tokens: int, max_rank: int, device: torch.device) -> torch.Tensor:

@@ -45,7 +45,7 @@ def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, site: PagedSite
 def groups(route: DeviceRoute) -> list[tuple[int, torch.Tensor]]:
     """Slot and tokens of each block that is in use."""
     blocks = zip(route.block_slot.tolist(), route.block_start.tolist(), route.block_end.tolist(), strict=True)
-    return [(slot, route.order[start:end].long()) for slot, start, end in blocks if slot >= 0]
+    return [(slot, route.order[start:end].long()) for slot, start, end in blocks if 0 <= slot < route.num_slots]
 
 
 def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
@@ -54,8 +54,7 @@ def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRout
         for index in range(group.num_sites):
             a, _ = gather(group.site(index), slot)
             rank = a.shape[0]
-            if rank > h.shape[2]:
-                raise ValueError(f"slot {slot} has rank {rank}, h has room for {h.shape[2]}")
+            _check_room(slot, rank, h)
             h[index, tokens, :rank] = x[tokens].float() @ a.float().T * scaling
 
 
@@ -64,8 +63,7 @@ def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: Devi
     for slot, tokens in groups(route):
         a, _ = gather(site, slot)
         rank = a.shape[0]
-        if rank > h.shape[1]:
-            raise ValueError(f"slot {slot} has rank {rank}, h has room for {h.shape[1]}")
+        _check_room(slot, rank, h)
         ids = token_ids[tokens].long()
         is_known = (ids >= 0) & (ids < site.in_features)
         columns = a[:, ids.where(is_known, 0)].T.float()
@@ -93,6 +91,7 @@ def expand(
         for index, features in enumerate(group.out_features):
             site = group.site(index)
             _, b = gather(site, slot)
+            _check_room(slot, b.shape[0], h)
             columns = slice(column, column + features)
             column += features
             if b.shape[0]:
@@ -104,3 +103,8 @@ def expand(
                     bias = epilogue.base_bias[columns] if epilogue.base_bias is not None else 0.0
                     total = epilogue.gain[slot, columns] * (total - bias) + bias
                 y[tokens, columns] = total.to(y.dtype)
+
+
+def _check_room(slot: int, rank: int, h: torch.Tensor) -> None:
+    if rank > h.shape[-1]:
+        raise ValueError(f"slot {slot} has rank {rank}, h has room for {h.shape[-1]}")

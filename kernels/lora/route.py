@@ -12,6 +12,8 @@ import torch
 
 # The fewest rows of a tensor core product.
 MIN_BLOCK_TOKENS = 16
+# With more, ptxas before 13.3 could be given the wgmma that it miscompiles; see triton_pages.
+MAX_BLOCK_TOKENS = 32
 # From so many tokens on, a group is likely to fill blocks of 32, and each block reads its adapter once.
 MANY_TOKENS = 512
 
@@ -25,6 +27,7 @@ class DeviceRoute:
     block_start: torch.Tensor  # int32 [num_blocks]: the block's first index into order
     block_end: torch.Tensor  # int32 [num_blocks]: past its last
     block_tokens: int  # the most tokens of a block
+    num_slots: int  # of the slot table that the slots are of; a block of any other slot has no adapter
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +58,7 @@ def empty_route(token_slots: torch.Tensor, num_slots: int, block_tokens: int) ->
     num_tokens = token_slots.shape[0]
     num_blocks = max_blocks(num_tokens, num_slots, block_tokens)
     slot, start, end = (token_slots.new_empty(num_blocks) for _ in range(3))
-    return DeviceRoute(token_slots.new_empty(num_tokens), slot, start, end, block_tokens)
+    return DeviceRoute(token_slots.new_empty(num_tokens), slot, start, end, block_tokens, num_slots)
 
 
 def route_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> DeviceRoute:
@@ -82,7 +85,7 @@ def route_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int)
     return route
 
 
-def blocks_of_one(token_slots: torch.Tensor) -> DeviceRoute:
+def blocks_of_one(token_slots: torch.Tensor, num_slots: int) -> DeviceRoute:
     """Every token a block of its own: what the bgmv operators walk over."""
     indices = torch.arange(token_slots.shape[0] + 1, dtype=torch.int32, device=token_slots.device)
-    return DeviceRoute(indices[:-1], token_slots, indices[:-1], indices[1:], 1)
+    return DeviceRoute(indices[:-1], token_slots, indices[:-1], indices[1:], 1, num_slots)

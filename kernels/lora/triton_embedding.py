@@ -13,7 +13,7 @@ from kernels.lora.triton_pages import block_tokens
 RANKS = 16  # of one program; a token's column lies rank by rank, so that wider programs read no faster
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["num_slots", "width"])
 def embed_kernel(
     token_ids_ptr,
     h_ptr,
@@ -25,6 +25,7 @@ def embed_kernel(
     block_slot_ptr,
     block_start_ptr,
     block_end_ptr,
+    num_slots,
     in_features,
     width,
     stride_id,
@@ -41,7 +42,7 @@ def embed_kernel(
     block = tl.program_id(0)
     rank_begin = tl.program_id(1) * BLOCK_R
     slot = tl.load(block_slot_ptr + block)
-    if slot >= 0:
+    if (slot >= 0) & (slot < num_slots):
         rank = tl.load(rank_ptr + slot)
         if rank_begin < rank:
             tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
@@ -77,6 +78,7 @@ def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: Devi
         route.block_slot,
         route.block_start,
         route.block_end,
+        route.num_slots,
         site.in_features,
         width,
         token_ids.stride(0),

@@ -16,7 +16,7 @@ from kernels.lora.triton_pages import block_tokens, page_offsets
 EXPAND_RANKS = 32
 
 
-@triton.jit(do_not_specialize=["width", "stride_hp", "stride_hs"])
+@triton.jit(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
 def expand_kernel(
     h_ptr,
     y_ptr,
@@ -32,6 +32,7 @@ def expand_kernel(
     block_slot_ptr,
     block_start_ptr,
     block_end_ptr,
+    num_slots,
     in_tiles,
     width,
     stride_hp,
@@ -72,7 +73,7 @@ def expand_kernel(
         out_features = tl.where(site == other, OUT_FEATURES[other], out_features)
     column = tl.program_id(1) * BLOCK_N
     slot = tl.load(block_slot_ptr + block)
-    if (slot >= 0) & (column < out_features):
+    if (slot >= 0) & (slot < num_slots) & (column < out_features):
         table = site.to(tl.int64) * stride_table + slot
         rank = tl.load(rank_ptr + table)
         if rank > 0:
@@ -112,6 +113,8 @@ def expand_kernel(
                 )
                 b = tl.load(pages_ptr + offsets, mask=is_inside, other=0.0)
                 acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
+            # A launch cannot raise: a slot of more ranks than h has turns its rows to NaN.
+            acc = tl.where(rank > width, float("nan"), acc)
             is_column = offs_n < out_features
             if HAS_LORA_BIAS:
                 lora_bias_at = lora_bias_ptr + slot.to(tl.int64) * stride_lora_bias + y_columns
@@ -146,7 +149,7 @@ def expand(
     planes, num_sites, _, width = h.shape
     if not add_inputs:
         y.zero_()
-    if route.num_blocks == 0 or width == 0:
+    if route.num_blocks == 0:
         return
     launch = launch or expand_launch(device_name(y), Sizes.of_expand(y, h, group))
     grid = (route.num_blocks, triton.cdiv(max(group.out_features), launch.out_columns), num_sites)
@@ -165,6 +168,7 @@ def expand(
         route.block_slot,
         route.block_start,
         route.block_end,
+        route.num_slots,
         triton.cdiv(group.in_features, group.pages.shape[2]),
         width,
         h.stride(0),

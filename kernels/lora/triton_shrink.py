@@ -17,7 +17,7 @@ from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets
 
 
-@triton.jit(do_not_specialize=["width", "stride_hp", "stride_hs"])
+@triton.jit(do_not_specialize=["num_slots", "width", "stride_hp", "stride_hs"])
 def shrink_kernel(
     x_ptr,
     h_ptr,
@@ -29,6 +29,7 @@ def shrink_kernel(
     block_slot_ptr,
     block_start_ptr,
     block_end_ptr,
+    num_slots,
     scaling,
     in_features,
     width,
@@ -54,7 +55,7 @@ def shrink_kernel(
     block = tl.program_id(0)
     site = tl.program_id(2).to(tl.int64)
     slot = tl.load(block_slot_ptr + block)
-    if slot >= 0:
+    if (slot >= 0) & (slot < num_slots):
         rank = tl.load(rank_ptr + site * stride_table + slot)
         if HAS_PLANES:
             plane = tl.program_id(1) % NUM_PARTS
@@ -133,6 +134,7 @@ def shrink(
         route.block_slot,
         route.block_start,
         route.block_end,
+        route.num_slots,
         scaling,
         group.in_features,
         width,

@@ -12,7 +12,7 @@ from kernels.copy_blocks import cases as copy_cases
 from kernels.copy_blocks import copy_blocks
 from kernels.gated_activation import ACTIVATIONS, gated_activation
 from kernels.gated_activation import cases as gate_cases
-from kernels.lora import Route, add_lora
+from kernels.lora import Route, add_lora, reference
 from kernels.lora import cases as lora_cases
 from kernels.rms_norm import cases as norm_cases
 from kernels.rms_norm import rms_norm
@@ -46,7 +46,7 @@ def to_gpu(value: Any) -> Any:
 def test_add_lora(case: lora_cases.Case, dtype: torch.dtype) -> None:
     inputs = lora_cases.make(case, dtype)
     expected = inputs.y.clone()
-    add_lora(expected, inputs.x, inputs.paged, Route.build(inputs.token_slots, torch.device("cpu")))
+    reference.add_lora(expected, inputs.x, inputs.paged, inputs.token_slots)
     y, x, stacked = to_gpu(inputs.y), to_gpu(inputs.x), to_gpu(inputs.stacked)
     add_lora(y, x, stacked, Route.build(inputs.token_slots, CUDA))
     assert_close(y.cpu(), expected, magnitude=4.0)

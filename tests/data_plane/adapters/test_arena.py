@@ -10,7 +10,7 @@ from data_plane.errors import (
     AdapterLoadError,
     StaleSlot,
 )
-from kernels.lora import Route, add_lora
+from kernels.lora import Route, reference
 from tests.data_plane.adapters.factories import (
     SITES,
     Packed,
@@ -56,7 +56,7 @@ def test_table_on_the_device_equals_the_packed_matrices() -> None:
     route = Route.build(torch.tensor(slots, dtype=torch.int32), torch.device("cpu"))
     for site in SITES:
         x, y = torch.randn(6, site.in_features), torch.zeros(6, site.out_features)
-        add_lora(y, x, arena.paged_site(site.name), route)
+        reference.add_lora(y, x, arena.paged_site(site.name), route.token_slots)
         torch.testing.assert_close(y, expected_delta(site.name, x, slots, adapters), rtol=1e-4, atol=1e-3)
 
 
@@ -77,7 +77,7 @@ def test_table_keeps_its_addresses_and_compacts_when_full() -> None:
     slots = [0, 2, 3]
     route = Route.build(torch.tensor(slots, dtype=torch.int32), torch.device("cpu"))
     x, y = torch.randn(3, 32), torch.zeros(3, 48)
-    add_lora(y, x, arena.paged_site(site), route)
+    reference.add_lora(y, x, arena.paged_site(site), route.token_slots)
     torch.testing.assert_close(y, expected_delta(site, x, slots, adapters), rtol=1e-4, atol=1e-3)
 
 
@@ -141,7 +141,7 @@ def test_small_rank_after_large_rank_in_the_same_slot() -> None:
     run_step(arena, [0, -1], {0: small})
     x, y = torch.randn(1, 32), torch.zeros(1, 48)
     route = Route.build(torch.tensor([0], dtype=torch.int32), torch.device("cpu"))
-    add_lora(y, x, arena.paged_site("model.layers.0.q"), route)
+    reference.add_lora(y, x, arena.paged_site("model.layers.0.q"), route.token_slots)
     torch.testing.assert_close(y, expected_delta("model.layers.0.q", x, [0], {0: small}), rtol=1e-4, atol=1e-3)
 
 

@@ -21,6 +21,7 @@ from kernels.lora import (
     lora_expand,
     lora_route,
     lora_shrink,
+    reference,
 )
 from kernels.lora.cases import CASES, Case, Inputs, make, make_group
 from tests.kernels.tolerances import assert_close
@@ -44,9 +45,15 @@ def token_ids(case: Case, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return ids
 
 
-def added(inputs: Inputs, ids: torch.Tensor, weights: Any) -> torch.Tensor:
+def added(inputs: Inputs, ids: torch.Tensor) -> torch.Tensor:
     y = inputs.y.clone()
-    add_lora_embedding(y, ids, weights, Route.build(inputs.token_slots, CPU))
+    add_lora_embedding(y, ids, inputs.stacked, Route.build(inputs.token_slots, CPU))
+    return y
+
+
+def define(inputs: Inputs, ids: torch.Tensor) -> torch.Tensor:
+    y = inputs.y.clone()
+    reference.add_lora_embedding(y, ids, inputs.paged, inputs.token_slots)
     return y
 
 
@@ -75,7 +82,7 @@ def peft_embedding(case: Case, a: torch.Tensor, b: torch.Tensor, scaling: float)
 @pytest.mark.parametrize("case", EMBEDDING_CASES, ids=lambda case: case.name)
 def test_definition_equals_embeddings_of_peft(case: Case) -> None:
     inputs, ids = make(case, torch.float32), token_ids(case)
-    actual = added(inputs, ids, inputs.paged)
+    actual = define(inputs, ids)
     for row, slot in enumerate(case.token_slots):
         if slot < 0 or case.ranks[slot] == 0:
             assert torch.equal(actual[row], inputs.y[row])
@@ -91,8 +98,8 @@ def test_definition_equals_embeddings_of_peft(case: Case) -> None:
 def test_other_forms_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
     inputs = make(case, dtype)
     for ids in (token_ids(case), token_ids(case, torch.int32)):
-        expected = added(inputs, ids, inputs.paged)
-        assert_close(added(inputs, ids, inputs.stacked), expected, magnitude=4.0)
+        expected = define(inputs, ids)
+        assert_close(added(inputs, ids), expected, magnitude=4.0)
         assert_close(added_in_steps(inputs, ids), expected, magnitude=4.0)
 
 
@@ -109,8 +116,8 @@ def test_random_embeddings(sizes: tuple[tuple[int, ...], list[int]], vocabulary:
     ranks, slots = sizes
     case = Case("random", tuple(slots), ranks, vocabulary, width, page)
     inputs, ids = make(case, torch.float32), token_ids(case)
-    expected = added(inputs, ids, inputs.paged)
-    assert_close(added(inputs, ids, inputs.stacked), expected, magnitude=4.0)
+    expected = define(inputs, ids)
+    assert_close(added(inputs, ids), expected, magnitude=4.0)
     assert_close(added_in_steps(inputs, ids), expected, magnitude=4.0)
 
 
@@ -121,7 +128,7 @@ def test_an_lm_head_of_any_vocabulary_equals_a_linear_of_peft(vocabulary: int) -
     inputs = make(case, torch.float32)
     route = Route.build(inputs.token_slots, CPU)
     paged, stacked, in_steps = inputs.y.clone(), inputs.y.clone(), inputs.y.clone()
-    add_lora(paged, inputs.x, inputs.paged, route)
+    reference.add_lora(paged, inputs.x, inputs.paged, inputs.token_slots)
     add_lora(stacked, inputs.x, inputs.stacked, route)
     group, on_device = SiteGroup.of([inputs.paged]), lora_route(inputs.token_slots, 3)
     lora_expand(lora_shrink(inputs.x, group, on_device, max_rank=13), group, in_steps, on_device)
@@ -158,9 +165,8 @@ def test_ids_outside_the_vocabulary() -> None:
     for wrong in (VOCABULARY, -1):
         ids = token_ids(case)
         ids[0] = wrong
-        for weights in (inputs.paged, inputs.stacked):
-            with pytest.raises(ValueError, match=rf"(to|are) {wrong}.*the vocabulary is 0 to 36"):
-                added(inputs, ids, weights)
+        with pytest.raises(ValueError, match=rf"(to|are) {wrong}.*the vocabulary is 0 to 36"):
+            added(inputs, ids)
         h = lora_embed(ids, inputs.paged, route, max_rank=17)[0, 0]
         assert h[0, :11].isnan().all()
         assert h[1, :5].isfinite().all()
@@ -171,7 +177,7 @@ def test_wrong_arguments_are_refused() -> None:
     inputs, ids = make(case, torch.float32), token_ids(case)
     route = lora_route(inputs.token_slots, 2)
     with pytest.raises(ValueError, match=r"token_ids is torch\.int64 \[4\], want int32 or int64 \[5\]"):
-        added(inputs, ids[:4], inputs.paged)
+        added(inputs, ids[:4])
     with pytest.raises(ValueError, match=r"y is torch\.float32 \[5, 31\], want torch\.float32 \[5, 32\]"):
         add_lora_embedding(inputs.y[:, 1:], ids, inputs.stacked, Route.build(inputs.token_slots, CPU))
     with pytest.raises(ValueError, match=r"token_ids is torch\.float32 \[5\]"):
@@ -180,3 +186,7 @@ def test_wrong_arguments_are_refused() -> None:
         lora_embed(ids, inputs.paged, route, max_rank=-1)
     with pytest.raises(ValueError, match="slot 1 has rank 12, h has room for 8"):
         lora_embed(ids, inputs.paged, route, max_rank=8)
+    with pytest.raises(ValueError, match="the route is of 3 slots, the sites have 2"):
+        lora_embed(ids, inputs.paged, lora_route(inputs.token_slots, 3), max_rank=12)
+    with pytest.raises(ValueError, match="order is on cpu, token_ids on meta"):
+        lora_embed(ids.to("meta"), inputs.paged, route, max_rank=12)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import Route, StackedSite, add_lora, add_lora_sites, cpu, stack_columns
+from kernels.lora import Route, StackedSite, add_lora, add_lora_sites, cpu, reference, stack_columns
 from kernels.lora.cases import CASES, Case, Inputs, make
 from kernels.lora.cpu import Machine
 from tests.kernels.tolerances import assert_close
@@ -46,7 +46,7 @@ def route_of(inputs: Inputs) -> Route:
 
 def define(inputs: Inputs) -> torch.Tensor:
     y = copy_of(inputs)
-    add_lora(y, inputs.x, inputs.paged, route_of(inputs))
+    reference.add_lora(y, inputs.x, inputs.paged, inputs.token_slots)
     return y
 
 
@@ -244,3 +244,5 @@ def test_wrong_arguments_are_refused() -> None:
         add_lora(inputs.y, inputs.x[:, 1:], inputs.stacked, route_of(inputs))
     with pytest.raises(ValueError, match=r"y is torch\.bfloat16 .* want torch\.float32 \[9, 32\] as the adapters are"):
         add_lora(inputs.y.bfloat16(), inputs.x.bfloat16(), inputs.stacked, route_of(inputs))
+    with pytest.raises(ValueError, match="x is on meta, y on cpu"):
+        add_lora(inputs.y, inputs.x.to("meta"), inputs.stacked, route_of(inputs))

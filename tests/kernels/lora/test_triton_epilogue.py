@@ -118,5 +118,7 @@ def test_wrong_tables_are_refused() -> None:
         lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(gain[:, 1:]))
     with pytest.raises(ValueError, match=r"lora_bias is torch\.bfloat16"):
         lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(lora_bias=gain.bfloat16()))
+    with pytest.raises(ValueError, match="gain is on meta, y on cpu"):
+        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(gain.to("meta")))
     with pytest.raises(ValueError, match="of no use without a gain"):
         lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(base_bias=gain[0]))

@@ -54,7 +54,11 @@ def shrunk(inputs: GroupInputs, route: DeviceRoute, planes: int = 1, **options: 
 
 def defined(inputs: GroupInputs, *, add_inputs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """h and y of the definitions, one token at a time."""
-    h, y, route = empty_h(inputs), on(inputs.y, inputs.y.device), blocks_of_one(inputs.token_slots)
+    h, y, route = (
+        empty_h(inputs),
+        on(inputs.y, inputs.y.device),
+        blocks_of_one(inputs.token_slots, inputs.group.num_slots),
+    )
     reference.shrink(inputs.x, h[0], inputs.group, route)
     reference.expand(h[0], y, inputs.group, route, add_inputs=add_inputs)
     return h, y
@@ -108,9 +112,7 @@ def test_exact_sums_have_the_same_bits_in_every_tiling(
     """Of small integers every sum is exact, so that nothing but the right one will do. Some widths end in a tile."""
     case = SMALL if block_tokens == 1 else CROWDED  # every block takes the interpreter a while
     sizes = {"in_features": 150, "tile_width": tile_width}
-    inputs = on(
-        make_group(replace(case, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device
-    )
+    inputs = on(make_group(replace(case, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device)
     expected_h, expected = defined(inputs)
     is_changed = (expected != inputs.y).view(len(expected), 3, tile_width).any(2)
     for token, slot in enumerate(case.token_slots):  # otherwise a product that is left out would not be seen
@@ -214,6 +216,37 @@ def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
     assert inputs.y[0].isfinite().all()
 
 
+@pytest.mark.parametrize("width", [0, 12])
+def test_an_expand_does_not_cut_ranks_off(width: int, device: torch.device) -> None:
+    """h holds numbers here, and the slot has more ranks than h. Tokens whose ranks fit are added, or have none."""
+    inputs = on(make_group(Case("rank", (0, 1, 2), (0, 20, 12)), (32,), torch.float32), device)
+    y = on(inputs.y, device)
+    h = torch.ones(1, 1, 3, width, device=device)
+    triton_expand.expand(h, y, inputs.group, route_of(inputs), add_inputs=True)
+    assert torch.equal(y[0], inputs.y[0])
+    assert y[1].isnan().all()
+    assert bool(y[2].isfinite().all()) == (width == 12)
+
+
+@pytest.mark.parametrize("runs_triton", [False, True], ids=["torch", "triton"])
+def test_slots_outside_the_table_have_no_adapter(
+    runs_triton: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are ranks and pages read for them, which the table of two slots does not have."""
+    monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
+    inputs = on(make_group(Case("foreign", (0,) * 5, (8, 4)), (32,), torch.float32), device)
+    site = inputs.group.site(0)
+    slots = torch.tensor([2, 1, 2**31 - 1, -7, 10**6], dtype=torch.int32, device=device)
+    h, y = torch.full((5, 8), NAN, device=device), on(inputs.y, device)
+    ops.bgmv_shrink(inputs.x, site, h, slots)
+    assert h[1, :4].isfinite().all()
+    ops.bgmv_expand(h, site, y, slots)
+    assert not torch.equal(y[1], inputs.y[1])
+    others = [0, 2, 3, 4]
+    assert h[others].isnan().all()
+    assert torch.equal(y[others], inputs.y[others])
+
+
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=4),
@@ -308,6 +341,14 @@ def test_wrong_arguments_are_refused() -> None:
         ops.bgmv_expand_slice(h, site, inputs.y, slots, slice_offset=8, slice_size=32)
     with pytest.raises(ValueError, match=r"y is torch\.float32 \[9, 31\]"):
         ops.bgmv_expand_slice(h, site, inputs.y, slots, slice_offset=0, slice_size=31)
+    with pytest.raises(ValueError, match="slot 3 has rank 40, h has room for 39"):
+        ops.bgmv_expand(h[:, :39], site, inputs.y, slots)
+    with pytest.raises(ValueError, match="the route is of 8 slots, the sites have 4"):
+        ops.sgmv_shrink(inputs.x, site, h, lora_route(slots, 8))
+    with pytest.raises(ValueError, match="order is on meta, x on cpu"):
+        ops.bgmv_shrink(inputs.x, site, h, slots.to("meta"))
+    with pytest.raises(ValueError, match="h is on meta, y on cpu"):
+        ops.bgmv_expand(h.to("meta"), site, inputs.y, slots)
     with pytest.raises(ValueError, match="max_rank is -1"):
         ops.lora_shrink(inputs.x, inputs.group, lora_route(slots, 4), max_rank=-1)
     other = make_group(MIXED, (32,), torch.float32).group.site(0)

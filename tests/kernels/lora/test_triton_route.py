@@ -88,5 +88,6 @@ def test_wrong_arguments_are_refused() -> None:
         lora_route(torch.tensor([0, 1]), 4)
     with pytest.raises(ValueError, match="num_slots is 0"):
         lora_route(torch.tensor([0], dtype=torch.int32), 0)
-    with pytest.raises(ValueError, match="block_tokens is 0"):
-        lora_route(torch.tensor([0], dtype=torch.int32), 4, block_tokens=0)
+    for wrong in (0, 33):
+        with pytest.raises(ValueError, match=f"block_tokens is {wrong}, want 1 to 32"):
+            lora_route(torch.tensor([0], dtype=torch.int32), 4, block_tokens=wrong)
