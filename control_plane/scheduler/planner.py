@@ -195,7 +195,7 @@ class Planner:
                 if not self._free_paused():
                     return
                 continue
-            num_left = group.members[0].num_known - num_hits * self._block_size
+            num_left = group.live_members()[0].num_known - num_hits * self._block_size
             if num_left > draft.budget and not self._may_be_partial(draft, is_chunked=is_chunked):
                 return
             num_long += num_left - draft.budget > self._long_tokens
@@ -207,8 +207,7 @@ class Planner:
         """Whether a prefill may begin that does not end in this step."""
         if not is_chunked:
             return draft.is_empty
-        running = self._roster.running
-        num_partial = sum(not s.is_decoding and s.state is SequenceState.RUNNING for s in running)
+        num_partial = sum(s.state is SequenceState.RUNNING for s in filter(_may_prefill, self._roster.running))
         return num_partial < self._settings.max_partial_prefills
 
     def _next_waiting(self, *, may_be_long: bool) -> tuple[SequenceGroup | None, SequenceGroup | None]:
