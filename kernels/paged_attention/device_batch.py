@@ -103,6 +103,4 @@ def upload(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[torch.T
         packed[place : place + array.size] = array.reshape(-1)
     tensor = torch.from_numpy(packed)
     there = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-    return [
-        there[place : place + array.size].view(array.shape) for place, array in zip(places, arrays, strict=False)
-    ]
+    return [there[place : place + array.size].view(array.shape) for place, array in zip(places, arrays, strict=False)]

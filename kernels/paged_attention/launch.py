@@ -43,19 +43,21 @@ class DecodeLaunch:
 
     @classmethod
     def default(cls, sizes: Sizes) -> DecodeLaunch:
-        """Rows for a whole group where 32 hold it, since a second tile reads the keys again."""
-        itemsize = 4 if sizes.dtype == "float32" else 2
-        return cls(
-            16 if sizes.group <= 16 else 32,
-            64 if sizes.dim * itemsize <= 256 else 32,
-            num_stages=3 if sizes.dim * itemsize <= 512 else 2,
-        )
+        """Rows for a whole group where 32 hold it, since a second tile reads the keys again.
+
+        Products of float32 are not the tensor cores' and keep whole tiles in registers: larger ones spill on sm_90.
+        """
+        if sizes.dtype == "float32":
+            return cls(16, 64) if sizes.dim <= 64 else cls(16, 16, 8, 3 if sizes.dim <= 128 else 2)
+        return cls(16 if sizes.group <= 16 else 32, 64 if sizes.dim <= 128 else 32)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillLaunch:
-    """Of programs for several queries. They are never pipelined, for the reason that `DecodeLaunch` gives: from 64 rows on
-    weights @ values is such a wgmma."""
+    """Of programs for several queries.
+
+    They are never pipelined, for `DecodeLaunch`'s reason: from 64 rows on weights @ values is such a wgmma.
+    """
 
     block_m: int  # queries x heads
     block_n: int  # keys
@@ -68,9 +70,10 @@ class PrefillLaunch:
 
     @classmethod
     def default(cls, sizes: Sizes) -> PrefillLaunch:
+        """Larger tiles of such keys spill registers on sm_90."""
         if sizes.dtype == "float32":
-            return cls(16, 32)
-        return cls(128 if sizes.dim <= 128 else 64, 64, 8)
+            return cls(16, 32 if sizes.dim <= 128 else 16)
+        return cls(128, 64, 8) if sizes.dim <= 128 else cls(64, 32, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,18 @@ from kernels.paged_attention.triton_decode import _combine_kernel, _decode_kerne
 from kernels.paged_attention.triton_prefill import _prefill_kernel
 from tests.kernels.compiling import compile_for_h200, stack_bytes
 
-BFLOAT16 = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
+AS_QUERY = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
 FLOAT32 = ("part_ptr", "part_sum_ptr", "key_scale_ptr", "value_scale_ptr")
+NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp8e4nv": "float8_e4m3fn"}
 SCALARS = ("score_scale", "softcap", "value_scale")
 NOT_OF_16 = ("stride_table", "stride_sp", "window")
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], cache: str, *, num_warps: int, num_stages: int) -> None:
-    """With bfloat16 queries whose strides are multiples of 16."""
-    types = dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(SCALARS, "fp32")
+def compile_kernel(
+    kernel: Any, constants: dict[str, Any], dtype: str, cache: str, *, num_warps: int, num_stages: int
+) -> None:
+    """With queries whose strides are multiples of 16."""
+    types = dict.fromkeys(AS_QUERY, f"*{dtype}") | dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(SCALARS, "fp32")
     types |= dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), f"*{cache}")
     compiled = compile_for_h200(
         kernel,
@@ -33,6 +36,8 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], cache: str, *, num_wa
     text = compiled.asm["ptx"]
     figures = {
         "kernel": kernel.__name__,
+        "dtype": dtype,
+        "cache": cache,
         "num_wgmma": text.count("wgmma.mma_async"),
         "num_mma": text.count("mma.sync"),
         "num_async_copies": text.count("cp.async"),
@@ -43,10 +48,12 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], cache: str, *, num_wa
     print(json.dumps(figures), flush=True)
 
 
-def compile_all(group: int, dim: int, block_size: int, *, cache: str = "bf16", **options: Any) -> None:
+def compile_all(
+    group: int, dim: int, block_size: int, *, dtype: str = "bf16", cache: str = "bf16", **options: Any
+) -> None:
     """The three kernels of one model; options are the kernels' that are not off."""
     block_d = triton.next_power_of_2(dim)
-    sizes = Sizes("bfloat16", "float8_e4m3fn" if cache == "fp8e4nv" else "bfloat16", dim, group)
+    sizes = Sizes(NAMES[dtype], NAMES[cache], dim, group)
     decode, prefill = DecodeLaunch.default(sizes), PrefillLaunch.default(sizes)
     constants: dict[str, Any] = {
         "GROUP": group,
@@ -67,11 +74,11 @@ def compile_all(group: int, dim: int, block_size: int, *, cache: str = "bf16", *
     }
     constants |= {f"HAS_{name}": False for name in ("WINDOW", "SINKS", "SOFTCAP", "SLOPES", "TOKEN_SCALES")}
     constants |= options
-    tiles = constants | {"BLOCK_M": decode.block_m, "BLOCK_N": decode.block_n, "HEADS": group}
-    compile_kernel(_decode_kernel, tiles, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
-    compile_kernel(_combine_kernel, tiles, cache, num_warps=1, num_stages=1)
+    tiles = constants | {"BLOCK_M": decode.block_m, "BLOCK_N": decode.block_n, "HEADS": min(group, decode.block_m)}
+    compile_kernel(_decode_kernel, tiles, dtype, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
+    compile_kernel(_combine_kernel, tiles, dtype, cache, num_warps=1, num_stages=1)
     tiles |= {"BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n, "QUERIES": prefill.block_m // group}
-    compile_kernel(_prefill_kernel, tiles, cache, num_warps=prefill.num_warps, num_stages=1)
+    compile_kernel(_prefill_kernel, tiles, dtype, cache, num_warps=prefill.num_warps, num_stages=1)
 
 
 def main() -> None:
@@ -80,6 +87,9 @@ def main() -> None:
     compile_all(4, 128, 16, cache="fp8e4nv", IS_CAUSAL=False)
     sparse = {"SPARSE_BLOCK": 64, "LOCAL_BLOCKS": 16, "VERTICAL_STRIDE": 8, "HEAD_STEP": -1}
     compile_all(4, 128, 16, cache="fp8e4nv", HAS_TOKEN_SCALES=True, **sparse)
+    compile_all(2, 256, 16, HAS_WINDOW=True, HAS_SOFTCAP=True)
+    compile_all(4, 128, 16, dtype="fp32", cache="fp32")
+    compile_all(2, 256, 16, dtype="fp32", cache="fp32")
 
 
 if __name__ == "__main__":
