@@ -9,6 +9,7 @@ import torch
 
 from data_plane.engine.logprobs import Asked
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
+from data_plane.engine.upload import upload
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array
 from kernels.paged_attention import AttentionBatch
@@ -78,8 +79,8 @@ def build_batch(
         rows=step_rows,
         num_tokens=counts,
         input_ids=_input_ids(rows, prefills, decoding, last_tokens),
-        position_ids=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(places).to(device),
+        position_ids=upload(positions, device),
+        slot_mapping=upload(places, device),
         attention=AttentionBatch.build(
             torch.from_numpy(rows.block_table[step_rows, :num_table_blocks]), start.tolist(), ends.tolist()
         ),
@@ -87,7 +88,7 @@ def build_batch(
         slots=np.unique(token_slots[token_slots >= 0]).tolist(),
         sampled_rows=sampled_rows,
         written_blocks=places // rows.block_size,
-        kept=torch.from_numpy(kept).to(device),
+        kept=upload(kept, device),
         prompt_asked=prompt_asked,
     )
 
@@ -114,14 +115,14 @@ def split_prefills(prefills: Int32Array, asks: BoolArray, *, most: int) -> tuple
 
 def _input_ids(rows: Rows, prefills: Int32Array, decoding: Int64Array, last_tokens: torch.Tensor) -> torch.Tensor:
     """Fed-back tokens of the decoding rows, then the prefills' known tokens."""
-    fed_back = last_tokens[torch.from_numpy(decoding).to(last_tokens.device)]
+    fed_back = last_tokens[upload(decoding, last_tokens.device)]
     if len(prefills) == 0:
         return fed_back
     chunks = []
     for row, count in prefills.tolist():
         begin = int(rows.num_computed[row])
         chunks.append(rows.token_ids[row][begin : begin + count])
-    known = torch.from_numpy(np.concatenate(chunks).astype(np.int64)).to(last_tokens.device)
+    known = upload(np.concatenate(chunks).astype(np.int64), last_tokens.device)
     return torch.cat([fed_back, known])
 
 

@@ -13,8 +13,9 @@ from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
 from data_plane.engine.logprobs import Asked, joined, tell_logprobs
-from data_plane.engine.rows import Int64Array, Rows
+from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampler import Sampler
+from data_plane.engine.upload import upload
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import AdapterSlots, Capacities, Int32Array, RowLogprobs, StepOutput, StepPlan
@@ -104,7 +105,7 @@ class TorchEngine:
         rows.check_copies(plan.block_copies)
         rows.check_prefills(plan.prefills)
         if len(plan.fed_tokens):
-            fed = torch.from_numpy(plan.fed_tokens.astype(np.int64)).to(self._last_tokens.device)
+            fed = upload(plan.fed_tokens.astype(np.int64), self._last_tokens.device)
             self._last_tokens[fed[:, 0]] = fed[:, 1]
         if self._host_blocks is not None:
             self._host_blocks.move(plan.swap_outs, plan.swap_ins)
@@ -157,21 +158,21 @@ class TorchEngine:
         if len(sampled) == 0:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
         finite = torch.isfinite(logits).all(dim=-1)
-        is_finite = finite.cpu().numpy()
         drawn_from = logits
-        if not is_finite.all():
+        # A GPU is not asked: the host waits once, when everything of the step is queued.
+        if logits.is_cuda or not finite.all():
             # Both ends count a token for a failed row, so that they agree on what decodes; it is never told.
             drawn_from = logits.masked_fill(~finite.unsqueeze(1), 0.0)
         # The token to be sampled is the one behind all known ones.
         positions = rows.num_known[sampled] - rows.num_prompt[sampled]
         tokens = self._sampler.sample(drawn_from, sampled, positions)
-        self._last_tokens[torch.from_numpy(sampled).to(tokens.device)] = tokens
+        self._last_tokens[upload(sampled, tokens.device)] = tokens
+        on_host, is_finite = _fetch(tokens, finite)
         rows.num_known[sampled] += 1
         rows.is_decoding[sampled] = True
         rows.is_suspect[sampled] = ~is_finite
         for row in sampled.tolist():
             rows.token_ids.pop(row, None)
-        on_host = tokens.cpu().numpy().astype(np.int32)
         numbers = sampled.astype(np.int32)
         told: list[RowLogprobs] = []
         num_top = self._sampler.num_logprobs[sampled]
@@ -181,13 +182,19 @@ class TorchEngine:
                 Asked(int(sampled[i]), int(rows.num_known[sampled[i]]) - 1, on_host[i : i + 1], int(num_top[i]))
                 for i in at
             ]
-            told = tell_logprobs(logits[torch.from_numpy(at).to(logits.device)], asked)
+            told = tell_logprobs(logits[upload(at, logits.device)], asked)
         return numbers[is_finite], on_host[is_finite], numbers[~is_finite], told
 
     def _clean(self, suspects: Int32Array) -> None:
         """Make the KV of rows that end finite where it may not be."""
         for row in suspects.tolist():
             self._cache.make_finite(self._rows.blocks_of(row))
+
+
+def _fetch(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[Int32Array, BoolArray]:
+    """Both, [n] each, on the host by one copy."""
+    both = torch.stack([tokens, finite.to(tokens.dtype)]).cpu().numpy()
+    return both[0].astype(np.int32), both[1].astype(np.bool_)
 
 
 def _microseconds(started: float) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from data_plane.engine.rows import Int64Array
 from data_plane.engine.token_history import TokenHistory
+from data_plane.engine.upload import upload
 from data_plane.errors import PlanRefused
 from data_plane.plan import Float32Array, Int32Array, NewRow, RowSampling
 from kernels.sampling import Adjustments, SamplingRows, sample
@@ -159,7 +160,7 @@ class Sampler:
         return before if position < self._min_tokens[row] else after
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return upload(values, self._device)
 
 
 def _has_penalties(sampling: RowSampling) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from data_plane.engine.upload import upload
 from data_plane.plan import Int32Array
 from kernels.sampling import IN_ANSWER, IN_PROMPT
 
@@ -48,4 +49,4 @@ class TokenHistory:
         self._free.clear()
 
     def _tokens(self, token_ids: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(token_ids.astype("int64")).to(self.table.device)
+        return upload(token_ids.astype("int64"), self.table.device)
