@@ -45,4 +45,4 @@ def test_sampling_waits_for_nothing_once_its_kernels_are_compiled() -> None:
         tokens = sampler.sample(logits, np.arange(3, 6), positions)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert 0 <= int(tokens.min()) and int(tokens.max()) < VOCAB
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
