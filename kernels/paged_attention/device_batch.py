@@ -48,7 +48,8 @@ class DeviceBatch:
         """One upload for everything."""
         start = np.array(query_start, dtype=np.int32)
         lens = np.array(context_lens, dtype=np.int32)
-        return cls(*upload(device, host_tables, start, lens), is_causal, start, lens)
+        tables, starts, lengths = upload(device, host_tables, start, lens)
+        return cls(tables, starts, lengths, is_causal, start, lens)
 
     def splits(self, split_keys: int, max_splits: int, most_keys: int | None) -> Splits:
         """Programs enough for each sequence's splits; how long they are, the kernel knows.
@@ -70,7 +71,8 @@ class DeviceBatch:
             programs = np.stack([np.repeat(decodes, counts), within], axis=1).astype(np.int32)
             joins = np.stack([decodes, first], axis=1)[counts > 1].astype(np.int32)
             num_parts = int(counts[counts > 1].sum())
-            self._splits[key] = Splits(*upload(self.query_start.device, programs, joins), num_parts)
+            programs_there, joins_there = upload(self.query_start.device, programs, joins)
+            self._splits[key] = Splits(programs_there, joins_there, num_parts)
         return self._splits[key]
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
