@@ -10,34 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kernels.gated_activation.triton_kernel import BLOCK, _gated_activation_kernel
 from kernels.rms_norm.triton_kernel import _rms_norm_kernel, num_warps_for
 from kernels.rope.triton_kernel import BLOCK_HEADS, _rope_kernel
-
-H200 = GPUTarget("cuda", 90, 32)
+from tests.kernels.compiling import compile_for_h200, stack_bytes
 
 
 def compile_kernel(kernel: Any, constants: Mapping[str, Any], kinds: Mapping[str, str], num_warps: int) -> None:
-    """With bfloat16 tensors, but for those in `kinds`, whose addresses and strides are multiples of 16."""
-    signature = {
-        name: "constexpr" if name in constants else kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32")
-        for name in kernel.arg_names
-    }
-    position = {name: index for index, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(position[name],): value for name, value in constants.items()},
-        attrs={(position[name],): [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] in "*i"},
-    )
-    text = triton.compile(source, target=H200, options={"num_warps": num_warps}).asm["ptx"]
+    """With bfloat16 tensors, but for those in `kinds`."""
+    types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | dict(kinds)
+    compiled = compile_for_h200(kernel, constants, types, num_warps=num_warps)
+    text = compiled.asm["ptx"]
     figures = {
         "kernel": kernel.__name__,
         "num_vectors": text.count(".v4.b32") + text.count(".v2.b32"),
-        "num_spills": text.count(".local"),
+        "stack_bytes": stack_bytes(compiled),
     }
     print(json.dumps(figures))
 

@@ -23,11 +23,12 @@ def compile_for_h200(
     not_of_16: Sequence[str] = (),
     num_warps: int = 4,
     num_stages: int = 3,
+    is_fused: bool = True,
 ) -> Any:
     """Triton's compiled kernel: asm["ptx"], metadata.shared.
 
     types: of arguments by name, "*bf16" and the like; others are int32, and pointers to it. All pointers and integers
-    are multiples of 16 but those named.
+    are multiples of 16 but those named. Without is_fused products and sums are rounded one by one.
     """
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
@@ -41,7 +42,8 @@ def compile_for_h200(
         constexprs={(position[name],): value for name, value in constants.items()},
         attrs={(position[name],): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=H200, options={"num_warps": num_warps, "num_stages": num_stages})
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": is_fused}
+    return triton.compile(source, target=H200, options=options)
 
 
 def stack_bytes(compiled: Any) -> int:

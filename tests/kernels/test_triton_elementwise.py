@@ -21,4 +21,4 @@ def test_kernels_compile_for_an_h200_to_vectors_without_a_spill(tmp_path: Path) 
     assert len(compiled) == 4
     for kernel in compiled:
         assert kernel["num_vectors"] > 0, f"{kernel['kernel']} moves single values"
-        assert kernel["num_spills"] == 0, f"{kernel['kernel']} spills"
+        assert kernel["stack_bytes"] == 0, f"{kernel['kernel']} spills"

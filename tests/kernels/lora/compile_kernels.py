@@ -8,41 +8,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from kernels.lora import triton_embedding, triton_expand, triton_route, triton_shrink
+from tests.kernels.compiling import compile_for_h200
 
-H200 = GPUTarget("cuda", 90, 32)
+FLOAT32 = ("h_ptr", "scaling_ptr", "gain_ptr", "lora_bias_ptr", "base_bias_ptr")
 SIZES_OF_16 = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
 
 
 def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stages: int) -> None:
     """With pointers of `dtype`, but for the indices and float32 tables."""
-    signature: dict[str, str] = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("x_ptr", "y_ptr", "pages_ptr"):
-            signature[name] = f"*{dtype}"
-        elif name in ("h_ptr", "scaling_ptr", "gain_ptr", "lora_bias_ptr", "base_bias_ptr"):
-            signature[name] = "*fp32"
-        elif name == "token_ids_ptr":
-            signature[name] = "*i64"
-        elif name.endswith("_ptr"):
-            signature[name] = "*i32"
-        else:
-            signature[name] = "fp32" if name == "scaling" else "i32"
-    position = {name: index for index, name in enumerate(kernel.arg_names)}
-    aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name in SIZES_OF_16]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(position[name],): value for name, value in constants.items()},
-        attrs={(position[name],): [["tt.divisibility", 16]] for name in aligned},
-    )
-    compiled = triton.compile(source, target=H200, options={"num_warps": 4, "num_stages": num_stages})
+    types = dict.fromkeys(("x_ptr", "y_ptr", "pages_ptr"), f"*{dtype}") | dict.fromkeys(FLOAT32, "*fp32")
+    types |= {"token_ids_ptr": "*i64", "scaling": "fp32"}
+    others = [name for name in kernel.arg_names if not name.endswith("_ptr") and name not in SIZES_OF_16]
+    compiled = compile_for_h200(kernel, constants, types, not_of_16=others, num_stages=num_stages)
     ptx = compiled.asm["ptx"]
     line = {"kernel": kernel.__name__, "dtype": dtype, "shared_bytes": compiled.metadata.shared}
     line |= {"num_mma": ptx.count("mma.sync"), "num_wgmma": ptx.count("wgmma")}

@@ -8,13 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from kernels.sampling import triton_adjust, triton_kernel, triton_logprobs, triton_search, triton_values
+from tests.kernels.compiling import compile_for_h200
 
-H200 = GPUTarget("cuda", 90, 32)
 # Element types of pointers, by argument; the others are the logits'.
 POINTERS = {
     "i64": "sums above top_k seed position rows history_row bias_row bias_token token_ids rank tokens",
@@ -27,23 +23,9 @@ TYPE_OF = {f"{name}_ptr": dtype for dtype, names in POINTERS.items() for name in
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -> None:
     """With logits in bfloat16."""
-    signature: dict[str, str] = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = "*" + TYPE_OF.get(name, "bf16")
-        else:
-            signature[name] = "i32"
-    position = {name: index for index, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(position[name],): value for name, value in constants.items()},
-        attrs={(position[name],): [["tt.divisibility", 16]] for name in signature if name.endswith("_ptr")},
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=H200, options=options)
+    types = {name: "*" + TYPE_OF.get(name, "bf16") for name in kernel.arg_names if name.endswith("_ptr")}
+    others = [name for name in kernel.arg_names if name not in types]
+    compiled = compile_for_h200(kernel, constants, types, not_of_16=others, num_warps=num_warps, is_fused=False)
     ptx = compiled.asm["ptx"]
     line = {
         "kernel": kernel.__name__,
