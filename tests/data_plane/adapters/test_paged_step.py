@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data_plane.adapters.step import PagedStep, StackedStep
-from data_plane.errors import StaleSlot
+from data_plane.errors import ArenaFull, StaleSlot
 from tests.data_plane.adapters.factories import SITES, expected_delta, load, make_arena, pack, run_step
 
 
@@ -104,3 +104,26 @@ def test_a_cpu_multiplies_with_stacked_copies() -> None:
     arena = make_arena()
     load(arena, 0, 1, pack(4))
     assert isinstance(arena.begin_step(torch.tensor([0], dtype=torch.int32), [0]), StackedStep)
+
+
+@pytest.mark.parametrize("reads_pages", [False, True], ids=["stacked", "paged"])
+@pytest.mark.parametrize("rank", [8, 64])
+def test_an_adapter_of_zeros_targets_every_site_and_adds_nothing(rank: int, reads_pages: bool) -> None:
+    """Also in pages that held NaN; it takes no more than its largest site does, 80 and 32 columns."""
+    needed_bytes = rank * (80 + 32) * 4
+    arena = make_arena(reads_pages=reads_pages, arena_bytes=needed_bytes)
+    arena.load_zeros(1, 5, rank)
+    assert arena.used_bytes() == needed_bytes
+    step = arena.begin_step(torch.tensor([1, -1, 1], dtype=torch.int32), [1])
+    assert step is not None
+    for site in SITES:
+        assert step.targets(site.name)
+        x, y = torch.randn(3, site.in_features), torch.randn(3, site.out_features)
+        before = y.clone()
+        step.apply(site.name, x, y)
+        assert torch.equal(y, before)
+    arena.evict(1, 5)
+    with pytest.raises(ArenaFull):
+        arena.load_zeros(0, 1, 2 * rank)
+    assert arena.used_bytes() == 0
+    arena.check_invariants()
