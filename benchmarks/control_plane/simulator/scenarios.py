@@ -61,9 +61,9 @@ def failures(options: argparse.Namespace) -> dict[str, Any]:
 
 def policies(options: argparse.Namespace) -> dict[str, Any]:
     """The same trace at rising rates under each policy. A tenth of the prompts is long."""
-    num_workers = options.workers or 4
+    num_workers = options.workers or 1
     base = Workload(
-        num_requests=options.requests or 8000,
+        num_requests=options.requests or 3000,
         num_adapters=options.adapters or 2000,
         requests_per_s=1.0,
         long_share=0.1,
@@ -78,7 +78,7 @@ def policies(options: argparse.Namespace) -> dict[str, Any]:
             figures = summary(outcome, num_workers, OBJECTIVE)
             rows.setdefault(policy.value, []).append((rate * num_workers, figures))
     if options.charts is not None:
-        draw_curves(rows, options.charts / "policies.svg")
+        draw_curves(rows, options.charts / "policies.png")
     return {name: dict(points) for name, points in rows.items()}
 
 
@@ -106,7 +106,7 @@ def fairness(options: argparse.Namespace) -> dict[str, Any]:
         rows[policy.value] = {**service, "steady_over_flooding": service["steady"] / service["flooding"]}
         outcomes[policy.value] = outcome
     if options.charts is not None:
-        draw_service(outcomes, names, options.charts / "fairness.svg")
+        draw_service(outcomes, names, options.charts / "fairness.png")
     return rows
 
 
