@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 
 from benchmarks.kernels.problem import Problem
-from kernels.lora import SiteGroup, reference, triton_expand, triton_shrink
+from kernels.cases import to_device
+from kernels.lora import reference, triton_expand, triton_shrink
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, Sizes, num_parts
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, default_block_tokens, route_in_torch
@@ -109,13 +109,4 @@ def _exact(
     y = inputs.y.clone()
     reference.shrink(inputs.x, h, inputs.group, route)
     reference.expand(h, y, inputs.group, route, add_inputs=True)
-    return _on(inputs, device), _on(route, device), h.to(device), y.to(device)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """The dataclass with its tensors on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, GroupInputs | SiteGroup | DeviceRoute):
-        return replace(value, **{item.name: _on(getattr(value, item.name), device) for item in fields(value)})
-    return value
+    return to_device(inputs, device), to_device(route, device), h.to(device), y.to(device)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from benchmarks.kernels.tune_lora import Shape, expand_problem, shrink_problem
 from data_plane.adapters.step import PagedStep
-from kernels.lora import SiteGroup, add_lora_group, lora_embed, lora_expand, lora_route, reference
+from kernels.cases import to_device
+from kernels.lora import add_lora_group, lora_embed, lora_expand, lora_route, reference
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.route import MANY_TOKENS, route_in_torch
 from tests.data_plane.adapters.factories import SITES, expected_delta, load, make_arena, pack
@@ -21,14 +21,6 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 GROUP = (96, 32, 32)
 WIDE = Case("wide", tuple(token % 7 - 1 for token in range(64)), (8, 17, 64, 3, 16, 200), 4096, tile_width=1024)
-
-
-def to_gpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA).copy_(value)
-    if isinstance(value, GroupInputs | SiteGroup):
-        return replace(value, **{field.name: to_gpu(getattr(value, field.name)) for field in fields(value)})
-    return value
 
 
 def added(inputs: GroupInputs, y: torch.Tensor) -> torch.Tensor:
@@ -52,7 +44,7 @@ def defined(inputs: GroupInputs) -> torch.Tensor:
 def test_groups_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
     widths = tuple(width * case.tile_width for width in (6, 2, 2))
     inputs = make_group(case, widths, dtype)
-    on_gpu = to_gpu(inputs)
+    on_gpu = to_device(inputs, CUDA)
     assert_close(added(on_gpu, on_gpu.y).cpu(), defined(inputs), magnitude=4.0)
 
 
@@ -61,12 +53,12 @@ def test_exact_sums_at_the_sizes_of_a_model(num_tokens: int) -> None:
     """In bfloat16, in parts and whole; not one bit may differ."""
     case = replace(WIDE, token_slots=tuple(token % 7 - 1 for token in range(num_tokens, 0, -1)))
     inputs = make_group(case, (4096, 1024, 1024), torch.bfloat16, is_exact=True)
-    on_gpu = to_gpu(inputs)
+    on_gpu = to_device(inputs, CUDA)
     assert torch.equal(added(on_gpu, on_gpu.y).cpu(), defined(inputs))
 
 
 def test_a_token_has_the_same_bits_in_every_batch() -> None:
-    inputs = to_gpu(make_group(WIDE, (4096, 1024, 1024), torch.bfloat16))
+    inputs = to_device(make_group(WIDE, (4096, 1024, 1024), torch.bfloat16), CUDA)
     together = added(inputs, inputs.y.clone())
     for token in (1, 2, 30, 63):
         row = slice(token, token + 1)
@@ -79,7 +71,7 @@ def test_a_token_has_the_same_bits_in_every_batch() -> None:
 
 
 def test_a_captured_graph_follows_the_slots_of_its_tokens() -> None:
-    inputs = to_gpu(make_group(WIDE, (4096, 1024, 1024), torch.bfloat16))
+    inputs = to_device(make_group(WIDE, (4096, 1024, 1024), torch.bfloat16), CUDA)
     static = inputs.y.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -98,11 +90,16 @@ def test_a_captured_graph_follows_the_slots_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("tokens", [64, 2048])
 def test_launches_of_the_tuner_have_the_bits_of_the_definition(tokens: int) -> None:
-    """Every fifth, so that compiling them takes a few seconds; the tuner itself checks each one that it times."""
-    shape = Shape(4096, (1024, 1024), 1024, 32, tokens)
-    for problem in (shrink_problem(shape, CUDA, torch.bfloat16), expand_problem(shape, CUDA, torch.bfloat16)):
+    """Of every width and number of warps and stages, a part of all, so that compiling them takes a few seconds; the
+    tuner itself checks each one that it times."""
+    shape = Shape(4096, (1024, 1024), 1024, 128, tokens)
+    problems = (shrink_problem(shape, CUDA, torch.bfloat16), 7), (expand_problem(shape, CUDA, torch.bfloat16), 2)
+    for problem, step in problems:
+        chosen = problem.candidates[::step]
+        for name in asdict(problem.default):
+            assert {getattr(c, name) for c in chosen} == {getattr(c, name) for c in problem.candidates}
         assert problem.is_right(problem.default)
-        assert all(problem.is_right(launch) for launch in problem.candidates[::5])
+        assert [launch for launch in chosen if not problem.is_right(launch)] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -110,7 +107,7 @@ def test_embeddings_equal_the_definition(dtype: torch.dtype) -> None:
     """Of an odd vocabulary, with an id that is outside it."""
     case = Case("embedding", tuple(token % 5 - 1 for token in range(40)), (8, 17, 64, 3), 32001, tile_width=64)
     inputs = make_group(case, (64,), dtype)
-    on_gpu = to_gpu(inputs)
+    on_gpu = to_device(inputs, CUDA)
     ids = torch.randint(0, 32001, (40,), generator=torch.Generator().manual_seed(0))
     ids[:2] = torch.tensor([32000, 32001])
     route = route_in_torch(inputs.token_slots, 4, 16)
@@ -149,7 +146,7 @@ def test_fused_sites_of_an_arena_equal_the_packed_matrices() -> None:
 
 
 def test_rows_more_than_two_to_the_31_elements_apart() -> None:
-    inputs = to_gpu(make_group(replace(WIDE, token_slots=(1, 2)), (1024,), torch.bfloat16))
+    inputs = to_device(make_group(replace(WIDE, token_slots=(1, 2)), (1024,), torch.bfloat16), CUDA)
     expected = added(inputs, inputs.y.clone())
     stride = 2**31 + 64
     memory = torch.empty(stride + 4096, dtype=torch.bfloat16, device=CUDA)

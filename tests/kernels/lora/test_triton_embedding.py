@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.lora import PagedSite, SiteGroup, reference, triton_embedding, triton_expand
+from kernels.cases import to_device
+from kernels.lora import reference, triton_embedding, triton_expand
 from kernels.lora.cases import Case, make_group
 from kernels.lora.route import route_in_torch
 
@@ -22,9 +23,7 @@ CASES = (
 
 def embedded(case: Case, device: torch.device, block_tokens: int, stride: int = 1) -> None:
     """Compare all of h, which begins as NaN, for ids that are known and two that are not."""
-    site = make_group(case, (case.tile_width,), torch.bfloat16).group.site(0)
-    tensors = (site.pages, site.page_ids, site.first, site.rank, site.scaling)
-    site = PagedSite(*(tensor.to(device) for tensor in tensors), site.in_features, site.out_features)
+    site = to_device(make_group(case, (case.tile_width,), torch.bfloat16).group.site(0), device)
     slots = torch.tensor(case.token_slots, dtype=torch.int32, device=device)
     generator = torch.Generator().manual_seed(2)
     every = torch.randint(0, case.in_features, (stride * len(slots),), generator=generator).to(device)
@@ -61,11 +60,7 @@ def test_random_embeddings(sizes: tuple[tuple[int, ...], list[int]], vocabulary:
 def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
     """The other slots are whole, and nothing is written past the width."""
     inputs = make_group(Case("rank", (0, 1), (8, 20), 37), (32,), torch.float32)
-    group = SiteGroup(
-        *(getattr(inputs.group, name).to(device) for name in ("pages", "page_ids", "first", "rank", "scaling")),
-        inputs.group.in_features,
-        inputs.group.out_features,
-    )
+    group = to_device(inputs.group, device)
     route = route_in_torch(inputs.token_slots.to(device), 2, 16)
     wide = torch.full((1, 1, 2, 16), 7.0, device=device)
     triton_embedding.embed(torch.tensor([36, 0], device=device), wide[0, 0, :, :12], group.site(0), route)

@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import Epilogue, SiteGroup, lora_expand, lora_shrink, ops, reference
+from kernels.cases import to_device
+from kernels.lora import Epilogue, lora_expand, lora_shrink, ops, reference
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.route import route_in_torch
 from tests.kernels.tolerances import assert_close
@@ -84,22 +85,8 @@ def test_kernel_equals_the_definition(
     epilogue = Epilogue(**{name: getattr(full, name) for name in names if name not in leave_out})
     expected, plain = added(inputs, epilogue), added(inputs, None)
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
-    group = inputs.group
-    moved = [tensor.to(device) for tensor in (group.pages, group.page_ids, group.first, group.rank, group.scaling)]
-    there = GroupInputs(
-        inputs.x.to(device),
-        inputs.y.to(device),
-        inputs.token_slots.to(device),
-        SiteGroup(*moved, group.in_features, group.out_features),
-        inputs.max_rank,
-    )
-    on_device = Epilogue(
-        *(
-            None if table is None else table.to(device)
-            for table in (epilogue.gain, epilogue.lora_bias, epilogue.base_bias)
-        )
-    )
-    actual = added(there, on_device).cpu()
+    there = to_device(inputs, device)
+    actual = added(there, to_device(epilogue, device)).cpu()
     assert_close(actual, expected, magnitude=8.0)
     assert not torch.equal(actual[0], plain[0])
     without = added(there, None).cpu()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernels import tuning
-from kernels.lora import SiteGroup, triton_expand, triton_shrink
+from kernels.cases import to_device
+from kernels.lora import triton_expand, triton_shrink
 from kernels.lora.cases import Case, make_group
 from kernels.lora.launch import (
     ExpandLaunch,
@@ -62,11 +63,7 @@ def test_defaults_follow_ranks_and_pages(width: int, page: int, ranks: int, colu
 
 def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     inputs = make_group(Case("tuned", (0, 1, -1), (8, 20), 96), (32, 64), torch.bfloat16, is_exact=True)
-    group = SiteGroup(
-        *(getattr(inputs.group, name).to(device) for name in ("pages", "page_ids", "first", "rank", "scaling")),
-        inputs.group.in_features,
-        inputs.group.out_features,
-    )
+    group = to_device(inputs.group, device)
     x, y, route = inputs.x.to(device), inputs.y.to(device), route_in_torch(inputs.token_slots.to(device), 2, 16)
     h = torch.empty(1, 2, 3, 21, device=device)
     buckets = (

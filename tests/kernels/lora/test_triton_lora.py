@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cases import to_device
 from kernels.lora import SiteGroup, lora_route, ops, reference, triton_expand, triton_shrink
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
@@ -26,15 +27,6 @@ NAN = float("nan")
 RANKS = (1, 2, 7, 8, 9, 16, 17, 33, 64)
 TRITON_CASES = [case for case in CASES if case.name not in ("all ranks", "large rank")]
 TRITON_CASES += [Case("ranks", tuple(range(len(RANKS))), RANKS), Case("large ranks", (0, 1, 2, 1), (3, 257, 512))]
-
-
-def on(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on the device, strides kept."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
-    if isinstance(value, GroupInputs | SiteGroup):
-        return replace(value, **{field.name: on(getattr(value, field.name), device) for field in fields(value)})
-    return value
 
 
 def route_of(inputs: GroupInputs, block_tokens: int = 16) -> DeviceRoute:
@@ -56,7 +48,7 @@ def defined(inputs: GroupInputs, *, add_inputs: bool = True) -> tuple[torch.Tens
     """h and y of the definitions, one token at a time."""
     h, y, route = (
         empty_h(inputs),
-        on(inputs.y, inputs.y.device),
+        to_device(inputs.y, inputs.y.device),
         blocks_of_one(inputs.token_slots, inputs.group.num_slots),
     )
     reference.shrink(inputs.x, h[0], inputs.group, route)
@@ -68,12 +60,12 @@ def defined(inputs: GroupInputs, *, add_inputs: bool = True) -> tuple[torch.Tens
 @pytest.mark.parametrize("case", TRITON_CASES, ids=lambda case: case.name)
 def test_one_site_equals_the_definition(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     """h begins as NaN and stays so where no adapter has a rank: all of the rest is written."""
-    inputs = on(make_group(case, (case.out_features,), dtype), device)
+    inputs = to_device(make_group(case, (case.out_features,), dtype), device)
     expected_h, expected = defined(inputs)
     route = route_of(inputs)
     h = shrunk(inputs, route)
     torch.testing.assert_close(h, expected_h, rtol=2e-5, atol=2e-5, equal_nan=True)
-    y = on(inputs.y, device)
+    y = to_device(inputs.y, device)
     triton_expand.expand(h, y, inputs.group, route, add_inputs=True)
     assert_close(y, expected, magnitude=4.0)
     for token, slot in enumerate(case.token_slots):
@@ -84,10 +76,10 @@ def test_one_site_equals_the_definition(case: Case, dtype: torch.dtype, device: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [MIXED, *(case for case in CASES if case.is_strided)], ids=lambda case: case.name)
 def test_unequal_sites_in_one_launch(case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    inputs = on(make_group(case, GROUP, dtype), device)
+    inputs = to_device(make_group(case, GROUP, dtype), device)
     _, expected = defined(inputs)
     route = route_of(inputs)
-    y = on(inputs.y, device)
+    y = to_device(inputs.y, device)
     triton_expand.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
     assert_close(y, expected, magnitude=4.0)
 
@@ -112,7 +104,9 @@ def test_exact_sums_have_the_same_bits_in_every_tiling(
     """Of small integers every sum is exact, so that nothing but the right one will do. Some widths end in a tile."""
     case = SMALL if block_tokens == 1 else CROWDED  # every block takes the interpreter a while
     sizes = {"in_features": 150, "tile_width": tile_width}
-    inputs = on(make_group(replace(case, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device)
+    inputs = to_device(
+        make_group(replace(case, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device
+    )
     expected_h, expected = defined(inputs)
     is_changed = (expected != inputs.y).view(len(expected), 3, tile_width).any(2)
     for token, slot in enumerate(case.token_slots):  # otherwise a product that is left out would not be seen
@@ -121,14 +115,14 @@ def test_exact_sums_have_the_same_bits_in_every_tiling(
     for planes, parts in ((1, 2), (2, 2)):
         h = shrunk(inputs, route, planes, parts=parts, launch=ShrinkLaunch(ranks, in_columns))
         assert torch.equal(h.sum(0).nan_to_num(nan=99.0), expected_h[0].nan_to_num(nan=99.0))
-        y = on(inputs.y, device)
+        y = to_device(inputs.y, device)
         triton_expand.expand(h, y, inputs.group, route, add_inputs=True, launch=ExpandLaunch(out_columns))
         assert torch.equal(y, expected)
 
 
 def test_a_token_has_the_same_bits_in_every_batch(device: torch.device) -> None:
     """Alone, beside others of its slot or of others, in another order, in parts or whole, tiled otherwise."""
-    inputs = on(make_group(replace(MIXED, in_features=150), (32,), torch.bfloat16), device)
+    inputs = to_device(make_group(replace(MIXED, in_features=150), (32,), torch.bfloat16), device)
 
     def run(tokens: torch.Tensor, block_tokens: int, planes: int, in_columns: int = 128) -> torch.Tensor:
         part = replace(inputs, x=inputs.x[tokens], y=inputs.y[tokens], token_slots=inputs.token_slots[tokens])
@@ -148,7 +142,7 @@ def test_a_token_has_the_same_bits_in_every_batch(device: torch.device) -> None:
 
 def test_any_strides(device: torch.device) -> None:
     """Inputs whose columns lie apart, outputs between columns of another tensor, ranks in rows of a wider h."""
-    inputs = on(make_group(SMALL, GROUP, torch.bfloat16, is_exact=True), device)
+    inputs = to_device(make_group(SMALL, GROUP, torch.bfloat16, is_exact=True), device)
     _, expected = defined(inputs)
     x = inputs.x.T.contiguous().T
     wide = torch.full((len(inputs.y), 3 * inputs.y.shape[1]), 7.0, dtype=torch.bfloat16, device=device)
@@ -167,7 +161,7 @@ def test_any_strides(device: torch.device) -> None:
 
 def test_offsets_past_two_to_the_31_elements(device: torch.device) -> None:
     """Of rows and columns of x, rows of y, planes of h, and pages. The memory between is never touched."""
-    inputs = on(make_group(replace(SMALL, in_features=32), (16,), torch.bfloat16, is_exact=True), device)
+    inputs = to_device(make_group(replace(SMALL, in_features=32), (16,), torch.bfloat16, is_exact=True), device)
     _, expected = defined(inputs)
     far = 2**31 + 32
 
@@ -194,7 +188,7 @@ def test_offsets_past_two_to_the_31_elements(device: torch.device) -> None:
 
 
 def test_without_inputs_the_output_is_overwritten(device: torch.device) -> None:
-    inputs = on(make_group(MIXED, GROUP, torch.float32), device)
+    inputs = to_device(make_group(MIXED, GROUP, torch.float32), device)
     inputs.y.fill_(NAN)
     _, expected = defined(inputs, add_inputs=False)
     route = route_of(inputs)
@@ -205,7 +199,7 @@ def test_without_inputs_the_output_is_overwritten(device: torch.device) -> None:
 
 def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
     """Rather than cut off; the other slots are whole, and nothing is written past the width."""
-    inputs = on(make_group(Case("rank", (0, 1), (8, 20)), (32,), torch.float32), device)
+    inputs = to_device(make_group(Case("rank", (0, 1), (8, 20)), (32,), torch.float32), device)
     wide = torch.full((1, 1, 2, 32), 7.0, device=device)
     route = route_of(inputs)
     triton_shrink.shrink(inputs.x, wide[..., :12], inputs.group, route)
@@ -219,8 +213,8 @@ def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
 @pytest.mark.parametrize("width", [0, 12])
 def test_an_expand_does_not_cut_ranks_off(width: int, device: torch.device) -> None:
     """h holds numbers here, and the slot has more ranks than h. Tokens whose ranks fit are added, or have none."""
-    inputs = on(make_group(Case("rank", (0, 1, 2), (0, 20, 12)), (32,), torch.float32), device)
-    y = on(inputs.y, device)
+    inputs = to_device(make_group(Case("rank", (0, 1, 2), (0, 20, 12)), (32,), torch.float32), device)
+    y = to_device(inputs.y, device)
     h = torch.ones(1, 1, 3, width, device=device)
     triton_expand.expand(h, y, inputs.group, route_of(inputs), add_inputs=True)
     assert torch.equal(y[0], inputs.y[0])
@@ -234,10 +228,10 @@ def test_slots_outside_the_table_have_no_adapter(
 ) -> None:
     """Nor are ranks and pages read for them, which the table of two slots does not have."""
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
-    inputs = on(make_group(Case("foreign", (0,) * 5, (8, 4)), (32,), torch.float32), device)
+    inputs = to_device(make_group(Case("foreign", (0,) * 5, (8, 4)), (32,), torch.float32), device)
     site = inputs.group.site(0)
     slots = torch.tensor([2, 1, 2**31 - 1, -7, 10**6], dtype=torch.int32, device=device)
-    h, y = torch.full((5, 8), NAN, device=device), on(inputs.y, device)
+    h, y = torch.full((5, 8), NAN, device=device), to_device(inputs.y, device)
     ops.bgmv_shrink(inputs.x, site, h, slots)
     assert h[1, :4].isfinite().all()
     ops.bgmv_expand(h, site, y, slots)
@@ -262,13 +256,13 @@ def test_random_groups(ranks: list[int], data: st.DataObject, num_in: int, num_o
     case = Case("random", tuple(slots), tuple(ranks), num_in, tile_width=page, is_strided=is_strided)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    inputs = on(make_group(case, tuple(num_out), dtype, is_exact=True), device)
+    inputs = to_device(make_group(case, tuple(num_out), dtype, is_exact=True), device)
     _, expected = defined(inputs)
     route = route_of(inputs, data.draw(st.sampled_from([1, 5, 16])))
     parts = data.draw(st.integers(1, 2))
     launch = ShrinkLaunch(data.draw(st.sampled_from([16, 64])), 64)
     h = shrunk(inputs, route, data.draw(st.sampled_from([1, parts])), parts=parts, launch=launch)
-    y = on(inputs.y, device)
+    y = to_device(inputs.y, device)
     triton_expand.expand(h, y, inputs.group, route, add_inputs=True)
     assert torch.equal(y, expected)
 
@@ -278,7 +272,7 @@ def test_the_six_operators(runs_triton: bool, device: torch.device, monkeypatch:
     """Exact sums, so that both families and both forms agree in every bit with a plain product."""
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
     case = replace(SMALL, in_features=64, tile_width=32)
-    inputs = on(make_group(case, (32,), torch.float32, is_exact=True), device)
+    inputs = to_device(make_group(case, (32,), torch.float32, is_exact=True), device)
     site, slots = inputs.group.site(0), inputs.token_slots
     route = lora_route(slots, inputs.group.num_slots)
     expected_h = torch.full((len(slots), inputs.max_rank + 2), NAN, device=device)
@@ -314,14 +308,14 @@ def test_add_lora_group_equals_add_lora(
     """In parts as well: the input is wide enough for three."""
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
     case = replace(SMALL, in_features=1536, tile_width=128)
-    inputs = on(make_group(case, (256, 128), torch.float32), device)
-    expected = on(inputs.y, device)
+    inputs = to_device(make_group(case, (256, 128), torch.float32), device)
+    expected = to_device(inputs.y, device)
     for index, columns in enumerate((slice(0, 256), slice(256, 384))):
         reference.add_lora(expected[:, columns], inputs.x, inputs.group.site(index), inputs.token_slots)
     route = lora_route(inputs.token_slots, inputs.group.num_slots)
     h = ops.lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
     assert h.shape[0] == (3 if runs_triton else 1)
-    y = on(inputs.y, device)
+    y = to_device(inputs.y, device)
     ops.add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
     assert_close(y, expected, magnitude=4.0)
 
