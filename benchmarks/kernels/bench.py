@@ -3,10 +3,11 @@
     python -m benchmarks.kernels.bench [--device cuda|cpu] [--op NAME] [--short] [--peer DIR] [--json FILE]
 
 Prints one line per op and shape: median and spread, bytes that must be moved, flops, achieved rates, the fraction of
-the roofline measured in the same run (the larger of bytes / copy rate and flops / product rate, over the time), and
-how many times as long each peer takes. torch's own functions are always among the peers, as far as this version and
-device have them; what did not run is told below the table. --peer adds another project's kernels: DIR holds a
-`motet_peer.py` that defines NAME and call(op, arguments), see peer_module.py. With --limit-s rows that would begin
+the roofline measured in the same run (the larger of bytes / copy rate and flops / product rate, over the time), on a
+GPU the host's time to queue the call, and how many times as long each peer takes. Where the host takes longer than the
+GPU, it sets the pace of a step without graphs. torch's own functions are always among the peers, as far as this
+version and device have them; what did not run is told below the table. --peer adds another project's kernels: DIR holds
+a `motet_peer.py` that defines NAME and call(op, arguments), see peer_module.py. With --limit-s rows that would begin
 later are left out, and the last line says how many.
 """
 
@@ -22,13 +23,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.measure import Roofline, measure_roofline, time_calls
+from benchmarks.kernels.measure import Roofline, host_seconds, measure_roofline, time_calls
 from benchmarks.kernels.peer_module import PeerModule, PeerRefused, load_peer
 from benchmarks.kernels.work import Work
 from benchmarks.kernels.works import works
 
 HEADER = (
-    f"{'op':<18} {'shape':<34} {'us':>9} {'+-':>7} {'MB':>8} {'GFLOP':>8} {'GB/s':>7} {'TFLOP/s':>8} "
+    f"{'op':<18} {'shape':<34} {'us':>9} {'+-':>7} {'host':>7} {'MB':>8} {'GFLOP':>8} {'GB/s':>7} {'TFLOP/s':>8} "
     f"{'roof':>5}  peers, times ours"
 )
 
@@ -110,7 +111,9 @@ def run(
     work: Work, device: torch.device, roofline: Roofline, repeats: int, peer: PeerModule | None = None
 ) -> dict[str, Any]:
     """One row."""
-    times = time_calls(work.prepare(device, peer), device, repeats=repeats)
+    calls = work.prepare(device, peer)
+    times = time_calls(calls, device, repeats=repeats)
+    host_s = host_seconds(calls["ours"], device)
     work.clear()
     seconds, spread = times.pop("ours")
     least = max(work.num_bytes / roofline.bytes_per_s, work.flops / roofline.flops_per_s)
@@ -119,6 +122,7 @@ def run(
         "shape": work.name,
         "seconds": seconds,
         "spread_s": spread,
+        "host_s": host_s,
         "bytes": work.num_bytes,
         "flops": work.flops,
         "bytes_per_s": work.num_bytes / seconds,
@@ -130,8 +134,9 @@ def run(
 
 def line(row: dict[str, Any]) -> str:
     peers = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["peers"].items())
+    host = "" if row["host_s"] is None else f"{row['host_s'] * 1e6:.1f}"
     return (
-        f"{row['op']:<18} {row['shape']:<34} {row['seconds'] * 1e6:>9.1f} {row['spread_s'] * 1e6:>7.1f} "
+        f"{row['op']:<18} {row['shape']:<34} {row['seconds'] * 1e6:>9.1f} {row['spread_s'] * 1e6:>7.1f} {host:>7} "
         f"{row['bytes'] / 1e6:>8.2f} {row['flops'] / 1e9:>8.2f} {row['bytes_per_s'] / 1e9:>7.1f} "
         f"{row['flops_per_s'] / 1e12:>8.2f} {row['of_roofline']:>5.0%}  {peers}"
     )

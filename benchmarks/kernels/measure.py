@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 FLUSH_BYTES = 1 << 30  # on a GPU; takes longer than the host needs to queue the call that follows
+HOST_CALLS = 20  # few enough that the launches of all of them fit in a stream's queue
 Call = Callable[[], object]
 
 
@@ -51,6 +52,22 @@ def time_calls(
                 sequence[repeat % len(sequence)]()
                 seconds[name].append(time.perf_counter() - begin_s)
     return {name: _summary(values) for name, values in seconds.items()}
+
+
+def host_seconds(calls: Sequence[Call], device: torch.device) -> float | None:
+    """What the host takes to queue a call; None on the CPU, where it does the work itself.
+
+    A step without graphs lasts at least as long as the host takes for all of its calls. time_calls hides that.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    for index in range(HOST_CALLS):
+        calls[index % len(calls)]()
+    end_s = time.perf_counter()
+    torch.cuda.synchronize()
+    return (end_s - begin_s) / HOST_CALLS
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype, *, repeats: int) -> Roofline:

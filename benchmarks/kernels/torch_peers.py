@@ -92,6 +92,34 @@ def grouped_products(
     return {"two _grouped_mm": lambda: y + torch._grouped_mm(torch._grouped_mm(x, a, offs=ends), b, offs=ends)}
 
 
+def batched_products(
+    x: torch.Tensor, y: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], scaling: torch.Tensor
+) -> dict[str, Call]:
+    """y += (x @ a[i].T) @ b[i] * scaling batched, in a copy of y: one shrink of all sites, an expand of each.
+
+    For tokens sorted by adapter, as many of each. x [T, in], y [T, sum of out]; by site a [n, r, in] and b [n, r, out];
+    scaling [n], which is multiplied into b beforehand.
+    """
+    if len(x) % len(scaling):
+        return {}
+    rows, sums = (value.view(len(scaling), -1, value.shape[1]) for value in (x, y.clone()))
+    stacked = torch.cat(list(a), dim=1).transpose(1, 2)
+    scaled = scale(b, scaling)
+    ranks, widths = [part.shape[1] for part in a], [part.shape[2] for part in b]
+
+    def call() -> None:
+        h = torch.bmm(rows, stacked)
+        for target, part, matrix in zip(torch.split(sums, widths, 2), torch.split(h, ranks, 2), scaled, strict=True):
+            target.baddbmm_(part, matrix)
+
+    return {"bmm": call}
+
+
+def scale(b: Sequence[torch.Tensor], scaling: torch.Tensor) -> list[torch.Tensor]:
+    """Each b [n, r, out] times scaling [n]."""
+    return [(part * scaling[:, None, None]).to(part.dtype) for part in b]
+
+
 def _varlen(
     query: torch.Tensor,
     dense: Sequence[torch.Tensor],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,8 @@ class Made:
     ours: Call
     arguments: dict[str, Any]  # by the names of our public call, what another project's kernels are given
     peers: dict[str, Call] = field(default_factory=dict)
+    outputs: Sequence[torch.Tensor] = ()  # that the call writes into; another project's must hold the same after it
+    compared: Callable[[Any], Any] = lambda answer: answer  # what of our answer another project's is compared to
 
 
 @dataclass(slots=True)
@@ -55,15 +57,27 @@ class Work:
         for _ in range(copies):
             made = self.make()
             if peer is not None:
-                call = peer.call(self.op, made.arguments)
-                made.peers |= {} if call is None else {peer.name: call}
+                self._add(peer, made)
             if not self.calls:
-                self.refused = _try(made, None if peer is None else peer.name)
+                self.refused |= _try(made, None if peer is None else peer.name)
             self.calls.setdefault("ours", []).append(made.ours)
             for name, call in made.peers.items():
                 if name not in self.refused:
                     self.calls.setdefault(name, []).append(call)
         return self.calls
+
+    def _add(self, peer: Peer, made: Made) -> None:
+        """The peer's call over these inputs, if it has the op and has not failed before."""
+        if peer.name in self.refused:
+            return
+        try:
+            call = peer.call(self.op, made.arguments)
+        except Exception as error:  # whatever another project raises
+            self.refused[peer.name] = _reason(error)
+            self.calls.pop(peer.name, None)
+            return
+        if call is not None:
+            made.peers[peer.name] = call
 
     def clear(self) -> None:
         """Drop the calls, and with them their inputs."""
@@ -71,37 +85,55 @@ class Work:
 
 
 def _try(made: Made, foreign: str | None) -> dict[str, str]:
-    """Which peers do not run here, and why. Another project's must answer as ours does, where both answer."""
+    """Which peers do not run here, and why. Another project's must answer as ours does."""
     refused = {}
     for name, call in made.peers.items():
         try:
-            answer = call()
+            theirs = _answers(call, made.outputs)
         except Exception as error:  # whatever a torch of another version, or another project, raises
-            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            refused[name] = _reason(error)
             continue
-        ours = made.ours() if name == foreign else None
-        if isinstance(ours, torch.Tensor) and isinstance(answer, torch.Tensor):
-            if answer.shape != ours.shape:
-                refused[name] = f"answers {tuple(answer.shape)}, we {tuple(ours.shape)}"
-                continue
-            largest = float(ours.double().abs().max())
-            distance = float((answer.double() - ours.double()).abs().max())
-            if not distance <= PEER_ERROR * largest:
-                refused[name] = f"answers otherwise: {distance:.2g} away where the largest value is {largest:.2g}"
+        if name == foreign:
+            returned, *written = _answers(made.ours, made.outputs)
+            difference = _difference(theirs, [made.compared(returned), *written])
+            if difference is not None:
+                refused[name] = difference
     return refused
+
+
+def _answers(call: Call, outputs: Sequence[torch.Tensor]) -> list[object]:
+    """What the call returns, and what it makes of the outputs, which then have their values back."""
+    before = [output.clone() for output in outputs]
+    try:
+        returned = call()
+        return [returned, *(output.clone() for output in outputs)]
+    finally:
+        for output, old in zip(outputs, before, strict=True):
+            output.copy_(old)
+
+
+def _difference(theirs: Sequence[object], ours: Sequence[object]) -> str | None:
+    """Why the answers are not the same, if they are not."""
+    for their, our in zip(theirs, ours, strict=True):
+        if not isinstance(our, torch.Tensor):
+            continue
+        if not isinstance(their, torch.Tensor):
+            return f"answers a {type(their).__name__}, we {tuple(our.shape)}"
+        if their.shape != our.shape:
+            return f"answers {tuple(their.shape)}, we {tuple(our.shape)}"
+        largest = float(our.double().abs().max())
+        distance = float((their.double() - our.double()).abs().max())
+        if not distance <= PEER_ERROR * largest:
+            return f"answers otherwise: {distance:.2g} away where the largest value is {largest:.2g}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, device=device, dtype=dtype)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """The dataclass with every tensor in it on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(*(to_device(getattr(value, item.name), device) for item in fields(value)))
-    return value
 
 
 @dataclass(frozen=True, slots=True)

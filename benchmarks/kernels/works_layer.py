@@ -58,7 +58,7 @@ def _store(model: Model, count: int, device: torch.device, dtype: torch.dtype) -
 
         arguments: dict[str, Any] = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
         arguments |= {"slot_mapping": slots}
-        return Made(lambda: store_kv(**arguments), arguments, {"index_copy": peer})
+        return Made(lambda: store_kv(**arguments), arguments, {"index_copy": peer}, (key_cache, value_cache))
 
     return Work("store_kv", f"{count} tokens", 4 * count * model.num_kv_heads * model.dim * dtype.itemsize, 0, make)
 
@@ -73,7 +73,7 @@ def _store_fp8(model: Model, count: int, device: torch.device, dtype: torch.dtyp
         scales = [torch.ones(key_cache.shape[:3], device=device) if per_token_head else 0.02 for _ in range(2)]
         arguments: dict[str, Any] = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
         arguments |= {"slot_mapping": slots, "key_scale": scales[0], "value_scale": scales[1]}
-        return Made(lambda: store_kv(**arguments), arguments)
+        return Made(lambda: store_kv(**arguments), arguments, outputs=(key_cache, value_cache))
 
     num_bytes = 2 * count * model.num_kv_heads * (model.dim * (dtype.itemsize + 1) + 4 * per_token_head)
     name = f"{count} tokens, FP8" + (" per token and head" if per_token_head else "")
@@ -102,7 +102,7 @@ def _rope(model: Model, count: int, device: torch.device, dtype: torch.dtype, *,
             "slot_mapping": torch.randperm(2 * count, device=device)[:count],
             "norm": HeadNorm(weights[0], weights[1], 1e-5) if has_norm else None,
         }
-        return Made(lambda: apply_rope_and_store_kv(**arguments), arguments)
+        return Made(lambda: apply_rope_and_store_kv(**arguments), arguments, outputs=(query, key_cache, value_cache))
 
     values = 2 * model.num_heads + 5 * model.num_kv_heads
     name = f"{count} tokens" + (", norms of the heads" if has_norm else "")
@@ -135,11 +135,16 @@ def _gate(model: Model, count: int, device: torch.device, dtype: torch.dtype) ->
     return Work("gated_activation", f"{count} tokens, silu", 3 * count * model.intermediate * dtype.itemsize, 0, make)
 
 
+def _numbered(cache: torch.Tensor) -> torch.Tensor:
+    """The cache with each block's number in the block, so that a copy of none or of another is told."""
+    return cache.copy_(torch.arange(len(cache)).view(-1, 1, 1, 1))
+
+
 def _copies(model: Model, num_layers: int, device: torch.device, dtype: torch.dtype) -> Work:
     shape = (2 * NUM_PAIRS, BLOCK_SIZE, model.num_kv_heads, model.dim)
 
     def make() -> Made:
-        caches = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2 * num_layers)]
+        caches = [_numbered(torch.empty(shape, device=device, dtype=dtype)) for _ in range(2 * num_layers)]
         pairs = torch.arange(2 * NUM_PAIRS).view(2, NUM_PAIRS).T.contiguous()
         there = pairs.to(device)
 
@@ -147,7 +152,8 @@ def _copies(model: Model, num_layers: int, device: torch.device, dtype: torch.dt
             for cache in caches:
                 cache.index_copy_(0, there[:, 1], cache[there[:, 0]])
 
-        return Made(lambda: copy_blocks(caches, pairs), {"caches": caches, "pairs": pairs}, {"index_copy": peer})
+        arguments = {"caches": caches, "pairs": pairs}
+        return Made(lambda: copy_blocks(caches, pairs), arguments, {"index_copy": peer}, caches)
 
     num_bytes = 2 * 2 * num_layers * NUM_PAIRS * BLOCK_SIZE * model.num_kv_heads * model.dim * dtype.itemsize
     return Work("copy_blocks", f"{NUM_PAIRS} pairs, {num_layers} layers", num_bytes, 0, make)
@@ -161,6 +167,8 @@ def _swaps(model: Model, num_layers: int, device: torch.device, dtype: torch.dty
     def make() -> Made:
         caches = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2 * num_layers)]
         hosts = [torch.zeros(shape, dtype=dtype, pin_memory=is_gpu) for _ in range(2 * num_layers)]
+        for tensor in caches if is_out else hosts:
+            _numbered(tensor)
         ways = list(zip(caches, hosts, strict=True)) if is_out else list(zip(hosts, caches, strict=True))
         pairs = torch.arange(0, 2 * NUM_PAIRS, 2)[:, None].expand(NUM_PAIRS, 2).contiguous()
 
@@ -173,7 +181,7 @@ def _swaps(model: Model, num_layers: int, device: torch.device, dtype: torch.dty
                 destination.copy_(source, non_blocking=True)
 
         # Whole caches, so that one copy moves twice the bytes of all of ours.
-        return Made(ours, {"ways": ways, "pairs": pairs}, {"copy of twice as much": peer})
+        return Made(ours, {"ways": ways, "pairs": pairs}, {"copy of twice as much": peer}, hosts if is_out else caches)
 
     num_bytes = 2 * num_layers * NUM_PAIRS * BLOCK_SIZE * model.num_kv_heads * model.dim * dtype.itemsize
     way = "out" if is_out else "in"

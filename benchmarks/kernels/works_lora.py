@@ -1,16 +1,20 @@
-"""Rows of the adapters' products: one square site, a group of sites, an embedding; on a GPU from the arena's pages."""
+"""Rows of the adapters' products: one square site, its shrink and its expand alone, a group of sites, an embedding; on
+a GPU from the arena's pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.kernels.measure import Call
-from benchmarks.kernels.torch_peers import grouped_products
-from benchmarks.kernels.work import Made, Model, Work, random, to_device
+from benchmarks.kernels.torch_peers import batched_products, grouped_products, scale
+from benchmarks.kernels.work import Made, Model, Work, random
+from kernels.cases import to_device
 from kernels.lora import (
     Route,
     SiteGroup,
@@ -21,6 +25,8 @@ from kernels.lora import (
     lora_embed,
     lora_expand,
     lora_route,
+    lora_shrink,
+    reference,
 )
 
 VOCAB = 2048  # of the embedding; a gather costs the same from a larger one
@@ -32,6 +38,8 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     for num_adapters, rank, count in adapters[: 2 if is_short else None]:
         yield _site(model.hidden, num_adapters, rank, count, device, dtype)
     if is_gpu:
+        for is_expand in (False, True):
+            yield _half(model.hidden, 8, 16, 64, device, dtype, is_expand=is_expand)
         # The same bytes in unequal ranks: 32 adapters of rank 16 and one of rank 64, beside 36 of rank 16.
         yield _mixed(model.hidden, (16,) * 32 + (64,), device, dtype)
         yield _mixed(model.hidden, (16,) * 36, device, dtype)
@@ -39,50 +47,111 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     yield _embedding(model, *((64, 64, 64) if is_gpu else (16, 32, 32)), device, dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """The matrices of a group's pages, for peers: by site, smaller ranks filled up with zeros."""
+
+    a: list[torch.Tensor]  # [n, rank, in]
+    b: list[torch.Tensor]  # [n, rank, out]
+    scaling: torch.Tensor  # float32 [n], the same at every site
+
+    @classmethod
+    def of(cls, group: SiteGroup, device: torch.device) -> _Dense:
+        a: list[torch.Tensor] = []
+        b: list[torch.Tensor] = []
+        for index in range(group.num_sites):
+            pairs = [reference.gather(group.site(index), slot) for slot in range(group.num_slots)]
+            for stacks, part in ((a, 0), (b, 1)):
+                stacks.append(pad_sequence([pair[part] for pair in pairs], batch_first=True).to(device))
+        return cls(a, b, group.scaling[0].to(device))
+
+
+def _sorted_slots(num_adapters: int, count: int) -> tuple[int, ...]:
+    return tuple(sorted(token % num_adapters for token in range(count)))
+
+
 def _site(hidden: int, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
     """One square site. On a GPU the paged weights; on the CPU the stacked ones."""
-    slots = tuple(sorted(token % num_adapters for token in range(count)))
+    slots = _sorted_slots(num_adapters, count)
     case = cases.Case("bench", slots, (rank,) * num_adapters, hidden, hidden, 256)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
         base = random(hidden, hidden, device=device, dtype=dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
-        a = torch.stack([a for a, _, _ in inputs.matrices]).to(device)
-        b = torch.stack([b for _, b, _ in inputs.matrices]).to(device)
-        scaling = torch.tensor([scaling for _, _, scaling in inputs.matrices], device=device)
+        group = SiteGroup.of([inputs.paged])
+        dense = _Dense.of(group, device)
+        a, b = dense.a[0], dense.b[0]
         peers: dict[str, Call] = {"mm of the base": lambda: torch.mm(x, base)}
         ends = [sum(slot <= last for slot in slots) for last in range(num_adapters)]
-        peers |= grouped_products(x, y.clone(), a.transpose(1, 2), b, ends)
-        if count % num_adapters == 0:
-            grouped, sums = x.view(num_adapters, -1, hidden), y.clone().view(num_adapters, -1, hidden)
-            shrink = a.transpose(1, 2)
-            peers["two bmm"] = lambda: sums.baddbmm_(torch.bmm(grouped, shrink), b, beta=0.5)
-        arguments: dict[str, Any] = {"y": y, "x": x, "a": a, "b": b, "scaling": scaling, "token_slots": token_slots}
+        peers |= grouped_products(x, y.clone(), a.transpose(1, 2), scale(dense.b, dense.scaling)[0], ends)
+        peers |= batched_products(x, y, dense.a, dense.b, dense.scaling)
+        arguments = {"y": y, "x": x, "a": a, "b": b, "scaling": dense.scaling, "token_slots": token_slots}
         if device.type != "cuda":
-            return Made(
-                partial(add_lora, y, x, inputs.stacked, Route.build(inputs.token_slots, device)), arguments, peers
-            )
-        group = SiteGroup.of([to_device(inputs.paged, device)])
-        on_device = lora_route(token_slots, num_adapters)
-        return Made(partial(add_lora_group, y, x, group, on_device, max_rank=rank), arguments, peers)
+            ours = partial(add_lora, y, x, inputs.stacked, Route.build(inputs.token_slots, device))
+        else:
+            on_device = lora_route(token_slots, num_adapters)
+            ours = partial(add_lora_group, y, x, to_device(group, device), on_device, max_rank=rank)
+        return Made(ours, arguments, peers, (y,))
 
     values = 2 * num_adapters * rank * hidden + 3 * count * hidden
     name = f"{num_adapters} of rank {rank}, {count} tokens, {hidden}"
     return Work("add_lora", name, values * dtype.itemsize, 4 * count * rank * hidden, make)
 
 
+def _half(
+    hidden: int,
+    num_adapters: int,
+    rank: int,
+    count: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_expand: bool,
+) -> Work:
+    """The shrink or the expand of one square site alone."""
+    case = cases.Case("bench", _sorted_slots(num_adapters, count), (rank,) * num_adapters, hidden, hidden, 256)
+
+    def make() -> Made:
+        inputs = cases.make(case, dtype)
+        x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
+        dense = _Dense.of(SiteGroup.of([inputs.paged]), device)
+        group, route = to_device(SiteGroup.of([inputs.paged]), device), lora_route(token_slots, num_adapters)
+        h = lora_shrink(x, group, route, max_rank=rank)
+        stacked, rows = dense.a[0].transpose(1, 2), x.view(num_adapters, -1, hidden)
+        if not is_expand:
+            peers: dict[str, Call] = {"bmm": lambda: torch.bmm(rows, stacked)}
+            arguments: dict[str, Any] = {"x": x, "a": dense.a[0], "token_slots": token_slots}
+            ours = partial(lora_shrink, x, group, route, max_rank=rank)
+            return Made(ours, arguments, peers, compared=lambda planes: planes.sum(0)[0, :, :rank])
+        whole = h.sum(0)[0, :, :rank].contiguous()
+        parts, sums = (value.view(num_adapters, -1, value.shape[1]) for value in (whole.to(dtype), y.clone()))
+        matrix = scale(dense.b, dense.scaling)[0]
+        peers = {"bmm": lambda: sums.baddbmm_(parts, matrix)}
+        arguments = {"h": whole, "b": dense.b[0], "scaling": dense.scaling, "y": y, "token_slots": token_slots}
+        return Made(partial(lora_expand, h, group, y, route), arguments, peers, (y,))
+
+    values = num_adapters * rank * hidden + count * hidden * (2 if is_expand else 1)
+    op = "lora_expand" if is_expand else "lora_shrink"
+    name = f"{num_adapters} of rank {rank}, {count} tokens, {hidden}"
+    num_bytes = values * dtype.itemsize + 4 * count * rank
+    return Work(op, name, num_bytes, 2 * count * rank * hidden, make)
+
+
 def _mixed(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Work:
-    """One token of each adapter."""
+    """One token of each adapter. Peers get all ranks filled up to the greatest."""
     case = cases.Case("bench", tuple(range(len(ranks))), ranks, hidden, hidden, 256)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
-        group = SiteGroup.of([to_device(inputs.paged, device)])
+        group = SiteGroup.of([inputs.paged])
+        dense = _Dense.of(group, device)
         on_device = lora_route(token_slots, len(ranks))
-        ours = partial(add_lora_group, y, x, group, on_device, max_rank=max(ranks))
-        return Made(ours, {"y": y, "x": x, "matrices": inputs.matrices, "token_slots": token_slots})
+        ours = partial(add_lora_group, y, x, to_device(group, device), on_device, max_rank=max(ranks))
+        arguments = {"y": y, "x": x, "a": dense.a[0], "b": dense.b[0], "scaling": dense.scaling}
+        peers = batched_products(x, y, dense.a, dense.b, dense.scaling)
+        return Made(ours, arguments | {"token_slots": token_slots}, peers, (y,))
 
     values = 2 * sum(ranks) * hidden + 3 * len(ranks) * hidden
     different = sorted(set(ranks))
@@ -93,17 +162,18 @@ def _mixed(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: tor
 def _group(model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
     """q, k and v at once."""
     widths = (model.hidden, model.num_kv_heads * model.dim, model.num_kv_heads * model.dim)
-    slots = tuple(sorted(token % num_adapters for token in range(count)))
+    slots = _sorted_slots(num_adapters, count)
     case = cases.Case("bench", slots, (rank,) * num_adapters, model.hidden, sum(widths), 256)
 
     def make() -> Made:
         inputs = cases.make_group(case, widths, dtype, is_uniform=True)
         x, token_slots = inputs.x.to(device), inputs.token_slots.to(device)
         y = random(count, sum(widths), device=device, dtype=dtype)
-        group = to_device(inputs.group, device)
+        dense = _Dense.of(inputs.group, device)
         on_device = lora_route(token_slots, num_adapters)
-        ours = partial(add_lora_group, y, x, group, on_device, max_rank=rank)
-        return Made(ours, {"y": y, "x": x, "group": group, "token_slots": token_slots})
+        ours = partial(add_lora_group, y, x, to_device(inputs.group, device), on_device, max_rank=rank)
+        arguments = {"y": y, "x": x, "a": dense.a, "b": dense.b, "scaling": dense.scaling, "token_slots": token_slots}
+        return Made(ours, arguments, batched_products(x, y, dense.a, dense.b, dense.scaling), (y,))
 
     values = num_adapters * rank * (3 * model.hidden + sum(widths)) + count * (model.hidden + 2 * sum(widths))
     flops = 2 * count * rank * (3 * model.hidden + sum(widths))
@@ -114,30 +184,33 @@ def _group(model: Model, num_adapters: int, rank: int, count: int, device: torch
 def _embedding(
     model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype
 ) -> Work:
-    """A gather of each token's column of A, then the expand."""
-    slots = tuple(sorted(token % num_adapters for token in range(count)))
-    case = cases.Case("bench", slots, (rank,) * num_adapters, VOCAB, model.hidden, 256)
+    """A gather of each token's column of A, then the expand. As many tokens of each adapter."""
+    case = cases.Case("bench", _sorted_slots(num_adapters, count), (rank,) * num_adapters, VOCAB, model.hidden, 256)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
         y, token_slots = inputs.y.to(device), inputs.token_slots.to(device)
         token_ids = torch.randint(0, case.in_features, (count,), device=device)
-        arguments: dict[str, Any] = {
-            "y": y,
-            "token_ids": token_ids,
-            "matrices": inputs.matrices,
-            "token_slots": token_slots,
-        }
+        dense = _Dense.of(SiteGroup.of([inputs.paged]), device)
+        a, matrix = dense.a[0], scale(dense.b, dense.scaling)[0]
+        sums = y.clone().view(num_adapters, -1, model.hidden)
+
+        def peer() -> None:
+            sums.baddbmm_(a[token_slots, :, token_ids].view(num_adapters, -1, rank), matrix)
+
+        arguments = {"y": y, "token_ids": token_ids, "a": a, "b": dense.b[0], "scaling": dense.scaling}
+        arguments |= {"token_slots": token_slots}
         if device.type != "cuda":
             route = Route.build(inputs.token_slots, device)
-            return Made(partial(add_lora_embedding, y, token_ids, inputs.stacked, route), arguments)
+            ours: Call = partial(add_lora_embedding, y, token_ids, inputs.stacked, route)
+            return Made(ours, arguments, {"gather, bmm": peer}, (y,))
         site = to_device(inputs.paged, device)
         group, on_device = SiteGroup.of([site]), lora_route(token_slots, num_adapters)
 
-        def ours() -> None:
+        def embed_and_expand() -> None:
             lora_expand(lora_embed(token_ids, site, on_device, max_rank=rank), group, y, on_device)
 
-        return Made(ours, arguments)
+        return Made(embed_and_expand, arguments, {"gather, bmm": peer}, (y,))
 
     values = num_adapters * rank * model.hidden + count * rank + 2 * count * model.hidden
     name = f"{num_adapters} of rank {rank}, {count} tokens"

@@ -63,7 +63,14 @@ def test_every_op_has_a_row_on_the_cpu_and_more_on_a_gpu() -> None:
     assert set(short) < set(rows)
     assert all(work.num_bytes > 0 for work in works(CPU, torch.float32, is_short=False))
     on_gpu = {work.op for work in works(torch.device("cuda"), torch.bfloat16, is_short=True)}
-    assert on_gpu == OPS | {"add_lora_group"}
+    assert on_gpu == OPS | {"add_lora_group", "lora_shrink", "lora_expand"}
+
+
+def test_rows_with_a_target_come_before_those_that_a_limit_may_cut() -> None:
+    ops = [work.op for work in works(torch.device("cuda"), torch.bfloat16, is_short=True)]
+    assert max(ops.index(op) for op in ("lora_shrink", "add_lora_group", "paged_attention", "sample")) < ops.index(
+        "store_kv"
+    )
 
 
 def test_rows_that_only_a_gpu_gets_run_on_tiny_sizes_too() -> None:
@@ -114,6 +121,81 @@ def test_a_peer_that_raises_or_answers_otherwise_is_left_out_and_told() -> None:
         assert work.refused["lacking"] == "NotImplementedError: no such kernel on this device"
         assert calls.keys() == {"ours", "torch"} | ({"foreign"} if reason is None else set())
         assert work.refused.get("foreign", "").startswith(reason or "")
+
+
+PADDED_LORA = """
+import torch
+NAME = "theirs"
+def call(op, arguments):
+    y, slots, scaling = arguments.get("y"), arguments["token_slots"], arguments.get("scaling")
+    a, b = arguments.get("a"), arguments.get("b")
+    def add(y, h, b):
+        y += torch.bmm(h[:, None], b[slots])[:, 0] * scaling[slots, None]
+    def shrink(x, a):
+        return torch.bmm(a[slots], x[:, :, None])[:, :, 0]
+    def group():
+        column = 0
+        for one, other in zip(a, b):
+            add(y[:, column : column + other.shape[2]], shrink(arguments["x"], one), other)
+            column += other.shape[2]
+    return {
+        "add_lora": lambda: add(y, shrink(arguments["x"], a), b),
+        "add_lora_group": group,
+        "lora_shrink": lambda: shrink(arguments["x"], a),
+        "lora_expand": lambda: add(y, arguments["h"], b),
+        "add_lora_embedding": lambda: add(y, a[slots, :, arguments["token_ids"]], b),
+    }[op]
+"""
+
+
+@torch.inference_mode()
+def test_every_lora_row_can_be_given_to_another_project_and_is_compared(tmp_path: Path) -> None:
+    """One peer written to the text answers all of them; one that does nothing answers none."""
+    tiny, to_cpu = Model(256, 64, 4, 2, 64, 32), (CPU, torch.float32)
+    padded = load_peer(write_peer(tmp_path, PADDED_LORA))
+
+    class Idle:
+        name = "idle"
+
+        def call(self, op: str, arguments: dict[str, Any]) -> Any:
+            return lambda: None
+
+    def rows() -> list[Work]:
+        return [
+            works_lora._site(256, 2, 8, 4, *to_cpu),
+            works_lora._mixed(256, (8, 8, 16), *to_cpu),
+            works_lora._half(256, 2, 8, 4, *to_cpu, is_expand=False),
+            works_lora._half(256, 2, 8, 4, *to_cpu, is_expand=True),
+            works_lora._group(tiny, 2, 8, 4, *to_cpu),
+            works_lora._embedding(tiny, 2, 8, 4, *to_cpu),
+        ]
+
+    for work in rows():
+        work.num_bytes = 1 << 30  # one copy of the inputs
+        assert "theirs" in work.prepare(CPU, padded), work.refused
+    for work in rows():
+        work.num_bytes = 1 << 30
+        assert "idle" not in work.prepare(CPU, Idle())
+        assert "answers" in work.refused["idle"]
+
+
+def test_a_peer_that_cannot_make_its_call_is_left_out_and_told() -> None:
+    class Broken:
+        name = "broken"
+
+        def call(self, op: str, arguments: dict[str, Any]) -> Any:
+            return arguments["a"]
+
+    work = Work("add_lora", "row", 1, 0, lambda: Made(lambda: None, {}))
+    assert work.prepare(CPU, Broken()).keys() == {"ours"}
+    assert work.refused == {"broken": "KeyError: 'a'"}
+
+
+def test_outputs_have_their_values_back_after_peers_were_tried() -> None:
+    y = torch.zeros(3)
+    made = Made(lambda: y.add_(1), {}, {"torch": lambda: y.add_(5)}, (y,))
+    Work("op", "row", 1 << 30, 0, lambda: made).prepare(CPU, None)
+    assert not y.any()
 
 
 def test_another_projects_kernels_are_timed_beside_ours(

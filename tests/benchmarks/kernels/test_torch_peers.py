@@ -88,7 +88,7 @@ def test_dense_attention_answers_as_ours_over_pages() -> None:
 
 @torch.inference_mode()
 def test_grouped_products_are_those_of_the_adapters_without_their_scaling() -> None:
-    """bfloat16, which _grouped_mm asks for; 5 tokens of 3 adapters, one with a single token."""
+    """bfloat16, which _grouped_mm asks for; 5 tokens of 3 adapters, one with a single token. Scalings are in b."""
     x, y = torch.randn(5, 32).bfloat16(), torch.randn(5, 16).bfloat16()
     a, b = torch.randn(3, 32, 8).bfloat16() / 6, torch.randn(3, 8, 16).bfloat16() / 3
     before = y.clone()
@@ -104,5 +104,24 @@ def test_the_groups_of_a_lora_row_end_where_its_tokens_do() -> None:
     assert made.arguments["token_slots"].tolist() == [0, 0, 0, 1, 1, 2, 2]
     answer: Any = made.peers["two _grouped_mm"]()
     x, y, a, b = (made.arguments[name].float() for name in ("x", "y", "a", "b"))
-    expected = y[6] + x[6] @ a[2].T @ b[2]
+    expected = y[6] + x[6] @ a[2].T @ b[2] * made.arguments["scaling"][2]
     torch.testing.assert_close(answer[6].float(), expected, rtol=3e-2, atol=3e-2)
+
+
+@torch.inference_mode()
+def test_batched_products_are_ours_over_unequal_sites() -> None:
+    """Those of a group whose sites have unequal widths; y itself is left alone."""
+    made = works_lora._group(TINY, 3, 8, 6, CPU, torch.float32).make()
+    y, x, scaling = (made.arguments[name] for name in ("y", "x", "scaling"))
+    a, b = made.arguments["a"], made.arguments["b"]
+    before = y.clone()
+    call: Any = torch_peers.batched_products(x, y, a, b, scaling)["bmm"]
+    call()
+    sums = inspect.getclosurevars(call).nonlocals["sums"].view_as(y)
+    assert torch.equal(y, before)
+    made.ours()
+    assert not torch.equal(y, before)
+    torch.testing.assert_close(sums, y, rtol=1e-4, atol=1e-4)
+    assert torch_peers.batched_products(x[:5], y[:5], a, b, scaling) == {}, (
+        "5 tokens of 3 adapters are not as many each"
+    )
