@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.devices import runs_triton
+from kernels.devices import check_devices, runs_triton
 from kernels.fp8 import FP8, KVScale, check_scales
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch
@@ -37,7 +37,8 @@ def paged_attention(
     q . k. sliding_window counts the query's own token: 1 sees only itself. softcap bounds the scores by tanh. sinks
     [Hq] are one more logit per head that takes weight and gives nothing. alibi_slopes [Hq] times (position of the key -
     position of the query) are added to the scores, after the soft cap. sparsity hides blocks of keys. FP8 caches are
-    read with the scales that store_kv was given. Head sizes above 256 run without Triton.
+    read with the scales that store_kv was given. Head sizes above 256 run without Triton. The block tables are not
+    looked at: an entry of a sequence that is no block of the caches is read all the same.
     """
     if not batch.is_causal:
         raise ValueError("the batch is not causal; want one of AttentionBatch.build, or cross_attention")
@@ -108,6 +109,13 @@ def _attend(
         raise ValueError(f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}")
     check_scales(key_cache, value_cache, options.key_scale, options.value_scale)
     options.check(num_heads)
+    check_devices(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        sinks=options.sinks,
+        alibi_slopes=options.alibi_slopes,
+    )
     if runs_triton(query):
         from kernels.paged_attention import triton_kernel
 

@@ -64,5 +64,5 @@ class Options:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap is {self.softcap}, want more than 0 or None")
         for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
-            if per_head is not None and per_head.shape != (num_heads,):
-                raise ValueError(f"{name} is {tuple(per_head.shape)}, want [{num_heads}]")
+            if per_head is not None and (per_head.shape != (num_heads,) or not per_head.is_floating_point()):
+                raise ValueError(f"{name} is {per_head.dtype} {tuple(per_head.shape)}, want floats [{num_heads}]")

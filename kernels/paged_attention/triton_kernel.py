@@ -46,7 +46,7 @@ def paged_attention(
     on_device = batch.on_device(query.device, block_size)
     arguments = {
         **_tensors(output, query, key_cache, value_cache, on_device),
-        **_options(options, output, key_cache),
+        **_options(options, output),
         "GROUP": num_heads // num_kv_heads,
         "KEY_DIM": dim,
         "VALUE_DIM": value_dim,
@@ -60,12 +60,11 @@ def paged_attention(
     return output
 
 
-def _options(options: Options, output: torch.Tensor, key_cache: torch.Tensor) -> dict[str, Any]:
+def _options(options: Options, output: torch.Tensor) -> dict[str, Any]:
     """By the kernels' names. What is off reads nothing of its pointer."""
     softcap, sparsity = options.softcap, options.sparsity
     has_token_scales = isinstance(options.key_scale, torch.Tensor)
     score_scale = options.scale * (1.0 if isinstance(options.key_scale, torch.Tensor) else options.key_scale)
-    num_kv_heads = key_cache.shape[2]
     return {
         "score_scale": score_scale * LOG2E if softcap is None else score_scale / softcap,
         "softcap": 0.0 if softcap is None else softcap * LOG2E,
@@ -75,8 +74,9 @@ def _options(options: Options, output: torch.Tensor, key_cache: torch.Tensor) ->
         "slopes_ptr": output if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
         "key_scale_ptr": options.key_scale if isinstance(options.key_scale, torch.Tensor) else output,
         "value_scale_ptr": options.value_scale if isinstance(options.value_scale, torch.Tensor) else output,
-        "stride_sb": key_cache.shape[1] * num_kv_heads,  # scales are contiguous
-        "stride_sp": num_kv_heads,
+        # Those of the keys and of the values are contiguous and of one shape.
+        "stride_sb": options.key_scale.stride(0) if isinstance(options.key_scale, torch.Tensor) else 0,
+        "stride_sp": options.key_scale.stride(1) if isinstance(options.key_scale, torch.Tensor) else 0,
         "HAS_WINDOW": options.sliding_window is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": options.sinks is not None,
@@ -97,18 +97,6 @@ def _tensors(
     batch: DeviceBatch,
 ) -> dict[str, Any]:
     """Pointers and strides in elements, by the kernels' names."""
-    names = {
-        "ot oh": output.stride()[:2],
-        "qt qh qd": query.stride(),
-        "kb kp kh": key_cache.stride()[:3],
-        "vb vp vh": value_cache.stride()[:3],
-        "table": batch.block_tables.stride()[:1],
-    }
-    strides = {
-        f"stride_{name}": stride
-        for group, values in names.items()
-        for name, stride in zip(group.split(), values, strict=True)
-    }
     return {
         "out_ptr": output,
         "query_ptr": query,
@@ -117,5 +105,16 @@ def _tensors(
         "block_tables_ptr": batch.block_tables,
         "query_start_ptr": batch.query_start,
         "context_lens_ptr": batch.context_lens,
-        **strides,
+        "stride_ot": output.stride(0),
+        "stride_oh": output.stride(1),
+        "stride_qt": query.stride(0),
+        "stride_qh": query.stride(1),
+        "stride_qd": query.stride(2),
+        "stride_kb": key_cache.stride(0),
+        "stride_kp": key_cache.stride(1),
+        "stride_kh": key_cache.stride(2),
+        "stride_vb": value_cache.stride(0),
+        "stride_vp": value_cache.stride(1),
+        "stride_vh": value_cache.stride(2),
+        "stride_table": batch.block_tables.stride(0),
     }

@@ -143,7 +143,10 @@ def test_encoder_attention_is_torch_s_attention_of_each_sequence(softcap: float 
     [
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"softcap": 0.0}, r"softcap is 0\.0"),
-        ({"sinks": torch.zeros(3)}, r"sinks is \(3,\)"),
+        ({"sinks": torch.zeros(3)}, r"sinks is torch\.float32 \(3,\), want floats \[4\]"),
+        ({"sinks": torch.zeros(4, dtype=torch.int32)}, r"sinks is torch\.int32"),
+        ({"sinks": torch.zeros(4, device="meta")}, "sinks is on meta, query on cpu"),
+        ({"alibi_slopes": torch.zeros(4, device="meta")}, "alibi_slopes is on meta, query on cpu"),
         ({"sliding_window": 5, "sparsity": BlockSparsity(4, 1, 1)}, "want one of them"),
         ({"key_scale": 0.5}, r"only torch\.float8_e4m3fn caches have scales"),
     ],
