@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.kernels.tune_attention import Shape, decode_problem, prefill_problem
 from kernels.paged_attention import AttentionBatch, encoder_attention, reference, triton_kernel
 from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make, make_one_hot
 from kernels.paged_attention.options import Options
@@ -54,6 +55,15 @@ def test_one_key_takes_all_weight_bit_for_bit(num_heads: int, dim: int, cache: s
     sequences = ((1, 40), (1, 1500), (200, 300), (150, 150), (3, 90))
     inputs = make_one_hot(Case("one hot", sequences, num_heads, 2, dim, dim, cache=cache), torch.bfloat16)
     assert torch.equal(run(inputs), define(inputs))
+
+
+def test_launches_of_the_tuner_have_the_bits_of_the_definition() -> None:
+    """All of prefill, and every 19th of decode, which has each of its tiles; the tuner checks each that it times."""
+    shape = Shape(8, 2, 128)
+    decode = decode_problem(shape, ((1, 40), (1, 1500), (1, 513)), CUDA, torch.bfloat16)
+    assert all(decode.is_right(launch) for launch in decode.candidates[::19])
+    prefill = prefill_problem(shape, ((200, 300), (150, 150), (3, 90)), CUDA, torch.bfloat16)
+    assert all(prefill.is_right(launch) for launch in prefill.candidates)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

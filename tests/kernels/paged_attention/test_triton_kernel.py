@@ -126,12 +126,12 @@ def test_blocks_that_no_head_sees_are_not_read(sparsity: BlockSparsity, device: 
 @pytest.mark.parametrize(
     ("cache", "block_m", "block_n"),
     [("as query", block_m, block_n) for block_m in (16, 32, 64, 128) for block_n in (16, 64)]
-    + [("fp8", 16, 64), ("fp8", 128, 16)],
+    + [("as query", 32, 32), ("as query", 64, 128), ("as query", 128, 256), ("fp8", 16, 64), ("fp8", 128, 16)],
 )
 def test_one_key_takes_all_weight_bit_for_bit(cache: str, block_m: int, block_n: int, device: torch.device) -> None:
     case = Case("one hot", ((1, 40), (1, 7), (24, 40)), 6, 2, 16, 16, cache=cache)
     inputs = make_one_hot(case, torch.bfloat16)
-    decode = DecodeLaunch(min(block_m, 32), block_n, split_keys=64)
+    decode = DecodeLaunch(min(block_m, 32), block_n, split_keys=max(block_n, 64))
     assert torch.equal(run(inputs, device, decode=decode, prefill=PrefillLaunch(block_m, block_n)), define(inputs))
 
 
