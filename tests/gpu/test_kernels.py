@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from kernels.cases import to_device
 from kernels.copy_blocks import cases as copy_cases
 from kernels.copy_blocks import copy_blocks
 from kernels.gated_activation import ACTIVATIONS, gated_activation
@@ -31,23 +31,13 @@ CUDA = torch.device("cuda")
 by_name = {"ids": lambda case: case.name}
 
 
-def to_gpu(value: Any) -> Any:
-    """`value` with every tensor in it on the GPU, strides kept."""
-    if isinstance(value, torch.Tensor):
-        out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
-        return out.copy_(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(*(to_gpu(getattr(value, field.name)) for field in fields(value)))
-    return value
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", lora_cases.CASES, **by_name)
 def test_add_lora(case: lora_cases.Case, dtype: torch.dtype) -> None:
     inputs = lora_cases.make(case, dtype)
     expected = inputs.y.clone()
     reference.add_lora(expected, inputs.x, inputs.paged, inputs.token_slots)
-    y, x, stacked = to_gpu(inputs.y), to_gpu(inputs.x), to_gpu(inputs.stacked)
+    y, x, stacked = to_device(inputs.y, CUDA), to_device(inputs.x, CUDA), to_device(inputs.stacked, CUDA)
     add_lora(y, x, stacked, Route.build(inputs.token_slots, CUDA))
     assert_close(y.cpu(), expected, magnitude=4.0)
 
@@ -55,7 +45,7 @@ def test_add_lora(case: lora_cases.Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", copy_cases.CASES, **by_name)
 def test_copy_blocks(case: copy_cases.Case) -> None:
     caches, pairs = copy_cases.make(case)
-    on_gpu = [to_gpu(cache) for cache in caches]
+    on_gpu = [to_device(cache, CUDA) for cache in caches]
     copy_blocks(caches, pairs)
     copy_blocks(on_gpu, pairs)
     for cache, other in zip(caches, on_gpu, strict=True):
@@ -79,8 +69,10 @@ def test_swap_blocks() -> None:
 @pytest.mark.parametrize("case", norm_cases.CASES, **by_name)
 def test_rms_norm(case: norm_cases.Case, dtype: torch.dtype) -> None:
     x, weight, residual = norm_cases.make(case, dtype)
-    there = to_gpu(residual)
-    actual = rms_norm(to_gpu(x), to_gpu(weight), 1e-5, residual=there, weight_offset=case.weight_offset)
+    there = to_device(residual, CUDA)
+    actual = rms_norm(
+        to_device(x, CUDA), to_device(weight, CUDA), 1e-5, residual=there, weight_offset=case.weight_offset
+    )
     assert_close(actual.cpu(), rms_norm(x, weight, 1e-5, residual=residual, weight_offset=case.weight_offset))
     if residual is not None:
         assert torch.equal(there.cpu(), residual)
@@ -91,7 +83,7 @@ def test_rms_norm(case: norm_cases.Case, dtype: torch.dtype) -> None:
 def test_gated_activation(dtype: torch.dtype, activation: str) -> None:
     for case in gate_cases.CASES:
         x = gate_cases.make(case, dtype)
-        actual = gated_activation(to_gpu(x), activation)
+        actual = gated_activation(to_device(x, CUDA), activation)
         assert_close(actual.cpu(), gated_activation(x, activation), magnitude=4.0)
 
 
@@ -99,7 +91,7 @@ def test_gated_activation(dtype: torch.dtype, activation: str) -> None:
 @pytest.mark.parametrize("case", rope_cases.CASES, **by_name)
 def test_rope_and_store_kv(case: rope_cases.Case, dtype: torch.dtype) -> None:
     here = rope_cases.make(case, dtype)
-    there = to_gpu(here)
+    there = to_device(here, CUDA)
     for inputs in (here, there):
         apply_rope_and_store_kv(**{item.name: getattr(inputs, item.name) for item in fields(inputs)})
     for tensor, other in zip(here.changed(), there.changed(), strict=True):
@@ -110,8 +102,8 @@ def test_rope_and_store_kv(case: rope_cases.Case, dtype: torch.dtype) -> None:
 def test_norm_gate_and_rotation_replay_in_a_cuda_graph() -> None:
     """Captured once, with other values, positions and slots in the same tensors at each replay."""
     case = rope_cases.CASES[5]
-    rotation = to_gpu(rope_cases.make(case, torch.bfloat16))
-    x, weight, residual = (to_gpu(tensor) for tensor in norm_cases.make(norm_cases.CASES[4], torch.bfloat16))
+    rotation = to_device(rope_cases.make(case, torch.bfloat16), CUDA)
+    x, weight, residual = (to_device(tensor, CUDA) for tensor in norm_cases.make(norm_cases.CASES[4], torch.bfloat16))
 
     def call() -> torch.Tensor:
         arguments = {item.name: getattr(rotation, item.name) for item in fields(rotation)}
@@ -152,7 +144,7 @@ def test_store_kv(case: store_cases.Case) -> None:
     caches = [torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (case.key_dim, case.value_dim)]
     on_gpu = [cache.to(CUDA) for cache in caches]
     store_kv(key, value, *caches, slot_mapping)
-    store_kv(to_gpu(key), to_gpu(value), *on_gpu, slot_mapping.to(CUDA))
+    store_kv(to_device(key, CUDA), to_device(value, CUDA), *on_gpu, slot_mapping.to(CUDA))
     for cache, other in zip(caches, on_gpu, strict=True):
         assert torch.equal(cache, other.cpu())
 
@@ -187,7 +179,9 @@ def test_sampling_draws_what_the_cpu_draws(temperature: float, has_adjustments: 
         bias=torch.full((len(adjusted),), 9.0),
     )
     some = adjustments if has_adjustments else None
-    assert torch.equal(sample(logits.to(CUDA), to_gpu(rows), to_gpu(some)).cpu(), sample(logits, rows, some))
+    assert torch.equal(
+        sample(logits.to(CUDA), to_device(rows, CUDA), to_device(some, CUDA)).cpu(), sample(logits, rows, some)
+    )
 
 
 def test_sampling_replays_in_a_cuda_graph() -> None:
@@ -198,7 +192,7 @@ def test_sampling_replays_in_a_cuda_graph() -> None:
     rows = SamplingRows(
         torch.ones(8), order * 10, torch.full((8,), 0.9), torch.full((8,), 0.01), order, torch.zeros_like(order)
     )
-    there = to_gpu(rows)
+    there = to_device(rows, CUDA)
     sample(logits, there)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

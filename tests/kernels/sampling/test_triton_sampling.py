@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cases import to_device
 from kernels.sampling import SamplingRows, reference, sample, triton_kernel, triton_logprobs
 from kernels.sampling.cases import make_adjustments
 from kernels.sampling.logprobs import normalise
@@ -19,12 +19,6 @@ from kernels.sampling.triton_adjust import adjust
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTS = {"part": 256, "tile": 128}  # several parts and tiles in a row of few tokens
 PART = {"part": 256, "tile": 256}
-
-
-def there(value: Any) -> Any:
-    """The dataclass with its tensors on the kernels' device."""
-    values = {item.name: getattr(value, item.name) for item in fields(value)}
-    return type(value)(**{n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in values.items()})
 
 
 def make_rows(settings_of_rows: Sequence[tuple[float, int, float, float]]) -> SamplingRows:
@@ -58,7 +52,7 @@ def test_mixed_rows_draw_what_the_definition_draws() -> None:
     adjustments = make_adjustments(5, 301)
     expected = reference.sample(logits, rows, adjustments)
     assert not torch.equal(expected, reference.sample(logits, rows, None)), "the adjustments decide nothing"
-    actual = triton_kernel.sample(logits.to(DEVICE), there(rows), there(adjustments), **PARTS)
+    actual = triton_kernel.sample(logits.to(DEVICE), to_device(rows, DEVICE), to_device(adjustments, DEVICE), **PARTS)
     assert torch.equal(actual.cpu(), expected)
 
 
@@ -80,7 +74,7 @@ def test_random_rows(
 ) -> None:
     logits, rows = make_logits(2, vocab_size, seed=seed, levels=levels).to(dtype), make_rows([row] * 2)
     rows = replace(rows, seed=rows.seed + seed)
-    actual = triton_kernel.sample(logits.to(DEVICE), there(rows), None, **PART)
+    actual = triton_kernel.sample(logits.to(DEVICE), to_device(rows, DEVICE), None, **PART)
     assert torch.equal(actual.cpu(), reference.sample(logits, rows, None))
 
 
@@ -88,9 +82,9 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
     logits = torch.tensor([[0.0, -0.0, 5.0] + [1.0] * 200 + [5.0], [-3.0] * 204])
     adjustments = replace(make_adjustments(2, 204), bias_row=torch.tensor([0, 0]), bias_token=torch.tensor([0, 203]))
     adjustments = replace(adjustments, bias=torch.tensor([5.0, -1.0]), history_row=torch.tensor([-1]))
-    actual = triton_kernel.sample(logits.to(DEVICE), None, there(adjustments), **PART)
+    actual = triton_kernel.sample(logits.to(DEVICE), None, to_device(adjustments, DEVICE), **PART)
     assert actual.tolist() == [0, 0]
-    greedy = there(make_rows([(0.0, 0, 1.0, 0.0)] * 2))
+    greedy = to_device(make_rows([(0.0, 0, 1.0, 0.0)] * 2), DEVICE)
     assert triton_kernel.sample(logits.to(DEVICE), greedy, None, **PART).tolist() == [2, 0]
 
 
@@ -100,7 +94,7 @@ def test_adjusted_logits_are_the_definitions_bit_for_bit() -> None:
     logits = wide[:, ::3]
     adjustments = make_adjustments(7, logits.shape[1])
     moved = wide.to(DEVICE)[:, ::3]
-    assert torch.equal(adjust(moved, there(adjustments)).cpu(), reference.adjust(logits, adjustments))
+    assert torch.equal(adjust(moved, to_device(adjustments, DEVICE)).cpu(), reference.adjust(logits, adjustments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -120,13 +114,15 @@ def test_offsets_beyond_two_to_the_31_by_stride() -> None:
     logits.copy_(make_logits(4, 64))
     rows = make_rows([(1.0, 9, 0.9, 0.0)] * 4)
     expected = reference.sample(logits.cpu().contiguous(), rows, None)
-    assert torch.equal(triton_kernel.sample(logits, there(rows), None, **PART).cpu(), expected)
-    assert torch.equal(sample(logits, there(rows)).cpu(), expected)
+    assert torch.equal(triton_kernel.sample(logits, to_device(rows, DEVICE), None, **PART).cpu(), expected)
+    assert torch.equal(sample(logits, to_device(rows, DEVICE)).cpu(), expected)
 
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
     logits, rows = make_logits(5, 150), make_rows(MIXED)
-    together = triton_kernel.sample(logits.to(DEVICE), there(rows), None, **PART)
+    together = triton_kernel.sample(logits.to(DEVICE), to_device(rows, DEVICE), None, **PART)
     kept = torch.tensor([3, 2])
     some = SamplingRows(*(getattr(rows, item.name)[kept] for item in fields(rows)[:6]))  # flags: all searched
-    assert torch.equal(triton_kernel.sample(logits[kept].to(DEVICE), there(some), None, **PART), together[kept])
+    assert torch.equal(
+        triton_kernel.sample(logits[kept].to(DEVICE), to_device(some, DEVICE), None, **PART), together[kept]
+    )

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cases import to_device
 from kernels.fp8 import FP8, KVScale
 from kernels.store_kv import reference, triton_kernel
 from kernels.store_kv.cases import CASES, Case, make, make_fp8_caches
@@ -19,11 +20,6 @@ LARGEST = 13 if not torch.cuda.is_available() else 1 << 20  # tokens of a case; 
 
 def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours.cpu().nan_to_num(nan=1e4), theirs.nan_to_num(nan=1e4))
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """With its strides."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 @pytest.mark.parametrize("from_dtype", [torch.float32, torch.bfloat16], ids=str)
