@@ -1,6 +1,7 @@
 """The event loop of the simulation: arrivals, step results, slot reports and failures in order of virtual time.
 
-Placement, scheduling, admission and preemption are the production code; this file only moves time and writes down.
+Placement, scheduling, admission and preemption are the production code; this file only moves time and writes down. What
+belongs to the fleet around them is left out: the bound of the queue, quotas, levelling, trials of suspects, run-ahead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.control_plane.simulator.costs import Costs
-from benchmarks.control_plane.simulator.worker import HostCache, SimulatedWorker
+from benchmarks.control_plane.simulator.worker import HostCache, SimulatedWorker, token_at
 from control_plane.fleet import placement
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.fleet.shortlist import Shortlist
@@ -153,7 +154,10 @@ class Simulation:
                 record.first_token_s = now_s
                 record.scheduled_s = output.first_scheduled_s
                 served[0] += len(record.request.prompt_token_ids)
-            record.num_output += len(output.token_ids)
+            for token_id in output.token_ids:
+                position = len(record.request.prompt_token_ids) + record.num_output
+                assert token_id == token_at(output.request_id, position), f"{output.request_id}: not its token"
+                record.num_output += 1
             served[1] += len(output.token_ids)
             if output.finish_reason is not None:
                 self._end(record)

@@ -1,17 +1,27 @@
 """One simulated worker: the production scheduler of its session, and an engine that only takes time.
 
-It executes plans in order on a virtual clock. Tokens carry no meaning; every request ends with its max_tokens.
+It executes plans in order on a virtual clock. A token follows from its request and its position, so that one that is
+lost, repeated or told to another request is noticed; every request ends with its max_tokens. It has no host blocks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.control_plane.simulator.costs import Costs
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import EvictSlot, LoadSlot, SlotCommand, StepPlan, StepResult
+
+AnyInt = TypeVar("AnyInt", int, npt.NDArray[np.int64])
+
+
+def token_at(request_id: AnyInt, position: AnyInt) -> AnyInt:
+    """The token of a request behind its first `position` tokens; for arrays, of each."""
+    return (request_id * 7919 + position * 31) & 255
 
 
 class HostCache:
@@ -57,6 +67,7 @@ class SimulatedWorker:
         self._context = np.zeros(num_rows, dtype=np.int64)  # tokens that each row has computed
         self._left = np.zeros(num_rows, dtype=np.int64)  # known tokens that its prefill has not computed
         self._slot = np.full(num_rows, -1, dtype=np.int64)
+        self._request = np.zeros(num_rows, dtype=np.int64)
         self._slot_bytes = np.zeros(scheduler.limits.num_slots + 1, dtype=np.int64)  # by slot; the last is no adapter
 
     def execute(self, plan: StepPlan, now_s: float) -> list[float]:
@@ -65,21 +76,21 @@ class SimulatedWorker:
             self._context[new.row] = new.num_computed_tokens
             self._left[new.row] = len(new.token_ids) - new.num_computed_tokens
             self._slot[new.row] = -1 if new.slot is None else new.slot
+            self._request[new.row] = new.request_id
         decodes = [item.row for item in plan.scheduled if item.is_decode]
         prefills = [item for item in plan.scheduled if not item.is_decode]
-        sampled, rows = list(decodes), list(decodes)
-        for item in prefills:
-            self._left[item.row] -= item.num_tokens
-            rows.append(item.row)
-            if self._left[item.row] == 0:
-                sampled.append(item.row)
-        prefill_tokens = sum(item.num_tokens for item in prefills)
-        ends_s = [self._step(plan.step_id, sampled, decodes, rows, prefill_tokens, now_s)]
+        sampled = list(decodes)
         for item in prefills:
             self._context[item.row] += item.num_tokens
-        rows = sorted(sampled)
+            self._left[item.row] -= item.num_tokens
+            if self._left[item.row] == 0:
+                sampled.append(item.row)
+        rows = decodes + [item.row for item in prefills]
+        prefill_tokens = sum(item.num_tokens for item in prefills)
+        ends_s = [self._step(plan.step_id, sampled, decodes, rows, prefill_tokens, now_s)]
+        decodes = sorted(sampled)
         for further in range(1, plan.num_steps):
-            ends_s.append(self._step(plan.step_id + further, rows, rows, rows, 0, now_s))
+            ends_s.append(self._step(plan.step_id + further, decodes, decodes, decodes, 0, now_s))
         return ends_s
 
     def obey(self, command: SlotCommand) -> float:
@@ -104,5 +115,6 @@ class SimulatedWorker:
         self._free_at_s = max(self._free_at_s, now_s + self._costs.link_s) + duration_s
         self.busy_s += duration_s
         self.num_steps += 1
-        self.steps.append(StepResult(step_id, sampled, [(step_id + row) & 255 for row in sampled]))
+        tokens = token_at(self._request[sampled], self._context[sampled]).tolist()
+        self.steps.append(StepResult(step_id, sampled, tokens))
         return self._free_at_s + self._costs.link_s
