@@ -70,7 +70,7 @@ class VirtualCounters:
         # Every waiting tenant is here once, at a counter that it had; a counter never falls, so the front is corrected
         # when it is looked at.
         self._waiting: list[tuple[float, str]] = []
-        self._last_counter = 0.0  # of the tenant that was the last to stop waiting
+        self._last_tenant: str | None = None  # the last to stop waiting; its account is not forgotten
 
     @property
     def only_tenant(self) -> str | None:
@@ -84,7 +84,8 @@ class VirtualCounters:
     def wait(self, tenant: str) -> None:
         """One more of its requests waits. A tenant that comes back is lifted: idle time is no credit.
 
-        It goes to the least counter of those that wait, or, where none does, to that of the last one that did.
+        It goes to the least counter of those that wait, or, where none does, to that of the last one that did: as it is
+        by then, with all that this tenant got since.
         """
         account = self._tenant(tenant)
         if account.num_waiting == 0:
@@ -100,7 +101,7 @@ class VirtualCounters:
         assert account.num_waiting > 0, f"tenant {tenant} stops waiting but has no request that waits"
         account.num_waiting -= 1
         if account.num_waiting == 0:
-            self._last_counter = account.counter
+            self._last_tenant = tenant
 
     def charge_prefill(self, tenant: str, num_tokens: int) -> None:
         """The tenant gets this many tokens of a prompt computed."""
@@ -137,7 +138,7 @@ class VirtualCounters:
         floor = self._floor()
         for name, account in list(self._tenants.items()):
             account.is_listed = account.num_waiting > 0
-            if not account.is_listed and account.counter <= floor:
+            if not account.is_listed and account.counter <= floor and name != self._last_tenant:
                 del self._tenants[name]
         self._max_tenants = max(MIN_KEPT_TENANTS, 2 * len(self._tenants))
 
@@ -154,4 +155,4 @@ class VirtualCounters:
                 heapq.heapreplace(heap, (account.counter, name))
             else:
                 return counter
-        return self._last_counter
+        return 0.0 if self._last_tenant is None else self._tenants[self._last_tenant].counter

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from control_plane.scheduler.fairness import DECODE_WEIGHT, MIN_KEPT_TENANTS, PREFILL_WEIGHT, VirtualCounters
+from tests.control_plane.scheduler.factories import Bench, make_request
 
 
 def test_service_is_priced_by_kind_and_divided_by_weight() -> None:
@@ -37,10 +38,24 @@ def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_that_wait() ->
 def test_where_nobody_waits_the_lift_goes_to_the_last_who_did() -> None:
     counters = VirtualCounters()
     counters.wait("a")
+    counters.stop_waiting("a")  # the planner's order: it is charged for what it stopped waiting for
     counters.charge_prefill("a", 70)
-    counters.stop_waiting("a")
+    counters.charge_decode("a", 5)
     counters.wait("late")
-    assert counters.counter("late") == 70
+    assert counters.counter("late") == 70 + 5 * DECODE_WEIGHT
+
+
+def test_who_comes_while_another_runs_alone_gets_no_credit_for_the_time_before() -> None:
+    bench = Bench(max_rows=4, num_blocks=200, max_model_len=200, max_step_tokens=64)
+    bench.add(*[make_request(i, prompt=4, max_tokens=150, tenant="a") for i in range(4)])
+    for _ in range(148):  # up to the end of all that it runs, nearly
+        bench.step()
+    for i in range(8):
+        bench.add(make_request(20 + i, prompt=4, max_tokens=20, tenant="b"))
+        bench.add(make_request(10 + i, prompt=4, max_tokens=20, tenant="a"))
+    bench.run(3000)
+    ends = ["a" if request_id < 20 else "b" for request_id in bench.ends if request_id >= 10]
+    assert 3 <= ends[:8].count("a") <= 5, ends
 
 
 def test_only_the_first_waiting_request_of_a_tenant_lifts_it() -> None:
@@ -65,14 +80,27 @@ def test_a_weight_that_is_none_is_refused_by_name(weight: float) -> None:
 
 def test_idle_accounts_that_a_lift_would_restore_are_forgotten() -> None:
     counters = VirtualCounters()
-    counters.charge_prefill("debtor", 1000)
+    counters.charge_prefill("debtor", 10_000)
     counters.wait("busy")
     counters.charge_prefill("busy", 10)
     for idx in range(3 * MIN_KEPT_TENANTS):
         counters.wait(f"passer-by {idx}")
         counters.stop_waiting(f"passer-by {idx}")
+        counters.charge_prefill(f"passer-by {idx}", 1)
+        counters.charge_prefill("busy", 2)
     assert len(counters.stats()) <= MIN_KEPT_TENANTS + 1
-    assert counters.counter("debtor") == 1000, "who had more than the others is remembered"
+    assert counters.counter("debtor") == 10_000, "who had more than the others is remembered"
+
+
+def test_accounts_of_passers_by_are_forgotten_where_nobody_waits() -> None:
+    counters = VirtualCounters()
+    for idx in range(3 * MIN_KEPT_TENANTS):
+        counters.wait(f"passer-by {idx}")
+        counters.stop_waiting(f"passer-by {idx}")
+        counters.charge_prefill(f"passer-by {idx}", 3)
+    assert len(counters.stats()) <= MIN_KEPT_TENANTS
+    counters.wait("late")
+    assert counters.counter("late") == 9 * MIN_KEPT_TENANTS, "each was lifted to the one before"
 
 
 def test_backlogged_tenants_get_service_within_the_bound_of_the_paper_whoever_joins_and_leaves() -> None:
