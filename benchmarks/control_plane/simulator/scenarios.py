@@ -34,8 +34,9 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
     workload = Workload(
         num_requests=options.requests or 1_000_000,
         num_adapters=options.adapters or 100_000,
-        requests_per_s=(options.rate or 200.0) * num_workers,
-        output_median=24,
+        requests_per_s=(options.rate or 400.0) * num_workers,
+        output_tokens=(1, 64),
+        output_median=12,
         seed=options.seed,
     )
     outcome = simulate(workload, FleetShape(num_workers=num_workers), SchedulerSettings())
