@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import grpc
@@ -93,7 +94,7 @@ class Fleet:
 
         Raises Draining, NoWorker, QueueFull, QuotaExceeded, QuotaTooSmall, ContextTooLong or AdapterTooLarge.
         """
-        self._check_admission()
+        self._check_admission(request.tenant)
         request_id = request.request_id
         assert request_id not in self._jobs, f"request id {request_id} is in use"
         stream = JobStream(
@@ -112,7 +113,7 @@ class Fleet:
         self._num_accepted += 1
         return stream
 
-    def _check_admission(self) -> None:
+    def _check_admission(self, tenant: str) -> None:
         if self._is_draining:
             raise Draining("the server is shutting down; try another one or try again in a moment")
         if not self._sessions and self._clock() - self._no_worker_since_s >= self.settings.worker_grace_s:
@@ -122,8 +123,23 @@ class Fleet:
             for session in list(self._sessions.values()):
                 session.pump()  # what arrived in this turn of the loop may run already
             if self._num_waiting() >= limit:
-                self._num_rejected += 1
-                raise QueueFull(f"{limit} requests wait already, the most this server holds; try again in a moment")
+                self._check_share(tenant, limit)
+
+    def _check_share(self, tenant: str, limit: int) -> None:
+        """Of a full queue every tenant that waits may hold its share, `limit` over their number, and no more.
+
+        So one that keeps the queue full shuts nobody out. Shares shrink as tenants come and are nothing beyond
+        `limit` tenants: limit x (1 + ln limit) requests wait at the very most.
+        """
+        waiting = Counter(self._counters.num_waiting_by_tenant)
+        waiting.update(job.request.tenant for job in self._dispatcher.waiting.values())
+        share = limit // len(waiting.keys() | {tenant})
+        if waiting[tenant] >= share:
+            self._num_rejected += 1
+            raise QueueFull(
+                f"{limit} requests wait already, the most this server holds, and {waiting[tenant]} of them are tenant "
+                f"{tenant}'s, whose share is {share}; try again in a moment"
+            )
 
     def _num_waiting(self) -> int:
         return len(self._dispatcher.waiting) + sum(s.scheduler.num_waiting for s in self._sessions.values())

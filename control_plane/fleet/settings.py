@@ -34,7 +34,7 @@ class PlacementCosts:
 class FleetSettings:
     """Bounds and times of the fleet. Server settings of the same names end here."""
 
-    max_waiting_requests: int = 1024  # accepted and not yet running, over all workers; beyond: QueueFull
+    max_waiting_requests: int = 1024  # accepted and not yet running; beyond, QueueFull to who has his share
     plan_depth: int = 2  # plans sent to a worker and not answered
     heartbeat_interval_ms: int = 500  # either side, milliseconds
     dead_after_ms: int = 2000  # a peer that was silent for so long is dead, milliseconds

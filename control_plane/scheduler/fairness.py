@@ -73,6 +73,12 @@ class VirtualCounters:
         self._last_tenant: str | None = None  # the last to stop waiting; its account is not forgotten
 
     @property
+    def num_waiting_by_tenant(self) -> dict[str, int]:
+        """Requests that wait to be admitted, over all workers, of every tenant that has some."""
+        counts = {name: self._tenants[name].num_waiting for _, name in self._waiting}
+        return {name: count for name, count in counts.items() if count > 0}
+
+    @property
     def only_tenant(self) -> str | None:
         """The one tenant that there ever was, or None if there were others or none."""
         return next(iter(self._tenants)) if len(self._tenants) == 1 and not self._has_forgotten else None

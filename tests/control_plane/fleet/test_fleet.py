@@ -536,6 +536,31 @@ async def test_full_queue_refuses_and_the_next_request_works(clock: FakeClock) -
     assert await run_all(worker, [fleet.submit(again)]) == [expected(again)]
 
 
+@pytest.mark.parametrize("has_worker", [True, False])
+async def test_a_tenant_that_keeps_the_queue_full_shuts_nobody_out(clock: FakeClock, *, has_worker: bool) -> None:
+    fleet = make_fleet(clock, max_waiting_requests=12)
+    if has_worker:
+        LoopbackWorker(fleet, capacities=replace(CAPACITIES, max_rows=2))
+
+    def flood(tenant: str) -> int:
+        for num_taken in range(100):
+            try:
+                fleet.submit(make_request(fleet, [num_taken], 10, tenant=tenant))
+            except QueueFull:
+                return num_taken
+        raise AssertionError("nobody is refused")
+
+    assert flood("flooding") == 12 + 2 * has_worker
+    assert flood("modest") == 6
+    assert flood("third") == 4
+    assert flood("flooding") == flood("modest") == 0
+    for idx in range(20):
+        flood(f"name {idx}")
+    assert flood("one too many") == 0, "names have no end, the queue has"
+    with pytest.raises(QueueFull, match=r"12 requests wait already.*6 of them are tenant modest's, whose share is 1"):
+        fleet.submit(make_request(fleet, [1], 10, tenant="modest"))
+
+
 async def test_request_that_never_fits_names_the_numbers(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     waiting = fleet.submit(make_request(fleet, [1] * 100, 1000))
