@@ -46,7 +46,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]  # end after one of these tokens
     min_tokens: int | None  # generate so many before any of these, or the end-of-sequence token, may end it
     ignore_eos: bool | None  # go on after the end-of-sequence token
-    cache_salt: str  # requests share cached prompts only when this is equal
+    cache_salt: str  # requests of one tenant share cached prompts only when this is equal
     request_id: str  # label of your own for logs, at most 128 printable ASCII characters
     priority: int | None  # among the requests of your tenant, higher ones run first; from -100 to 100
     tenant: str  # who the request is counted for; empty: the client's

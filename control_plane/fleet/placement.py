@@ -124,8 +124,8 @@ class PrefixKeys:
         return num_hits * block_size
 
     def _extend(self, keys: list[bytes], block_size: int) -> None:
-        adapter, start = self.request.adapter, len(keys) * block_size
-        parent = keys[-1] if keys else chain_root(None if adapter is None else adapter.digest, self.request.cache_salt)
+        start = len(keys) * block_size
+        parent = keys[-1] if keys else chain_root(self.request)
         keys.append(chain_next(parent, self.request.prompt_token_ids[start : start + block_size]))
 
 

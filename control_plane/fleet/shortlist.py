@@ -24,6 +24,7 @@ class Shortlist:
 
     def __init__(self) -> None:
         # Hash of an adapter or a beginning -> ids of workers that got it, latest last; least recently used key first.
+        # The hash differs between processes: it is a key only, and nothing is ordered by it.
         self._hints: OrderedDict[int, OrderedDict[str, None]] = OrderedDict()
         self._turn = 0
 
@@ -57,5 +58,5 @@ class Shortlist:
 
 def _keys(request: Request) -> list[int]:
     digest = None if request.adapter is None else request.adapter.digest
-    beginning = hash((digest, request.cache_salt, request.prompt_token_ids[:PREFIX_TOKENS]))
+    beginning = hash((digest, request.tenant, request.cache_salt, request.prompt_token_ids[:PREFIX_TOKENS]))
     return [beginning] if digest is None else [beginning, hash(digest)]

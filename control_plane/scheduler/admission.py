@@ -57,7 +57,7 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
     group = SequenceGroup(
         request=request,
         order=(request.arrival_s, serial),
-        cache_root=chain_root(None if adapter is None else adapter.digest, request.cache_salt),
+        cache_root=chain_root(request),
     )
     if request.beam is not None:
         _add_beams(group, request.beam, max_generated)

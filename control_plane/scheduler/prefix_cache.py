@@ -1,7 +1,8 @@
 """Which full blocks hold which tokens: the prefix cache.
 
-A block's key is a chained SHA-256 over all tokens up to its end, rooted in (adapter digest or base, cache salt): equal
-keys mean equal tokens under the same weights for the same partition. Only full blocks whose KV was computed enter.
+A block's key is a chained SHA-256 over all tokens up to its end, rooted in (adapter digest or base, tenant, cache
+salt): equal keys mean equal tokens under the same weights for the same partition of the same tenant. Only full blocks
+whose KV was computed enter.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from collections.abc import Iterable
 
 from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.sequence import Sequence
+from control_plane.scheduler.types import Request
 
 
-def chain_root(digest: str | None, cache_salt: bytes) -> bytes:
-    """First link of the chain. Lengths are hashed too, so that no digest and salt run into each other."""
-    name = b"base" if digest is None else b"adapter:" + digest.encode()
-    return hashlib.sha256(b"motet prefix %d:%b %d:%b" % (len(name), name, len(cache_salt), cache_salt)).digest()
+def chain_root(request: Request) -> bytes:
+    """First link of the chain. Lengths are hashed too, so that no two of its parts run into each other.
+
+    The tenant is one of them: who asks for a prompt learns how much of it is cached, and so what others asked.
+    """
+    name = b"base" if request.adapter is None else b"adapter:" + request.adapter.digest.encode()
+    parts = (name, request.tenant.encode(), request.cache_salt)
+    return hashlib.sha256(b"motet prefix" + b"".join(b" %d:%b" % (len(part), part) for part in parts)).digest()
 
 
 def chain_next(parent: bytes, token_ids: Iterable[int]) -> bytes:

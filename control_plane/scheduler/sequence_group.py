@@ -34,7 +34,7 @@ class SequenceGroup:
 
     request: Request
     order: tuple[float, int]  # (arrival_s, serial): total order of arrival
-    cache_root: bytes  # first link of the block hash chain: (adapter or base, salt)
+    cache_root: bytes  # first link of the block hash chain: (adapter or base, tenant, salt)
     members: list[Sequence] = field(default_factory=list)  # one per sample, ended ones included
     state: GroupState = GroupState.WAITING
     is_paused: bool = False

@@ -71,7 +71,7 @@ class Request:
     adapter: AdapterRef | None = None  # None: the base model
     sampling: Sampling = Sampling()
     stop_token_ids: frozenset[int] = frozenset()  # end after one of these (end-of-sequence ids included)
-    cache_salt: bytes = b""  # prefix-cache partition
+    cache_salt: bytes = b""  # prefix-cache partition, inside the tenant's
     arrival_s: float = 0.0  # monotonic clock, seconds
     deadline_s: float | None = None  # monotonic clock, seconds
     tenant: str = "default"  # who it is counted for

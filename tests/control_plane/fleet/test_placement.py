@@ -161,9 +161,13 @@ async def test_a_prompt_goes_where_its_prefix_is(clock: FakeClock) -> None:
         stream = fleet.submit(request)
         assert name_of(workers, request) == ("w0" if request is strange else "w1")
         stream.cancel()
-    salted = make_request(fleet, [*prompt, 5], 2, cache_salt=b"another tenant")
-    fleet.submit(salted)
+    salted = make_request(fleet, [*prompt, 5], 2, cache_salt=b"another partition")
+    stream = fleet.submit(salted)
     assert name_of(workers, salted) == "w0"
+    stream.cancel()
+    foreign = make_request(fleet, [*prompt, 5], 2, tenant="other")
+    fleet.submit(foreign)
+    assert name_of(workers, foreign) == "w0"
 
 
 async def test_a_request_goes_where_there_are_blocks_for_it(clock: FakeClock) -> None:

@@ -54,7 +54,8 @@ def test_workers_that_got_the_adapter_or_the_beginning_are_priced() -> None:
     assert choose(shortlist, sessions, same_adapter)[0] == "w0150"
     for stranger in (
         replace(REQUEST, prompt_token_ids=(5, 6)),
-        replace(REQUEST, cache_salt=b"another tenant"),
+        replace(REQUEST, cache_salt=b"another partition"),
+        replace(REQUEST, tenant="other"),
         replace(REQUEST, prompt_token_ids=(5, 6), adapter=AdapterRef("b" * 64, 1024)),
     ):
         assert not {"w0150", "w0160"} & set(choose(shortlist, sessions, stranger))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from control_plane.scheduler.prefix_cache import chain_next, chain_root
-from control_plane.scheduler.types import RequestId
+from control_plane.scheduler.types import AdapterRef, RequestId
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
 
@@ -82,9 +82,11 @@ def test_generated_tokens_are_cached_too() -> None:
         ({"adapter": make_adapter("one")}, {"adapter": make_adapter("two")}),
         ({"cache_salt": b"a"}, {"cache_salt": b"b"}),
         ({}, {"cache_salt": b"b"}),
+        ({"tenant": "a"}, {"tenant": "b"}),
+        ({"tenant": "a", "cache_salt": b"s"}, {"tenant": "b", "cache_salt": b"s"}),
     ],
 )
-def test_nothing_is_shared_between_adapters_or_salts(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_nothing_is_shared_between_adapters_tenants_or_salts(first: dict[str, Any], second: dict[str, Any]) -> None:
     bench = Bench()
     for request_id, kind in enumerate((first, second), start=1):
         bench.add(make_request(request_id, PROMPT, **kind))
@@ -92,13 +94,17 @@ def test_nothing_is_shared_between_adapters_or_salts(first: dict[str, Any], seco
     assert cached_tokens(bench) == 0
 
 
-def test_no_digest_and_salt_run_into_each_other() -> None:
-    assert chain_root("ab", b"c") != chain_root("a", b"bc")
-    assert chain_root(None, b"") != chain_root("", b"") != chain_root("base", b"")
+def test_no_parts_of_the_root_run_into_each_other() -> None:
+    def root(digest: str | None, tenant: str, cache_salt: bytes) -> bytes:
+        adapter = None if digest is None else AdapterRef(digest, 1)
+        return chain_root(make_request(1, adapter=adapter, tenant=tenant, cache_salt=cache_salt))
+
+    assert root("ab", "t", b"c") != root("a", "bt", b"c") != root("a", "b", b"tc")
+    assert root(None, "t", b"") != root("", "t", b"") != root("base", "t", b"")
 
 
 def test_a_key_depends_on_every_token_before_it() -> None:
-    root = chain_root(None, b"")
+    root = chain_root(make_request(1))
     assert chain_next(chain_next(root, [1, 2]), [3, 4]) != chain_next(chain_next(root, [1, 9]), [3, 4])
 
 
