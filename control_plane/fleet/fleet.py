@@ -162,6 +162,7 @@ class Fleet:
             self._quotas.start(job.charge)
         job.num_tokens_here += len(output.token_ids)
         job.num_generated += len(output.token_ids)
+        job.num_searched = max(job.num_searched, output.num_searched)
         stream, reason = job.stream, output.finish_reason
         if reason is None or reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
             if not stream.is_live(output.index):
@@ -194,6 +195,7 @@ class Fleet:
         job = self._jobs.get(request_id)
         if job is not None:
             if job.session is not None:
+                job.num_searched = job.session.scheduler.num_searched(request_id)
                 job.session.cancel(request_id)
             self._finish(job)
 
@@ -212,7 +214,8 @@ class Fleet:
 
     def _finish(self, job: Job) -> None:
         self._num_finished += 1
-        self._quotas.end(job.charge, job.num_generated)
+        # A beam search delivers at its end only: who gives it up pays what was computed till then.
+        self._quotas.end(job.charge, max(job.num_generated, job.num_searched))
         self._forget(job)
 
     def _forget(self, job: Job) -> None:

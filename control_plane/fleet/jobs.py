@@ -197,5 +197,6 @@ class Job:
     num_deaths: int = 0  # workers that died while they computed it, since it was last cleared of suspicion
     num_tokens_here: int = 0  # accepted since its last placement
     num_generated: int = 0  # tokens delivered to its stream, over all its indices
+    num_searched: int = 0  # tokens that its beam search computed, known at its end
     failed_load_epochs: set[int] = field(default_factory=set)  # sessions that could not load its adapter
     full_since_s: float | None = None  # when its stream filled up; it is paused in its scheduler since then

@@ -113,7 +113,7 @@ class TenantQuotas:
         self._accounts[charge.tenant].num_queued_tokens -= charge.num_input_tokens
 
     def end(self, charge: Charge, num_generated: int) -> None:
-        """The request is over, with this many tokens generated over all its answers. Told once."""
+        """The request is over, with this many tokens generated over all its answers or beams. Told once."""
         account = self._accounts[charge.tenant]
         if charge.is_queued:
             self.start(charge)

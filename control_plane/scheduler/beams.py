@@ -24,6 +24,7 @@ def advance(group: SequenceGroup, searcher: BeamSearcher, roster: Roster) -> Non
     old = group.beam_sequences
     parents = searcher.advance([group.beam_candidates[sequence.index] for sequence in old])
     group.beam_candidates.clear()
+    group.num_searched += len(old)
     if not parents:
         group.beam_sequences = []
         return
@@ -57,7 +58,7 @@ def outputs_of(group: SequenceGroup, searcher: BeamSearcher) -> list[RequestOutp
         output = RequestOutput(
             group.request.request_id, [], FinishReason.LENGTH, group.num_cached_tokens, group.first_scheduled_s
         )
-        output.index, output.score = index, NO_SCORE
+        output.index, output.score, output.num_searched = index, NO_SCORE, group.num_searched
         if index < len(searcher.hypotheses):
             hypothesis = searcher.hypotheses[index]
             output.token_ids, output.score = list(hypothesis.token_ids), hypothesis.score

@@ -99,6 +99,11 @@ class Scheduler:
         elif index is None and self._outputs:
             self._outputs = [output for output in self._outputs if output.request_id != request_id]
 
+    def num_searched(self, request_id: RequestId) -> int:
+        """Tokens computed over all beams of a live search; 0 for what is none."""
+        group = self.groups.get(request_id)
+        return 0 if group is None else group.num_searched
+
     def withdraw(self, request_id: RequestId) -> Request | None:
         """Give a request that waits for its first row back with every accepted token, to go on elsewhere.
 
@@ -302,7 +307,9 @@ class Scheduler:
         for request_id in self._deadlines.pop_due(now_s):
             group = self.groups.get(request_id)
             if group is not None:
-                self._outputs.append(ending(group, FinishReason.DEADLINE))
+                output = ending(group, FinishReason.DEADLINE)
+                output.num_searched = group.num_searched
+                self._outputs.append(output)
                 self.roster.end(group)
 
     def _give_up_adapter(self, digest: str, reason: str) -> None:

@@ -43,6 +43,7 @@ class SequenceGroup:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # told so far by the prefill that goes on
     searcher: BeamSearcher | None = None  # for beam search
     beam_sequences: list[Sequence] = field(default_factory=list)  # of the searcher's beams, in their order
+    num_searched: int = 0  # tokens computed for beams, dropped ones included
     beam_candidates: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # by index: beams answered
     num_preemptions: int = 0
     num_overtaken: int = 0  # requests that went before it, for their adapters cost the step less

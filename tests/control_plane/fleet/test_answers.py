@@ -8,10 +8,12 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from control_plane.errors import DeadlineExceeded
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
+from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.settings import SchedulerSettings
-from control_plane.scheduler.types import BeamSearch, FinishReason, Request, Sampling, sample_seed
+from control_plane.scheduler.types import BeamSearch, FinishReason, Request, RequestId, Sampling, sample_seed
 from tests.fakes.fleet_rig import CAPACITIES, FINGERPRINT, FakeClock, LoopbackWorker, make_fleet, make_request
 from tests.fakes.hash_model import oracle
 
@@ -142,6 +144,26 @@ async def test_a_beam_search_given_up_leaves_nothing_behind(clock: FakeClock) ->
     snapshot = worker.session.snapshot()
     assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
     assert fleet.queue_snapshot().num_requests == 0 and fleet.tenant_use()[0].num_requests == 0
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_beam_search_given_up_or_late_pays_what_it_computed(clock: FakeClock, is_late: bool) -> None:
+    limits = TenantLimits(tokens_per_minute=1000)
+    fleet = make_fleet(clock, tenants=TenantTable(default=limits))
+    worker = LoopbackWorker(fleet)
+    fields = {"beam": BeamSearch(4), "deadline_s": clock.now_s + 1.0 if is_late else None}
+    stream = fleet.submit(make_request(fleet, PROMPT, 60, **fields))
+    await worker.run(lambda: worker.session.scheduler.num_searched(RequestId(1)) >= 100)
+    if is_late:
+        clock.advance(1.0)
+        fleet.tick()
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+    else:
+        stream.cancel()
+    (use,) = fleet.tenant_use()
+    assert use.num_requests == 0 and use.num_generated_tokens == 101, "one token, then four a step"
+    assert use.tokens_left is not None and use.tokens_left <= 1000 - len(PROMPT) - 101 + (17 if is_late else 0)
 
 
 @pytest.mark.parametrize("is_lagging", [False, True])
