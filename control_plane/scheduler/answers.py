@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from control_plane.scheduler.beams import advance, outputs_of
-from control_plane.scheduler.plan_draft import Flight
+from control_plane.scheduler.plan_draft import Flight, num_prompt_logprobs_due
 from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import SequenceGroup
@@ -30,10 +30,16 @@ class AnswerBook:
             self._book_token(sequence, 1, token_id, result, outputs)
         for sequence, num_tokens, samples in flight.prefills:
             self._roster.release_copied(sequence)
-            if sequence.row in result.prompt_logprobs:
-                sequence.group.prompt_logprobs += result.prompt_logprobs[sequence.row]
+            token_id = next(tokens) if samples else None
+            if sequence.tells_prompt and not sequence.is_ended:
+                told = result.prompt_logprobs.get(sequence.row, [])
+                if len(told) < num_prompt_logprobs_due(sequence, num_tokens):
+                    sequence.num_in_flight -= 1
+                    self._fail(sequence.group, outputs)
+                    continue
+                sequence.group.prompt_logprobs += told
             if samples:
-                self._book_token(sequence, num_tokens, next(tokens), result, outputs)
+                self._book_token(sequence, num_tokens, token_id, result, outputs)
             else:
                 self._book_chunk(sequence, num_tokens)
 
@@ -50,11 +56,7 @@ class AnswerBook:
         if not sequence.is_ended:
             group = sequence.group
             if token_id is None:
-                # What it computed may not be finite either: nobody else may start from it.
-                for member in group.members:
-                    self._roster.cache.forget(member.block_ids)
-                outputs.append(ending(group, FinishReason.NOT_FINITE))
-                self._roster.end(group)
+                self._fail(group, outputs)
                 return
             sequence.num_computed += num_tokens
             if sequence.tells_more and sequence.is_stepwise:
@@ -78,6 +80,14 @@ class AnswerBook:
                 return
         if sequence.num_in_flight == 0 and sequence.state is SequenceState.DRAINING:
             self._roster.leave(sequence)
+
+    def _fail(self, group: SequenceGroup, outputs: list[RequestOutput]) -> None:
+        """End a request whose logits were not finite, at a token that was to be sampled or told of."""
+        # What it computed may not be finite either: nobody else may start from it.
+        for member in group.members:
+            self._roster.cache.forget(member.block_ids)
+        outputs.append(ending(group, FinishReason.NOT_FINITE))
+        self._roster.end(group)
 
     def _book_beam(self, sequence: Sequence, result: StepResult, outputs: list[RequestOutput]) -> None:
         """Book the answer for a beam; with the last of them the search goes on, or is over."""

@@ -117,17 +117,25 @@ def check_answer(flights: deque[Flight], result: StepResult) -> None:
 
 
 def _check_logprobs(flight: Flight, result: StepResult) -> None:
-    """Raise ResultMismatch unless every log-probability that was asked for is there."""
+    """Raise ResultMismatch unless sampled tokens come with their log-probabilities, and prompts with no more than due.
+
+    Less than is due of a prompt is no mismatch: what is not finite is left out.
+    """
     for row in flight.logprob_rows:
         if row not in result.logprobs and row not in result.failed_rows:
             raise ResultMismatch(f"step {result.step_id}: no log-probabilities for row {row}")
     for sequence, num_tokens, _ in flight.prefills:
-        if not sequence.tells_prompt or sequence.is_ended or sequence.row in result.failed_rows:
+        if not sequence.tells_prompt or sequence.is_ended:
             continue
-        start = sequence.num_computed + 1  # the first computed token tells of the one that follows
-        num_asked = max(0, min(start + num_tokens, len(sequence.request.prompt_token_ids)) - start)
+        num_due = num_prompt_logprobs_due(sequence, num_tokens)
         num_told = len(result.prompt_logprobs.get(sequence.row, ()))
-        if num_told != num_asked:
+        if num_told > num_due:
             raise ResultMismatch(
-                f"step {result.step_id}: row {sequence.row} tells of {num_told} prompt tokens where {num_asked} are due"
+                f"step {result.step_id}: row {sequence.row} tells of {num_told} prompt tokens where {num_due} are due"
             )
+
+
+def num_prompt_logprobs_due(sequence: Sequence, num_tokens: int) -> int:
+    """Prompt tokens that a sequence is to tell of, for its next `num_tokens` computed ones; it tells its prompt."""
+    start = sequence.num_computed + 1  # the first computed token tells of the one that follows
+    return max(0, min(start + num_tokens, len(sequence.request.prompt_token_ids)) - start)

@@ -11,13 +11,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from motet.v1 import plan_pb2
+from safetensors.torch import load_file, save_file
 
 from control_plane.fleet.wire import PlanEncoder, limits_of
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
-from control_plane.scheduler.types import AdapterRef, LoadSlot, Request, RequestId, Sampling, sample_seed
+from control_plane.scheduler.types import (
+    AdapterRef,
+    FinishReason,
+    LoadSlot,
+    Request,
+    RequestId,
+    RequestOutput,
+    Sampling,
+    sample_seed,
+)
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import RowSampling
@@ -166,3 +177,33 @@ def test_plans_ahead_of_results_change_no_token(rig: Rig, plan_depth: int, max_s
 
 def test_answers_are_worth_comparing(rig: Rig) -> None:
     assert len({tuple(tokens) for tokens in rig.expected.values()}) == len(rig.expected)
+
+
+def test_chunk_of_a_told_prompt_that_is_not_finite_ends_its_request_alone(rig: Rig, tmp_path: Path) -> None:
+    """An adapter of finite weights that are far too large: no row fails in a chunk, for none samples."""
+    directory = make_adapter(tmp_path / "huge", make_checkpoint(tmp_path / "model", "llama"), seed=3)
+    for file in Path(directory).glob("*.safetensors"):
+        save_file({name: torch.full_like(weight, 1e30) for name, weight in load_file(file).items()}, file)
+    engine = rig.small
+    engine.reset()
+    huge = pack(directory, engine.capacities.model_fingerprint)
+    hello = encode_hello(engine.capacities, "worker").hello
+    scheduler = Scheduler(limits_of(hello, 2), SchedulerSettings(max_step_tokens=8))
+    encoder = PlanEncoder(1, engine.capacities.vocab_size)
+    scheduler.add(replace(request(3, AdapterRef(huge.digest, 1)), sampling=Sampling(num_prompt_logprobs=0)), 0.0)
+    scheduler.add(request(0, AdapterRef(huge.digest, 1)), 0.0)
+    outputs: list[RequestOutput] = []
+    while scheduler.num_unfinished:
+        for command in scheduler.slot_commands():
+            engine.slots.load(command.slot, command.generation, huge.digest, huge)
+            scheduler.slot_ready(command.slot, command.generation)
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        for step in decode_steps(encoder.encode(plan).step_plan):
+            result = encoder.decode_result(encode_output(engine.execute(step), 1).step_result)
+            assert result is not None and not result.failed_rows
+            outputs += scheduler.apply(result, 0.0)
+    ends = [(output.request_id, output.finish_reason) for output in outputs if output.finish_reason is not None]
+    assert ends == [(3, FinishReason.NOT_FINITE), (0, FinishReason.LENGTH)]
+    tokens = [token_id for output in outputs if output.request_id == 0 for token_id in output.token_ids]
+    assert tokens == rig.expected[0, 0], "its neighbour's answer changed"

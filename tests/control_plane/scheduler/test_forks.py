@@ -196,15 +196,47 @@ def test_a_resumed_request_does_not_tell_its_prompt_again() -> None:
     assert bench.plans[0].new_rows[0].sampling.num_prompt_logprobs is None
 
 
-@pytest.mark.parametrize("missing", ["logprobs", "prompt_logprobs"])
-def test_a_result_without_the_logprobs_that_were_asked_for_is_refused(missing: str) -> None:
+def test_a_result_without_the_logprobs_that_were_asked_for_is_refused() -> None:
     bench = GroupBench()
-    bench.add(make_request(1, sampling=Sampling(num_logprobs=0, num_prompt_logprobs=0)))
+    bench.add(make_request(1, sampling=Sampling(num_logprobs=0)))
     plan = bench.plan()
     assert plan is not None
     result = bench.worker.execute(plan)
     with pytest.raises(ResultMismatch, match="step 1"):
-        bench.scheduler.apply(replace(result, **{missing: {}}), 0.0)
+        bench.scheduler.apply(replace(result, logprobs={}), 0.0)
+
+
+def test_a_result_with_more_of_the_prompt_than_is_due_is_refused() -> None:
+    bench = GroupBench()
+    bench.add(make_request(1, sampling=Sampling(num_prompt_logprobs=0)))
+    plan = bench.plan()
+    assert plan is not None
+    result = bench.worker.execute(plan)
+    told = result.prompt_logprobs[0]
+    with pytest.raises(ResultMismatch, match="tells of 6 prompt tokens where 3 are due"):
+        bench.scheduler.apply(replace(result, prompt_logprobs={0: told + told}), 0.0)
+
+
+@pytest.mark.parametrize("num_told", [0, 1])
+@pytest.mark.parametrize("max_step_tokens", [5, 32], ids=["in a chunk", "in a prefill that samples"])
+def test_a_prompt_that_is_told_in_part_ends_its_request_alone(max_step_tokens: int, num_told: int) -> None:
+    """A worker leaves out what is not finite; a chunk samples nothing, so no failed row says so."""
+    bench = GroupBench(max_step_tokens=max_step_tokens, max_rows=2)
+    bench.add(make_request(1, 1, max_tokens=9))
+    bench.step()
+    bench.add(make_request(2, 9, sampling=Sampling(num_prompt_logprobs=0)))
+    plan = bench.plan()
+    assert plan is not None and plan.scheduled[1].num_tokens == min(9, max_step_tokens - 1)
+    bench.sent.clear()
+    result = bench.worker.execute(plan)
+    result.prompt_logprobs[1] = result.prompt_logprobs[1][:num_told]
+    bench.keep(bench.scheduler.apply(result, 0.0))
+    ends = [(output.request_id, output.finish_reason) for output in bench.outputs if output.finish_reason]
+    assert ends == [(2, FinishReason.NOT_FINITE)]
+    bench.scheduler.check_invariants()
+    assert len(bench.scheduler.cache) == 0, "nobody may start from its blocks"
+    bench.run()
+    assert bench.outputs[-1].request_id == 1 and bench.outputs[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_no_answer_ends_with_a_stop_token_before_its_least_length() -> None:
