@@ -105,11 +105,14 @@ class Fleet:
         )
         job = Job(request, stream, self._quotas.admit(request))
         self._jobs[request_id] = job
-        error = self._dispatcher.add(job)
-        if error is not None:
+        try:
+            error = self._dispatcher.add(job)
+            if error is not None:
+                raise error
+        except BaseException:
             self._quotas.withdraw(job.charge)
             self._forget(job)
-            raise error
+            raise
         self._num_accepted += 1
         return stream
 

@@ -84,6 +84,7 @@ class TenantQuotas:
         self._table = table
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self._max_accounts = MAX_IDLE_TENANTS  # at which idle ones are forgotten
 
     def admit(self, request: Request) -> Charge:
         """Charge a request to its tenant.
@@ -188,7 +189,7 @@ class TenantQuotas:
     def _account(self, tenant: str) -> _Account:
         account = self._accounts.get(tenant)
         if account is None:
-            if len(self._accounts) >= MAX_IDLE_TENANTS:
+            if len(self._accounts) >= self._max_accounts:
                 self._forget_idle()
             limits = self._table.limits_of(tenant)
             per_minute = limits.tokens_per_minute
@@ -202,3 +203,5 @@ class TenantQuotas:
             is_full = account.bucket is None or account.bucket.num_left >= account.bucket.tokens_per_minute
             if account.num_requests == 0 and is_full:
                 del self._accounts[tenant]
+        # Looked through again only once they have doubled, so that a new name costs the same however many there are.
+        self._max_accounts = max(MAX_IDLE_TENANTS, 2 * len(self._accounts))

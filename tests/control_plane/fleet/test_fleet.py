@@ -536,6 +536,18 @@ async def test_full_queue_refuses_and_the_next_request_works(clock: FakeClock) -
     assert await run_all(worker, [fleet.submit(again)]) == [expected(again)]
 
 
+async def test_a_request_that_placing_breaks_on_leaves_nothing_behind(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, tenants=TenantTable(default=TenantLimits(max_queued_tokens=10)))
+    worker = LoopbackWorker(fleet)
+    with pytest.raises(AssertionError, match="is over"):
+        fleet.submit(make_request(fleet, [1] * 8, 1, generated_token_ids=(1,)))
+    assert fleet.queue_snapshot().num_requests == 0
+    (use,) = fleet.tenant_use()
+    assert (use.num_requests, use.num_queued_tokens) == (0, 0)
+    request = make_request(fleet, [1] * 8, 3)
+    assert await run_all(worker, [fleet.submit(request)]) == [expected(request)]
+
+
 @pytest.mark.parametrize("has_worker", [True, False])
 async def test_a_tenant_that_keeps_the_queue_full_shuts_nobody_out(clock: FakeClock, *, has_worker: bool) -> None:
     fleet = make_fleet(clock, max_waiting_requests=12)

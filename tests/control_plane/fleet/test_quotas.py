@@ -110,6 +110,21 @@ def test_idle_tenants_are_forgotten_beyond_a_bound_and_debts_are_not() -> None:
     quotas.end(running, 20)
 
 
+def test_a_new_tenant_costs_the_same_however_many_owe_tokens() -> None:
+    num_reads = 0
+
+    def clock() -> float:
+        nonlocal num_reads
+        num_reads += 1
+        return 0.0
+
+    quotas = TenantQuotas(TenantTable(default=TenantLimits(tokens_per_minute=30)), clock)
+    num_tenants = 3 * MAX_IDLE_TENANTS
+    for number in range(num_tenants):
+        quotas.end(quotas.admit(request(tenant=f"t{number}")), 20)
+    assert num_reads <= 10 * num_tenants, "every new name looks at all accounts"
+
+
 def test_entries_of_the_file() -> None:
     table = parse_tenants(
         json.loads('{"default": {"max_running_requests": 4}, "team-a": {"weight": 2.5, "tokens_per_minute": 600}}')
