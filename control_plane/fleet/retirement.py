@@ -48,6 +48,7 @@ class Retirement:
                 self._gone.pop(digest).set()
 
     def _is_used(self, digest: str) -> bool:
-        return any(
+        # Sessions first: a look-up each, and as long as a request runs or waits on one there is no need for more.
+        return any(session.scheduler.has_digest(digest) for session in self._sessions.values()) or any(
             job.request.adapter is not None and job.request.adapter.digest == digest for job in self._jobs.values()
-        ) or any(session.scheduler.has_digest(digest) for session in self._sessions.values())
+        )

@@ -157,8 +157,8 @@ class WorkerSession:
 
     def purge_digest(self, digest: str) -> None:
         """Forget an adapter as far as no live request uses it."""
-        self.scheduler.purge_digest(digest)
-        self._pump_soon()
+        if self.scheduler.purge_digest(digest):
+            self._pump_soon()
 
     def running_request_ids(self) -> set[RequestId]:
         """Requests that hold a row of the worker, just ended ones included."""

@@ -204,15 +204,17 @@ class AdapterSlots:
         self._admissible_again.append(slot.adapter.digest)
         self._is_dirty = True
 
-    def empty(self, slot_idx: int, generation: int) -> None:
-        """The eviction is done."""
+    def empty(self, slot_idx: int, generation: int) -> str:
+        """The eviction is done; the digest of what was in the slot."""
         slot = self._reported(slot_idx, generation, SlotState.EVICTING)
+        digest = slot.adapter.digest
         self._evicting_bytes -= slot.adapter.arena_bytes
         self._num_evicting -= 1
         self._clear(slot)
+        return digest
 
-    def failed(self, slot_idx: int, generation: int, *, is_retryable: bool, now_s: float) -> str | None:
-        """The load failed; the digest if it will not be tried again, None if it will be or nobody waits for it.
+    def failed(self, slot_idx: int, generation: int, *, is_retryable: bool, now_s: float) -> tuple[str, bool]:
+        """The load failed; its digest, and whether somebody waits for it and it will not be tried again.
 
         It is tried again by the first `retry_due` after its backoff.
         """
@@ -222,14 +224,14 @@ class AdapterSlots:
         self._clear(slot)
         want = self._wants.get(digest)
         if want is None:
-            return None
+            return digest, False
         want.num_failures += 1
         if not is_retryable or want.num_failures >= MAX_LOAD_ATTEMPTS:
             self._join_unplaced(want)
-            return digest
+            return digest, True
         want.retry_at_s = now_s + min(LOAD_BACKOFF_S * 2 ** (want.num_failures - 1), MAX_LOAD_BACKOFF_S)
         self._backing_off[digest] = want
-        return None
+        return digest, False
 
     def retry_due(self, now_s: float) -> None:
         """Let adapters whose backoff is over take part in `place` again."""
@@ -313,8 +315,9 @@ class AdapterSlots:
 
     def has_digest(self, digest: str) -> bool:
         """Whether any slot loads, holds or gives up this adapter."""
-        return digest in self._by_digest or any(
-            slot.state is SlotState.EVICTING and slot.adapter.digest == digest for slot in self.slots
+        return digest in self._by_digest or (
+            self._num_evicting > 0
+            and any(slot.state is SlotState.EVICTING and slot.adapter.digest == digest for slot in self.slots)
         )
 
     def check_invariants(self, leases: dict[int, int], waiting: dict[str, int]) -> None:

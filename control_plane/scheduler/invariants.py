@@ -54,6 +54,9 @@ def _check_places(scheduler: Scheduler) -> None:
     assert scheduler.roster.num_ending_groups == num_ending, "requests that are over and hold rows are miscounted"
     places = Counter(id(g) for g in (*waiting, *with_rows.values(), *held, *swapped) if not g.is_ended)
     assert places == Counter(id(g) for g in scheduler.groups.values()), "a live request is in no queue, or in two"
+    of_adapters = {id(g): g.digest for g in (*scheduler.groups.values(), *with_rows.values()) if g.digest is not None}
+    by_digest = Counter(of_adapters.values())
+    assert by_digest == scheduler.roster.num_groups_by_digest, "requests with an adapter are miscounted"
     assert all(g.is_paused for g in held), "a request is held back although its reader reads"
     assert not any(g.is_paused for g in waiting), "a paused request may be admitted"
     for group in with_rows.values():

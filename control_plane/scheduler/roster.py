@@ -7,6 +7,7 @@ next is the planner's business, what came back is the scheduler's.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from operator import attrgetter
 
 from control_plane.scheduler.adapter_slots import AdapterSlots
@@ -57,6 +58,8 @@ class Roster:
         self.num_ending_groups = 0  # of those, requests that are over
         self.num_telling = 0  # of running: those whose answers come with log-probabilities
         self.num_preemptions = 0  # of requests, in all
+        # Requests that are live or still hold rows, with each adapter; no zeros.
+        self.num_groups_by_digest: Counter[str] = Counter()
         self._purged: set[str] = set()  # digests whose blocks are kept out of the cache until nothing of them is left
 
     # ---- coming ----
@@ -65,9 +68,11 @@ class Roster:
         """Queue a request that is not known yet."""
         self.groups[group.request.request_id] = group
         adapter = group.request.adapter
-        if adapter is not None and adapter.digest in self._purged:
-            self._purged.discard(adapter.digest)
-            self.slots.unretire(adapter.digest)
+        if adapter is not None:
+            self.num_groups_by_digest[adapter.digest] += 1
+            if adapter.digest in self._purged:
+                self._purged.discard(adapter.digest)
+                self.slots.unretire(adapter.digest)
         self.queue(group)
 
     def queue(self, group: SequenceGroup) -> None:
@@ -208,7 +213,6 @@ class Roster:
             self._drain(group)
         else:
             self._vanish(group)
-        self.close_purges()
 
     def end_member(self, sequence: Sequence) -> None:
         """One answer is complete; the request is over with the last of them."""
@@ -251,7 +255,6 @@ class Roster:
                 self.queue(group)
             for member in group.members:
                 member.is_ended |= member.is_given_up  # nobody forks from it any more
-        self.close_purges()
 
     def _drain(self, group: SequenceGroup) -> None:
         group.state = GroupState.DRAINING
@@ -281,29 +284,37 @@ class Roster:
         group.state = GroupState.GONE
         group.beam_sequences.clear()
         group.members.clear()  # they name each other: nothing is to be left to the garbage collector
+        digest = group.digest
+        if digest is not None:
+            self.num_groups_by_digest[digest] -= 1
+            if not self.num_groups_by_digest[digest]:
+                del self.num_groups_by_digest[digest]
+                self.close_purge(digest)
 
     # ---- adapters on their way out ----
 
-    def purge(self, digest: str) -> None:
-        """Forget the adapter's cached blocks, cache none of its live requests', and evict its slot once unused."""
+    def purge(self, digest: str) -> bool:
+        """Forget the adapter's cached blocks, cache none of its live requests', and evict its slot once unused.
+
+        False, and nothing changes, if that is under way or there is nothing of it.
+        """
+        if digest in self._purged or not self.has_digest(digest):
+            return False
         self.cache.purge(digest)
         self.slots.retire(digest)
         self._purged.add(digest)
-        self.close_purges()
+        self.close_purge(digest)
+        return True
 
     def has_digest(self, digest: str) -> bool:
         """Whether a live or leaving request, a slot or a cached block has this adapter."""
         return self._is_in_use(digest) or self.cache.has_digest(digest)
 
-    def close_purges(self) -> None:
-        """Forget that an adapter is being purged once nothing of it is left."""
-        for digest in [digest for digest in self._purged if not self._is_in_use(digest)]:
+    def close_purge(self, digest: str) -> None:
+        """Forget that an adapter is being purged if nothing of it is left: its last request or its slot went."""
+        if digest in self._purged and not self._is_in_use(digest):
             self._purged.discard(digest)
             self.slots.unretire(digest)
 
     def _is_in_use(self, digest: str) -> bool:
-        return (
-            self.slots.has_digest(digest)
-            or any(sequence.digest == digest for sequence in self.running)
-            or any(group.digest == digest for group in self.groups.values())
-        )
+        return digest in self.num_groups_by_digest or self.slots.has_digest(digest)

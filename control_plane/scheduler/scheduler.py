@@ -156,8 +156,7 @@ class Scheduler:
 
     def slot_empty(self, slot: int, generation: int) -> None:
         """The worker emptied a slot. Raises SlotReportMismatch if it was not told to."""
-        self.slots.empty(slot, generation)
-        self.roster.close_purges()
+        self.roster.close_purge(self.slots.empty(slot, generation))
 
     def slot_failed(
         self, slot: int, generation: int, reason: str, *, is_retryable: bool, now_s: float
@@ -166,8 +165,9 @@ class Scheduler:
 
         Later is the first `expire` after a backoff.
         """
-        digest = self.slots.failed(slot, generation, is_retryable=is_retryable, now_s=now_s)
-        if digest is not None:
+        digest, is_given_up = self.slots.failed(slot, generation, is_retryable=is_retryable, now_s=now_s)
+        self.roster.close_purge(digest)
+        if is_given_up:
             self._give_up_adapter(digest, reason)
         return self._take_outputs()
 
@@ -195,12 +195,13 @@ class Scheduler:
         self.slots.unpin(digest)
         self.roster.offer_adapters()
 
-    def purge_digest(self, digest: str) -> None:
+    def purge_digest(self, digest: str) -> bool:
         """Forget the adapter's cached blocks, cache none of its live requests', and evict its slot once unused.
 
-        A later request with the adapter ends this.
+        A later request with the adapter ends this. False, and nothing changes, if that is under way or there is
+        nothing of it: cheap to call again.
         """
-        self.roster.purge(digest)
+        return self.roster.purge(digest)
 
     def has_digest(self, digest: str) -> bool:
         """Whether a live or leaving request, a slot or a cached block has this adapter."""

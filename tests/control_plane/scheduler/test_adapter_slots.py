@@ -6,6 +6,7 @@ import pytest
 
 from control_plane.scheduler.adapter_slots import MAX_LOAD_ATTEMPTS
 from control_plane.scheduler.errors import SlotReportMismatch
+from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.types import EvictSlot, FinishReason, LoadSlot, RequestId, RequestOutput
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
@@ -230,3 +231,28 @@ def test_purging_is_not_undone_by_a_preemption() -> None:
     bench.obey()
     assert bench.scheduler.stats().num_preemptions > 0
     assert not bench.scheduler.has_digest(ONE.digest)
+
+
+def test_ends_look_at_no_other_request_while_adapters_are_purged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step costs the same however many wait and however many adapters were deleted under waiting requests."""
+    bench = Bench(max_rows=1)
+    bench.add(*(make_request(i, adapter=make_adapter(f"deleted {i}", 5)) for i in range(1, 5)), make_request(5))
+    for i in range(1, 5):
+        assert bench.scheduler.purge_digest(make_adapter(f"deleted {i}", 5).digest)
+        assert not bench.scheduler.purge_digest(make_adapter(f"deleted {i}", 5).digest), "it is under way"
+    looked_at: list[int] = []
+    digest_of = SequenceGroup.digest.fget
+    assert digest_of is not None
+
+    def spied(group: SequenceGroup) -> str | None:
+        looked_at.append(group.request.request_id)
+        return digest_of(group)
+
+    monkeypatch.setattr(SequenceGroup, "digest", property(spied))
+    bench.scheduler.cancel(RequestId(5), 0.0)
+    assert set(looked_at) == {5}
+    monkeypatch.undo()
+    bench.run()
+    bench.obey()
+    assert not any(bench.scheduler.has_digest(make_adapter(f"deleted {i}", 5).digest) for i in range(1, 5))
+    assert not bench.scheduler.purge_digest(ONE.digest), "there is nothing of it"
