@@ -91,7 +91,8 @@ class _Answer:
         if self.kept and len(self.kept[-1][0]) + len(token_ids) <= MAX_KEPT_DELTA_TOKENS:
             before = self.kept.pop()
             token_ids, text = [*before[0], *token_ids], before[1] + text
-            logprobs = [*(before[2] or ()), *(logprobs or ())]
+            if logprobs is not None:
+                logprobs = [*(before[2] or ()), *logprobs]
         self.kept.append((token_ids, text, logprobs))
 
     @property
@@ -176,7 +177,8 @@ class GenerationEvents:
         if self._is_ranked:
             is_scored = self._decoding.beam is not None or len(piece[2] or ()) == len(piece[0])
             assert is_scored, f"a sample of request {self._work.request_id} is to be ranked without log-probabilities"
-            answer.keep(piece)
+            tells_logprobs = self._checked.sampling.num_logprobs is not None
+            answer.keep(piece if tells_logprobs else (piece[0], piece[1], None))  # their sum is enough to rank by
             return [] if self._num_running else self._chosen()
         messages = [] if self._is_started else [self._started()]
         if piece[0] or piece[1]:
@@ -190,14 +192,12 @@ class GenerationEvents:
         answers = self._answers  # of a beam search: best first as they come
         if self._decoding.beam is None:
             answers = sorted(answers, key=lambda answer: -answer.mean_logprob)
-        tells_logprobs = self._checked.sampling.num_logprobs is not None
         messages = [self._started()]
         for index, answer in enumerate(answers[: self._decoding.n]):
             num_tokens = 0
             for token_ids, text, logprobs in answer.kept:
                 num_tokens += len(token_ids)
-                piece = token_ids, text, logprobs if tells_logprobs else None
-                messages.append(_delta(piece, index, num_tokens))
+                messages.append(_delta((token_ids, text, logprobs), index, num_tokens))
             messages.append(self._finished(answer, index))
         return messages
 

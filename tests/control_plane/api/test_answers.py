@@ -258,3 +258,17 @@ async def test_bad_tenant_is_refused(api: Api, tenants: list[str]) -> None:
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert details(caught.value)[1] == ["motet-tenant"]
     assert not api.fleet.requests
+
+
+async def test_answers_to_be_ranked_keep_no_log_probabilities_that_nobody_asked_for(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may be held back for millions of tokens; their sum ranks them."""
+    kept = []
+    keep = generation_events._Answer.keep
+    monkeypatch.setattr(
+        generation_events._Answer, "keep", lambda answer, piece: (kept.append(piece), keep(answer, piece))
+    )
+    script(api, scored(0, [5], [-2.0], LENGTH), scored(1, [6, 7], [-1.0, -0.5], LENGTH))
+    await generate(api, request(decoding={"best_of": 2}))
+    assert [logprobs for _, _, logprobs in kept] == [None, None]
