@@ -32,12 +32,12 @@ class AnswerBook:
             self._roster.release_copied(sequence)
             token_id = next(tokens) if samples else None
             if sequence.tells_prompt and not sequence.is_ended:
-                told = result.prompt_logprobs.get(sequence.row, [])
-                if len(told) < num_prompt_logprobs_due(sequence, num_tokens):
+                prompt_told = result.prompt_logprobs.get(sequence.row, [])
+                if len(prompt_told) < num_prompt_logprobs_due(sequence, num_tokens):
                     sequence.num_in_flight -= 1
                     self._fail(sequence.group, outputs)
                     continue
-                sequence.group.prompt_logprobs += told
+                sequence.group.prompt_logprobs += prompt_told
             if samples:
                 self._book_token(sequence, num_tokens, token_id, result, outputs)
             else:
