@@ -15,7 +15,7 @@ them, and so are its best `width` of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from control_plane.scheduler.types import BeamSearch
@@ -58,8 +58,7 @@ class BeamSearcher:
     def advance(self, candidates: list[Iterable[tuple[int, float]]]) -> list[int]:
         """Go one token further; where each of the new beams comes from, as a position among the old ones.
 
-        `candidates`: for each beam its `num_candidates` most likely tokens with their log-probabilities, the most
-        likely first; read no further than matters, so that many stop tokens cost little.
+        `candidates`: for each beam its `num_candidates` most likely tokens with their log-probabilities.
         """
         width, num_tokens = self.search.width, len(self.beams[0].token_ids) + 1
         banned = self._stop_token_ids if num_tokens <= self._min_tokens else frozenset[int]()
@@ -67,7 +66,8 @@ class BeamSearcher:
             (
                 (beam.logprob + logprob, parent, token_id)
                 for parent, (beam, told) in enumerate(zip(self.beams, candidates, strict=True))
-                for token_id, logprob in self._relevant(told, banned)
+                for token_id, logprob in told
+                if token_id not in banned
             ),
             key=lambda entry: (-entry[0], entry[1], entry[2]),
         )
@@ -80,21 +80,6 @@ class BeamSearcher:
             Beam((*self.beams[parent].token_ids, token_id), logprob) for logprob, parent, token_id in going_on
         ]
         return [parent for _, parent, _ in going_on]
-
-    def _relevant(self, told: Iterable[tuple[int, float]], banned: frozenset[int]) -> Iterator[tuple[int, float]]:
-        """One beam's `width` best that may go on, and those before them that end and may be among the best of all."""
-        width = self.search.width
-        num_relevant = num_going_on = 0
-        for token_id, logprob in told:
-            if token_id in banned:
-                continue
-            is_stop = token_id in self._stop_token_ids
-            if not is_stop or num_relevant < width:
-                yield token_id, logprob
-            num_relevant += 1
-            num_going_on += not is_stop
-            if num_going_on == width:
-                return
 
     def _ends(self, token_id: int, num_tokens: int) -> bool:
         return num_tokens >= self._max_generated or token_id in self._stop_token_ids
