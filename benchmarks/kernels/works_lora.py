@@ -189,7 +189,8 @@ def _embedding(
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
-        y, token_slots = inputs.y.to(device), inputs.token_slots.to(device)
+        # Zeros: beside values of order 1 the columns of A, in ** -0.5, would hardly show.
+        y, token_slots = torch.zeros_like(inputs.y, device=device), inputs.token_slots.to(device)
         token_ids = torch.randint(0, case.in_features, (count,), device=device)
         dense = _Dense.of(SiteGroup.of([inputs.paged]), device)
         a, matrix = dense.a[0], scale(dense.b, dense.scaling)[0]

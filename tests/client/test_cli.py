@@ -286,13 +286,18 @@ def test_status_json_and_watch(server: ScriptedServer, capsys: Capture) -> None:
 
 def subprocess_motet(server: ScriptedServer, *argv: str) -> subprocess.Popen[str]:
     environment = server_parts.child_environment() | {"MOTET_SERVER": server.target}
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "motet", *argv],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # Tests that a shell started in its background ignore Ctrl-C, and their children would too.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "motet", *argv],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def test_ctrl_c_cancels_the_request_and_ends_with_130(server: ScriptedServer) -> None:
