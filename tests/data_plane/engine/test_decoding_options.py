@@ -15,33 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_plane.engine.batch import split_prefills
-from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import PlanRefused
 from data_plane.plan import RowLogprobs, RowSampling
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
 from tests.data_plane.engine.test_engine import PROMPT, new_row
-from tests.data_plane.engine.test_oracle import worker_config
-from tests.makers import make_checkpoint
 
 SAMPLED = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=11)
 NUM_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint: Path) -> TorchEngine:
-    return build_engine(worker_config(checkpoint, num_blocks=64, host_kv_bytes=6 * 4096))
-
-
-@pytest.fixture
-def engine(shared_engine: TorchEngine) -> TorchEngine:
-    shared_engine.reset()
-    return shared_engine
 
 
 @pytest.fixture(scope="module")

@@ -16,27 +16,11 @@ from data_plane.plan import NewRow, RowSampling, StepPlan
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.makers import make_adapter, make_checkpoint
+from tests.makers import make_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 PROMPT = [5, 9, 200, 31, 77, 12, 8]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="module")
-def shared_engine(checkpoint: Path) -> TorchEngine:
-    return build_engine(worker_config(checkpoint, num_blocks=64, host_kv_bytes=6 * 4096))
-
-
-@pytest.fixture
-def engine(shared_engine: TorchEngine) -> TorchEngine:
-    shared_engine.reset()
-    return shared_engine
 
 
 def load(engine: TorchEngine, adapter_dir: Path, slot: int, generation: int = 1) -> None:

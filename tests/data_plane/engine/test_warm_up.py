@@ -12,7 +12,6 @@ from data_plane.engine.warm_up import LONG_CHUNK, RANKS, SHORT_CHUNK, warm_up
 from data_plane.plan import StepOutput, StepPlan
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.makers import make_checkpoint
 
 JOBS = ([5, 9, 200, 31, 77, 12, 8], [8, 12, 77] * 9)
 
@@ -26,11 +25,6 @@ class Watched(TorchEngine):
         output = super().execute(plan)
         self.seen.append((plan, output))
         return output
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def watched(checkpoint: Path, **settings: object) -> Watched:
