@@ -32,7 +32,6 @@ class Dispatcher:
         # Invariant: a job is here exactly if it is unfinished and has no session. Arrival order.
         self.waiting: dict[RequestId, Job] = {}
         self.num_migrated = 0  # in all
-        self.num_levelled = 0  # moved while they waited, in all
         self._shortlist = Shortlist()
         self._trials: dict[int, Job] = {}  # epoch -> the suspect on trial there
         self._costs = costs
@@ -201,7 +200,6 @@ class Dispatcher:
         if self._try(target, job) is not None:
             error = self._place(job)
             assert error is None, "a request that a worker had taken fits none any more"
-        self.num_levelled += 1
 
     # ---- trials ----
 

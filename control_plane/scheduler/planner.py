@@ -1,8 +1,7 @@
 """What the next step computes, by the policy in force.
 
-CHUNKED_PREFILL: decodes, then unfinished prefills, then waiting requests, in one step. PREFILL_FIRST and FCFS: waiting
-requests with their whole prompts, else decodes. Takes rows, blocks and slots from the roster, and preempts there when
-something is short.
+What each policy takes, and in which order, stands in settings.py. Takes rows, blocks and slots from the roster, and
+preempts there when something is short.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What an operator may choose about scheduling, one frozen value for all workers.
 
-Token counts are tokens of one step, costs are microseconds; what a worker measures of itself takes their place.
+Token counts are tokens of one step, costs are microseconds. The worker's own step times take the
+place of prefill_us_per_token and step_us; the prices of a swap and of an adapter stay what they are set to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step costs in microseconds: the settings' figures, until the worker's own times are known.
+"""What a step costs in microseconds: the settings' figures, for prefills and decodes until the worker timed some.
 
 Prices two choices: whether a victim's tokens are cheaper to compute once more than to move, and whether one more
 adapter in the step costs more than it gives.

@@ -1,7 +1,7 @@
 """The production scheduler and the real engine in one process, in a pool that is far too small: each token as alone.
 
-Under every policy, preempted by both modes, with forks of shared blocks, prefix hits, chunks of a few tokens or whole
-prompts, plans ahead of results and plans for several steps.
+Preempted by recompute under every policy and by swap under the default one, with forks of shared blocks, prefix hits,
+chunks of a few tokens or whole prompts, plans ahead of results and plans for several steps.
 """
 
 from __future__ import annotations
