@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 
 import torch
 
+from kernels.buckets import round_up
 from kernels.lora.layout import SiteGroup
 from kernels.tuning import tuned
 
@@ -37,7 +38,7 @@ class ShrinkLaunch:
     @classmethod
     def default(cls, width: int, page: int) -> ShrinkLaunch:
         """For ranks up to `width` and pages of `page` columns."""
-        return cls(min(64, max(16, _round_up(width))), _page_columns(page))
+        return cls(min(64, max(16, round_up(width))), _page_columns(page))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +119,6 @@ def _page_columns(page: int) -> int:
     """Columns of one page at a time if pages are wide enough."""
     columns = min(MAX_IN_COLUMNS, page & -page)
     return columns if columns >= 16 else 64
-
-
-def _round_up(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def _check(name: str, value: int, least: int, most: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.buckets import round_up
 from kernels.devices import check_devices, runs_triton
 from kernels.lora import reference
 from kernels.lora.launch import num_parts
@@ -91,9 +92,9 @@ def sgmv_expand_slice(
 def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
     """x @ A.T of every site of the group in one launch: float32 [planes, sites, T, width] for `lora_expand`.
 
-    The width is max_rank or a little more; what lies past a slot's rank is not set. No slot of the route has a rank
-    above max_rank at these sites; on a GPU its rows would be NaN. The planes add up to the product: with few tokens
-    the sum over the input is computed in parts side by side.
+    The width is a power of two from max_rank on; what lies past a slot's rank is not set. No slot of the route has a
+    rank above max_rank at these sites; above the width its rows would be NaN on a GPU. The planes add up to the
+    product: with few tokens the sum over the input is computed in parts side by side.
     """
     planes, is_triton = 1, runs_triton(x)
     if is_triton and route.num_tokens < MANY_TOKENS:
@@ -113,7 +114,7 @@ def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, 
     """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, width] as `lora_shrink` gives it.
 
     token_ids is int32 or int64 [T]. An id that the site has no column of gives NaN, as does, on a GPU, a rank above
-    max_rank; the definition refuses that.
+    the width; the definition refuses that.
     """
     _check_ids(token_ids, route.num_tokens)
     _check_route(route, site.first.shape[0])
@@ -151,7 +152,8 @@ def lora_expand(
 def add_lora_group(y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> None:
     """y [T, sum of out] += scaling * (x [T, in] @ A.T) @ B by each token's slot: a shrink and an expand.
 
-    No slot of the route has a rank above max_rank at these sites: that is refused, on a GPU its rows are NaN instead.
+    No slot of the route has a rank above max_rank at these sites: above its power of two that is refused, on a GPU its
+    rows are NaN instead.
     """
     lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route)
 
@@ -220,7 +222,8 @@ def _check_route(route: DeviceRoute, num_slots: int) -> None:
 def _empty_h(planes: int, sites: int, num_tokens: int, max_rank: int, device: torch.device) -> torch.Tensor:
     if max_rank < 0:
         raise ValueError(f"max_rank is {max_rank}, want at least 0")
-    width = -(-max_rank // H_ALIGN) * H_ALIGN
+    # A bucket, since the grids follow from it.
+    width = max(round_up(max_rank), H_ALIGN) if max_rank else 0
     return torch.empty(planes, sites, num_tokens, width, dtype=torch.float32, device=device)
 
 

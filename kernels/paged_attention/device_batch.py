@@ -1,6 +1,7 @@
 """A step's sequences as the GPU kernels read them: int32 tensors on the device, uploaded once per step.
 
-Also which programs the kernels run: `splits` for sequences with one query, `tiles` for those with several.
+Also which programs the kernels run: `splits` for sequences with one query, `tiles` for those with several. How many
+they are follows from the numbers of sequences and tokens and one bucket of the step; those not needed are -1.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.buckets import bucket
+
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Programs for sequences with one query. Those of sequences with several come first, of which num_parts are."""
+    """Programs for sequences with one query, those of sequences with several first, and -1 behind them.
 
-    programs: torch.Tensor  # int32 [num_programs, 2]: (sequence, split)
-    joins: torch.Tensor  # int32 [num_joins, 2]: (sequence with several programs, its first one)
-    num_parts: int
+    With D sequences and E splits beyond the first of each there are P = D + bucket(E) programs. Each may leave a part
+    unless E is zero, and at most D or bucket(E) sequences have parts to join.
+    """
+
+    programs: torch.Tensor  # int32 [P, 2]: (sequence, split)
+    joins: torch.Tensor  # int32 [min(D, bucket(E)), 2]: (sequence with several programs, its first one)
+    num_parts: int  # P, or 0 where E is
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,9 @@ class DeviceBatch:
         *,
         is_causal: bool,
     ) -> DeviceBatch:
-        """One upload for everything."""
+        """One upload for everything. Columns of the tables are added up to a bucket; they are never read."""
+        num_blocks = host_tables.shape[1]
+        host_tables = np.pad(host_tables, ((0, 0), (0, bucket(num_blocks) - num_blocks)))
         start = np.array(query_start, dtype=np.int32)
         lens = np.array(context_lens, dtype=np.int32)
         tables, starts, lengths = upload(device, host_tables, start, lens)
@@ -55,7 +64,7 @@ class DeviceBatch:
         """Programs enough for each sequence's splits; how long they are, the kernel knows.
 
         Sequences have at most max_splits, each of at least split_keys keys, of which most_keys are visible. Lengths
-        1300 and 40 at 512 keys: the programs (0, 0) (0, 1) (0, 2) (1, 0), and the join (0, 0).
+        2000 and 40 at 512 keys: programs (0, 0) (0, 1) (0, 2) (0, 3) (1, 0) (-1, -1), and joins (0, 0) (-1, -1).
         """
         key = (split_keys, max_splits, most_keys)
         if key not in self._splits:
@@ -68,18 +77,22 @@ class DeviceBatch:
             decodes, counts = decodes[order], counts[order]
             first = np.cumsum(counts) - counts
             within = np.arange(counts.sum()) - np.repeat(first, counts)
-            programs = np.stack([np.repeat(decodes, counts), within], axis=1).astype(np.int32)
-            joins = np.stack([decodes, first], axis=1)[counts > 1].astype(np.int32)
-            num_parts = int(counts[counts > 1].sum())
-            programs_there, joins_there = upload(self.query_start.device, programs, joins)
-            self._splits[key] = Splits(programs_there, joins_there, num_parts)
+            programs = np.stack([np.repeat(decodes, counts), within], axis=1)
+            joins = np.stack([decodes, first], axis=1)[counts > 1]
+            num_more = bucket(len(programs) - len(decodes))
+            num_programs = len(decodes) + num_more
+            programs_there, joins_there = upload(
+                self.query_start.device, _fill(programs, num_programs), _fill(joins, min(len(decodes), num_more))
+            )
+            self._splits[key] = Splits(programs_there, joins_there, num_programs if num_more else 0)
         return self._splits[key]
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
         """int32 [num_tiles, 2]: (sequence, its first query in the tile) of every sequence with several queries.
 
-        Tiles with most keys come first, so that the last ones to run are short. Chunks of 5 and 3 queries in tiles
-        of 4, sequences 0 and 1: (0, 0) (0, 4) (1, 0) before they are ordered.
+        Tiles with most keys come first, so that the last ones to run are short, and -1 behind them: there are as many
+        as G sequences with T queries in all can need. Chunks of 5 and 3 queries in tiles of 4, sequences 0 and 1:
+        (0, 0) (0, 4) (1, 0) before they are ordered; as many as for 4 and 4, 2 + (8 - 2) // 4.
         """
         if queries_per_tile not in self._tiles:
             counts = np.diff(self._host_start)
@@ -89,9 +102,18 @@ class DeviceBatch:
             first = within * queries_per_tile
             last_key = (self._host_lens - counts)[sequences] + first if self.is_causal else self._host_lens[sequences]
             order = np.argsort(-last_key, kind="stable")
-            tiles = np.stack([sequences[order], first[order]], axis=1).astype(np.int32)
-            (self._tiles[queries_per_tile],) = upload(self.query_start.device, tiles)
+            tiles = np.stack([sequences[order], first[order]], axis=1)
+            num_several = int((counts > 1).sum())
+            most_tiles = num_several + (int(counts[counts > 1].sum()) - num_several) // queries_per_tile
+            (self._tiles[queries_per_tile],) = upload(self.query_start.device, _fill(tiles, most_tiles))
         return self._tiles[queries_per_tile]
+
+
+def _fill(pairs: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int32]:
+    """The pairs, int32, and behind them (-1, -1) up to the count."""
+    filled = np.full((count, 2), -1, dtype=np.int32)
+    filled[: len(pairs)] = pairs
+    return filled
 
 
 def upload(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:

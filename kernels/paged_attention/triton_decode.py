@@ -30,7 +30,7 @@ def _decode_kernel(
     block_tables_ptr,
     query_start_ptr,
     context_lens_ptr,
-    programs_ptr,  # int32 [num_programs, 2], as in Splits
+    programs_ptr,  # int32 [P, 2], as in Splits
     sinks_ptr,  # [Hq]
     slopes_ptr,  # [Hq]
     key_scale_ptr,  # float32 [num_blocks, block_size, Hkv]
@@ -78,13 +78,15 @@ def _decode_kernel(
     VERTICAL_STRIDE: tl.constexpr,
     HEAD_STEP: tl.constexpr,
 ):
-    """One split of one sequence with one query, one tile of heads. Grid: (num_programs, Hkv * HEAD_TILES).
+    """One split of one sequence with one query, one tile of heads. Grid: (P, Hkv * HEAD_TILES).
 
     A sequence of one split is finished here; `_combine_kernel` joins the others.
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(1) // HEAD_TILES
     sequence = tl.load(programs_ptr + program * 2)
+    if sequence < 0:
+        return
     split = tl.load(programs_ptr + program * 2 + 1)
     context_len = tl.load(context_lens_ptr + sequence)
     # Heads of one tile see the same blocks.
@@ -198,6 +200,8 @@ def _combine_kernel(
     join = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(joins_ptr + join * 2)
+    if sequence < 0:
+        return
     context_len = tl.load(context_lens_ptr + sequence)
     _, _, _, _, _, _, _, num_splits = decode_range(
         context_len, window, head, head // GROUP, HAS_WINDOW, BLOCK_N, SPLIT_KEYS, SPLITS, SPARSE_BLOCK, LOCAL_BLOCKS,
@@ -237,7 +241,7 @@ def run_decode(
 ) -> None:
     """Attend, then join what was split.
 
-    The parts take 4 * Hq * (Dv + 2) bytes for each split_keys keys at most, whatever other sequences are in the step.
+    The parts take 4 * Hq * (Dv + 2) bytes for each program where a sequence is split, else nothing.
     arguments: what decode and prefill share, by name.
     """
     # A window's first tile may begin before it.

@@ -29,7 +29,7 @@ def _prefill_kernel(
     block_tables_ptr,
     query_start_ptr,
     context_lens_ptr,
-    tiles_ptr,  # int32 [num_tiles, 2]: sequence, first query
+    tiles_ptr,  # int32 [num_tiles, 2]: sequence, first query; or -1
     sinks_ptr,
     slopes_ptr,
     key_scale_ptr,
@@ -83,6 +83,8 @@ def _prefill_kernel(
     """
     kv_head = tl.program_id(1) // HEAD_TILES
     sequence = tl.load(tiles_ptr + tl.program_id(0) * 2)
+    if sequence < 0:
+        return
     first_query = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1)
     first_token = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - first_token

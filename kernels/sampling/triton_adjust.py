@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import bucket
 from kernels.sampling.rows import Adjustments
 
 BLOCK = 1024  # tokens of one program
@@ -114,7 +115,7 @@ def adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
         *shared, vocab_size, *logits.stride(), BLOCK=BLOCK, enable_fp_fusion=False
     )
     if num_biases > 0:
-        _bias_kernel[(triton.cdiv(num_biases, BLOCK_BIASES),)](
+        _bias_kernel[(bucket(triton.cdiv(num_biases, BLOCK_BIASES)),)](
             *shared,
             adjustments.bias_row,
             adjustments.bias_token,

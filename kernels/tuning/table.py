@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels import buckets
+
 TABLES = Path(__file__).parent / "tables"
 FORMAT = 1
 Size = int | str
@@ -34,11 +36,7 @@ class Table:
 
 def round_up(size: Size) -> Size:
     """A number as the next power of two, zero as zero; a word as it is."""
-    if isinstance(size, str):
-        return size
-    if size < 0:
-        raise ValueError(f"size is {size}, want at least 0")
-    return 1 << (size - 1).bit_length() if size else 0
+    return size if isinstance(size, str) else buckets.round_up(size)
 
 
 def bucket_name(**sizes: Size) -> str:
@@ -98,12 +96,12 @@ def _fault(raw: Any, path: Path, device_name: str) -> str | None:
     for key, expected in (("format", FORMAT), ("op", path.stem), ("device", device_name)):
         if raw[key] != expected:
             return f"{key} is {raw[key]!r}, want {expected!r}"
-    made_with, buckets = raw["made_with"], raw["buckets"]
+    made_with, entries = raw["made_with"], raw["buckets"]
     if not isinstance(made_with, dict) or not all(isinstance(value, str) for value in made_with.values()):
         return f"made_with is {made_with!r}, want an object of texts"
-    if not isinstance(buckets, dict):
-        return f"buckets is {buckets!r}, want an object"
-    for name, entry in buckets.items():
+    if not isinstance(entries, dict):
+        return f"buckets is {entries!r}, want an object"
+    for name, entry in entries.items():
         if not isinstance(entry, dict) or not all(_is_count(value) for value in entry.values()):
             return f"bucket {name!r} is {entry!r}, want an object of positive whole numbers"
     return None

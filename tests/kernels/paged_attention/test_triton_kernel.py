@@ -231,11 +231,15 @@ def test_a_long_sequence_brings_programs_for_itself_alone() -> None:
     on_device = batch.on_device(torch.device("cpu"), 16)
     work = on_device.splits(512, 4, None)
     several = [[3, 0], [3, 1], [3, 2], [3, 3], [0, 0], [0, 1], [0, 2], [4, 0], [4, 1]]
-    assert work.programs.tolist() == [*several, [1, 0], [2, 0]]
-    assert work.joins.tolist() == [[3, 0], [0, 4], [4, 7]]
-    assert work.num_parts == len(several)
+    nobody = [-1, -1]
+    # Six splits more than sequences: a bucket of eight.
+    assert work.programs.tolist() == [*several, [1, 0], [2, 0], nobody, nobody]
+    assert work.joins.tolist() == [[3, 0], [0, 4], [4, 7], nobody, nobody]
+    assert work.num_parts == 13
     assert on_device.splits(512, 4, None) is work
-    assert on_device.splits(512, 4, 700).joins.tolist() == [[0, 0], [3, 2], [4, 4]]
+    assert on_device.splits(512, 4, 700).joins.tolist() == [[0, 0], [3, 2], [4, 4], nobody]
+    short = on_device.splits(512, 4, 300)
+    assert (len(short.programs), len(short.joins), short.num_parts) == (5, 0, 0)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 5])
@@ -248,7 +252,8 @@ def test_every_upload_is_aligned_whatever_the_batch(num_seqs: int, width: int) -
     splits = there.splits(2, 64, None)
     parts = (there.block_tables, there.query_start, there.context_lens, splits.programs, splits.joins)
     assert [part.storage_offset() % 4 for part in parts] == [0] * len(parts)
-    assert torch.equal(there.block_tables, tables)
+    assert torch.equal(there.block_tables[:, :width], tables)
+    assert there.block_tables.shape[1] == {1: 1, 2: 2, 3: 4, 7: 8}[width]
     assert there.query_start.tolist() == list(range(num_seqs + 1))
     assert there.context_lens.tolist() == list(range(1, num_seqs + 1))
 

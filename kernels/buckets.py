@@ -1,0 +1,21 @@
+"""Sizes that a step's launches are rounded up to, so that steps of other lengths launch the same grids."""
+
+from __future__ import annotations
+
+
+def bucket(count: int) -> int:
+    """The count or a little more: 0, powers of two to 64, then eighths of a power of two: 72, 80 .. 128, 144 .. 256.
+
+    Programs that are not needed leave at once, which costs little below 64, and above they are at most an eighth.
+    """
+    if count <= 64:
+        return round_up(count)
+    step = round_up(count) // 16
+    return -(-count // step) * step
+
+
+def round_up(count: int) -> int:
+    """The next power of two; zero as zero."""
+    if count < 0:
+        raise ValueError(f"size is {count}, want at least 0")
+    return 1 << (count - 1).bit_length() if count else 0

@@ -1,0 +1,196 @@
+"""Launch grids follow numbers of tokens, rows and slots and the buckets of a step: other lengths, slots, ranks or
+settings launch the same programs with the same numbers, as a captured graph would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.buckets import bucket, round_up
+from kernels.lora import lora_route, ops, triton_route
+from kernels.lora.cases import Case, GroupInputs, make_group
+from kernels.paged_attention import AttentionBatch, triton_kernel
+from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
+from kernels.paged_attention.options import Options
+from kernels.rope import cases as rope_cases
+from kernels.rope import triton_kernel as rope
+from kernels.sampling import triton_kernel as sampling
+from kernels.sampling.cases import make_adjustments
+from kernels.store_kv import cases as store_cases
+from kernels.store_kv import triton_kernel as store
+from tests.kernels.sampling.test_triton_sampling import make_logits, make_rows
+
+Launch = tuple[str, tuple[int, ...], dict[str, Any]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """What is launched from here on, not run: name, grid, and of each argument its number or its shape.
+
+    Of tensors those count that are made anew for each step; the pages of adapters are the arena's.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    recorded: list[Launch] = []
+
+    def launcher(kernel: Any, grid: Sequence[int]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            arguments = dict(zip(kernel.arg_names, positional, strict=False)) | named
+            told = {
+                name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
+                for name, value in arguments.items()
+                if name not in ("pages_ptr", "page_ids_ptr")
+            }
+            recorded.append((kernel.fn.__name__, tuple(grid), told))
+
+        return launch
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+    yield recorded
+
+
+def test_buckets_add_an_eighth_at_most() -> None:
+    sizes = [bucket(count) for count in range(3000)]
+    assert sizes[:6] == [0, 1, 2, 4, 4, 8]
+    assert sorted({size for size in sizes if 60 < size <= 300}) == [
+        64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 208, 224, 240, 256, 288,
+    ]  # fmt: skip
+    assert all(count <= size <= count * 9 / 8 for count, size in enumerate(sizes) if count > 64)
+    assert sizes == sorted(sizes)
+    with pytest.raises(ValueError, match="size is -1, want at least 0"):
+        round_up(-1)
+
+
+def attended(
+    launches: list[Launch], sequences: Sequence[tuple[int, int]], width: int = 128, window: int | None = None
+) -> list[Launch]:
+    """Of sequences (queries, keys), with a block table of so many columns. 512 keys a split, 64 queries a tile."""
+    query, cache = torch.empty(sum(queries for queries, _ in sequences), 8, 16), torch.empty(4, 16, 2, 16)
+    start = [0, *itertools.accumulate(queries for queries, _ in sequences)]
+    tables = torch.zeros(len(sequences), width, dtype=torch.int32)
+    batch = AttentionBatch.build(tables, start, [keys for _, keys in sequences])
+    launches.clear()
+    triton_kernel.paged_attention(
+        query, cache, cache, batch, Options(0.25, window), decode=DecodeLaunch(16, 64), prefill=PrefillLaunch(256, 64)
+    )
+    return list(launches)
+
+
+@pytest.mark.parametrize(
+    ("window", "decodes", "others", "more"),
+    [
+        # Splits beyond the first of each sequence: 3, 4 and 3, which are a bucket; 2.
+        (None, (1900, 40, 512), ((7, 400, 2049), (600, 30, 1100)), (600, 600, 7)),
+        # At most 963 keys are read, two splits: 1, 1 and 1; 2.
+        (900, (1900, 40, 512), ((7, 400, 2049), (513, 30, 300)), (600, 600, 7)),
+    ],
+)
+def test_batches_of_one_bucket_launch_the_same_grids_whatever_their_lengths(
+    window: int | None,
+    decodes: Sequence[int],
+    others: Sequence[Sequence[int]],
+    more: Sequence[int],
+    launches: list[Launch],
+) -> None:
+    """Mixed steps of three decodes and two chunks of 128 tokens in all."""
+
+    def step(keys: Sequence[int], chunks: Sequence[tuple[int, int]], width: int) -> list[Launch]:
+        return attended(launches, [*((1, number) for number in keys), *chunks], width, window)
+
+    first = step(decodes, [(40, 40), (88, 1700)], 140)
+    assert [(name, grid) for name, grid, _ in first] == [
+        ("_decode_kernel", (3 + (1 if window else 4), 2)),
+        ("_combine_kernel", (1 if window else 3, 8)),
+        ("_prefill_kernel", (2 + 126 // 64, 2)),
+    ]
+    assert step(others[0], [(126, 300), (2, 2000)], 144) == first
+    assert step(others[1], [(64, 64), (64, 90)], 129) == first
+    assert step(more, [(64, 64), (64, 90)], 129) != first
+
+
+def test_a_step_without_long_sequences_joins_nothing_and_has_no_parts(launches: list[Launch]) -> None:
+    short = attended(launches, [(1, 40)] * 5)
+    (launch,) = short
+    assert launch[1] == (5, 2)
+    assert launch[2]["part_ptr"] == (0, 8, 16)
+    assert attended(launches, [(1, 512), (1, 1), (1, 2), (1, 3), (1, 300)]) == short
+    assert attended(launches, [(1, 513), (1, 1), (1, 2), (1, 3), (1, 300)])[0][1] == (6, 2)
+
+
+MIXED = Case("grid", (0, 1, -1, 3, 2, 1, 0, 3), (8, 17, 33, 5), 1536, 1536, 64)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(MIXED, token_slots=(-1,) * 8),
+        replace(MIXED, token_slots=(3,) * 8),
+        replace(MIXED, ranks=(1, 50, 2, 64)),
+    ],
+    ids=["base only", "one slot", "ranks"],
+)
+def test_adapters_launch_the_same_grids_whatever_their_ranks_and_tokens(
+    other: Case, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 33 to 64 are one bucket."""
+    monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
+
+    def launched(inputs: GroupInputs) -> list[Launch]:
+        launches.clear()
+        route = lora_route(inputs.token_slots, 4)
+        ops.add_lora_group(inputs.y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+        ids, embedding = inputs.token_slots.long(), inputs.group.site(0)
+        ops.lora_embed(ids, embedding, route, max_rank=inputs.max_rank)
+        return list(launches)
+
+    first = launched(make_group(MIXED, (64, 32), torch.float32))
+    assert [name for name, _, _ in first] == ["shrink_kernel", "expand_kernel", "embed_kernel"]
+    assert launched(make_group(other, (64, 32), torch.float32)) == first
+    wider = make_group(replace(MIXED, ranks=(8, 65, 33, 5)), (64, 32), torch.float32)
+    assert launched(wider) != first
+
+
+def test_routing_tokens_launches_the_same_grids_whatever_their_slots(launches: list[Launch]) -> None:
+    def launched(slots: Sequence[int]) -> list[Launch]:
+        launches.clear()
+        triton_route.route(torch.tensor(slots, dtype=torch.int32), 6, 16)
+        return list(launches)
+
+    assert launched([0, 5, -1, 2]) == launched([-1] * 4) == launched([3] * 4)
+
+
+def test_rotation_and_cache_writes_launch_the_same_grids_whatever_their_slots(launches: list[Launch]) -> None:
+    def launched(num_skipped: int, seed: int) -> list[Launch]:
+        launches.clear()
+        inputs = rope_cases.make(rope_cases.Case("grid", 5, num_skipped=num_skipped), torch.float32, seed=seed)
+        rope.apply_rope(inputs.query, inputs.key, inputs.positions, inputs.cos, inputs.sin, inputs.norm, inputs.store())
+        case = store_cases.Case("grid", 5, 2, 16, 16, 4, 16, num_skipped)
+        key, value, slots = store_cases.make(case, torch.float32, seed=seed)
+        caches = (torch.empty(4, 16, 2, 16), torch.empty(4, 16, 2, 16))
+        store.store_kv(key, value, *caches, slots)
+        return list(launches)
+
+    assert launched(0, 0) == launched(5, 1)
+
+
+def test_sampling_launches_the_same_grids_whatever_the_rows_ask_for(launches: list[Launch]) -> None:
+    """With one set of options; the number of biases is an argument of its own."""
+
+    def launched(settings: Sequence[tuple[float, int, float, float]], num_biases: int) -> list[Launch]:
+        launches.clear()
+        adjustments = make_adjustments(3, 301)
+        index = torch.arange(num_biases)
+        biases = {"bias_row": index % 3, "bias_token": index, "bias": torch.ones(num_biases)}
+        sampling.sample(make_logits(3, 301), make_rows(settings), replace(adjustments, **biases))
+        return [(name, grid, told) for name, grid, told in launches if name != "_bias_kernel"] + [
+            (name, grid, {}) for name, grid, _ in launches if name == "_bias_kernel"
+        ]
+
+    first = launched([(1.0, 5, 0.9, 0.1), (0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0)], 129)
+    assert len(first) == 2 + 1 + 2 * 9 + 2
+    assert launched([(0.2, 50, 0.1, 0.0), (2.0, 3, 0.5, 0.2), (0.0, 1, 1.0, 0.0)], 256) == first
