@@ -62,12 +62,11 @@ def answer(plan: StepPlan, prefill_left: dict[int, int], rng: random.Random) -> 
     """The message that a worker would send, with random tokens."""
     for new in plan.new_rows:
         prefill_left[new.row] = len(new.token_ids) - new.num_computed_tokens
-    rows = []
-    for scheduled in plan.scheduled:
-        if not scheduled.is_decode:
-            prefill_left[scheduled.row] -= scheduled.num_tokens
-        if scheduled.is_decode or prefill_left[scheduled.row] == 0:
-            rows.append(scheduled.row)
+    rows = list(plan.decode_rows)
+    for row, num_tokens in plan.prefills:
+        prefill_left[row] -= num_tokens
+        if prefill_left[row] == 0:
+            rows.append(row)
     tokens = [rng.randrange(VOCAB_SIZE) for _ in rows]
     return plan_pb2.StepResult(step_id=plan.step_id, epoch=1, rows=packed(rows), token_ids=packed(tokens))
 

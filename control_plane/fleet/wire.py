@@ -61,11 +61,9 @@ class PlanEncoder:
             if new.is_stepwise:
                 self._is_stepwise.add(new.row)
 
-        decodes = [item.row for item in plan.scheduled if item.is_decode]
-        prefills = [(item.row, item.num_tokens) for item in plan.scheduled if not item.is_decode]
         fed = {row for row, _ in plan.fed_tokens}
         assert fed <= self._stepwise, f"step {plan.step_id} feeds rows {sorted(fed - self._stepwise)}"
-        scheduled = set(decodes) - fed
+        scheduled = set(plan.decode_rows) - fed
         paused = sorted(self._decoding - scheduled)
         resumed = sorted(scheduled & self._paused)
         unknown = scheduled - self._decoding - self._paused
@@ -74,8 +72,8 @@ class PlanEncoder:
         self._paused.difference_update(resumed)
         self._decoding = scheduled
 
-        sampling = decodes
-        for row, num_tokens in prefills:
+        sampling = list(plan.decode_rows)
+        for row, num_tokens in plan.prefills:
             left = self._tokens_left[row] - num_tokens
             assert left >= 0, f"step {plan.step_id} prefills {-left} tokens too many of row {row}"
             self._tokens_left[row] = left
@@ -96,7 +94,7 @@ class PlanEncoder:
                 appended_blocks=_packed_pairs(plan.appended_blocks),
                 paused_rows=_packed(paused),
                 resumed_rows=_packed(resumed),
-                prefills=_packed_pairs(prefills),
+                prefills=_packed_pairs(plan.prefills),
                 block_copies=_packed_pairs(plan.block_copies),
                 fed_tokens=_packed_pairs(plan.fed_tokens),
                 swap_outs=_packed_pairs(plan.swap_outs),

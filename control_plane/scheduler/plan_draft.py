@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from control_plane.scheduler.errors import ResultMismatch
 from control_plane.scheduler.sequence import Sequence
-from control_plane.scheduler.types import NewRow, ScheduledRow, StepPlan, StepResult
+from control_plane.scheduler.types import NewRow, StepPlan, StepResult
 
 _row = attrgetter("row")
 
@@ -66,13 +66,12 @@ class PlanDraft:
     def finish(self, step_id: int, freed_rows: list[int], num_steps: int) -> tuple[StepPlan, list[Flight]]:
         """The plan, and what to keep of each of its steps; those after the first only decode."""
         self.decodes.sort(key=_row)
-        scheduled = [sequence.decode_row for sequence in self.decodes if sequence.decode_row is not None]
-        scheduled += [ScheduledRow(sequence.row, n, False) for sequence, n, _ in self.prefills]
-        sampled_rows = [sequence.row for sequence in self.decodes]
-        sampled_rows += [sequence.row for sequence, _, samples in self.prefills if samples]
+        decode_rows = [sequence.row for sequence in self.decodes]
+        sampled_rows = decode_rows + [sequence.row for sequence, _, samples in self.prefills if samples]
         plan = StepPlan(
             step_id=step_id,
-            scheduled=scheduled,
+            decode_rows=decode_rows,
+            prefills=[(sequence.row, num_tokens) for sequence, num_tokens, _ in self.prefills],
             new_rows=self.new_rows,
             appended_blocks=self.appended_blocks,
             freed_rows=freed_rows,

@@ -21,7 +21,7 @@ from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.swap_space import SwapSpace
-from control_plane.scheduler.types import RequestId, ScheduledRow, WorkerLimits
+from control_plane.scheduler.types import RequestId, WorkerLimits
 from control_plane.scheduler.waiting_queue import WaitingQueue
 
 by_order = attrgetter("order")
@@ -50,7 +50,6 @@ class Roster:
             )
         self.swap = SwapSpace(limits, settings.policy, costs, self.pool, self.cache, self.slots)
         self.rows = RowPool(limits.max_rows)
-        self._decode_rows = [ScheduledRow(row, 1, True) for row in range(limits.max_rows)]
         self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, in order of arrival
         self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
         self.num_draining = 0  # of running
@@ -147,7 +146,6 @@ class Roster:
         group = sequence.group
         adapter = sequence.request.adapter
         sequence.row = self.rows.take()
-        sequence.decode_row = self._decode_rows[sequence.row]
         sequence.slot_idx = None if adapter is None else self._lease(adapter.digest)
         sequence.state = state
         group.state = GroupState.RUNNING
@@ -176,11 +174,11 @@ class Roster:
         """A beam came to nothing: keep its row, and the last of its blocks, for another one."""
         assert beam.num_in_flight == 0, "a beam is dropped while an unanswered plan names it"
         *shared, own = beam.block_ids
-        row, slot_idx, decode_row = beam.row, beam.slot_idx, beam.decode_row
+        row, slot_idx = beam.row, beam.slot_idx
         self.pool.release(shared)
         self.rows.restart(row)
         beam.leave_row()
-        beam.row, beam.slot_idx, beam.decode_row, beam.block_ids = row, slot_idx, decode_row, [own]
+        beam.row, beam.slot_idx, beam.block_ids = row, slot_idx, [own]
         beam.generated, beam.block_hashes, beam.max_planned = [], [], 0
         beam.state = SequenceState.RESERVED
 

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import FinishReason, Request, Sampling, ScheduledRow
+from control_plane.scheduler.types import FinishReason, Request, Sampling
 
 
 class SequenceState(enum.Enum):
@@ -53,7 +53,6 @@ class Sequence:
     # While it holds a row (not IDLE); reset by `leave_row`.
     row: int = 0
     is_begun: bool = False  # the worker knows its row
-    decode_row: ScheduledRow | None = None  # made once: a decoding row looks the same in every plan
     slot_idx: int | None = None  # leased adapter slot; None: no adapter
     block_ids: list[int] = field(default_factory=list)  # block table
     forks_from: Sequence | None = None  # while FORKING: computes what it shares, in plans that come before
@@ -108,7 +107,6 @@ class Sequence:
     def leave_row(self) -> None:
         """Forget everything that belonged to the row; blocks, row and lease must be given back by the caller."""
         self.row = 0
-        self.decode_row = None
         self.slot_idx = None
         self.block_ids = []
         self.prefill_end = self.num_planned = self.num_computed = self.num_registered = self.register_at = 0

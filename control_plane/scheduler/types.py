@@ -117,15 +117,6 @@ class NewRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """Tokens of one row in one step. Decoding rows carry one token."""
-
-    row: int
-    num_tokens: int
-    is_decode: bool  # all its known tokens were computed or planned before this step
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass. Decoding rows come first, ascending by row; then prefills in scheduling order.
 
@@ -133,7 +124,8 @@ class StepPlan:
     """
 
     step_id: int  # counts up by one per scheduler, from 1
-    scheduled: list[ScheduledRow]
+    decode_rows: list[int]  # one token each; plans share the list: not to be changed
+    prefills: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens), at least one token each
     new_rows: list[NewRow] = field(default_factory=list)
     appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # (row, block id), table order; not new rows'
     freed_rows: list[int] = field(default_factory=list)  # rows whose request ended or was preempted

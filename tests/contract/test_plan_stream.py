@@ -17,7 +17,6 @@ from control_plane.scheduler.types import (
     NewRow,
     RequestId,
     Sampling,
-    ScheduledRow,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -39,15 +38,11 @@ def new_row(row: int, num_tokens: int, *, num_computed: int = 0) -> NewRow:
     return NewRow(row, RequestId(row), list(range(num_tokens)), num_tokens, num_computed, [row], None, 0, Sampling())
 
 
-def decodes(*rows: int) -> list[ScheduledRow]:
-    return [ScheduledRow(row, 1, True) for row in rows]
-
-
 def steady(num_rows: int) -> PlanEncoder:
     """An encoder after a step in which so many rows ended their prefill."""
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
     rows = range(num_rows)
-    encoder.encode(StepPlan(1, [ScheduledRow(row, 2, False) for row in rows], [new_row(row, 2) for row in rows]))
+    encoder.encode(StepPlan(1, [], [(row, 2) for row in rows], [new_row(row, 2) for row in rows]))
     return encoder
 
 
@@ -81,7 +76,7 @@ def test_everything_of_a_plan_survives_the_wire(
 ) -> None:
     generation = 0 if slot is None else 7
     new = NewRow(row, RequestId(1), tokens, len(tokens), 0, blocks, slot, generation, sampling)
-    plan = StepPlan(1, [ScheduledRow(row, len(tokens), False)], [new], appended_blocks=pairs, block_copies=pairs)
+    plan = StepPlan(1, [], [(row, len(tokens))], [new], appended_blocks=pairs, block_copies=pairs)
     message = PlanEncoder(EPOCH, VOCAB_SIZE).encode(plan)
     decoded = decode_plan(plan_pb2.AttachResponse.FromString(message.SerializeToString()).step_plan)
     assert decoded.step_id == 1
@@ -107,7 +102,7 @@ def test_the_worker_decodes_exactly_the_scheduled_rows(steps: list[tuple[set[int
         freed &= live
         live -= freed
         scheduled = sorted(wanted & live)
-        plan = StepPlan(step_id, decodes(*scheduled), freed_rows=sorted(freed))
+        plan = StepPlan(step_id, scheduled, freed_rows=sorted(freed))
         message = decode_plan(encoder.encode(plan).step_plan)
         for gone in message.freed_rows.tolist():
             decoding.discard(gone)
@@ -122,13 +117,13 @@ def test_the_worker_decodes_exactly_the_scheduled_rows(steps: list[tuple[set[int
 @pytest.mark.parametrize("num_rows", [1, 256, 4096])
 def test_a_steady_decode_plan_is_small_whatever_the_number_of_rows(num_rows: int) -> None:
     encoder = steady(num_rows)
-    plan = StepPlan(2, decodes(*range(num_rows)))
+    plan = StepPlan(2, list(range(num_rows)))
     assert encoder.encode(plan).ByteSize() < MAX_STEADY_BYTES
     changed = list(range(0, num_rows, 16))
-    grown = StepPlan(3, decodes(*range(num_rows)), appended_blocks=[(row, 2**31 - 1) for row in changed])
+    grown = StepPlan(3, list(range(num_rows)), appended_blocks=[(row, 2**31 - 1) for row in changed])
     assert encoder.encode(grown).ByteSize() < MAX_STEADY_BYTES + MAX_BYTES_PER_CHANGED_ROW * len(changed)
     remaining = sorted(set(range(num_rows)) - set(changed))
-    smaller = StepPlan(4, decodes(*remaining), freed_rows=changed)
+    smaller = StepPlan(4, remaining, freed_rows=changed)
     assert encoder.encode(smaller).ByteSize() < MAX_STEADY_BYTES + MAX_BYTES_PER_CHANGED_ROW * len(changed)
 
 
@@ -140,15 +135,15 @@ def test_results_come_back_as_the_scheduler_takes_them() -> None:
 
 def test_chunked_prefill_samples_with_its_last_chunk_only() -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
-    encoder.encode(StepPlan(1, [ScheduledRow(4, 3, False)], [new_row(4, 9, num_computed=4)]))
-    encoder.encode(StepPlan(2, [ScheduledRow(4, 2, False)]))
+    encoder.encode(StepPlan(1, [], [(4, 3)], [new_row(4, 9, num_computed=4)]))
+    encoder.encode(StepPlan(2, [], [(4, 2)]))
     assert encoder.decode_result(result(1, [], [])) == StepResult(1, [], [], [], STEP_TIME_US)
     assert encoder.decode_result(result(2, [4], [8])) == StepResult(2, [4], [8], [], STEP_TIME_US)
 
 
 def test_duplicate_and_foreign_results_are_dropped_and_counted() -> None:
     encoder = steady(1)
-    encoder.encode(StepPlan(2, decodes(0)))
+    encoder.encode(StepPlan(2, [0]))
     assert encoder.decode_result(result(1, [0], [5])) is not None
     assert encoder.decode_result(result(1, [0], [5])) is None
     foreign = result(2, [0], [5])
@@ -208,7 +203,7 @@ def test_every_option_of_a_row_arrives() -> None:
         num_prompt_logprobs=5,
     )
     new = NewRow(2, RequestId(1), [1, 2], 2, 0, [0], None, 0, sampling, banned_token_ids=(7, 8), is_stepwise=True)
-    [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [new])).step_plan).new_rows
+    [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [], [new])).step_plan).new_rows
     there = arrived.sampling
     assert arrived.is_stepwise
     for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
@@ -220,7 +215,7 @@ def test_every_option_of_a_row_arrives() -> None:
 
 
 def test_a_row_without_options_has_none() -> None:
-    message = PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [new_row(0, 2)]))
+    message = PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [], [new_row(0, 2)]))
     [arrived] = decode_plan(message.step_plan).new_rows
     sampling = arrived.sampling
     assert (sampling.repetition_penalty, sampling.num_logprobs, sampling.num_prompt_logprobs) == (1.0, None, None)
@@ -230,15 +225,15 @@ def test_a_row_without_options_has_none() -> None:
 
 def test_a_row_that_asks_for_more_logprobs_than_tokens_gets_all_of_them() -> None:
     new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=VOCAB_SIZE + 3))
-    [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [new])).step_plan).new_rows
+    [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [], [new])).step_plan).new_rows
     assert arrived.sampling.num_logprobs == VOCAB_SIZE
 
 
 def test_fed_tokens_and_swaps_arrive() -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
     stepwise = NewRow(3, RequestId(3), [1, 2], 2, 0, [0], None, 0, Sampling(), is_stepwise=True)
-    encoder.encode(StepPlan(1, [ScheduledRow(3, 2, False)], [stepwise]))
-    plan = StepPlan(2, decodes(3), fed_tokens=[(3, 5)], swap_outs=[(4, 1), (5, 0)], swap_ins=[(2, 6)])
+    encoder.encode(StepPlan(1, [], [(3, 2)], [stepwise]))
+    plan = StepPlan(2, [3], fed_tokens=[(3, 5)], swap_outs=[(4, 1), (5, 0)], swap_ins=[(2, 6)])
     [step] = decode_steps(encoder.encode(plan).step_plan)
     assert step.fed_tokens.tolist() == [[3, 5]]
     assert (step.swap_outs.tolist(), step.swap_ins.tolist()) == ([[4, 1], [5, 0]], [[2, 6]])
@@ -247,7 +242,7 @@ def test_fed_tokens_and_swaps_arrive() -> None:
 
 def test_a_plan_of_several_steps_stands_for_steps_that_only_decode_on() -> None:
     encoder = steady(2)
-    message = encoder.encode(StepPlan(2, decodes(0, 1), appended_blocks=[(0, 9)], num_steps=3)).step_plan
+    message = encoder.encode(StepPlan(2, [0, 1], appended_blocks=[(0, 9)], num_steps=3)).step_plan
     steps = decode_steps(message)
     assert [step.step_id for step in steps] == [2, 3, 4]
     assert [len(step.appended_blocks) for step in steps] == [1, 0, 0]
@@ -300,10 +295,10 @@ def test_slot_commands_carry_epoch_and_generation() -> None:
 
 def test_plans_that_contradict_the_mirror_are_our_bug() -> None:
     with pytest.raises(AssertionError, match="not finished their prefill"):
-        steady(1).encode(StepPlan(2, decodes(0, 1)))
+        steady(1).encode(StepPlan(2, [0, 1]))
     with pytest.raises(AssertionError, match="was not in use"):
         steady(1).encode(StepPlan(2, [], freed_rows=[1]))
     with pytest.raises(AssertionError, match="was not freed"):
-        steady(1).encode(StepPlan(2, decodes(0), [new_row(0, 3)]))
+        steady(1).encode(StepPlan(2, [0], [], [new_row(0, 3)]))
     with pytest.raises(AssertionError, match="is next"):
-        steady(1).encode(StepPlan(3, decodes(0)))
+        steady(1).encode(StepPlan(3, [0]))

@@ -19,7 +19,6 @@ from control_plane.scheduler.types import (
     NewRow,
     Request,
     Sampling,
-    ScheduledRow,
     SlotCommand,
     StepPlan,
     StepResult,
@@ -123,8 +122,7 @@ def steps_of(plan: StepPlan) -> list[StepPlan]:
     if plan.num_steps == 1:
         return [plan]
     first = replace(plan, num_steps=1)
-    decodes = [ScheduledRow(scheduled.row, 1, True) for scheduled in plan.scheduled]
-    return [first, *(StepPlan(plan.step_id + idx, decodes) for idx in range(1, plan.num_steps))]
+    return [first, *(StepPlan(plan.step_id + idx, plan.decode_rows) for idx in range(1, plan.num_steps))]
 
 
 class ModelWorker:
@@ -172,25 +170,28 @@ class ModelWorker:
         for new in plan.new_rows:
             self._check_prefix(self.rows[new.row])
         fed = {row_idx for row_idx, _ in plan.fed_tokens}
-        stepwise = {s.row for s in plan.scheduled if s.is_decode and self.rows[s.row].is_stepwise}
+        stepwise = {row_idx for row_idx in plan.decode_rows if self.rows[row_idx].is_stepwise}
         assert fed == stepwise, "rows that decode stepwise are those that are fed"
-        assert sum(scheduled.num_tokens for scheduled in plan.scheduled) <= self.limits.max_step_tokens
-        assert len({scheduled.row for scheduled in plan.scheduled}) == len(plan.scheduled)
-        kinds = [scheduled.is_decode for scheduled in plan.scheduled]
-        assert kinds == sorted(kinds, reverse=True), "decodes come first"
+        scheduled = [*((row_idx, 1, True) for row_idx in plan.decode_rows), *((*item, False) for item in plan.prefills)]
+        assert sum(num_tokens for _, num_tokens, _ in scheduled) <= self.limits.max_step_tokens
+        assert len({row_idx for row_idx, _, _ in scheduled}) == len(scheduled)
+        assert plan.decode_rows == sorted(plan.decode_rows)
         result = StepResult(plan.step_id, [], [])
-        for scheduled in plan.scheduled:
-            row = self.rows[scheduled.row]
-            value = self._compute(scheduled, row, result)
+        for row_idx, num_tokens, is_decode in scheduled:
+            row = self.rows[row_idx]
+            assert is_decode == (row.num_computed >= row.num_known), "decode and prefill are confused"
+            value, told = self._compute(num_tokens, row)
+            if told:
+                result.prompt_logprobs[row_idx] = told
             if row.num_computed < row.num_known:
                 continue
             is_short = len(row.token_ids) - row.num_prompt < row.sampling.min_tokens
             token_id = sampled_token(value, row.sampling, row.banned_token_ids if is_short else ())
             row.token_ids.append(token_id)
-            result.rows.append(scheduled.row)
+            result.rows.append(row_idx)
             result.token_ids.append(token_id)
             if row.sampling.num_logprobs is not None:
-                result.logprobs[scheduled.row] = logprobs_of(value, token_id, row.sampling.num_logprobs)
+                result.logprobs[row_idx] = logprobs_of(value, token_id, row.sampling.num_logprobs)
         return result
 
     def _begin(self, new: NewRow) -> None:
@@ -232,11 +233,8 @@ class ModelWorker:
             value = chain_step(value, row.token_ids[position])
             assert self.kv[row.block_ids[position // size]][position % size] == value, "a row begins on other tokens"
 
-    def _compute(self, scheduled: ScheduledRow, row: Row, result: StepResult) -> bytes:
-        """Feed the row's next tokens; the chain's value after the last."""
-        num_tokens = scheduled.num_tokens
-        assert scheduled.is_decode == (row.num_computed >= row.num_known), "decode and prefill are confused"
-        assert not scheduled.is_decode or num_tokens == 1
+    def _compute(self, num_tokens: int, row: Row) -> tuple[bytes, list[TokenLogprobs]]:
+        """Feed the row's next tokens; the chain's value after the last, and what is told of the prompt's tokens."""
         size = self.limits.block_size
         value = self._chain_start(row)
         if row.num_computed:
@@ -248,8 +246,6 @@ class ModelWorker:
             self.kv[row.block_ids[position // size]][position % size] = value
             if row.sampling.num_prompt_logprobs is not None and position + 1 < row.num_prompt:
                 told.append(logprobs_of(value, row.token_ids[position + 1], row.sampling.num_prompt_logprobs))
-        if told:
-            result.prompt_logprobs[scheduled.row] = told
         row.num_computed += num_tokens
         assert row.num_computed <= len(row.token_ids), "a row skipped a token"
-        return value
+        return value, told

@@ -77,16 +77,15 @@ class SimulatedWorker:
             self._left[new.row] = len(new.token_ids) - new.num_computed_tokens
             self._slot[new.row] = -1 if new.slot is None else new.slot
             self._request[new.row] = new.request_id
-        decodes = [item.row for item in plan.scheduled if item.is_decode]
-        prefills = [item for item in plan.scheduled if not item.is_decode]
+        decodes = plan.decode_rows
         sampled = list(decodes)
-        for item in prefills:
-            self._context[item.row] += item.num_tokens
-            self._left[item.row] -= item.num_tokens
-            if self._left[item.row] == 0:
-                sampled.append(item.row)
-        rows = decodes + [item.row for item in prefills]
-        prefill_tokens = sum(item.num_tokens for item in prefills)
+        for row, num_tokens in plan.prefills:
+            self._context[row] += num_tokens
+            self._left[row] -= num_tokens
+            if self._left[row] == 0:
+                sampled.append(row)
+        rows = decodes + [row for row, _ in plan.prefills]
+        prefill_tokens = sum(num_tokens for _, num_tokens in plan.prefills)
         ends_s = [self._step(plan.step_id, sampled, decodes, rows, prefill_tokens, now_s)]
         decodes = sorted(sampled)
         for further in range(1, plan.num_steps):

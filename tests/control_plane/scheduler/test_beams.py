@@ -18,7 +18,7 @@ def make_search(request_id: int, width: int, prompt: list[int] | int = 6, **chan
 
 
 def rows_of(plan: StepPlan) -> list[int]:
-    return [scheduled.row for scheduled in plan.scheduled]
+    return [*plan.decode_rows, *(row for row, _ in plan.prefills)]
 
 
 @pytest.mark.parametrize("beam", [BeamSearch(2), BeamSearch(4, -1.0), BeamSearch(3, 0.0, True), BeamSearch(3, 0.5)])

@@ -54,8 +54,8 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared() -> None:
     bench.step()
     bench.step()
     first, second = bench.plans
-    assert [(s.row, s.num_tokens) for s in first.scheduled] == [(0, 10)]
-    assert [(s.row, s.num_tokens) for s in second.scheduled] == [(0, 1), (1, 1), (2, 1)]
+    assert (first.decode_rows, first.prefills) == ([], [(0, 10)])
+    assert (second.decode_rows, second.prefills) == ([0], [(1, 1), (2, 1)])
     source = first.new_rows[0].block_ids
     assert [new.num_computed_tokens for new in second.new_rows] == [9, 9]
     for new in second.new_rows:
@@ -226,7 +226,7 @@ def test_a_prompt_that_is_told_in_part_ends_its_request_alone(max_step_tokens: i
     bench.step()
     bench.add(make_request(2, 9, sampling=Sampling(num_prompt_logprobs=0)))
     plan = bench.plan()
-    assert plan is not None and plan.scheduled[1].num_tokens == min(9, max_step_tokens - 1)
+    assert plan is not None and plan.prefills[0][1] == min(9, max_step_tokens - 1)
     bench.sent.clear()
     result = bench.worker.execute(plan)
     result.prompt_logprobs[1] = result.prompt_logprobs[1][:num_told]

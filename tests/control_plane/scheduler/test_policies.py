@@ -16,7 +16,7 @@ FCFS = SchedulerSettings(policy=Policy.FCFS)
 def shape(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
     """(row, tokens, whether it decodes) of each row of a step."""
     assert plan is not None
-    return [(scheduled.row, scheduled.num_tokens, scheduled.is_decode) for scheduled in plan.scheduled]
+    return [*((row, 1, True) for row in plan.decode_rows), *((row, count, False) for row, count in plan.prefills)]
 
 
 def new_ids(plan: StepPlan | None) -> list[int]:
@@ -179,9 +179,9 @@ def test_token_and_sequence_budgets_hold_below_the_workers_own(policy: Policy) -
     bench.add(*[make_request(i, prompt=5, max_tokens=3) for i in range(1, 6)])
     while bench.scheduler.num_unfinished:
         plan = bench.step()
-        assert plan is None or sum(scheduled.num_tokens for scheduled in plan.scheduled) <= 6
+        assert plan is None or sum(num_tokens for _, num_tokens, _ in shape(plan)) <= 6
         assert len(bench.scheduler.running) <= 2
-    assert max(len(plan.scheduled) for plan in bench.plans) == 2
+    assert max(len(shape(plan)) for plan in bench.plans) == 2
 
 
 @pytest.mark.parametrize("watermark", [0.25, 0.5])

@@ -108,7 +108,7 @@ def test_a_request_that_could_be_admitted_is_not_kept_waiting() -> None:
     bench.add(make_request(1, prompt=3, max_tokens=LONG), make_request(2, prompt=3, max_tokens=LONG))
     bench.step()  # all of the first, a part of the second
     plan = bench.plan(max_steps=4)
-    assert plan is not None and plan.num_steps == 1 and any(not item.is_decode for item in plan.scheduled)
+    assert plan is not None and plan.num_steps == 1 and plan.prefills
 
 
 def test_who_waits_for_a_row_sees_it_the_step_after_it_is_free() -> None:
@@ -148,11 +148,12 @@ def test_a_stepwise_row_is_planned_once_its_last_token_is_here() -> None:
     search = make_request(1, max_tokens=LONG, beam=BeamSearch(1))
     bench = Bench(plan_depth=2, max_model_len=200, num_blocks=40)
     bench.add(search, make_request(2, max_tokens=LONG))
-    rows = [[item.row for item in plan.scheduled] for plan in (bench.plan(max_steps=4), bench.plan()) if plan]
-    assert rows == [[0, 1], [1]]
+    first, second = bench.plan(max_steps=4), bench.plan()
+    assert first is not None and [row for row, _ in first.prefills] == [0, 1]
+    assert second is not None and second.decode_rows == [1]
     bench.answer()
     plan = bench.plan()
-    assert plan is not None and [item.row for item in plan.scheduled] == [0, 1]
+    assert plan is not None and plan.decode_rows == [0, 1]
     assert all(plan.num_steps == 1 for plan in bench.plans)
 
 

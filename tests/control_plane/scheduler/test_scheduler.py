@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, ResultMismatch
-from control_plane.scheduler.types import FinishReason, RequestId, ScheduledRow, StepResult
+from control_plane.scheduler.types import FinishReason, RequestId, StepResult
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
 
@@ -26,7 +26,7 @@ def test_requests_join_and_leave_a_running_batch() -> None:
     bench.add(make_request(3, max_tokens=2))
     plan = bench.step()
     assert plan is not None
-    assert plan.scheduled == [ScheduledRow(0, 1, True), ScheduledRow(1, 1, True), ScheduledRow(2, 4, False)]
+    assert (plan.decode_rows, plan.prefills) == ([0, 1], [(2, 4)])
     bench.run()
     assert sorted(bench.ends) == [1, 2, 3]
 
@@ -37,8 +37,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     bench.step()
     bench.add(make_request(2, prompt=10, max_tokens=2))
     chunks = [bench.step() for _ in range(3)]
-    assert [plan.scheduled[1].num_tokens for plan in chunks if plan] == [4, 4, 2]
-    assert all(plan is not None and plan.scheduled[0] == ScheduledRow(0, 1, True) for plan in chunks)
+    assert [plan.prefills for plan in chunks if plan] == [[(1, 4)], [(1, 4)], [(1, 2)]]
+    assert all(plan is not None and plan.decode_rows == [0] for plan in chunks)
     assert len(bench.tokens[2]) == 1
 
 
@@ -237,7 +237,7 @@ def test_a_paused_row_is_not_scheduled_until_it_is_read_again() -> None:
     bench.step()
     bench.scheduler.pause(RequestId(1))
     plan = bench.step()
-    assert plan is not None and [scheduled.row for scheduled in plan.scheduled] == [1]
+    assert plan is not None and plan.decode_rows == [1]
     bench.scheduler.unpause(RequestId(1))
     bench.run()
     assert bench.tokens[1] == oracle(request, 64)
