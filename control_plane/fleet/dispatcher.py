@@ -1,7 +1,7 @@
 """Which worker runs which request: the attached sessions, the requests that wait for one, and the moves between them.
 
-Policy is in placement.py; here is the state it is applied to. Called by the fleet alone, which owns the streams and is
-told of every request that cannot go on.
+Policy is in placement.py, for requests that may be killing workers in trials.py; here is the state it is applied to.
+Called by the fleet alone, which owns the streams and is told of every request that cannot go on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from control_plane.fleet.jobs import Job
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.fleet.shortlist import Shortlist
+from control_plane.fleet.trials import Trials, is_cleared, is_suspect
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.types import Request, RequestId
 
@@ -33,7 +34,7 @@ class Dispatcher:
         self.waiting: dict[RequestId, Job] = {}
         self.num_migrated = 0  # in all
         self._shortlist = Shortlist()
-        self._trials: dict[int, Job] = {}  # epoch -> the suspect on trial there
+        self._trials = Trials(self.sessions)
         self._costs = costs
         self._is_cached = is_cached  # whether the host cache has an adapter
         self._fail = fail  # ends a job; calls `forget` for it
@@ -47,14 +48,16 @@ class Dispatcher:
 
     def place_waiting(self) -> None:
         """Give every waiting job to a worker that may take it; those that fit none fail."""
-        for job in list(self.waiting.values()):
+        for job in self._trials.in_turn(list(self.waiting.values())):
             error = self._place(job)
             if error is not None:
                 self._fail(job, error)
 
     def _place(self, job: Job) -> MotetError | None:
         """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
-        sessions = self._open_to(job)
+        sessions = open_sessions = self._trials.open_to(job)
+        if job.failed_load_epochs:  # only where the adapter did not fail yet, if there is such a worker
+            sessions = {i: s for i, s in sessions.items() if s.epoch not in job.failed_load_epochs} or sessions
         need = placement.need_of(job.request, self._costs, self._is_cached)
         shortlist = self._shortlist.choose(sessions, job.request)
         refusal: RequestNeverFits | None = None
@@ -67,16 +70,10 @@ class Dispatcher:
                 refusal = self._try(session, job)
                 if refusal is None:
                     return None
-        return never_fits(job.request, refusal) if refusal is not None else None
-
-    def _open_to(self, job: Job) -> dict[str, WorkerSession]:
-        """Sessions that may take the job, by worker id."""
-        sessions = self.sessions
-        if job.failed_load_epochs:  # only where the adapter did not fail yet, if there is such a worker
-            sessions = {i: s for i, s in sessions.items() if s.epoch not in job.failed_load_epochs} or sessions
-        if placement.is_suspect(job):
-            sessions = {i: s for i, s in sessions.items() if s.epoch not in self._trials}
-        return sessions
+        closed = [session for worker_id, session in self.sessions.items() if worker_id not in open_sessions]
+        if refusal is None or any(session.fits(job.request) for session in closed):
+            return None
+        return never_fits(job.request, refusal)
 
     def _try(self, session: WorkerSession, job: Job) -> RequestNeverFits | None:
         """Give a waiting job to this session; why not, if it can never run there."""
@@ -87,8 +84,8 @@ class Dispatcher:
         job.session, job.num_tokens_here = session, 0
         if job.full_since_s is not None:
             session.pause(job.request.request_id)
-        if placement.is_suspect(job):
-            self._trials[session.epoch] = job
+        if is_suspect(job):
+            self._trials.begin(job)
         self._shortlist.placed(job.request, session.worker_id)
         del self.waiting[job.request.request_id]
         return None
@@ -102,8 +99,9 @@ class Dispatcher:
         """Move the jobs of a session that is over, or fail those that may not go on; `is_closed`: none may."""
         if self.sessions.get(session.worker_id) is session:
             del self.sessions[session.worker_id]
-        convict = self._trials.pop(session.epoch, None)
+        suspect = self._trials.break_off(session)
         running = session.running_request_ids()
+        is_verdict = session.is_death and suspect is not None and suspect.request.request_id in running
         moved = {request.request_id: request for request in session.scheduler.drain_requests()}
         for job in jobs:
             request = moved.get(job.request.request_id)
@@ -114,9 +112,9 @@ class Dispatcher:
             job.request = request
             if request.request_id in running:
                 job.num_migrations += 1
-                job.num_deaths += session.is_death
+                job.num_deaths += session.is_death and (job is suspect or not is_verdict)
                 self.num_migrated += 1
-            if job is convict and session.is_death:
+            if job is suspect and is_verdict:
                 self._fail(job, poisoned(job))
             elif job.num_migrations > placement.MAX_MIGRATIONS:
                 self._fail(job, lost(job))
@@ -138,41 +136,44 @@ class Dispatcher:
         is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in self.sessions.values())
         if is_tried_everywhere or len(job.failed_load_epochs) > placement.MAX_MIGRATIONS:
             return False
+        was_on_trial = self._trials.is_on_trial(job)
         job.request, job.session = request, None
-        was_on_trial = self._trials.get(session.epoch) is job
         if was_on_trial:
-            del self._trials[session.epoch]  # without a verdict
+            self._trials.break_off(session)
         self.waiting[request.request_id] = job
         self._sort_waiting()
-        if self._place(job) is not None:
-            return False
-        logger.info(
-            "request tried elsewhere request_id=%d epoch=%d: adapter not loaded", request.request_id, session.epoch
-        )
+        error = self._place(job)
+        if error is None:
+            logger.info(
+                "request tried elsewhere request_id=%d epoch=%d: adapter not loaded", request.request_id, session.epoch
+            )
+        else:
+            del self.waiting[request.request_id]
         if was_on_trial:
             self.place_waiting()
-        return True
+        return error is None
 
     def forget(self, job: Job) -> None:
         """The job is over: it waits no more, and its trial, if any, has ended."""
         self.waiting.pop(job.request.request_id, None)
-        if job.session is not None and self._trials.get(job.session.epoch) is job:
+        if self._trials.is_on_trial(job):
             self._end_trial(job)
+        self._trials.forget(job)
 
     def level(self, jobs: Mapping[RequestId, Job]) -> None:
         """Move requests that have not run and wait to a worker that has nothing waiting, where that is clearly faster.
 
         The latest arrivals go: those before them have their turn sooner where they are.
         """
-        idle = {i: s for i, s in self.sessions.items() if s.scheduler.num_waiting == 0}
+        idle = {i: s for i, s in self.sessions.items() if s.scheduler.num_waiting == 0 and self._trials.is_open(s)}
         if not idle:
             return
         for session in list(self.sessions.values()):
             if session.scheduler.num_waiting == 0:
                 continue
-            for request_id in session.scheduler.latest_waiting(placement.MAX_LEVELLED):
+            for request_id in session.scheduler.latest_unstarted(placement.MAX_LEVELLED):
                 job = jobs.get(request_id)
-                if job is None or job.session is not session or job.has_run or placement.is_suspect(job):
+                if job is None or job.session is not session or is_suspect(job):
                     continue
                 target = self._faster(job, session, idle)
                 if target is None:
@@ -192,25 +193,41 @@ class Dispatcher:
         return target if cost_ms < placement.LEVEL_SHARE * placement.price(session, need, self._costs) else None
 
     def _move(self, job: Job, session: WorkerSession, target: WorkerSession) -> None:
-        request = session.withdraw(job.request.request_id)
-        if request is None:
-            return
-        job.request, job.session = request, None
-        self.waiting[request.request_id] = job
+        self._take_from(session, job)
         if self._try(target, job) is not None:
             error = self._place(job)
             assert error is None, "a request that a worker had taken fits none any more"
 
+    def _take_from(self, session: WorkerSession, job: Job) -> None:
+        """Let a job that has not run on the session wait for another."""
+        request = session.withdraw(job.request.request_id)
+        assert request is not None, f"request {job.request.request_id} has run where it has not started"
+        job.request, job.session = request, None
+        self.waiting[request.request_id] = job
+
     # ---- trials ----
 
-    def judge(self, session: WorkerSession, plan_depth: int) -> None:
-        """Clear the suspect on trial at the session, if it has come far enough."""
-        suspect = self._trials.get(session.epoch)
-        if suspect is not None and placement.is_cleared(suspect, plan_depth):
-            self._end_trial(suspect)
+    def is_on_trial(self, job: Job) -> bool:
+        """Whether the job is a suspect on trial."""
+        return self._trials.is_on_trial(job)
+
+    def judge(self, plan_depth: int) -> None:
+        """Clear the suspects on trial that have come far enough."""
+        for suspect in self._trials.on_trial():
+            if is_cleared(suspect, plan_depth):
+                self._end_trial(suspect)
 
     def _end_trial(self, job: Job) -> None:
-        assert job.session is not None, "a trial without a worker"
-        del self._trials[job.session.epoch]
-        job.num_deaths = 0
+        self._trials.end(job)
         self.place_waiting()
+
+    def empty_for_suspects(self, jobs: Mapping[RequestId, Job]) -> None:
+        """Let a suspect that waits in vain have a worker soon: close one, and move away what has not run there."""
+        session = self._trials.to_empty(list(self.waiting.values()))
+        if session is not None:
+            logger.info("worker is being emptied for a suspect worker_id=%s epoch=%d", session.worker_id, session.epoch)
+            for request_id in session.scheduler.latest_unstarted(session.scheduler.num_waiting):
+                self._take_from(session, jobs[request_id])
+            self._sort_waiting()
+        if self._trials.is_emptying:
+            self.place_waiting()

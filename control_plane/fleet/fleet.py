@@ -156,7 +156,7 @@ class Fleet:
             if job is None or job.session is not session:
                 continue  # cancelled meanwhile
             self._deliver(job, output)
-        self._dispatcher.judge(session, self.settings.plan_depth)
+        self._dispatcher.judge(self.settings.plan_depth)
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
         if not job.has_run and output.first_scheduled_s is not None:
@@ -173,7 +173,7 @@ class Fleet:
             stream.push(output, reason)
             if stream.has_ended:
                 self._finish(job)
-            elif job.full_since_s is None and stream.is_full:
+            elif job.full_since_s is None and stream.is_full and not self._dispatcher.is_on_trial(job):
                 job.full_since_s = self._clock()
                 self._full[output.request_id] = job
                 assert job.session is not None, "tokens of a request without a session"
@@ -193,6 +193,8 @@ class Fleet:
             job.full_since_s = None
             if job.session is not None:
                 job.session.unpause(request_id)
+            else:
+                self._dispatcher.place_waiting()  # a suspect is not tried while nobody reads
 
     def _cancel(self, request_id: RequestId) -> None:
         job = self._jobs.get(request_id)
@@ -337,6 +339,8 @@ class Fleet:
         self._last_tick_s = now_s
         for session in list(self._sessions.values()):
             session.tick(now_s, was_asleep=was_asleep)
+        self._dispatcher.judge(self.settings.plan_depth)  # a beam search gains tokens without an output
+        self._dispatcher.empty_for_suspects(self._jobs)
         self._dispatcher.level(self._jobs)
         for job in list(self._dispatcher.waiting.values()):
             if job.request.deadline_s is not None and now_s >= job.request.deadline_s:

@@ -1,4 +1,4 @@
-"""Which worker a request goes to, and when a request that may be killing workers may run. Policy only, no state.
+"""Which worker a request goes to. Policy only, no state.
 
 **Placement.** Every worker is priced in milliseconds: how long the request is expected to take there. With T the
 worker's decode step, n the tokens that the request is expected to generate, and n * T the time that a request of its
@@ -19,10 +19,6 @@ the time when it was full.
 **Levelling.** At every tick, requests that have not run and wait on one worker while another has nothing waiting are
 priced once more on both, the latest arrivals first, and moved where that is clearly faster. So a worker that attaches,
 or that is through with its work, takes over from those that are behind.
-
-**Suspicion.** A request that was being computed at two worker deaths is a suspect. At most one suspect at a time is on
-trial per worker. It is cleared when it has gained more tokens there than can be in flight: what killed a worker once
-does so again at the re-prefill or at the token after it. A worker that dies during a trial convicts the suspect.
 """
 
 from __future__ import annotations
@@ -32,11 +28,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from control_plane.fleet.jobs import Job, num_indices_of
+from control_plane.fleet.jobs import num_indices_of
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.scheduler.adapter_slots import AdapterTier
 from control_plane.scheduler.prefix_cache import PrefixCache, chain_next, chain_root
-from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import AdapterRef, Request
 
@@ -45,7 +40,6 @@ MAX_MIGRATIONS = 3
 # gives up its place in a queue, and prices are estimates.
 LEVEL_SHARE = 0.7
 MAX_LEVELLED = 16  # of one worker at a time
-DEATHS_TO_SUSPECT = 2
 # Leading blocks that are looked up in the prefix caches: what lies beyond decides little, and hashing takes time.
 MAX_PREFIX_BLOCKS = 128
 
@@ -182,13 +176,3 @@ def by_preference(sessions: Iterable[AnyCandidate], need: Need, costs: Placement
     heapq.heapify(heap)  # mostly only the first is asked for
     while heap:
         yield heapq.heappop(heap)[2]
-
-
-def is_suspect(job: Job) -> bool:
-    """Whether the request may be what kills workers."""
-    return job.num_deaths >= DEATHS_TO_SUSPECT
-
-
-def is_cleared(job: Job, plan_depth: int) -> bool:
-    """Whether a suspect on trial has come past the point where it would have killed its worker."""
-    return job.num_tokens_here > (plan_depth * MAX_PLAN_STEPS + 1) * num_indices_of(job.request)

@@ -21,7 +21,8 @@ from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
 from control_plane.fleet.wire import PROTOCOL, GarbageResult, PlanEncoder, limits_of
-from control_plane.scheduler.errors import ResultMismatch, SlotReportMismatch
+from control_plane.scheduler.admission import make_group
+from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import LoadSlot, Request, RequestId, RequestOutput
@@ -124,6 +125,14 @@ class WorkerSession:
         """Take a request on. Raises RequestNeverFits."""
         self.scheduler.add(request, self._clock())
         self._pump_soon()
+
+    def fits(self, request: Request) -> bool:
+        """Whether `add` would take it."""
+        try:
+            make_group(request, self.scheduler.limits, 0)
+        except RequestNeverFits:
+            return False
+        return True
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> None:
         """Drop a request, or one of its answers; its blocks and slot are free once no plan in flight uses them."""

@@ -44,6 +44,8 @@ def _check_places(scheduler: Scheduler) -> None:
     assert len({id(s) for s in running}) == len(running), "a sequence runs twice"
     assert all(g.state is GroupState.WAITING for g in waiting), "a request in the waiting queue is not waiting"
     assert all(s.state is not SequenceState.IDLE for s in running), "a sequence that holds a row has the wrong state"
+    unstarted = {g.request.request_id: g for g in waiting if g.first_scheduled_s is None}
+    assert scheduler.roster.unstarted == unstarted, "requests that wait for their first row are miscounted"
     held = [g for g in scheduler.groups.values() if g.state is GroupState.HELD]
     swapped = list(scheduler.roster.swap)
     assert all(g.state is GroupState.SWAPPED for g in swapped), "a request in the swapped queue is not swapped"

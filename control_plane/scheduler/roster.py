@@ -52,6 +52,7 @@ class Roster:
         self.rows = RowPool(limits.max_rows)
         self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, in order of arrival
         self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
+        self.unstarted: dict[RequestId, SequenceGroup] = {}  # of the waiting ones those that never ran, as they came
         self.num_draining = 0  # of running
         self.num_running_groups = 0  # requests with members in running
         self.num_ending_groups = 0  # of those, requests that are over
@@ -79,11 +80,14 @@ class Roster:
         group.state = GroupState.WAITING
         self._want(group)
         self.waiting.add(group)
+        if group.first_scheduled_s is None:
+            self.unstarted[group.request.request_id] = group
 
     def unqueue(self, group: SequenceGroup) -> None:
         """It waits no more; the caller says what it does instead."""
         self.waiting.remove(group)
         self._unwant(group)
+        self.unstarted.pop(group.request.request_id, None)
 
     def join_swapped(self, group: SequenceGroup) -> None:
         """Let it wait for its return from host memory, in its place by arrival."""

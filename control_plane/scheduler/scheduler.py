@@ -11,9 +11,9 @@ is ever given away. Only blocks that a plan moves to host memory are free for th
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from dataclasses import replace
+from itertools import islice
 from operator import attrgetter
 
 from control_plane.scheduler.admission import make_group
@@ -105,7 +105,7 @@ class Scheduler:
         return 0 if group is None else group.num_searched
 
     def withdraw(self, request_id: RequestId) -> Request | None:
-        """Give a request that waits for its first row back with every accepted token, to go on elsewhere.
+        """Give a request that waits for a row back with every accepted token, to go on elsewhere.
 
         None, and nothing changes, if it is none such.
         """
@@ -116,9 +116,9 @@ class Scheduler:
         self.roster.end(group)
         return request
 
-    def latest_waiting(self, count: int) -> list[RequestId]:
-        """Requests in the waiting queue, at most so many, the latest arrival first."""
-        return [group.request.request_id for group in heapq.nlargest(count, self.waiting, key=by_order)]
+    def latest_unstarted(self, count: int) -> list[RequestId]:
+        """Requests that wait for their first row here, at most so many, the last to come first."""
+        return list(islice(reversed(self.roster.unstarted), count))
 
     def pause(self, request_id: RequestId) -> None:
         """Stop scheduling a request whose reader is slow. It gives way first when anything is short."""

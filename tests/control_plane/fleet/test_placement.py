@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.fleet.jobs import Job
-from control_plane.fleet.placement import Need, Offer, PrefixKeys, cost_ms, is_cleared, need_of
+from control_plane.fleet.placement import Need, Offer, PrefixKeys, cost_ms, need_of
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.scheduler.adapter_slots import AdapterTier
 from control_plane.scheduler.types import AdapterRef, Answer, Request, RequestId
@@ -121,16 +120,6 @@ def test_keys_of_a_prompt_are_made_only_as_far_as_somebody_has_them() -> None:
     keys, cache = PrefixKeys(replace(PLAIN, prompt_token_ids=tuple(range(2000)))), NoCache()
     assert [keys.num_hit_tokens(cache, 16) for _ in range(3)] == [0, 0, 0]  # type: ignore[arg-type]  # all that is used
     assert cache.num_asked == 3 and len(keys._by_block_size[16]) == 1
-
-
-@pytest.mark.parametrize("num_samples", [1, 3])
-def test_a_suspect_is_cleared_once_none_of_its_tokens_can_have_been_under_way(num_samples: int) -> None:
-    """Two plans of four steps each, and the token after them, for every answer."""
-    job = Job(replace(PLAIN, num_samples=num_samples), stream=None, charge=None)  # type: ignore[arg-type]  # nobody reads or pays
-    job.num_tokens_here = 9 * num_samples
-    assert not is_cleared(job, plan_depth=2)
-    job.num_tokens_here += 1
-    assert is_cleared(job, plan_depth=2)
 
 
 # ---- with workers ----

@@ -107,6 +107,20 @@ def test_preemption_takes_the_latest_arrival_and_changes_no_token() -> None:
     assert [bench.tokens[i] for i in (1, 2, 3)] == [oracle(request, 64) for request in requests]
 
 
+def test_only_requests_that_never_ran_are_offered_to_other_workers() -> None:
+    """However many were preempted: those that wait behind them are found all the same."""
+    bench = Bench(num_blocks=6, max_rows=3)
+    bench.add(*(make_request(i, prompt=4, max_tokens=16) for i in (1, 2, 3)))
+    while bench.scheduler.stats().num_preemptions == 0:
+        bench.step()
+    bench.add(*(make_request(i) for i in (4, 5, 6)))
+    assert len(bench.scheduler.waiting) > 3
+    assert bench.scheduler.latest_unstarted(2) == [6, 5]
+    assert bench.scheduler.latest_unstarted(16) == [6, 5, 4]
+    assert bench.scheduler.withdraw(RequestId(6)) is not None
+    assert bench.scheduler.latest_unstarted(16) == [5, 4]
+
+
 def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
     bench = Bench(num_blocks=6, block_size=2, max_rows=5)
     bench.add(*[make_request(i, prompt=2, max_tokens=10) for i in range(1, 6)])
