@@ -8,7 +8,7 @@ GPU the host's time to queue the call, and how many times as long each peer take
 GPU, it sets the pace of a step without graphs. torch's own functions are always among the peers, as far as this
 version and device have them; what did not run is told below the table. --peer adds another project's kernels: DIR holds
 a `motet_peer.py` that defines NAME and call(op, arguments), see peer_module.py. With --limit-s rows that would begin
-later are left out, and the last line says how many.
+later are left out, the last line says how many, and the exit status is 3.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from benchmarks.kernels.measure import Roofline, host_seconds, measure_roofline,
 from benchmarks.kernels.peer_module import PeerModule, PeerRefused, load_peer
 from benchmarks.kernels.work import Work
 from benchmarks.kernels.works import works
+
+INCOMPLETE = 3  # exit status where rows were left out
 
 HEADER = (
     f"{'op':<18} {'shape':<34} {'us':>9} {'+-':>7} {'host':>7} {'MB':>8} {'GFLOP':>8} {'GB/s':>7} {'TFLOP/s':>8} "
@@ -82,7 +84,7 @@ def finish(
         for text in refused:
             print(f"  {text}")
     if left_out:
-        print(f"{left_out} rows were left out after {options.limit_s:.0f} s")
+        print(f"incomplete: {left_out} rows were left out after {options.limit_s:.0f} s")
     if not rows and not left_out:
         print(f"no op is called {options.op}", file=sys.stderr)
         return 2
@@ -91,7 +93,7 @@ def finish(
         limits = {"bytes_per_s": roofline.bytes_per_s, "flops_per_s": roofline.flops_per_s}
         rest = {"roofline": limits, "rows": rows, "peers_refused": refused, "rows_left_out": left_out}
         options.json.write_text(json.dumps({**head, **rest}, indent=1) + "\n")
-    return 0
+    return INCOMPLETE if left_out else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
