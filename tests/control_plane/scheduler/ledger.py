@@ -54,6 +54,17 @@ class Account:
         answers = tuple(Answer(tuple(got), index not in self.live) for index, got in enumerate(self.got))
         return replace(self.request, answers=answers)
 
+    def check_carried(self, request: Request) -> None:
+        """A request that is taken from its worker must carry what was told of it, no more and no less."""
+        if self.hypotheses:
+            assert request == self.request, "a beam search begins again"
+        elif len(self.due) == 1:
+            assert list(request.generated_token_ids) == self.got[0], "a token is lost or added on the way"
+        else:
+            carried = [(list(answer.token_ids), answer.is_ended) for answer in request.answers]
+            told = [(got, index not in self.live) for index, got in enumerate(self.got)]
+            assert carried == told, "an answer is lost or added to on the way"
+
     def take(self, output: RequestOutput) -> None:
         """Book an output. It must be the next tokens of an index that has not ended."""
         index, request_id = output.index, output.request_id

@@ -1,6 +1,8 @@
 """The scheduler against a worker that turns every mistake into a wrong token, over random walks from seeds.
 
-MOTET_WALK_STEPS sets how many steps are walked in all, for longer runs than CI's.
+Out of CI, millions of steps from other seeds, every book checked at each third move, and each walk four times as long:
+
+    MOTET_WALK_STEPS=2000000 MOTET_WALK_SEED=1000000 make test TESTS=tests/control_plane/scheduler/test_random_walk.py
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from control_plane.scheduler.settings import Policy
 from control_plane.scheduler.types import FinishReason
 from tests.control_plane.scheduler.walk import Walk
 
-STEPS = int(os.environ.get("MOTET_WALK_STEPS", "200_000"))
-STEPS_PER_SEED = 500
+STEPS_OF_CI = 200_000
+STEPS = int(os.environ.get("MOTET_WALK_STEPS", STEPS_OF_CI))
+FIRST_SEED = int(os.environ.get("MOTET_WALK_SEED", "0"))
+IS_LONG = STEPS > STEPS_OF_CI
+STEPS_PER_SEED = 2000 if IS_LONG else 500
+CHECK_EVERY = 3 if IS_LONG else 40  # moves between two checks of every book
 # Every policy is walked; the default one most, for it has most to decide.
 SHARES = {Policy.CHUNKED_PREFILL: 0.6, Policy.PREFILL_FIRST: 0.25, Policy.FCFS: 0.15}
 # What must have come about in 10 000 steps, or the walks prove little.
@@ -30,6 +36,7 @@ LEAST: dict[str, float] = {
     "requests with several answers": 200,
     "blocks copied": 10,
     "tokens fed to beams": 30,
+    "withdrawn": 100,
 }
 
 
@@ -38,8 +45,8 @@ LEAST: dict[str, float] = {
 def test_every_request_gets_its_own_tokens_and_the_books_balance(policy: Policy, part: int) -> None:
     num_steps = round(STEPS * SHARES[policy] / 4)
     seen: Counter[str] = Counter()
-    for seed in count(10_000 * part):
-        walk = Walk(seed, policy)
+    for seed in count(FIRST_SEED + 10_000 * part):
+        walk = Walk(seed, policy, check_every=CHECK_EVERY)
         walk.run(min(STEPS_PER_SEED, num_steps - seen["steps"]))
         for reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.DEADLINE):
             seen[f"ended by {reason.value.replace('_', ' ')}"] += walk.ledger.ended_by.get(reason, 0)
@@ -50,6 +57,7 @@ def test_every_request_gets_its_own_tokens_and_the_books_balance(policy: Policy,
         seen["plans of several steps"] += walk.num_repeated
         seen["requests with several answers"] += walk.num_groups
         seen["several answers swapped in"] += walk.num_groups_swapped_in
+        seen["withdrawn"] += walk.num_withdrawn
         seen["blocks copied"] += walk.num_copies
         seen["tokens fed to beams"] += walk.num_fed
         seen["steps"] += walk.num_steps

@@ -1,4 +1,5 @@
-"""A random walk over one scheduler and a model worker: arrivals, cancels, pauses, deadlines, failures, late results.
+"""A random walk over one scheduler and a model worker: arrivals, cancels, pauses, deadlines, failures, late results,
+requests that are taken back while they wait.
 
 Everything follows from the seed. Used by test_random_walk.py.
 """
@@ -31,14 +32,13 @@ from control_plane.scheduler.types import (
 from tests.control_plane.scheduler.ledger import Ledger
 from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, steps_of
 
-FULL_CHECK_EVERY = 40  # moves; one in five makes a plan
-
 
 class Walk:
-    """One seeded run."""
+    """One seeded run. Every book is checked each `check_every` moves, of which about one in four makes a plan."""
 
-    def __init__(self, seed: int, policy: Policy, *, has_trace: bool = False) -> None:
+    def __init__(self, seed: int, policy: Policy, *, check_every: int = 40, has_trace: bool = False) -> None:
         rng = self.rng = random.Random(seed)
+        self.check_every = check_every
         self.limits = WorkerLimits(
             num_blocks=rng.choice([6, 9, 16, 40]),
             block_size=rng.choice([1, 2, 4]),
@@ -88,6 +88,7 @@ class Walk:
         self.num_fed = 0  # tokens of beams
         self.num_groups_swapped_in = 0  # plans that brought one of them back
         self.num_copies = 0  # blocks copied by forks
+        self.num_withdrawn = 0  # requests taken back while they waited
         self.trace = hashlib.sha256() if has_trace else None
 
     def run(self, num_steps: int) -> None:
@@ -124,6 +125,8 @@ class Walk:
             else:
                 self.paused.add(request_id)
                 self.scheduler.pause(request_id)
+        if self.live and rng.random() < 0.05:
+            self.withdraw(rng.choice(sorted(self.live)))
         if rng.random() < 0.03:
             word = rng.choice([self.scheduler.purge_digest, self.scheduler.pin, self.scheduler.unpin])
             word(rng.choice(self.adapters).digest)
@@ -151,7 +154,7 @@ class Walk:
         self.worker.poison(sorted(free - self.free_before))
         self.free_before = free
         self.num_moves += 1
-        if self.num_moves % FULL_CHECK_EVERY == 0:
+        if self.num_moves % self.check_every == 0:
             self.scheduler.check_invariants()
 
     def arrive(self) -> None:
@@ -212,6 +215,20 @@ class Walk:
         self.scheduler.cancel(request_id, self.now_s)
         self.ledger.close(request_id)
         self.paused.discard(request_id)
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """Another worker could take the request, if it waits: it goes there for good, or comes back at once."""
+        request = self.scheduler.withdraw(request_id)
+        if request is None:
+            return
+        self.num_withdrawn += 1
+        account = self.live[request_id]
+        account.check_carried(request)
+        self.paused.discard(request_id)
+        if self.rng.random() < 0.5:
+            self.ledger.close(request_id)
+        else:
+            self.scheduler.add(request, self.now_s)
 
     def make_plan(self) -> None:
         """Ask for a plan; it is executed when its turn comes."""
