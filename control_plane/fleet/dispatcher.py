@@ -95,10 +95,13 @@ class Dispatcher:
 
     # ---- from a worker ----
 
-    def take_back(self, session: WorkerSession, jobs: list[Job], *, is_closed: bool) -> None:
-        """Move the jobs of a session that is over, or fail those that may not go on; `is_closed`: none may."""
+    def close(self, session: WorkerSession) -> None:
+        """Give nothing more to a session that is over."""
         if self.sessions.get(session.worker_id) is session:
             del self.sessions[session.worker_id]
+
+    def take_back(self, session: WorkerSession, jobs: list[Job], *, is_final: bool) -> None:
+        """Move the jobs of a session that is closed, or fail those that may not go on; `is_final`: none may."""
         suspect = self._trials.break_off(session)
         running = session.running_request_ids()
         is_verdict = session.is_death and suspect is not None and suspect.request.request_id in running
@@ -106,7 +109,7 @@ class Dispatcher:
         for job in jobs:
             request = moved.get(job.request.request_id)
             job.session = None
-            if request is None or is_closed:
+            if request is None or is_final:
                 self._fail(job, lost(job))
                 continue
             job.request = request

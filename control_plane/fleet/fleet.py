@@ -276,8 +276,11 @@ class Fleet:
         """Move the requests of a session that is over."""
         if session.sent_garbage:
             self._quarantined_until_s[session.worker_id] = self._clock() + self.settings.quarantine_s
+        self._dispatcher.close(session)
+        # What was accepted reaches its streams in any case: the requests move on from behind it.
+        self.on_outputs(session, session.scheduler.take_outputs())
         jobs = [job for job in self._jobs.values() if job.session is session]
-        self._dispatcher.take_back(session, jobs, is_closed=self._is_closed)
+        self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
         if not self._sessions:
             self._no_worker_since_s = self._clock()
         self._retirement.check_soon()

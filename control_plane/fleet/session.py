@@ -147,7 +147,8 @@ class WorkerSession:
 
     def pause(self, request_id: RequestId) -> None:
         """Schedule it no more until `unpause`."""
-        self.scheduler.pause(request_id)
+        if not self.ended.is_set():  # its books may be broken
+            self.scheduler.pause(request_id)
 
     def unpause(self, request_id: RequestId) -> None:
         """Schedule it again."""

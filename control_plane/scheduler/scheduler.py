@@ -67,7 +67,7 @@ class Scheduler:
         self._planner = Planner(limits, roster, settings, self.counters, self.costs)
         self._answers = AnswerBook(roster)
         self._deadlines = Deadlines()
-        self._outputs: list[RequestOutput] = []  # ends that came up where none could be returned
+        self._outputs: list[RequestOutput] = []  # not told yet
         self._next_step_id = 1
         self._next_serial = 0
         self._is_dead = False
@@ -139,7 +139,7 @@ class Scheduler:
         """
         self.slots.retry_due(now_s)
         self._end_expired(now_s)
-        return self._take_outputs()
+        return self.take_outputs()
 
     def drain_requests(self) -> list[Request]:
         """Everything live with its accepted tokens, in order of arrival, to go on elsewhere. It is dead after this."""
@@ -169,7 +169,7 @@ class Scheduler:
         self.roster.close_purge(digest)
         if is_given_up:
             self._give_up_adapter(digest, reason)
-        return self._take_outputs()
+        return self.take_outputs()
 
     def slot_commands(self) -> list[SlotCommand]:
         """Loads and evictions to send, each once; call it after add, plan, apply and slot reports."""
@@ -253,8 +253,12 @@ class Scheduler:
         self.roster.swap.host.release(flight.spent_host_blocks)
         if result.step_time_us:
             self.costs.observe(result.step_time_us, len(flight.decodes), sum(n for _, n, _ in flight.prefills))
-        outputs = self._take_outputs()
-        self._answers.book(flight, result, outputs)
+        self._answers.book(flight, result, self._outputs)  # kept here: none is lost if a book breaks half way
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What requests gained and is not told yet: of an `apply` that raised, and ends that came up elsewhere."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     # ---- numbers ----
@@ -320,7 +324,3 @@ class Scheduler:
             end = ending(group, FinishReason.ADAPTER_FAILED)
             self._outputs.append(replace(end, message=reason, request=group.request_so_far()))
             self.roster.end(group)
-
-    def _take_outputs(self) -> list[RequestOutput]:
-        outputs, self._outputs = self._outputs, []
-        return outputs

@@ -31,6 +31,7 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
+from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.types import AdapterRef, BeamSearch, FinishReason
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
@@ -360,6 +361,46 @@ async def test_books_that_break_end_one_session_and_its_requests_move_on(
     assert broken.session.ended.is_set()
     await other.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
+
+
+async def test_tokens_accepted_before_the_books_broke_reach_their_streams(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock)
+    broken = LoopbackWorker(fleet, "w0")
+    requests = [make_request(fleet, [i], 20) for i in range(4)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    await broken.turn()
+    roster = broken.session.scheduler.roster
+    register, calls = roster.register, []
+
+    def break_at_the_third(sequence: Sequence) -> None:
+        calls.append(sequence)
+        assert len(calls) < 3, "the books do not balance"
+        register(sequence)
+
+    monkeypatch.setattr(roster, "register", break_at_the_third)
+    await broken.run(broken.session.ended.is_set)
+    assert len(calls) == 3 and len({id(sequence.group) for sequence in calls}) == 3  # within one result
+    other = LoopbackWorker(fleet, "w1")
+    await other.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+
+
+async def test_an_end_that_was_not_told_when_the_worker_was_lost_is_told_then(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    stream = fleet.submit(make_request(fleet, [1], 20, deadline_s=clock.now_s + 1))
+    other = make_request(fleet, [2], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(other)))
+    await worker.turn()
+    clock.advance(1.5)
+    worker.session.scheduler._end_expired(clock.now_s)  # as in a plan; the fleet is told after it
+    lose(worker)
+    with pytest.raises(DeadlineExceeded):
+        await read_all(stream)
+    await LoopbackWorker(fleet, "w1").run(reader.done)
+    assert await reader == expected(other)
 
 
 async def test_a_request_that_kills_its_workers_is_convicted_and_the_others_finish(clock: FakeClock) -> None:
