@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.sequence_group import SequenceGroup
+from control_plane.scheduler.types import RequestId
 
 Key = tuple[int, tuple[float, int]]  # place inside a tenant: (-priority, (arrival_s, serial))
 Turn = tuple[float, tuple[float, int], str]  # (virtual counter, order of its first request, tenant)
@@ -216,10 +217,10 @@ class WaitingQueue:
         self._long_tokens = long_tokens
         self._short = Line(counters, is_admissible, is_active)
         self._long = Line(counters, is_admissible, is_active)
-        self._len = 0
+        self._lines: dict[RequestId, Line] = {}  # where each stands, as long as it waits
 
     def __len__(self) -> int:
-        return self._len
+        return len(self._lines)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         yield from self._short
@@ -230,25 +231,25 @@ class WaitingQueue:
         """No adapter is urgent here: whoever lacks one is passed."""
         return None
 
-    def is_long(self, group: SequenceGroup) -> bool:
-        """Whether the request stands in the line of long prompts; the same for as long as it waits."""
-        return group.members[0].num_known > self._long_tokens
-
     def of_digest(self, digest: str | None) -> list[SequenceGroup]:
         """Those that wait with this adapter, in order of arrival."""
         return sorted(self._short.of_digest(digest) + self._long.of_digest(digest), key=lambda group: group.order)
 
     def add(self, group: SequenceGroup) -> None:
-        """Put a request in its place."""
+        """Put a request in its place.
+
+        It is long by the first answer that goes on, whose prefill comes first, and stays in its line though that one
+        be given up.
+        """
         self._counters.wait(group.request.tenant)
-        self._line(group).add(group)
-        self._len += 1
+        is_long = group.live_members()[0].num_known > self._long_tokens
+        line = self._lines[group.request.request_id] = self._long if is_long else self._short
+        line.add(group)
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a request out, wherever it stands."""
-        self._line(group).remove(group)
+        self._lines.pop(group.request.request_id).remove(group)
         self._counters.stop_waiting(group.request.tenant)
-        self._len -= 1
 
     def offer(self, digest: str | None) -> None:
         """Let requests with this adapter take part, which became admissible or active."""
@@ -266,14 +267,11 @@ class WaitingQueue:
 
     def peek_active(self, instead_of: SequenceGroup) -> SequenceGroup | None:
         """The first of the same tenant and kind whose adapter is active, or None."""
-        return self._line(instead_of).by_tenant[instead_of.request.tenant].active.peek()
+        return self._lines[instead_of.request.request_id].by_tenant[instead_of.request.tenant].active.peek()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if order, counts, fronts or turns are wrong."""
         self._short.check_invariants()
         self._long.check_invariants()
-        assert self._len == sum(1 for _ in self), "the waiting queue miscounts"
-        assert not any(map(self.is_long, self._short)) and all(map(self.is_long, self._long)), "in the wrong line"
-
-    def _line(self, group: SequenceGroup) -> Line:
-        return self._long if self.is_long(group) else self._short
+        standing = [(group.request.request_id, line) for line in (self._short, self._long) for group in line]
+        assert len(standing) == len(self) and dict(standing) == self._lines, "a request is in the wrong line"

@@ -12,8 +12,10 @@ from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.arrival_queue import ArrivalQueue
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.sequence_group import SequenceGroup
+from control_plane.scheduler.settings import SchedulerSettings
+from control_plane.scheduler.types import Answer
 from control_plane.scheduler.waiting_queue import WaitingQueue, queue_key
-from tests.control_plane.scheduler.factories import make_adapter, make_limits, make_request
+from tests.control_plane.scheduler.factories import Bench, make_adapter, make_limits, make_request
 
 ADAPTERS = [None, make_adapter("one"), make_adapter("two")]
 LONG_TOKENS = 8
@@ -52,6 +54,32 @@ def test_a_preempted_request_goes_back_to_its_place() -> None:
     queue.add(second)
     queue.add(first)
     assert queue.peek() is first
+
+
+@pytest.mark.parametrize("is_first_long", [False, True])
+def test_a_request_is_as_long_as_its_first_answer_that_goes_on(is_first_long: bool) -> None:
+    """After a move or a preemption the first answer may be over: it will not be computed again."""
+    long, short = tuple(range(3, 3 + LONG_TOKENS)), (3,)
+    ended, live = (long, short) if is_first_long else (short, long)
+    answers = (Answer(ended, is_ended=True), Answer(live))
+    queue = make_queue()
+    queue.add(make_waiting(1, max_tokens=20, num_samples=2, answers=answers))
+    assert (queue.peek(may_be_long=False) is not None) == is_first_long
+    queue.check_invariants()
+
+
+def test_a_request_keeps_its_line_when_the_answer_that_it_stands_there_for_is_given_up() -> None:
+    bench = Bench(SchedulerSettings(long_prefill_tokens=LONG_TOKENS), num_blocks=64)
+    bench.add(make_request(1, prompt=4, max_tokens=30))
+    answers = (Answer(tuple(range(3, 3 + LONG_TOKENS))), Answer((3,)), Answer((3, 4)))
+    several = make_request(2, prompt=4, max_tokens=20, num_samples=3, answers=answers)
+    bench.add(several)
+    bench.scheduler.cancel(several.request_id, 0.0, index=0)
+    bench.scheduler.check_invariants()
+    bench.scheduler.cancel(several.request_id, 0.0)
+    bench.scheduler.check_invariants()
+    assert len(bench.scheduler.waiting) == 1
+    bench.run()
 
 
 def test_the_tenant_with_the_least_service_is_next_whoever_came_first() -> None:
