@@ -26,6 +26,10 @@ def make_waiting(serial: int, adapter_idx: int = 0, arrival_s: float = 0.0, **ch
     return make_group(request, make_limits(), serial)
 
 
+def is_long(group: SequenceGroup) -> bool:
+    return len(group.request.prompt_token_ids) > LONG_TOKENS
+
+
 def make_queue(
     counters: VirtualCounters | None = None,
     is_admissible: Callable[[str | None], bool] = lambda digest: True,
@@ -184,7 +188,7 @@ def test_the_queue_agrees_with_a_sorted_list(moves: list[tuple[str, int]]) -> No
         queue.check_invariants()
         assert len(queue) == len(model)
         for may_be_long in (True, False):
-            allowed = [g for g in model if g.digest in ready and (may_be_long or not queue.is_long(g))]
+            allowed = [g for g in model if g.digest in ready and (may_be_long or not is_long(g))]
             group_or_none = queue.peek(may_be_long=may_be_long)
             assert (group_or_none is None) == (not allowed)
             if group_or_none is None:
@@ -193,7 +197,7 @@ def test_the_queue_agrees_with_a_sorted_list(moves: list[tuple[str, int]]) -> No
             assert counters.counter(tenant) == min(counters.counter(g.request.tenant) for g in allowed)
             own = [g for g in allowed if g.request.tenant == tenant]
             assert group_or_none is min(own, key=queue_key)
-            alike = [g for g in own if g.digest in active and queue.is_long(g) == queue.is_long(group_or_none)]
+            alike = [g for g in own if g.digest in active and is_long(g) == is_long(group_or_none)]
             assert queue.peek_active(group_or_none) is (min(alike, key=queue_key) if alike else None)
 
 
