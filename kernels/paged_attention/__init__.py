@@ -9,11 +9,16 @@ import torch
 
 from kernels.devices import check_devices, runs_triton
 from kernels.fp8 import FP8, KVScale, check_scales
-from kernels.paged_attention import cpu
+from kernels.paged_attention import cpu, cpu_decode
 from kernels.paged_attention.batch import AttentionBatch
 from kernels.paged_attention.options import BlockSparsity, Options
 
-__all__ = ["AttentionBatch", "BlockSparsity", "cross_attention", "encoder_attention", "paged_attention"]
+__all__ = ["AttentionBatch", "BlockSparsity", "cross_attention", "encoder_attention", "paged_attention", "prepare_cpu"]
+
+
+def prepare_cpu() -> None:
+    """Compile what decodes on a CPU run, so that the first does not wait for it; the log says where it cannot."""
+    cpu_decode.prepare()
 
 
 def paged_attention(

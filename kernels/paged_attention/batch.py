@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -67,11 +68,13 @@ class PrefillSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A step's work for layers of one sliding window."""
+class Decodes:
+    """The sequences with one query, on the host, for a kernel that reads block tables itself."""
 
-    decodes: list[DecodeGroup]
-    prefills: list[PrefillSequence]
+    tables: npt.NDArray[np.int32]  # [num_seqs, max_blocks] of the whole step
+    sequences: npt.NDArray[np.int32]  # [num_decodes]: rows of the tables
+    tokens: npt.NDArray[np.int32]  # [num_decodes]: their tokens in the step
+    context_lens: npt.NDArray[np.int32]  # [num_decodes]
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class AttentionBatch:
     host_tables: npt.NDArray[np.int32]
     is_causal: bool = True  # False: every query sees all keys of its sequence
     is_ragged: bool = False  # the keys are the queries' tokens, which the tables number
-    _layouts: dict[tuple[int, int | None, int, torch.dtype, torch.device], Layout] = field(default_factory=dict)
+    _groups: dict[tuple[object, ...], list[DecodeGroup]] = field(default_factory=dict)
+    _prefills: dict[tuple[object, ...], list[PrefillSequence]] = field(default_factory=dict)
     _on_device: dict[torch.device, DeviceBatch] = field(default_factory=dict)
 
     @classmethod
@@ -147,19 +151,33 @@ class AttentionBatch:
         if -(-longest // block_size) > self.host_tables.shape[1]:
             raise ValueError(f"{longest} tokens need more than {self.host_tables.shape[1]} blocks of {block_size}")
 
-    def layout(self, cache: torch.Tensor, sliding_window: int | None, dtype: torch.dtype) -> Layout:
-        """The work for caches like this one, widened to dtype; built on the first layer that asks."""
-        block_size = cache.shape[1]
+    @cached_property
+    def decodes(self) -> Decodes:
+        """The sequences with one query."""
+        starts = np.asarray(self.query_start, dtype=np.int32)
+        sequences = np.flatnonzero(np.diff(starts) == 1).astype(np.int32)
+        lens = np.asarray(self.context_lens, dtype=np.int32)
+        return Decodes(np.ascontiguousarray(self.host_tables), sequences, starts[sequences], lens[sequences])
+
+    def decode_groups(self, cache: torch.Tensor, sliding_window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
+        """The sequences with one query, for caches like this one, widened to dtype; built for the first layer."""
         bytes_per_token = cache.shape[2] * cache.shape[3] * dtype.itemsize
-        key = (block_size, sliding_window, bytes_per_token, dtype, cache.device)
-        if key not in self._layouts:
-            builder = _Builder(self, block_size, sliding_window, dtype, cache.device)
-            self._layouts[key] = builder.build(bytes_per_token)
-        return self._layouts[key]
+        key = (cache.shape[1], sliding_window, bytes_per_token, dtype, cache.device)
+        if key not in self._groups:
+            builder = _Builder(self, cache.shape[1], sliding_window, dtype, cache.device)
+            self._groups[key] = builder.decode_groups(bytes_per_token)
+        return self._groups[key]
+
+    def prefills(self, cache: torch.Tensor, sliding_window: int | None, dtype: torch.dtype) -> list[PrefillSequence]:
+        """The sequences with several queries, likewise."""
+        key = (cache.shape[1], sliding_window, dtype, cache.device)
+        if key not in self._prefills:
+            self._prefills[key] = _Builder(self, cache.shape[1], sliding_window, dtype, cache.device).prefills()
+        return self._prefills[key]
 
 
 class _Builder:
-    """Builds one Layout."""
+    """Builds what the layers of one sliding window share."""
 
     def __init__(
         self,
@@ -176,28 +194,31 @@ class _Builder:
         self.device = device
         batch.check_width(block_size)
 
-    def build(self, bytes_per_token: int) -> Layout:
-        starts, lens = self.batch.query_start, self.batch.context_lens
-        decodes: list[tuple[int, int, int]] = []  # (blocks, sequence, first block)
-        prefills: list[PrefillSequence] = []
-        for sequence, context_len in enumerate(lens):
-            num_queries = starts[sequence + 1] - starts[sequence]
-            first_key = self._first_key(context_len, num_queries)
-            first_block, end_block = first_key // self.block_size, -(-context_len // self.block_size)
-            if num_queries == 1:
-                decodes.append((end_block - first_block, sequence, first_block))
-            elif num_queries > 1:
-                prefills.append(self._prefill(sequence, num_queries, first_block, end_block))
+    def decode_groups(self, bytes_per_token: int) -> list[DecodeGroup]:
+        items: list[tuple[int, int, int]] = []  # (blocks, sequence, first block)
+        for sequence in self.batch.decodes.sequences.tolist():
+            first_block, end_block = self._blocks(sequence, 1)
+            items.append((end_block - first_block, sequence, first_block))
         budget = GROUP_BYTES_CPU if self.device.type == "cpu" else GROUP_BYTES_DEVICE
         groups: list[list[tuple[int, int, int]]] = []
-        for item in sorted(decodes):
+        for item in sorted(items):
             group = groups[-1] if groups else []
             is_full = (len(group) + 1) * item[0] * self.block_size * bytes_per_token > budget
             if not group or is_full or item[0] > GROUP_PADDING * group[0][0]:
                 groups.append([item])
             else:
                 group.append(item)
-        return Layout([self._decode(group) for group in groups], prefills)
+        return [self._decode(group) for group in groups]
+
+    def prefills(self) -> list[PrefillSequence]:
+        starts = self.batch.query_start
+        counts = [starts[idx + 1] - starts[idx] for idx in range(len(self.batch.context_lens))]
+        return [self._prefill(idx, count, *self._blocks(idx, count)) for idx, count in enumerate(counts) if count > 1]
+
+    def _blocks(self, sequence: int, num_queries: int) -> tuple[int, int]:
+        """(first, one past the last) of the blocks that its queries see."""
+        context_len = self.batch.context_lens[sequence]
+        return self._first_key(context_len, num_queries) // self.block_size, -(-context_len // self.block_size)
 
     def _first_key(self, context_len: int, num_queries: int) -> int:
         """First key that any of the queries sees."""

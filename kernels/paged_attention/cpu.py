@@ -1,7 +1,8 @@
 """paged_attention on gathered keys: torch's fused attention where it can, plain products where it cannot.
 
 Written for the CPU, runs on any device. One gather and one product per group of decode sequences or per prefill
-sequence; no loop over heads: query heads of one key head are rows of one product.
+sequence; no loop over heads: query heads of one key head are rows of one product. On a CPU with a C compiler,
+`cpu_decode` takes most decodes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.fp8 import FP8, KVScale, widen
+from kernels.paged_attention import cpu_decode
 from kernels.paged_attention.batch import AttentionBatch, DecodeGroup, KeyBlocks, PrefillSequence
 from kernels.paged_attention.options import Options
 
@@ -25,14 +27,20 @@ def paged_attention(
     num_kv_heads, value_dim = value_cache.shape[2:]
     output = query.new_empty(num_tokens, num_heads, value_dim)
     grouped = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, dim)
-    layout = batch.layout(key_cache, options.sliding_window, query.dtype)
+    shape = (key_cache, options.sliding_window, query.dtype)
     attention = _Attention(options, num_heads, num_kv_heads, query.device)
-    for decodes in layout.decodes:
+    groups: list[DecodeGroup] = []
+    if cpu_decode.can_serve(query, key_cache, value_cache, options):
+        batch.check_width(key_cache.shape[1])
+        cpu_decode.attend(query, key_cache, value_cache, batch.decodes, options, output)
+    else:
+        groups = batch.decode_groups(*shape)
+    for decodes in groups:
         keys = _gather(decodes.keys, key_cache, options.key_scale, query.dtype).transpose(1, 2)  # [n, Hkv, K, D]
         values = _gather(decodes.keys, value_cache, options.value_scale, query.dtype).transpose(1, 2)
         mixed = attention.decode(grouped[decodes.rows], keys, values, decodes)
         output[decodes.rows] = mixed.reshape(-1, num_heads, value_dim)
-    for prefill in layout.prefills:
+    for prefill in batch.prefills(*shape):
         keys = _gather(prefill.keys, key_cache, options.key_scale, query.dtype)[0].transpose(0, 1)  # [Hkv, K, D]
         values = _gather(prefill.keys, value_cache, options.value_scale, query.dtype)[0].transpose(0, 1)
         rows = grouped[prefill.start : prefill.end].permute(1, 2, 0, 3)  # [Hkv, G, Q, D]

@@ -14,10 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import native_code
+
+collect_ignore_glob: list[str] = []
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # triton is not made for every platform. Where `make` installs it, its absence is an error.
 if not HAS_TRITON and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-    collect_ignore_glob = ["*/test_triton_*.py"]
+    collect_ignore_glob += ["*/test_triton_*.py"]
+# So is a C compiler not everywhere. Without one, and only then, native code's tests are left out.
+if native_code.find_compiler() is None:
+    collect_ignore_glob += ["*test_native_*.py"]
 
 
 @pytest.fixture(scope="session")
