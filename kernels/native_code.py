@@ -60,9 +60,10 @@ def openmp_parallel() -> int | None:
         return None
     mapped = {line[line.find("/") :] for line in maps.read_text().splitlines() if "/" in line}
     for path in sorted(path for path in mapped if "omp" in Path(path).name and ".so" in path):
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        if function is not None:
-            return ctypes.cast(function, ctypes.c_void_p).value
+        try:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):  # replaced on disk since it was loaded, or no OpenMP
+            continue
     return None
 
 
