@@ -6,13 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.devices import device_name
+from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
 from kernels.sampling.rows import Adjustments, SamplingRows
 from kernels.sampling.triton_adjust import adjust
 from kernels.sampling.triton_search import raise_lowest
 from kernels.sampling.triton_values import Launch, highest_kernel, highest_of, load_values, ordered, scaled_scores
-
-TILE = 1024  # tokens per load
-PART = 8 * TILE  # tokens of one program
 
 
 @triton.jit
@@ -107,10 +106,9 @@ def sample(
     rows: SamplingRows | None,
     adjustments: Adjustments | None,
     *,
-    part: int = PART,
-    tile: int = TILE,
+    parameters: SampleLaunch | None = None,
 ) -> torch.Tensor:
-    """See the package."""
+    """See the package. The last replaces the launch parameters."""
     num_rows, vocab_size = logits.shape
     device = logits.device
     source = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
@@ -119,7 +117,8 @@ def sample(
         adjusted = adjust(logits, adjustments)
         source[adjustments.rows] = torch.arange(len(adjusted), dtype=torch.int32, device=device)
     rows = rows if rows is not None else _greedy(num_rows, device)
-    num_parts = triton.cdiv(vocab_size, part)
+    parameters = parameters or sample_launch(device_name(logits), Sizes.of(logits))
+    num_parts = triton.cdiv(vocab_size, parameters.part)
     launch = Launch(
         logits,
         adjusted,
@@ -128,11 +127,19 @@ def sample(
         highest=torch.empty(num_rows, num_parts, dtype=torch.float32, device=device),
         lowest=torch.zeros(num_rows, dtype=torch.int32, device=device),
         num_parts=num_parts,
-        part=part,
-        tile=tile,
+        parameters=parameters,
     )
     grid = (num_rows, num_parts)
-    highest_kernel[grid](launch.highest, *launch.values, vocab_size, num_parts, *logits.stride(), PART=part, TILE=tile)
+    highest_kernel[grid](
+        launch.highest,
+        *launch.values,
+        vocab_size,
+        num_parts,
+        *logits.stride(),
+        PART=parameters.part,
+        TILE=parameters.tile,
+        num_warps=parameters.num_warps,
+    )
     if rows.has_top_k:
         raise_lowest(launch, of_mass=False)
     if rows.has_top_p:
@@ -154,6 +161,7 @@ def sample(
         *logits.stride(),
         HAS_MIN_P=rows.has_min_p,
         **launch.sizes,
+        num_warps=parameters.num_warps,
         enable_fp_fusion=False,
     )
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)

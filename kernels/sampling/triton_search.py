@@ -177,7 +177,7 @@ def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
             IS_FIRST=index == 0,
             OF_MASS=of_mass,
             **launch.sizes,
-            num_warps=8,
+            num_warps=launch.parameters.search_warps,
             enable_fp_fusion=False,
         )
     _lowest_kernel[(num_rows,)](

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.sampling.launch import SampleLaunch
 from kernels.sampling.rows import SamplingRows
 
 
@@ -25,8 +26,7 @@ class Launch:
     highest: torch.Tensor  # float32 [n, num_parts] largest value of each part
     lowest: torch.Tensor  # uint32 as int32 [n] lowest kept value, in the order of `ordered`
     num_parts: int  # of a row
-    part: int  # tokens of one program
-    tile: int  # tokens per load
+    parameters: SampleLaunch
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
@@ -34,7 +34,11 @@ class Launch:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"PARTS": triton.next_power_of_2(self.num_parts), "PART": self.part, "TILE": self.tile}
+        return {
+            "PARTS": triton.next_power_of_2(self.num_parts),
+            "PART": self.parameters.part,
+            "TILE": self.parameters.tile,
+        }
 
 
 @triton.jit

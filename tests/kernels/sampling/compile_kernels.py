@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from kernels.sampling import triton_adjust, triton_kernel, triton_logprobs, triton_search, triton_values
+from kernels.sampling.launch import SampleLaunch
 from tests.kernels.compiling import compile_for_h200
 
 # Element types of pointers, by argument; the others are the logits'.
@@ -38,12 +39,13 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -
 
 
 def main() -> None:
-    sizes = {"PARTS": 16, "PART": triton_kernel.PART, "TILE": triton_kernel.TILE}
+    launch = SampleLaunch()
+    sizes = {"PARTS": 16, "PART": launch.part, "TILE": launch.tile}
     compile_kernel(triton_values.highest_kernel, {name: sizes[name] for name in ("PART", "TILE")})
     for of_mass in (False, True):
         for is_first in (False, True):
             options = {"IS_FIRST": is_first, "OF_MASS": of_mass, "stride_lv": 1}
-            compile_kernel(triton_search._digit_kernel, options | sizes, num_warps=8)
+            compile_kernel(triton_search._digit_kernel, options | sizes, num_warps=launch.search_warps)
         compile_kernel(triton_search._lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
     compile_kernel(triton_kernel._draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
     compile_kernel(triton_kernel._pick_kernel, {"PARTS": 16})

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from kernels.cases import to_device
 from kernels.sampling import SamplingRows, reference, sample, triton_kernel, triton_logprobs
 from kernels.sampling.cases import make_adjustments
+from kernels.sampling.launch import SampleLaunch
 from kernels.sampling.logprobs import normalise
 from kernels.sampling.triton_adjust import adjust
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PARTS = {"part": 256, "tile": 128}  # several parts and tiles in a row of few tokens
-PART = {"part": 256, "tile": 256}
+PARTS = {"parameters": SampleLaunch(256, 128)}  # several parts and tiles in a row of few tokens
+PART = {"parameters": SampleLaunch(256, 256)}
 
 
 def make_rows(settings_of_rows: Sequence[tuple[float, int, float, float]]) -> SamplingRows:

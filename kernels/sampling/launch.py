@@ -1,0 +1,54 @@
+"""How the sampling kernels are launched: safe defaults, and what `kernels.tuning` knows better.
+
+Nothing here changes a token: maxima and integer sums are the same in any order, and of equal scores the lowest id wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+
+from kernels.tuning import tuned
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLaunch:
+    """Of the passes over a step's logits."""
+
+    part: int = 8192  # tokens of one program; fewer programs than multiprocessors leave some idle
+    tile: int = 1024  # tokens per load
+    num_warps: int = 4  # of the passes for the highest value and for the draw
+    search_warps: int = 8  # of the passes of a limit, which hold 16 sums per token of a tile
+
+    def __post_init__(self) -> None:
+        _check("part", self.part, 256, 1 << 16)
+        _check("tile", self.tile, 128, min(4096, self.part))
+        _check("num_warps", self.num_warps, 1, 16)
+        _check("search_warps", self.search_warps, 1, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a launch is chosen by. Its fields name the buckets of the tables."""
+
+    dtype: str  # of the logits
+    rows: int
+    vocab: int
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> Sizes:
+        """Of logits [n, V]."""
+        return cls(str(logits.dtype).removeprefix("torch."), *logits.shape)
+
+
+@lru_cache(maxsize=1024)
+def sample_launch(device_name: str | None, sizes: Sizes) -> SampleLaunch:
+    """What was measured for such a call on the device, or the default."""
+    return tuned("sample", SampleLaunch(), device_name, **asdict(sizes))
+
+
+def _check(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most or value & (value - 1):
+        raise ValueError(f"{name} is {value}, want a power of two from {least} to {most}")
