@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import tune_attention, tune_lora
+from benchmarks.kernels import tune_attention, tune_lora, tune_sampling
 from benchmarks.kernels.measure import Call, time_calls
 from benchmarks.kernels.problem import Found, Problem
 from kernels.tuning import TABLES, bucket_name, read_tables, write_table
@@ -35,6 +35,7 @@ PROBLEMS: dict[str, Callable[[torch.device, torch.dtype, bool], Iterable[Problem
     "lora_shrink": tune_lora.shrink_problems,
     "paged_attention_decode": tune_attention.decode_problems,
     "paged_attention_prefill": tune_attention.prefill_problems,
+    "sample": tune_sampling.problems,
 }
 
 # Seconds of each call, measured in turn.

@@ -21,8 +21,9 @@ from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
+from kernels.launches import check_tables
 from kernels.paged_attention import prepare_cpu
-from kernels.tuning import TABLES, read_tables
+from kernels.tuning import TABLES
 
 
 def build_engine(config: WorkerConfig) -> TorchEngine:
@@ -35,7 +36,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: {error}") from error
     if device.type == "cuda":
-        check_tables(torch.cuda.get_device_name(device))
+        check_launches(torch.cuda.get_device_name(device))
     loaded = load_model(config.model_dir, config.dtype, device)
     kv_format = KVFormat.of(config.kv_cache_dtype, loaded.dtype, device)
     layers = loaded.probe.attention_layers
@@ -101,10 +102,10 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
 
 
-def check_tables(device_name: str, folder: Path = TABLES) -> None:
-    """Refuse tables of launch parameters that cannot be read, before a step asks for them."""
+def check_launches(device_name: str, folder: Path = TABLES) -> None:
+    """Refuse tables of launch parameters that some op could not run with, before a step asks for them."""
     try:
-        read_tables(device_name, folder)
+        check_tables(device_name, folder)
     except ValueError as error:
         raise ConfigError(f"launch parameters of {device_name}: {error}") from error
 

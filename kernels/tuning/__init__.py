@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     Launch = TypeVar("Launch")
 
-__all__ = ["TABLES", "Size", "Table", "bucket_name", "device_folder", "read_tables", "tuned", "write_table"]
+__all__ = ["TABLES", "Size", "Table", "apply", "bucket_name", "device_folder", "read_tables", "tuned", "write_table"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,17 @@ def _tuned(op: str, defaults: Any, device_name: str, sizes: tuple[tuple[str, Siz
     table = _tables(device_name, folder).get(op)
     if table is None:
         return defaults
-    bucket = bucket_name(**dict(sizes))
+    return apply(table, bucket_name(**dict(sizes)), defaults)
+
+
+def apply(table: Table, bucket: str, defaults: Any) -> Any:
+    """The defaults with a table's entry for the bucket. Raises ValueError for parameters that the op does not take."""
     entry = table.buckets.get(bucket, {})
     known = {field.name for field in fields(defaults)}
-    where = f"{table.path}: bucket {bucket!r}"
+    where = f"{table.path}: {table.op}, bucket {bucket!r}"
     if not entry.keys() <= known:
         raise ValueError(
-            f"{where} names {sorted(entry.keys() - known)}; {op} takes {sorted(known)}; delete or rewrite the table"
+            f"{where} names {sorted(entry.keys() - known)}, the op takes {sorted(known)}; delete or rewrite the table"
         )
     try:
         return replace(defaults, **entry)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.engine.build import build_engine, check_tables
+from data_plane.engine.build import build_engine, check_launches
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ConfigError, PlanRefused, StaleSlot
 from data_plane.plan import NewRow, RowSampling, StepPlan
+from kernels.tuning import write_table
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
 from tests.data_plane.engine.test_oracle import worker_config
@@ -319,13 +320,15 @@ def test_settings_that_cannot_be_are_refused(checkpoint: Path, settings: dict[st
         build_engine(worker_config(checkpoint, **settings))
 
 
-def test_launch_parameters_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
-    folder = tmp_path / "a-gpu"
-    folder.mkdir()
-    check_tables("A GPU", tmp_path)
-    (folder / "lora_shrink.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"launch parameters of A GPU: .*lora_shrink.json: .*delete or rewrite"):
-        check_tables("A GPU", tmp_path)
+def test_launch_parameters_that_cannot_be_read_or_run_with_end_the_start(tmp_path: Path) -> None:
+    check_launches("A GPU", tmp_path)
+    bucket = "cache=bfloat16 dim=128 dtype=bfloat16 group=4"
+    path = write_table("paged_attention_prefill", "A GPU", {}, {bucket: {"block_m": 8}}, tmp_path)
+    with pytest.raises(ConfigError, match=rf"A GPU: .*_prefill.json: .*{bucket}.*block_m is 8, want .* from 16 to 256"):
+        check_launches("A GPU", tmp_path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"launch parameters of A GPU: .*_prefill.json: .*delete or rewrite"):
+        check_launches("A GPU", tmp_path)
 
 
 def test_bf16_engine_answers(checkpoint: Path) -> None:
