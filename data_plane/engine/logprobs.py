@@ -13,6 +13,8 @@ from kernels.sampling import token_logprobs
 
 # Positions whose logits are looked at together: bounds the memory beside the logits.
 _SLICE = 256
+# What is told of a token that is less likely than float32 can say: finite, for JSON has no infinity.
+LEAST_LOGPROB = np.finfo(np.float32).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Asked:
 def tell_logprobs(logits: torch.Tensor, asked: Sequence[Asked]) -> list[RowLogprobs]:
     """What was asked, in that order, from the raw logits [sum of n, vocab]: a row of logits for each token.
 
-    Left out is whose logits are not finite: its row fails when it samples.
+    Left out is whose logits are not finite: its row fails. Where finite ones lie further apart than float32 reaches,
+    LEAST_LOGPROB is told.
     """
     if not asked:
         return []
@@ -43,11 +46,13 @@ def tell_logprobs(logits: torch.Tensor, asked: Sequence[Asked]) -> list[RowLogpr
         torch.cat([getattr(part, name) for part in slices]).cpu().numpy()
         for name in ("logprob", "rank", "top_token", "top_logprob")
     )
+    logprobs, top_logprobs = np.maximum(logprobs, LEAST_LOGPROB), np.maximum(top_logprobs, LEAST_LOGPROB)
+    finite = torch.isfinite(logits).all(dim=-1).cpu().numpy()
     told = []
     end = 0
     for part, count in zip(asked, counts, strict=True):
         begin, end = end, end + count
-        if np.isfinite(logprobs[begin:end]).all():
+        if finite[begin:end].all():
             told.append(
                 RowLogprobs(
                     part.row,

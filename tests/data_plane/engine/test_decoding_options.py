@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from data_plane.engine.batch import split_prefills
 from data_plane.engine.engine import TorchEngine
+from data_plane.engine.logprobs import LEAST_LOGPROB
 from data_plane.errors import PlanRefused
+from data_plane.models.loader import LoadedModel
 from data_plane.plan import RowLogprobs, RowSampling
 from tests.data_plane.engine.planner import GREEDY, Job, Planner, array, make_plan
 from tests.data_plane.engine.test_engine import PROMPT, new_row
@@ -155,6 +157,45 @@ def test_logprobs_of_prompt_and_answer_are_the_models(engine: TorchEngine, model
     check_told(by_row[2][0], expected[7:], 3)
     assert (by_row[1][0].first_position, by_row[2][0].first_position) == (7, 8)
     assert by_row[2][2].top_token_ids.shape == (1, 0) and by_row[2][2].ranks.tolist() == [1]
+
+
+def test_tokens_less_likely_than_float32_can_say_are_told_with_its_lowest_number(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finite logits of -3e38 and 3e38: the difference of two of them is not finite. No row fails for that."""
+    logits_of = LoadedModel.logits
+
+    def far_apart(model: LoadedModel, *inputs: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(model, *inputs)
+        return torch.where(logits > logits.median(dim=-1, keepdim=True).values, 3e38, -3e38)
+
+    monkeypatch.setattr(LoadedModel, "logits", far_apart)
+    sampling = RowSampling(3e38, 0, 1.0, 1, num_logprobs=256, num_prompt_logprobs=256)  # so hot that all are drawn
+    row = new_row(block_ids=array([3, 4]), sampling=sampling)
+    outputs = [engine.execute(make_plan(1, new=[row], prefills=[(0, 7)]))]
+    outputs += [engine.execute(make_plan(step_id)) for step_id in range(2, 8)]
+    assert all(output.rows.tolist() == [0] and not len(output.failed_rows) for output in outputs)
+    told = [told for output in outputs for told in (*output.prompt_logprobs, *output.sampled_logprobs)]
+    assert len(told) == 8 and all(np.isfinite(part.logprobs).all() for part in told)
+    assert LEAST_LOGPROB in told[0].logprobs and any(LEAST_LOGPROB in part.logprobs for part in told[1:])
+    for part in told:
+        assert np.isfinite(part.top_logprobs).all() and (part.top_logprobs[:, -1] == LEAST_LOGPROB).all()
+
+
+def test_prompt_whose_logits_are_not_finite_is_not_told_of(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits_of = LoadedModel.logits
+
+    def infinite(model: LoadedModel, *inputs: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(model, *inputs)
+        logits[:, 250] = float("inf")
+        return logits
+
+    monkeypatch.setattr(LoadedModel, "logits", infinite)
+    sampling = replace(GREEDY, num_logprobs=0, num_prompt_logprobs=0)
+    output = engine.execute(make_plan(1, new=[new_row(sampling=sampling)], prefills=[(0, 7)]))
+    assert output.failed_rows.tolist() == [0] and output.prompt_logprobs == output.sampled_logprobs == []
 
 
 def test_prompt_whose_logits_would_take_too_much_is_told_alike(
