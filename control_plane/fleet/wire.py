@@ -16,6 +16,7 @@ from motet.v1 import plan_pb2
 from control_plane.scheduler.types import (
     LoadSlot,
     NewRow,
+    Sampling,
     SlotCommand,
     StepPlan,
     StepResult,
@@ -45,6 +46,9 @@ class PlanEncoder:
         self._paused: set[int] = set()
         self._stepwise: set[int] = set()  # past its prefill, and decodes only where it is fed
         self._is_stepwise: set[int] = set()  # rows that were begun so, those in prefill included
+        self._asked: dict[
+            int, tuple[int | None, int | None]
+        ] = {}  # row -> candidates told of its tokens, of its prompt
         self._expected: deque[bytes] = deque()  # per unanswered step: rows that sample, in order, packed
         self._num_answered = 0  # steps; they count up from 1, so this is also the last answered step's id
         self.num_stale_results = 0  # of another epoch, or answered before: dropped
@@ -60,6 +64,9 @@ class PlanEncoder:
             self._tokens_left[new.row] = len(new.token_ids) - new.num_computed_tokens
             if new.is_stepwise:
                 self._is_stepwise.add(new.row)
+            asked = _num_logprobs(new.sampling, self._vocab_size), new.sampling.num_prompt_logprobs
+            if asked != (None, None):
+                self._asked[new.row] = asked
 
         fed = {row for row, _ in plan.fed_tokens}
         assert fed <= self._stepwise, f"step {plan.step_id} feeds rows {sorted(fed - self._stepwise)}"
@@ -132,9 +139,9 @@ class PlanEncoder:
         row_ids = np.frombuffer(rows, dtype=_INT32).tolist()
         result = StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows, message.step_time_us)
         for told in message.sampled_logprobs:
-            result.logprobs[told.row] = self._logprobs(message.step_id, told)[0]
+            result.logprobs[told.row] = self._logprobs(message.step_id, told, of_prompt=False)[0]
         for told in message.prompt_logprobs:
-            result.prompt_logprobs[told.row] = self._logprobs(message.step_id, told)
+            result.prompt_logprobs[told.row] = self._logprobs(message.step_id, told, of_prompt=True)
         self._expected.popleft()
         self._num_answered += 1
         return result
@@ -149,9 +156,18 @@ class PlanEncoder:
         evict = plan_pb2.EvictAdapter(slot=command.slot, generation=command.generation, epoch=self._epoch)
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
-    def _logprobs(self, step_id: int, told: plan_pb2.RowLogprobs) -> list[TokenLogprobs]:
-        """One row's log-probabilities, position by position. Raises GarbageResult where sizes or tokens are off."""
+    def _logprobs(self, step_id: int, told: plan_pb2.RowLogprobs, *, of_prompt: bool) -> list[TokenLogprobs]:
+        """One row's log-probabilities, position by position.
+
+        Raises GarbageResult where they are not what the row asked for, or sizes, tokens or values are off.
+        """
         num_tokens, num_top = len(told.token_ids) // 4, told.num_top
+        num_asked = self._asked.get(told.row, (None, None))[of_prompt]
+        if num_top != num_asked or not (of_prompt or num_tokens == 1):
+            raise GarbageResult(
+                f"step {step_id}: row {told.row} tells of {num_tokens} tokens with {num_top} candidates each; it asked "
+                f"for {num_asked} candidates {'of its prompt' if of_prompt else 'of one token'}"
+            )
         sizes = [len(told.logprobs), len(told.ranks), len(told.top_token_ids), len(told.top_logprobs)]
         if num_tokens < 1 or sizes != [4 * num_tokens, 4 * num_tokens, *[4 * num_tokens * num_top] * 2]:
             raise GarbageResult(f"step {step_id}: row {told.row} has log-probabilities of sizes {sizes}")
@@ -160,12 +176,15 @@ class PlanEncoder:
         for ids in (token_ids, top_token_ids):
             if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
                 raise GarbageResult(f"step {step_id}: log-probabilities of a token outside 0..{self._vocab_size - 1}")
-        tops = zip(top_token_ids.tolist(), np.frombuffer(told.top_logprobs, dtype=_FLOAT32).tolist(), strict=True)
+        logprobs, top_logprobs = (np.frombuffer(d, dtype=_FLOAT32) for d in (told.logprobs, told.top_logprobs))
+        if not (np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()):
+            raise GarbageResult(f"step {step_id}: row {told.row} has log-probabilities that are not finite")
+        tops = zip(top_token_ids.tolist(), top_logprobs.tolist(), strict=True)
         top_by_position = list(zip(*[tops] * num_top, strict=True)) if num_top else [()] * num_tokens
-        logprobs = np.frombuffer(told.logprobs, dtype=_FLOAT32).tolist()
         ranks = np.frombuffer(told.ranks, dtype=_INT32).tolist()
         return [
-            TokenLogprobs(*entry) for entry in zip(token_ids.tolist(), logprobs, ranks, top_by_position, strict=True)
+            TokenLogprobs(*entry)
+            for entry in zip(token_ids.tolist(), logprobs.tolist(), ranks, top_by_position, strict=True)
         ]
 
     def _is_known(self, row: int) -> bool:
@@ -178,6 +197,7 @@ class PlanEncoder:
         self._paused.discard(row)
         self._stepwise.discard(row)
         self._is_stepwise.discard(row)
+        self._asked.pop(row, None)
 
 
 def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
@@ -217,11 +237,15 @@ def _encode_new_row(row: NewRow, vocab_size: int) -> plan_pb2.NewRow:
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
         min_tokens=sampling.min_tokens,
         banned_token_ids=_packed(list(row.banned_token_ids)),
-        # A beam search with many stop tokens may ask for more than there are: it gets all of them.
-        num_logprobs=None if sampling.num_logprobs is None else min(sampling.num_logprobs, vocab_size),
+        num_logprobs=_num_logprobs(sampling, vocab_size),
         num_prompt_logprobs=sampling.num_prompt_logprobs,
         is_stepwise=row.is_stepwise,
     )
+
+
+def _num_logprobs(sampling: Sampling, vocab_size: int) -> int | None:
+    """A beam search with many stop tokens may ask for more candidates than there are: it gets all of them."""
+    return None if sampling.num_logprobs is None else min(sampling.num_logprobs, vocab_size)
 
 
 def _packed(values: list[int]) -> bytes:

@@ -256,33 +256,77 @@ def test_a_plan_of_several_steps_stands_for_steps_that_only_decode_on() -> None:
         decode_steps(plan_pb2.StepPlan(step_id=1, num_steps=65))
 
 
-def test_logprobs_come_back_as_the_scheduler_takes_them() -> None:
-    encoder = steady(2)
-    told = RowLogprobs(
+def asking(*samplings: Sampling) -> PlanEncoder:
+    """An encoder after a step in which rows with these ended their prefill."""
+    encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
+    rows = [replace(new_row(row, 2), sampling=sampling) for row, sampling in enumerate(samplings)]
+    encoder.encode(StepPlan(1, [], [(new.row, 2) for new in rows], rows))
+    return encoder
+
+
+def logprobs_of(row: int, token_ids: list[int], top: list[list[int]], logprob: float = -0.5) -> RowLogprobs:
+    num_tokens, num_top = len(token_ids), len(top[0])
+    return RowLogprobs(
+        row,
         1,
-        2,
-        np.array([6], dtype=np.int32),
-        np.array([-0.5], dtype=np.float32),
-        np.array([2], dtype=np.int32),
-        np.array([[4, 6]], dtype=np.int32),
-        np.array([[-0.25, -0.5]], dtype=np.float32),
+        np.array(token_ids, dtype=np.int32),
+        np.full(num_tokens, logprob, dtype=np.float32),
+        np.full(num_tokens, 2, dtype=np.int32),
+        np.array(top, dtype=np.int32).reshape(num_tokens, num_top),
+        np.full((num_tokens, num_top), logprob, dtype=np.float32),
     )
-    none = np.zeros((2, 0))
-    prompt = RowLogprobs(
-        0,
-        1,
-        np.array([8, 9], dtype=np.int32),
-        np.array([-1.0, -2.0], dtype=np.float32),
-        np.array([3, 4], dtype=np.int32),
-        none.astype(np.int32),
-        none.astype(np.float32),
-    )
+
+
+def told(sampled: list[RowLogprobs], prompt: list[RowLogprobs]) -> plan_pb2.StepResult:
+    """A result of rows 0 and 1 with these."""
     rows = np.array([0, 1], dtype=np.int32)
-    output = StepOutput(1, rows, rows + 5, rows[:0], 5, [told], [prompt])
-    arrived = encoder.decode_result(encode_output(output, EPOCH).step_result)
+    return encode_output(StepOutput(1, rows, rows + 5, rows[:0], 5, sampled, prompt), EPOCH).step_result
+
+
+ASKED = (Sampling(num_prompt_logprobs=0), Sampling(num_logprobs=2))  # of rows 0 and 1
+
+
+def test_logprobs_come_back_as_the_scheduler_takes_them() -> None:
+    message = told([logprobs_of(1, [6], [[4, 6]])], [logprobs_of(0, [8, 9], [[], []], logprob=-1.0)])
+    arrived = asking(*ASKED).decode_result(message)
     assert arrived is not None
-    assert arrived.logprobs == {1: TokenLogprobs(6, -0.5, 2, ((4, -0.25), (6, -0.5)))}
-    assert arrived.prompt_logprobs == {0: [TokenLogprobs(8, -1.0, 3, ()), TokenLogprobs(9, -2.0, 4, ())]}
+    assert arrived.logprobs == {1: TokenLogprobs(6, -0.5, 2, ((4, -0.5), (6, -0.5)))}
+    assert arrived.prompt_logprobs == {0: [TokenLogprobs(8, -1.0, 2, ()), TokenLogprobs(9, -1.0, 2, ())]}
+
+
+def test_all_tokens_are_told_where_more_candidates_are_asked_for_than_there_are() -> None:
+    encoder = asking(Sampling(num_logprobs=VOCAB_SIZE + 3), Sampling())
+    arrived = encoder.decode_result(told([logprobs_of(0, [6], [list(range(VOCAB_SIZE))])], []))
+    assert arrived is not None and len(arrived.logprobs[0].top) == VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    ("sampled", "prompt", "says"),
+    {
+        "fewer candidates": ([logprobs_of(1, [6], [[4]])], [], "1 candidates each; it asked for 2"),
+        "more candidates": ([logprobs_of(1, [6], [[4, 5, 6]])], [], "3 candidates each; it asked for 2"),
+        "more tokens": ([logprobs_of(1, [6, 7], [[4, 6], [4, 6]])], [], "2 tokens .* of one token"),
+        "not asked": ([logprobs_of(0, [6], [[]])], [], "row 0 .* asked for None candidates of one token"),
+        "prompt not asked": ([], [logprobs_of(1, [6], [[4, 6]])], "row 1 .* asked for None candidates of its prompt"),
+        "unknown row": ([logprobs_of(7, [6], [[4, 6]])], [], "row 7"),
+        "not finite": ([logprobs_of(1, [6], [[4, 6]], logprob=-np.inf)], [], "row 1 .* not finite"),
+    }.values(),
+)
+def test_logprobs_other_than_those_asked_for_are_garbage(
+    sampled: list[RowLogprobs], prompt: list[RowLogprobs], says: str
+) -> None:
+    with pytest.raises(GarbageResult, match=says):
+        asking(*ASKED).decode_result(told(sampled, prompt))
+
+
+def test_a_row_that_another_request_took_is_not_asked_for_what_the_first_one_was() -> None:
+    encoder = asking(*ASKED)
+    encoder.decode_result(told([logprobs_of(1, [6], [[4, 6]])], []))
+    encoder.encode(StepPlan(2, [], [(1, 2)], [new_row(1, 2)], freed_rows=[0, 1]))
+    rows = np.array([1], dtype=np.int32)
+    output = StepOutput(2, rows, rows, rows[:0], 5, [logprobs_of(1, [6], [[4, 6]])])
+    with pytest.raises(GarbageResult, match="asked for None"):
+        encoder.decode_result(encode_output(output, EPOCH).step_result)
 
 
 def test_slot_commands_carry_epoch_and_generation() -> None:
