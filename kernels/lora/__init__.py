@@ -13,7 +13,18 @@ import torch
 
 from kernels.devices import check_devices, has_triton
 from kernels.lora import cpu
-from kernels.lora.layout import PAGE_RANKS, Columns, Epilogue, PagedSite, Route, SiteGroup, StackedSite, stack_columns
+from kernels.lora.layout import (
+    PAGE_RANKS,
+    Columns,
+    Epilogue,
+    PagedSite,
+    Route,
+    SiteGroup,
+    SlotVectors,
+    StackedSite,
+    page_values,
+    stack_columns,
+)
 from kernels.lora.ops import (
     add_lora_group,
     bgmv_expand,
@@ -36,6 +47,7 @@ __all__ = [
     "PagedSite",
     "Route",
     "SiteGroup",
+    "SlotVectors",
     "StackedSite",
     "add_lora",
     "add_lora_embedding",
@@ -48,6 +60,7 @@ __all__ = [
     "lora_expand",
     "lora_route",
     "lora_shrink",
+    "page_values",
     "sgmv_expand",
     "sgmv_expand_slice",
     "sgmv_shrink",
@@ -85,7 +98,8 @@ def lora_route(token_slots: torch.Tensor, num_slots: int, *, block_tokens: int |
 def add_lora(y: torch.Tensor, x: torch.Tensor, weights: StackedSite, route: Route) -> None:
     """y [T, out] += scaling * (x [T, in] @ A.T) @ B in place, with the weights of each token's slot.
 
-    Tokens without an adapter keep their bits. y may be a column slice of a wider tensor.
+    Then the bias and the gain of the slot, where it has them (see Epilogue). Tokens without an adapter keep their bits.
+    y may be a column slice of a wider tensor.
     """
     _check(y, x, weights, route)
     cpu.add_lora(y, x, [(slice(0, y.shape[1]), weights)], route)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, PagedSite, SiteGroup, StackedSite, stack_columns
+from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup, StackedSite, page_values, stack_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,34 @@ def make_group(
     group = SiteGroup.of(_paged_sites(case, by_site, out_features, dtype, generator))
     max_rank = max((a.shape[0] for matrices in by_site for a, _, _ in matrices), default=0)
     return GroupInputs(x, y, torch.tensor(case.token_slots, dtype=torch.int32), group, max_rank)
+
+
+def with_vectors(
+    inputs: GroupInputs, gain: torch.Tensor, lora_bias: torch.Tensor, base_bias: torch.Tensor | None
+) -> tuple[GroupInputs, Epilogue]:
+    """The same case with vectors in its pages: gain and lora_bias float32 [num_slots, sum of out].
+
+    A slot whose gains at a site are all 1, or biases all 0, gets none. Vectors lie one behind the other, from the
+    second value of their first page on.
+    """
+    group = inputs.group
+    starts = {"gain": torch.full(group.first.shape, -1), "lora_bias": torch.full(group.first.shape, -1)}
+    size = page_values(group.pages).shape[1]
+    begin, values = len(group.page_ids) * size, [torch.full((1,), float("nan"))]
+    for name, table, nothing in (("gain", gain, 1.0), ("lora_bias", lora_bias, 0.0)):
+        for slot in range(group.num_slots):
+            for site, vector in enumerate(torch.split(table[slot], list(group.out_features))):
+                if (vector != nothing).any():
+                    starts[name][site, slot] = begin + sum(map(len, values))
+                    values.append(vector)
+    joined = torch.cat(values)
+    num_pages = -(-len(joined) // size)
+    joined = torch.nn.functional.pad(joined, (0, num_pages * size - len(joined)), value=float("nan"))
+    extra = joined.view(num_pages, size).flip(0).view(group.pages.dtype).view(num_pages, *group.pages.shape[1:])
+    page_ids = torch.arange(num_pages).flip(0).to(torch.int32) + len(group.pages)
+    pages = torch.cat([group.pages, extra])
+    group = replace(group, pages=pages, page_ids=torch.cat([group.page_ids, page_ids]))
+    return replace(inputs, group=group), Epilogue(page_values(pages), base_bias=base_bias, **starts)
 
 
 def _paged(

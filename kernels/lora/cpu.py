@@ -70,6 +70,25 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, Stac
             grouped.append((columns, site))
     if grouped:
         add_grouped(y, x, grouped, route)
+    for columns, site in parts:
+        if site.vectors:
+            add_vectors(y[:, columns], site, route)
+
+
+def add_vectors(y: torch.Tensor, site: StackedSite, route: Route) -> None:
+    """The biases and gains of the slots that have them, on what the products left in y."""
+    for segment in route.segments:
+        vectors = site.vectors.get(segment.slot)
+        if vectors is None:
+            continue
+        part = y[segment.rows].float()
+        if vectors.lora_bias is not None:
+            part = part.add(vectors.lora_bias, alpha=site.columns.scaling_by_slot[segment.slot])
+        if vectors.gain is not None and site.base_bias is not None:
+            part = part.sub(site.base_bias).mul_(vectors.gain).add_(site.base_bias)
+        elif vectors.gain is not None:
+            part = part.mul(vectors.gain)
+        y[segment.rows] = part.to(y.dtype)
 
 
 def use_dense(site: StackedSite, route: Route) -> bool:
@@ -144,3 +163,5 @@ def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, site: StackedSi
         part = y[segment.rows].addmm_(shrunk, site.b[columns], alpha=site.columns.scaling_by_slot[segment.slot])
         if not isinstance(segment.rows, slice):
             y[segment.rows] = part
+    if site.vectors:
+        add_vectors(y, site, route)

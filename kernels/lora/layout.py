@@ -16,7 +16,7 @@ StackedSite, a copy for dense products: the A of several slots one below the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -90,12 +90,17 @@ class Epilogue:
     """What an expand does beside adding s * (h @ B), for slots that have an adapter at the site.
 
     y = gain * (y - base_bias + s * (h @ B + lora_bias)) + base_bias, as PEFT does for LoRA with bias and for DoRA:
-    there gain is magnitude / norm of the rows of W + s * B.T @ A, and the linear's own bias is not scaled. A slot
-    without them has gain 1 and lora_bias 0. The columns are those of y.
+    there gain is magnitude / norm of the rows of W + s * B.T @ A, and the linear's own bias is not scaled.
+
+    Gains and biases [out] lie in the arena's pages as float32, side by side over the pages in the order of page_ids.
+    The tables say where those of a site and slot begin; -1 is for gains of 1 and biases of 0, of which nothing is read.
+
+        pages of 64 values, start 70, out 100: values 6 to 63 of page page_ids[1], then 0 to 41 of page_ids[2]
     """
 
-    gain: torch.Tensor | None = None  # float32 [num_slots, sum of out]
-    lora_bias: torch.Tensor | None = None  # float32 [num_slots, sum of out]
+    values: torch.Tensor  # float32 [num_pages, values of a page]: the pages' memory
+    gain: torch.Tensor | None = None  # int64 [num_sites, num_slots]
+    lora_bias: torch.Tensor | None = None  # int64 [num_sites, num_slots]
     base_bias: torch.Tensor | None = None  # float32 [sum of out]; matters with a gain only
 
 
@@ -110,12 +115,22 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotVectors:
+    """What one slot has at a site beside A and B (see Epilogue); None: nothing."""
+
+    gain: torch.Tensor | None = None  # float32 [out]
+    lora_bias: torch.Tensor | None = None  # float32 [out]
+
+
+@dataclass(frozen=True, slots=True)
 class StackedSite:
     """The weights of some slots, stacked by rank."""
 
     a: torch.Tensor  # [R, in]
     b: torch.Tensor  # [R, out]
     columns: Columns
+    vectors: Mapping[int, SlotVectors] = field(default_factory=dict)  # by slot, of those that have any
+    base_bias: torch.Tensor | None = None  # float32 [out]; matters with a gain only
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +190,11 @@ class Route:
         if columns not in self._hidden:
             self._hidden[columns] = self.row_slots[:, None] != columns.slot[None, :]
         return self._hidden[columns]
+
+
+def page_values(pages: torch.Tensor) -> torch.Tensor:
+    """The memory of pages [num_pages, 8, W] as float32 [num_pages, values of a page]."""
+    return pages.view(len(pages), -1).view(torch.float32)
 
 
 def _rows(indices: npt.NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:

@@ -145,17 +145,26 @@ def lora_expand(
     """
     if epilogue is not None:
         _check_epilogue(epilogue, group, add_inputs)
-        check_devices(y=y, gain=epilogue.gain, lora_bias=epilogue.lora_bias, base_bias=epilogue.base_bias)
+        tables = {"gain": epilogue.gain, "lora_bias": epilogue.lora_bias, "base_bias": epilogue.base_bias}
+        check_devices(y=y, values=epilogue.values, **tables)
     _expand(h, group, y, route, add_inputs, epilogue)
 
 
-def add_lora_group(y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> None:
+def add_lora_group(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    group: SiteGroup,
+    route: DeviceRoute,
+    *,
+    max_rank: int,
+    epilogue: Epilogue | None = None,
+) -> None:
     """y [T, sum of out] += scaling * (x [T, in] @ A.T) @ B by each token's slot: a shrink and an expand.
 
     No slot of the route has a rank above max_rank at these sites: above its power of two that is refused, on a GPU its
     rows are NaN instead.
     """
-    lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route)
+    lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route, epilogue=epilogue)
 
 
 def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:
@@ -247,14 +256,16 @@ def _check_epilogue(epilogue: Epilogue, group: SiteGroup, add_inputs: bool) -> N
         raise ValueError("a gain multiplies the base output as well: it needs add_inputs=True")
     if epilogue.base_bias is not None and epilogue.gain is None:
         raise ValueError("base_bias is of no use without a gain")
-    width = sum(group.out_features)
-    for name, shape in (("gain", (group.num_slots, width)), ("lora_bias", (group.num_slots, width))):
-        _check_table(name, getattr(epilogue, name), shape)
-    _check_table("base_bias", epilogue.base_bias, (width,))
+    slots = (group.num_sites, group.num_slots)
+    page = group.pages.shape[1] * group.pages.shape[2] * group.pages.element_size() // 4
+    _check_table("values", epilogue.values, torch.float32, (len(group.pages), page))
+    _check_table("gain", epilogue.gain, torch.int64, slots)
+    _check_table("lora_bias", epilogue.lora_bias, torch.int64, slots)
+    _check_table("base_bias", epilogue.base_bias, torch.float32, (sum(group.out_features),))
 
 
-def _check_table(name: str, table: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    if table is not None and (table.dtype != torch.float32 or table.shape != shape or table.stride(-1) != 1):
+def _check_table(name: str, table: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if table is not None and (table.dtype != dtype or table.shape != shape or table.stride(-1) != 1):
         raise ValueError(
-            f"{name} is {table.dtype} {list(table.shape)}, want float32 {list(shape)}, columns side by side"
+            f"{name} is {table.dtype} {list(table.shape)}, want {dtype} {list(shape)}, columns side by side"
         )

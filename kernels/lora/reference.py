@@ -83,7 +83,6 @@ def expand(
 
     h is rounded to the dtype of the weights before it is multiplied.
     """
-    epilogue = epilogue or Epilogue()
     if not add_inputs:
         y.zero_()
     for slot, tokens in groups(route):
@@ -96,13 +95,28 @@ def expand(
             column += features
             if b.shape[0]:
                 delta = h[index, tokens, : b.shape[0]].to(b.dtype).float() @ b.float()
-                if epilogue.lora_bias is not None:
-                    delta += epilogue.lora_bias[slot, columns]
+                lora_bias = gain = None
+                if epilogue is not None:
+                    lora_bias = vector(epilogue, epilogue.lora_bias, group, index, slot)
+                    gain = vector(epilogue, epilogue.gain, group, index, slot)
+                if lora_bias is not None:
+                    delta += lora_bias
                 total = y[tokens, columns].float() + delta * site.scaling[slot]
-                if epilogue.gain is not None:
-                    bias = epilogue.base_bias[columns] if epilogue.base_bias is not None else 0.0
-                    total = epilogue.gain[slot, columns] * (total - bias) + bias
+                if gain is not None:
+                    own = 0.0 if epilogue is None or epilogue.base_bias is None else epilogue.base_bias[columns]
+                    total = gain * (total - own) + own
                 y[tokens, columns] = total.to(y.dtype)
+
+
+def vector(
+    epilogue: Epilogue, starts: torch.Tensor | None, group: SiteGroup, index: int, slot: int
+) -> torch.Tensor | None:
+    """float32 [out] of a site and slot by one table of the epilogue, or None where it has none."""
+    if starts is None or int(starts[index, slot]) < 0:
+        return None
+    at = int(starts[index, slot]) + torch.arange(group.out_features[index], device=starts.device)
+    size = epilogue.values.shape[1]
+    return epilogue.values[group.page_ids[at // size].long(), at % size]
 
 
 def _check_room(slot: int, rank: int, h: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from kernels.devices import device_name
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, SiteGroup
 from kernels.lora.route import DeviceRoute, padded_block_tokens
-from kernels.lora.triton_pages import block_tokens, page_offsets
+from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets
 
 # Ranks of one step of a program. Fixed, since it decides the order of the sum.
 EXPAND_RANKS = 32
@@ -25,6 +25,7 @@ def expand_kernel(
     first_ptr,
     rank_ptr,
     scaling_ptr,
+    values_ptr,
     gain_ptr,
     lora_bias_ptr,
     base_bias_ptr,
@@ -57,6 +58,7 @@ def expand_kernel(
     HAS_BASE_BIAS: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
+    PAGE_VALUES: tl.constexpr,
 ):
     """y [token, columns of site] (+)= scaling[site, slot] * (sum of planes of h) @ B[site, slot], rounded once.
 
@@ -117,18 +119,19 @@ def expand_kernel(
             acc = tl.where(rank > width, float("nan"), acc)
             is_column = offs_n < out_features
             if HAS_LORA_BIAS:
-                lora_bias_at = lora_bias_ptr + slot.to(tl.int64) * stride_lora_bias + y_columns
-                acc += tl.load(lora_bias_at, mask=is_column, other=0.0)[None, :]
+                start = tl.load(lora_bias_ptr + site.to(tl.int64) * stride_lora_bias + slot)
+                bias = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 0.0, PAGE_VALUES)
+                acc += bias[None, :]
             acc *= tl.load(scaling_ptr + table)
             if ADD_INPUTS:
                 acc += base
             if HAS_GAIN:
-                gain_at = gain_ptr + slot.to(tl.int64) * stride_gain + y_columns
-                gain = tl.load(gain_at, mask=is_column, other=1.0)[None, :]
+                start = tl.load(gain_ptr + site.to(tl.int64) * stride_gain + slot)
+                gain = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 1.0, PAGE_VALUES)[None, :]
                 if HAS_BASE_BIAS:
-                    bias = tl.load(base_bias_ptr + y_columns, mask=is_column, other=0.0)[None, :]
+                    own = tl.load(base_bias_ptr + y_columns, mask=is_column, other=0.0)[None, :]
                     # A gain of 1 changes no bit.
-                    acc = tl.where(gain == 1.0, acc, gain * (acc - bias) + bias)
+                    acc = tl.where(gain == 1.0, acc, gain * (acc - own) + own)
                 else:
                     acc *= gain
             tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_y)
@@ -146,6 +149,7 @@ def expand(
 ) -> None:
     """h [planes, sites, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
     gain, lora_bias, base_bias = (epilogue.gain, epilogue.lora_bias, epilogue.base_bias) if epilogue else (None,) * 3
+    values = h if epilogue is None else epilogue.values
     planes, num_sites, _, width = h.shape
     if not add_inputs:
         y.zero_()
@@ -161,6 +165,7 @@ def expand(
         group.first,
         group.rank,
         group.scaling,
+        values,
         h if gain is None else gain,
         h if lora_bias is None else lora_bias,
         h if base_bias is None else base_bias,
@@ -193,6 +198,7 @@ def expand(
         HAS_BASE_BIAS=base_bias is not None,
         TILE_WIDTH=group.pages.shape[2],
         PAGE_RANKS=PAGE_RANKS,
+        PAGE_VALUES=1 if epilogue is None else values.shape[1],
         num_warps=launch.num_warps,
         num_stages=1,
     )

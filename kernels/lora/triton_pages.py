@@ -48,6 +48,15 @@ def page_offsets(
 
 
 @triton.jit
+def load_vector(values_ptr, page_ids_ptr, start, offs, mask, other, PAGE_VALUES: tl.constexpr):
+    """float32 values `start + offs` over the pages in the order of page_ids; `other` for all if start is negative."""
+    at = start + offs
+    mask = mask & (start >= 0)
+    page = tl.load(page_ids_ptr + at // PAGE_VALUES, mask=mask, other=0).to(tl.int64)
+    return tl.load(values_ptr + page * PAGE_VALUES + at % PAGE_VALUES, mask=mask, other=other)
+
+
+@triton.jit
 def block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T: tl.constexpr):
     """The tokens of a block as int64 [BLOCK_T], and which of them exist."""
     offs = tl.load(block_start_ptr + block) + tl.arange(0, BLOCK_T)

@@ -11,14 +11,15 @@ from typing import Any
 from kernels.lora import triton_embedding, triton_expand, triton_route, triton_shrink
 from tests.kernels.compiling import compile_for_h200
 
-FLOAT32 = ("h_ptr", "scaling_ptr", "gain_ptr", "lora_bias_ptr", "base_bias_ptr")
+FLOAT32 = ("h_ptr", "scaling_ptr", "values_ptr", "base_bias_ptr")
+INT64 = ("token_ids_ptr", "gain_ptr", "lora_bias_ptr")
 SIZES_OF_16 = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
 
 
 def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_stages: int) -> None:
     """With pointers of `dtype`, but for the indices and float32 tables."""
     types = dict.fromkeys(("x_ptr", "y_ptr", "pages_ptr"), f"*{dtype}") | dict.fromkeys(FLOAT32, "*fp32")
-    types |= {"token_ids_ptr": "*i64", "scaling": "fp32"}
+    types |= dict.fromkeys(INT64, "*i64") | {"scaling": "fp32"}
     others = [name for name in kernel.arg_names if not name.endswith("_ptr") and name not in SIZES_OF_16]
     compiled = compile_for_h200(kernel, constants, types, not_of_16=others, num_stages=num_stages)
     ptx = compiled.asm["ptx"]
@@ -33,7 +34,7 @@ def main() -> None:
     shrink = {"BLOCK_R": 64, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True, "stride_xk": 1}
     compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink | shared, num_stages=3)
     expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "H_ALIGN": 4, "ADD_INPUTS": True, "stride_yn": 1}
-    expand |= {"HAS_GAIN": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True}
+    expand |= {"HAS_GAIN": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_SITES": 3, "ALIGN": 16}
     compile_kernel(triton_expand.expand_kernel, "bf16", expand | shared, num_stages=1)
     embed = {"BLOCK_T": 16, "BLOCK_R": 16, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
 from kernels.cases import to_device
-from kernels.lora import Epilogue, lora_expand, lora_shrink, ops, reference
-from kernels.lora.cases import Case, GroupInputs, make_group
+from kernels.lora import Epilogue, Route, SlotVectors, add_lora, lora_expand, lora_shrink, ops, reference
+from kernels.lora.cases import Case, GroupInputs, make, make_group, with_vectors
 from kernels.lora.route import route_in_torch
 from tests.kernels.tolerances import assert_close
 
@@ -19,14 +20,15 @@ CASE = Case("epilogue", (1, 0, -1, 2, 1, 0), (8, 17, 3))
 WIDTHS = (32, 16)
 
 
-def tables(inputs: GroupInputs, seed: int = 3) -> Epilogue:
-    """Gains and biases of every slot; slot 0 has neither."""
+def tables(inputs: GroupInputs, seed: int = 3) -> tuple[GroupInputs, Epilogue]:
+    """Gains and biases of every slot; slot 0 has neither, slot 2 no gain at the last site."""
     generator = torch.Generator().manual_seed(seed)
     shape = (inputs.group.num_slots, sum(inputs.group.out_features))
     gain = torch.rand(shape, generator=generator) + 0.5
     lora_bias = torch.randn(shape, generator=generator)
     gain[0], lora_bias[0] = 1.0, 0.0
-    return Epilogue(gain, lora_bias, torch.randn(shape[1], generator=generator))
+    gain[2, -inputs.group.out_features[-1] :] = 1.0
+    return with_vectors(inputs, gain, lora_bias, torch.randn(shape[1], generator=generator))
 
 
 def added(inputs: GroupInputs, epilogue: Epilogue | None) -> torch.Tensor:
@@ -65,7 +67,9 @@ def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
             rows = inputs.token_slots == slot
             expected[rows] = layer(inputs.x[rows])
     own = base.bias.detach() if has_bias and is_dora else None
-    epilogue = Epilogue(gain if is_dora else None, None if is_dora else lora_bias, own)
+    inputs, epilogue = with_vectors(inputs, gain, lora_bias, own)
+    if not is_dora:
+        epilogue = replace(epilogue, gain=None)
     actual = added(inputs, epilogue)
     rows = inputs.token_slots != 0
     assert_close(actual[rows], expected[rows], magnitude=4.0)
@@ -80,9 +84,8 @@ def test_kernel_equals_the_definition(
     leave_out: tuple[str, ...], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_group(CASE, WIDTHS, dtype)
-    full = tables(inputs)
-    names = ("gain", "lora_bias", "base_bias")
-    epilogue = Epilogue(**{name: getattr(full, name) for name in names if name not in leave_out})
+    inputs, full = tables(inputs)
+    epilogue = replace(full, **dict.fromkeys(leave_out))
     expected, plain = added(inputs, epilogue), added(inputs, None)
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
     there = to_device(inputs, device)
@@ -94,18 +97,47 @@ def test_kernel_equals_the_definition(
         assert torch.equal(actual[token], without[token])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_base_bias", [False, True], ids=["no bias", "bias"])
+def test_stacked_weights_take_vectors_as_pages_do(dtype: torch.dtype, has_base_bias: bool) -> None:
+    """Slot 0 has none, slot 1 a gain, slot 2 a bias; tokens of slot 0 and of none keep their bits."""
+    inputs = make(CASE, dtype)
+    group = GroupInputs(inputs.x, inputs.y, inputs.token_slots, ops.SiteGroup.of([inputs.paged]), 17)
+    generator = torch.Generator().manual_seed(5)
+    gain, lora_bias = torch.ones(3, 32), torch.zeros(3, 32)
+    gain[1], lora_bias[2] = torch.rand(32, generator=generator) + 0.5, torch.randn(32, generator=generator)
+    base_bias = torch.randn(32, generator=generator) if has_base_bias else None
+    expected = added(*with_vectors(group, gain, lora_bias, base_bias))
+    vectors = {1: SlotVectors(gain=gain[1]), 2: SlotVectors(lora_bias=lora_bias[2])}
+    route = Route.build(inputs.token_slots, inputs.y.device)
+    plain, actual = inputs.y.clone(), inputs.y.clone()
+    add_lora(plain, inputs.x, inputs.stacked, route)
+    add_lora(actual, inputs.x, replace(inputs.stacked, vectors=vectors, base_bias=base_bias), route)
+    assert_close(actual, expected, magnitude=8.0)
+    without = [1, 2, 5]  # tokens of slot 0 and of none
+    assert torch.equal(actual[without], plain[without])
+
+
 def test_wrong_tables_are_refused() -> None:
-    inputs = make_group(CASE, WIDTHS, torch.float32)
+    inputs, full = tables(make_group(CASE, WIDTHS, torch.float32))
     route = route_in_torch(inputs.token_slots, 3, 16)
     h = lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
-    gain = torch.ones(3, 48)
+    assert full.gain is not None and full.base_bias is not None
+
+    def expand(epilogue: Epilogue, *, add_inputs: bool = True) -> None:
+        lora_expand(h, inputs.group, inputs.y, route, add_inputs=add_inputs, epilogue=epilogue)
+
     with pytest.raises(ValueError, match="needs add_inputs=True"):
-        lora_expand(h, inputs.group, inputs.y, route, add_inputs=False, epilogue=Epilogue(gain))
-    with pytest.raises(ValueError, match=r"gain is torch\.float32 \[3, 47\], want float32 \[3, 48\]"):
-        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(gain[:, 1:]))
-    with pytest.raises(ValueError, match=r"lora_bias is torch\.bfloat16"):
-        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(lora_bias=gain.bfloat16()))
+        expand(full, add_inputs=False)
+    with pytest.raises(ValueError, match=r"gain is torch\.int64 \[2, 2\], want torch\.int64 \[2, 3\]"):
+        expand(replace(full, gain=full.gain[:, 1:]))
+    with pytest.raises(ValueError, match=r"lora_bias is torch\.int32"):
+        expand(replace(full, lora_bias=full.gain.int()))
+    with pytest.raises(ValueError, match=r"values is torch\.bfloat16"):
+        expand(replace(full, values=full.values.bfloat16()))
+    with pytest.raises(ValueError, match=r"base_bias is torch\.float32 \[47\]"):
+        expand(replace(full, base_bias=full.base_bias[1:]))
     with pytest.raises(ValueError, match="gain is on meta, y on cpu"):
-        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(gain.to("meta")))
+        expand(replace(full, gain=full.gain.to("meta")))
     with pytest.raises(ValueError, match="of no use without a gain"):
-        lora_expand(h, inputs.group, inputs.y, route, epilogue=Epilogue(base_bias=gain[0]))
+        expand(replace(full, gain=None))
