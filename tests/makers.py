@@ -134,6 +134,8 @@ def make_adapter(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
             elif ".lora_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale_b)
+            elif ".lora_magnitude_vector." in name:  # the norms of the base's rows
+                parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
     model.save_pretrained(str(directory))
     return directory
 

@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from data_plane.adapters.base_weights import BaseWeights
+from data_plane.adapters.dora import GainStream
 from data_plane.adapters.manifest import Manifest, read_manifest
-from data_plane.adapters.packed import TORCH_DTYPES, read_chunk
+from data_plane.adapters.packed import TORCH_DTYPES, ModuleTensors, read_chunk
 from data_plane.adapters.pages import PagePool
+from data_plane.adapters.placement import Placement, place
 from data_plane.adapters.site_groups import SiteGroups
 from data_plane.adapters.sites import Site
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
-from data_plane.adapters.step import LoraStep, PagedStep, StackedStep
+from data_plane.adapters.step import LoraStep, PagedStep, SiteNeeds, StackedStep
 from data_plane.adapters.working_set import WorkingSet
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
@@ -43,6 +46,7 @@ class AdapterArena:
         arena_bytes: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        base: BaseWeights,
         base_fingerprint: str,
         reads_pages: bool | None = None,
     ) -> None:
@@ -57,12 +61,14 @@ class AdapterArena:
         self._device = torch.device(device)
         self._base_fingerprint = base_fingerprint
         self._pool = PagePool(sites, arena_bytes, dtype, self._device)
-        self._table = SlotTable(sites, num_slots, self._pool.num_pages, self._device)
-        self._working_set = WorkingSet(sites, self._pool, arena_bytes)
+        self._table = SlotTable(sites, num_slots, self._pool)
+        self._working_set = WorkingSet(sites, self._pool, base, arena_bytes)
         self._reads_pages = runs_triton(self._pool.pages) if reads_pages is None else reads_pages
-        self._groups = SiteGroups(sites, self._table, self._pool.pages)
-        # The greatest rank at each site that these adapters target; a step mostly has the adapters of the last.
-        self._max_ranks: tuple[frozenset[ResidentAdapter], dict[str, int]] = (frozenset(), {})
+        self._groups = SiteGroups(sites, self._table, base)
+        self._base = base
+        self._gains = GainStream(self._device)
+        # What these adapters need at each site that they target; a step mostly has the adapters of the last.
+        self._needs: tuple[frozenset[ResidentAdapter], dict[str, SiteNeeds]] = (frozenset(), {})
         # Guards the pool's free list, _loads, _ready and _unlisted.
         self._lock = threading.Lock()
         # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
@@ -82,17 +88,17 @@ class AdapterArena:
         try:
             data, chunks = source.open(digest)
             manifest = read_manifest(data, digest)
-            weights, num_pages = self._plan(manifest)
-            page_ids = self._reserve(load, num_pages)
+            placement = self._plan(manifest)
+            page_ids = self._reserve(load, placement.num_pages)
             self._pool.zero(page_ids)
-            size_bytes = self._write(load, manifest, chunks, weights, page_ids)
-            self._publish(load, page_ids, weights, size_bytes)
+            size_bytes = self._write(load, manifest, chunks, placement, page_ids)
+            self._publish(load, page_ids, placement, size_bytes)
         except BaseException as error:
             self._abandon(load)
             if isinstance(error, AdapterLoadError) or not isinstance(error, Exception):
                 raise
             raise AdapterLoadError(f"adapter {digest}: {type(error).__name__} while loading: {error}") from error
-        logger.info("adapter ready slot=%d generation=%d digest=%s pages=%d", slot, generation, digest, num_pages)
+        logger.info("adapter ready slot=%d generation=%d digest=%s pages=%d", slot, generation, digest, len(page_ids))
 
     def load_zeros(self, slot: int, generation: int, rank: int) -> None:
         """Fill an empty slot with an adapter of this rank on every site that adds nothing, to warm up with.
@@ -103,11 +109,13 @@ class AdapterArena:
         try:
             weights = {}
             for name, site in self._sites.items():
-                num_pages = [self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features)]
-                weights[name] = SiteWeights(rank, 0.0, 0, *num_pages)
-            page_ids = self._reserve(load, max(entry.num_a_pages + entry.num_b_pages for entry in weights.values()))
+                sides = [self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features)]
+                weights[name] = SiteWeights(rank, 0.0, 0, *sides)
+            num_pages = max(entry.num_a_pages + entry.num_b_pages for entry in weights.values())
+            page_ids = self._reserve(load, num_pages)
             self._pool.zero(page_ids)
-            self._publish(load, page_ids, weights, len(page_ids) * self._pool.page_bytes)
+            placement = Placement(weights, 0, num_pages, num_pages)
+            self._publish(load, page_ids, placement, len(page_ids) * self._pool.page_bytes)
         except BaseException:
             self._abandon(load)
             raise
@@ -122,7 +130,7 @@ class AdapterArena:
             self._loads[slot] = load
         return load
 
-    def _plan(self, manifest: Manifest) -> tuple[dict[str, SiteWeights], int]:
+    def _plan(self, manifest: Manifest) -> Placement:
         """Where each module goes, and how many pages that takes."""
         where = f"adapter {manifest.digest}"
         if manifest.base_fingerprint != self._base_fingerprint:
@@ -131,20 +139,7 @@ class AdapterArena:
             )
         if TORCH_DTYPES[manifest.dtype] != self._dtype:
             raise AdapterMismatch(f"{where}: dtype is {manifest.dtype}, this worker serves {self._dtype}")
-        weights: dict[str, SiteWeights] = {}
-        first = 0
-        for module in (module for chunk in manifest.chunks for module in chunk.modules):
-            site = self._sites.get(module.name)
-            if site is None:
-                raise AdapterMismatch(f"{where}: the model has no linear {module.name}")
-            expected, got = (site.in_features, site.out_features), (module.in_features, module.out_features)
-            if expected != got:
-                raise AdapterMismatch(f"{where}: {module.name} is (in, out) {got}, the model's is {expected}")
-            num_a_pages = self._pool.num_pages_of(module.rank, module.in_features)
-            num_b_pages = self._pool.num_pages_of(module.rank, module.out_features)
-            weights[module.name] = SiteWeights(module.rank, module.scaling, first, num_a_pages, num_b_pages)
-            first += num_a_pages + num_b_pages
-        return weights, first
+        return place(manifest, self._sites, self._pool)
 
     def _reserve(self, load: Load, num_pages: int) -> npt.NDArray[np.int64]:
         with self._lock:
@@ -163,33 +158,58 @@ class AdapterArena:
         load: Load,
         manifest: Manifest,
         chunks: Iterator[bytes],
-        weights: dict[str, SiteWeights],
+        placement: Placement,
         page_ids: npt.NDArray[np.int64],
     ) -> int:
-        """Copy every chunk into the pages; the bytes of the matrices."""
+        """Copy every chunk into the pages; the bytes of the matrices and vectors."""
         size_bytes = 0
+        vectors = torch.zeros(placement.num_values)
         for chunk in manifest.chunks:
             if load.is_cancelled:
                 raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
             data = next(chunks, None)
             if data is None:
                 raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
-            for module, a, b in read_chunk(manifest, chunk, data):
-                entry = weights[module.name]
+            for part in read_chunk(manifest, chunk, data):
+                entry = placement.weights[part.module.name]
                 middle = entry.first + entry.num_a_pages
-                self._pool.write(page_ids[entry.first : middle], a)
-                self._pool.write(page_ids[middle : middle + entry.num_b_pages], b)
-                size_bytes += a.nbytes + b.nbytes
-        return size_bytes
+                self._pool.write(page_ids[entry.first : middle], part.a)
+                self._pool.write(page_ids[middle : middle + entry.num_b_pages], part.b)
+                self._put_vector(vectors, entry, part, manifest.digest)
+                size_bytes += part.a.nbytes + part.b.nbytes
+        if placement.num_values:
+            self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors)
+        return size_bytes + vectors.nbytes
 
-    def _publish(
-        self, load: Load, page_ids: npt.NDArray[np.int64], weights: dict[str, SiteWeights], size_bytes: int
-    ) -> None:
+    def _put_vector(self, vectors: torch.Tensor, entry: SiteWeights, part: ModuleTensors, digest: str) -> None:
+        """The module's LoRA bias, or its gains, into its place among the adapter's vectors."""
+        if part.vector is None:
+            return
+        if entry.lora_bias_at is not None:
+            vectors[entry.lora_bias_at :][: len(part.vector)] = part.vector
+        if entry.gain_at is not None:
+            try:
+                weight = self._base.weight(part.module.name)
+                gain = self._gains.gain(weight, part.a, part.b, entry.scaling, part.vector)
+            except ValueError as error:
+                raise AdapterMismatch(f"adapter {digest}: {part.module.name}: {error}") from error
+            vectors[entry.gain_at :][: len(gain)] = gain
+
+    def _publish(self, load: Load, page_ids: npt.NDArray[np.int64], placement: Placement, size_bytes: int) -> None:
         on_device = torch.from_numpy(page_ids).to(self._device)
         if self._device.type == "cuda":
             # The stream's order alone would do; but ready should mean that the bytes are there, and that they arrived.
             torch.cuda.current_stream(self._device).synchronize()
-        adapter = ResidentAdapter(load.slot, load.generation, load.digest, page_ids, on_device, weights, size_bytes)
+        adapter = ResidentAdapter(
+            load.slot,
+            load.generation,
+            load.digest,
+            page_ids,
+            on_device,
+            placement.weights,
+            placement.num_matrix_pages,
+            size_bytes,
+        )
         with self._lock:
             if load.is_cancelled:
                 raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
@@ -247,7 +267,7 @@ class AdapterArena:
                 self._remove(adapter)
             self._ready.clear()
         self._working_set.clear()
-        self._max_ranks = (frozenset(), {})
+        self._needs = (frozenset(), {})
 
     def begin_step(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
         """What the step's linears add, or None when no token has an adapter.
@@ -274,25 +294,21 @@ class AdapterArena:
             raise StaleSlot(f"tokens name the slots {sorted(unnamed)}, the step does not")
         if route is None:
             on_device = lora_route(token_slots.to(self._device), self._num_slots)
-            return PagedStep(self._groups, self._greatest_ranks(adapters), on_device)
+            return PagedStep(self._groups, self._needs_of(adapters), on_device)
         self._working_set.ensure(adapters)
         return StackedStep(adapters, self._working_set, route)
 
-    def _greatest_ranks(self, adapters: Sequence[ResidentAdapter]) -> dict[str, int]:
+    def _needs_of(self, adapters: Sequence[ResidentAdapter]) -> dict[str, SiteNeeds]:
         key = frozenset(adapters)
-        if self._max_ranks[0] != key:
-            ranks: dict[str, int] = {}
-            for adapter in adapters:
-                for name, weights in adapter.weights.items():
-                    ranks[name] = max(weights.rank, ranks.get(name, 0))
-            self._max_ranks = (key, ranks)
-        return self._max_ranks[1]
+        if self._needs[0] != key:
+            self._needs = (key, SiteNeeds.by_site(adapters))
+        return self._needs[1]
 
     def paged_site(self, name: str) -> PagedSite:
         """One site's weights of all slots as they lie in the arena. Valid until the next load, evict or clear."""
         if self._unlisted:
             self._list_published()
-        return self._table.group([self._sites[name]], self._pool.pages).site(0)
+        return self._table.group([self._sites[name]])[0].site(0)
 
     def _list_published(self) -> None:
         with self._lock:

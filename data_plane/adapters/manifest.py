@@ -11,14 +11,15 @@ from typing import Any
 from data_plane.errors import AdapterCorrupt
 
 FORMAT = 1
-KINDS = ("lora", "rslora")
-DTYPES = ("float32", "bfloat16", "float16")
+KINDS = ("lora", "rslora", "dora", "rsdora")
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A manifest has about 300 bytes per module; 10 000 modules are a very large model.
 MAX_MANIFEST_BYTES = 16 << 20
 
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
 _MODULE_KEYS = {"a_sha256", "b_sha256", "in_features", "name", "out_features", "rank", "scaling"}
+_VECTOR_KEYS = {"bias_sha256", "magnitude_sha256"}  # at most one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class ModuleEntry:
     out_features: int
     a_sha256: str
     b_sha256: str
+    bias_sha256: str | None = None  # of the LoRA bias, float32 [out_features]
+    magnitude_sha256: str | None = None  # of DoRA's magnitudes, float32 [out_features]
+
+    @property
+    def has_vector(self) -> bool:
+        return self.bias_sha256 is not None or self.magnitude_sha256 is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,19 @@ class Manifest:
     digest: str
     base_fingerprint: str
     kind: str
-    dtype: str  # one of DTYPES
+    dtype: str  # a key of ITEMSIZE
     chunks: tuple[ChunkEntry, ...]
+
+    def arena_bytes(self) -> int:
+        """What the adapter takes of an arena, by the formula of docs/protocol.md."""
+        modules = [module for chunk in self.chunks for module in chunk.modules]
+        columns = math.gcd(*(width for module in modules for width in (module.in_features, module.out_features)))
+        page_bytes = 8 * columns * ITEMSIZE[self.dtype]
+        num_pages = sum(
+            -(-module.rank // 8) * ((module.in_features + module.out_features) // columns) for module in modules
+        )
+        num_values = sum(module.out_features for module in modules if module.has_vector)
+        return (num_pages + -(-4 * num_values // page_bytes)) * page_bytes
 
 
 def read_manifest(data: bytes, digest: str) -> Manifest:
@@ -69,8 +87,8 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
             raise ValueError(f"format is {fields['format']!r}, this worker reads {FORMAT}")
         if fields["kind"] not in KINDS:
             raise ValueError(f"kind is {fields['kind']!r}, want one of {', '.join(KINDS)}")
-        if fields["dtype"] not in DTYPES:
-            raise ValueError(f"dtype is {fields['dtype']!r}, want one of {', '.join(DTYPES)}")
+        if fields["dtype"] not in ITEMSIZE:
+            raise ValueError(f"dtype is {fields['dtype']!r}, want one of {', '.join(ITEMSIZE)}")
         chunks = tuple(_chunk(entry) for entry in _list(fields["chunks"], "chunks"))
         names = [module.name for chunk in chunks for module in chunk.modules]
         if len(set(names)) != len(names):
@@ -100,7 +118,10 @@ def _chunk(raw: Any) -> ChunkEntry:
 
 
 def _module(raw: Any) -> ModuleEntry:
-    fields = _fields(raw, _MODULE_KEYS, "module")
+    vectors = _VECTOR_KEYS.intersection(raw) if isinstance(raw, dict) else set()
+    fields = _fields(raw, _MODULE_KEYS | vectors, "module")
+    if len(vectors) > 1:
+        raise ValueError(f"{fields['name']!r} has a bias and magnitudes; PEFT knows no such adapter")
     scaling = fields["scaling"]
     if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not math.isfinite(scaling):
         raise ValueError(f"scaling is {scaling!r}, want a finite number")
@@ -112,6 +133,7 @@ def _module(raw: Any) -> ModuleEntry:
         out_features=_count(fields["out_features"], "out_features"),
         a_sha256=_hash(fields["a_sha256"]),
         b_sha256=_hash(fields["b_sha256"]),
+        **{key: _hash(fields[key]) for key in vectors},
     )
 
 

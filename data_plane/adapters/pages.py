@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.sites import Site
-from kernels.lora import PAGE_RANKS
+from kernels.lora import PAGE_RANKS, page_values
 
 
 class PagePool:
@@ -25,9 +25,11 @@ class PagePool:
     def __init__(self, sites: Sequence[Site], arena_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tile_width = math.gcd(*(width for site in sites for width in (site.in_features, site.out_features)))
         self.page_bytes = PAGE_RANKS * self.tile_width * dtype.itemsize
+        self.values_per_page = self.page_bytes // 4  # float32 values
         self.num_pages = arena_bytes // self.page_bytes
         # Untouched pages of a large CPU tensor take no memory yet; nothing is read that was not written.
         self.pages = torch.empty(self.num_pages, PAGE_RANKS, self.tile_width, dtype=dtype, device=device)
+        self.values = page_values(self.pages)  # float32 [num_pages, values_per_page], the same memory
         # Invariant: sorted, no two runs touch, and sum of lengths + num_used == num_pages.
         self._free: list[tuple[int, int]] = [(0, self.num_pages)] if self.num_pages else []  # (start, length)
         self.num_used = 0
@@ -104,6 +106,21 @@ class PagePool:
         num_tiles = width // self.tile_width
         tiles = self.pages.index_select(0, page_ids).view(-1, num_tiles, PAGE_RANKS, self.tile_width)
         return tiles.transpose(1, 2).reshape(-1, width)[:rank]
+
+    def write_values(self, page_ids: npt.NDArray[np.int64], values: torch.Tensor) -> None:
+        """Put float32 values, on the host, side by side into pages."""
+        padded = values.new_zeros(len(page_ids) * self.values_per_page)
+        padded[: len(values)] = values
+        device = self.pages.device
+        rows = padded.view(len(page_ids), self.values_per_page).to(device)
+        self.values.index_copy_(0, torch.from_numpy(page_ids).to(device), rows)
+
+    def read_values(self, page_ids: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+        """`count` float32 values from `begin` on, page_ids int64 on the device."""
+        first = begin // self.values_per_page
+        last = -(-(begin + count) // self.values_per_page)
+        begin -= first * self.values_per_page
+        return self.values.index_select(0, page_ids[first:last]).view(-1)[begin : begin + count]
 
     def check(self, held: Sequence[npt.NDArray[np.int64]]) -> None:
         """Assert that free pages and the given ones are all pages, each once."""

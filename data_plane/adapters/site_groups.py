@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from data_plane.adapters.base_weights import BaseWeights
 from data_plane.adapters.sites import Site
 from data_plane.adapters.slots import SlotTable
-from kernels.lora import SiteGroup
+from kernels.lora import Epilogue, SiteGroup
+
+
+@dataclass(frozen=True, slots=True)
+class NamedGroup:
+    """Sites that lie side by side in the slot table."""
+
+    names: tuple[str, ...]
+    sites: SiteGroup
+    epilogue: Epilogue  # with all tables
+
+    def epilogue_for(self, *, has_gain: bool, has_lora_bias: bool) -> Epilogue | None:
+        """What a step needs of it: no table is read of which no adapter of the step has anything."""
+        if has_gain and has_lora_bias:
+            return self.epilogue
+        if has_gain:
+            return replace(self.epilogue, lora_bias=None)
+        return replace(self.epilogue, gain=None, base_bias=None) if has_lora_bias else None
 
 
 class SiteGroups:
     """The groups of one arena. Their tensors are views that the slot table keeps up to date."""
 
-    def __init__(self, sites: Sequence[Site], table: SlotTable, pages: torch.Tensor) -> None:
+    def __init__(self, sites: Sequence[Site], table: SlotTable, base: BaseWeights) -> None:
         self._sites = {site.name: (index, site) for index, site in enumerate(sites)}
         self._table = table
-        self._pages = pages
-        self._groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], SiteGroup]]] = {}
+        self._base = base
+        self._groups: dict[tuple[str, ...], list[NamedGroup]] = {}
 
-    def of(self, names: tuple[str, ...]) -> list[tuple[tuple[str, ...], SiteGroup]]:
-        """The sites in this order as groups, each with its names: one group if the model lists them in this order.
+    def of(self, names: tuple[str, ...]) -> list[NamedGroup]:
+        """The sites in this order as groups: one group if the model lists them in this order.
 
         q, k and v are listed so by most models, and so are gate and up. Sites that are not become several groups.
         """
@@ -30,9 +49,18 @@ class SiteGroups:
             for name in names:
                 is_next = bool(runs) and self._sites[name][0] == self._sites[runs[-1][-1]][0] + 1
                 runs[-1:] = [[*runs[-1], name]] if is_next else [*runs[-1:], [name]]
-            self._groups[names] = [(tuple(run), self._group(run)) for run in runs]
+            self._groups[names] = [self._group(tuple(run)) for run in runs]
         return self._groups[names]
 
-    def _group(self, names: list[str]) -> SiteGroup:
+    def _group(self, names: tuple[str, ...]) -> NamedGroup:
         sites = [self._sites[name][1] for name in names]
-        return self._table.group(sites, self._pages)
+        group, epilogue = self._table.group(sites)
+        biases = [self._base.bias(name) for name in names]
+        if any(bias is not None for bias in biases):
+            device = group.pages.device
+            parts = [
+                torch.zeros(site.out_features, device=device) if bias is None else bias.float()
+                for site, bias in zip(sites, biases, strict=True)
+            ]
+            epilogue = replace(epilogue, base_bias=torch.cat(parts))
+        return NamedGroup(names, group, epilogue)

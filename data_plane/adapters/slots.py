@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from data_plane.adapters.pages import PagePool
 from data_plane.adapters.sites import Site
-from kernels.lora import SiteGroup
+from kernels.lora import Epilogue, SiteGroup
 
 
 class SlotPhase(Enum):
@@ -35,6 +36,12 @@ class SiteWeights:
     first: int  # index of A's first page within the adapter's pages
     num_a_pages: int
     num_b_pages: int  # they follow A's
+    gain_at: int | None = None  # index of its gains within the adapter's vectors; None: it has none
+    lora_bias_at: int | None = None  # of its LoRA bias
+
+    @property
+    def has_vector(self) -> bool:
+        return self.gain_at is not None or self.lora_bias_at is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +54,8 @@ class ResidentAdapter:
     page_ids: npt.NDArray[np.int64]
     page_ids_device: torch.Tensor  # int64, the same
     weights: dict[str, SiteWeights]  # by site name
-    size_bytes: int  # of all its matrices without page rounding
+    first_vector_page: int  # index within its pages: float32 vectors of all sites, side by side
+    size_bytes: int  # of all its matrices and vectors without page rounding
 
 
 class Load:
@@ -63,26 +71,36 @@ class Load:
 class SlotTable:
     """The slot table on the device."""
 
-    def __init__(self, sites: Sequence[Site], num_slots: int, num_pages: int, device: torch.device) -> None:
+    def __init__(self, sites: Sequence[Site], num_slots: int, pool: PagePool) -> None:
+        device = pool.pages.device
+        self._pool = pool
         self._sites = {site.name: index for index, site in enumerate(sites)}
         shape = (len(sites), num_slots)
-        self.page_ids = torch.zeros(num_pages, dtype=torch.int32, device=device)
+        self.page_ids = torch.zeros(pool.num_pages, dtype=torch.int32, device=device)
         self.first = torch.zeros(shape, dtype=torch.int32, device=device)
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scaling = torch.zeros(shape, dtype=torch.float32, device=device)
+        # Where vectors begin, as kernels.lora.Epilogue counts; -1: none.
+        self.gain = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.lora_bias = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
         # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
 
-    def group(self, sites: Sequence[Site], pages: torch.Tensor) -> SiteGroup:
-        """The view of sites that follow one another in the table and read inputs of one width, for kernels."""
+    def group(self, sites: Sequence[Site]) -> tuple[SiteGroup, Epilogue]:
+        """The views of sites that follow one another in the table and read inputs of one width, for kernels.
+
+        The epilogue has both tables and no bias of the base.
+        """
         indices = [self._sites[site.name] for site in sites]
         rows = slice(indices[0], indices[0] + len(indices))
         assert indices == list(range(rows.start, rows.stop)), f"{[site.name for site in sites]} lie apart"
         widths = {site.in_features for site in sites}
         assert len(widths) == 1, f"{[site.name for site in sites]} read {sorted(widths)} features"
         table = (self.first[rows], self.rank[rows], self.scaling[rows])
-        return SiteGroup(pages, self.page_ids, *table, widths.pop(), tuple(site.out_features for site in sites))
+        out_features = tuple(site.out_features for site in sites)
+        group = SiteGroup(self._pool.pages, self.page_ids, *table, widths.pop(), out_features)
+        return group, Epilogue(self._pool.values, self.gain[rows], self.lora_bias[rows])
 
     def put(self, adapter: ResidentAdapter) -> None:
         """Enter an adapter into its slot, which is empty."""
@@ -110,15 +128,22 @@ class SlotTable:
         device = self.page_ids.device
         columns = np.zeros((2, len(self._sites)), dtype=np.float32)
         first = np.zeros(len(self._sites), dtype=np.int32)
+        vectors = np.full((2, len(self._sites)), -1, dtype=np.int64)
+        begin = (start + adapter.first_vector_page) * self._pool.values_per_page
         for name, weights in adapter.weights.items():
             index = self._sites[name]
             first[index] = start + weights.first
             columns[0, index] = weights.rank
             columns[1, index] = weights.scaling
+            for table, at in enumerate((weights.gain_at, weights.lora_bias_at)):
+                if at is not None:
+                    vectors[table, index] = begin + at
         slot = adapter.slot
         self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
         self.first[:, slot] = torch.from_numpy(first).to(device)
         self.rank[:, slot] = torch.from_numpy(columns[0].astype(np.int32)).to(device)
         self.scaling[:, slot] = torch.from_numpy(columns[1]).to(device)
+        self.gain[:, slot] = torch.from_numpy(vectors[0]).to(device)
+        self.lora_bias[:, slot] = torch.from_numpy(vectors[1]).to(device)
         self.generation[slot] = adapter.generation
         self._rows[slot] = (start, adapter)

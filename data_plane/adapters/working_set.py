@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from data_plane.adapters.base_weights import BaseWeights
 from data_plane.adapters.pages import PagePool
 from data_plane.adapters.sites import Site
-from data_plane.adapters.slots import ResidentAdapter
-from kernels.lora import Columns, StackedSite, stack_columns
+from data_plane.adapters.slots import ResidentAdapter, SiteWeights
+from kernels.lora import Columns, SlotVectors, StackedSite, stack_columns
 
 # A stack that must grow gets this much room, so that adding adapters one by one copies each only a few times.
 GROWTH = 1.25
@@ -34,14 +35,16 @@ class _Stack:
     b: torch.Tensor
     num_rows: int
     members: list[tuple[ResidentAdapter, int, float]]  # in the order of the rows, with rank and scaling
+    vectors: list[tuple[ResidentAdapter, SlotVectors]]  # of those that have any
 
 
 class WorkingSet:
     """The stacks of one arena."""
 
-    def __init__(self, sites: Sequence[Site], pool: PagePool, max_bytes: int) -> None:
+    def __init__(self, sites: Sequence[Site], pool: PagePool, base: BaseWeights, max_bytes: int) -> None:
         self._sites = {site.name: site for site in sites}
         self._pool = pool
+        self._base = base
         self._max_bytes = max_bytes
         self._members: dict[tuple[int, int], ResidentAdapter] = {}
         self._stacks: dict[str, _Stack] = {}
@@ -96,7 +99,7 @@ class WorkingSet:
         num_new = sum(adapter.weights[name].rank for adapter in added)
         stack = self._stacks.get(name)
         if stack is None:
-            stack = _Stack(self._rows(num_new, site.in_features), self._rows(num_new, site.out_features), 0, [])
+            stack = _Stack(self._rows(num_new, site.in_features), self._rows(num_new, site.out_features), 0, [], [])
             self._stacks[name] = stack
         elif stack.num_rows + num_new > stack.a.shape[0]:
             num_rows = int((stack.num_rows + num_new) * GROWTH)
@@ -114,6 +117,16 @@ class WorkingSet:
             stack.b[rows] = self._pool.read(ids[middle:end], weights.rank, site.out_features)
             stack.num_rows += weights.rank
             stack.members.append((adapter, weights.rank, weights.scaling))
+            if weights.has_vector:
+                stack.vectors.append((adapter, self._vectors(adapter, weights, site.out_features)))
+
+    def _vectors(self, adapter: ResidentAdapter, weights: SiteWeights, width: int) -> SlotVectors:
+        page_ids = adapter.page_ids_device[adapter.first_vector_page :]
+        gain, lora_bias = (
+            None if at is None else self._pool.read_values(page_ids, at, width)
+            for at in (weights.gain_at, weights.lora_bias_at)
+        )
+        return SlotVectors(gain, lora_bias)
 
     def _rows(self, num_rows: int, width: int) -> torch.Tensor:
         return torch.empty(num_rows, width, dtype=self._pool.pages.dtype, device=self._pool.pages.device)
@@ -129,4 +142,14 @@ class WorkingSet:
             )
             if members not in shared:
                 shared[members] = stack_columns(members, self._pool.pages.device)
-            self._stacked[name] = StackedSite(stack.a[: stack.num_rows], stack.b[: stack.num_rows], shared[members])
+            vectors = {
+                adapter.slot: entry for adapter, entry in stack.vectors if newest[adapter.slot] == adapter.generation
+            }
+            base_bias = self._base.bias(name) if any(entry.gain is not None for entry in vectors.values()) else None
+            self._stacked[name] = StackedSite(
+                stack.a[: stack.num_rows],
+                stack.b[: stack.num_rows],
+                shared[members],
+                vectors,
+                None if base_bias is None else base_bias.float(),
+            )

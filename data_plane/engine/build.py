@@ -52,6 +52,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             arena_bytes=config.arena_bytes,
             dtype=loaded.dtype,
             device=device,
+            base=loaded.base_weights(),
             base_fingerprint=fingerprint,
         )
     except RuntimeError as error:  # torch has no narrower one for a failed allocation

@@ -13,7 +13,7 @@ from torch import nn
 
 from data_plane.adapters.sites import Site
 from data_plane.layers.context import StepContext
-from data_plane.layers.packed_weight import can_pack, pack, packed_linear
+from data_plane.layers.packed_weight import can_pack, pack, packed_linear, unpack
 
 
 class LoraLinear(nn.Linear):
@@ -54,6 +54,15 @@ class LoraLinear(nn.Linear):
             else:
                 lora.apply_group(self.site_names, x, y)
         return output
+
+    def site_weight(self, index: int) -> torch.Tensor:
+        """[out, in] of one of the linears; a copy where the weight is packed."""
+        weight = self.weight if self.packed is None else unpack(self.packed)
+        return torch.split(weight.detach(), self.out_splits)[index]
+
+    def site_bias(self, index: int) -> torch.Tensor | None:
+        """[out] of one of the linears, or None; zeros for one that has none beside others that have."""
+        return None if self.bias is None else torch.split(self.bias.detach(), self.out_splits)[index]
 
     def pack_weight(self) -> None:
         """Keep the weight in the layout that is fastest here, if that is another one than the checkpoint's."""

@@ -24,6 +24,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """A plain copy [out, in] of what was packed."""
+    return packed.to_dense()
+
+
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """torch.nn.functional.linear for a packed weight; x [..., in] of any leading sizes."""
     output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -40,6 +40,10 @@ class LoadedModel:
         """Where adapters may add, in the order of the layers."""
         return [site for module in self.model.modules() if isinstance(module, LoraLinear) for site in module.sites]
 
+    def base_weights(self) -> ModelWeights:
+        """The weights that the sites add to."""
+        return ModelWeights(self.model)
+
     @torch.inference_mode()
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """Logits [len(kept), vocab] of the tokens at `kept` (int64) of a packed step; ids are int64 [num_tokens].
@@ -54,6 +58,28 @@ class LoadedModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+class ModelWeights:
+    """The linears of a loaded model by site name (data_plane.adapters.base_weights.BaseWeights)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears = {
+            name: (module, index)
+            for module in model.modules()
+            if isinstance(module, LoraLinear)
+            for index, name in enumerate(module.site_names)
+        }
+
+    def weight(self, site_name: str) -> torch.Tensor:
+        """See BaseWeights."""
+        linear, index = self._linears[site_name]
+        return linear.site_weight(index)
+
+    def bias(self, site_name: str) -> torch.Tensor | None:
+        """See BaseWeights."""
+        linear, index = self._linears[site_name]
+        return linear.site_bias(index)
 
 
 def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel:

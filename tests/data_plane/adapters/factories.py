@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,13 +33,29 @@ class Packed:
     manifest: bytes
     chunks: list[bytes]
     weights: dict[str, tuple[torch.Tensor, torch.Tensor, float]]  # site name -> A [rank, in], B [rank, out], scaling
+    vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # site name -> float32 [out], of `vector_kind`
+    vector_kind: str = ""
 
     @property
     def arena_bytes(self) -> int:
         """By the formula of docs/protocol.md."""
-        return sum(
+        matrices = sum(
             -(-a.shape[0] // 8) * 8 * (a.shape[1] + b.shape[1]) * a.element_size() for a, b, _ in self.weights.values()
         )
+        columns = math.gcd(*(width for a, b, _ in self.weights.values() for width in (a.shape[1], b.shape[1])))
+        page = 8 * columns * next(iter(self.weights.values()))[0].element_size()
+        return matrices + -(-4 * sum(map(len, self.vectors.values())) // page) * page
+
+
+class RandomBase:
+    """A base model of random weights; "q" alone has a bias (data_plane.adapters.base_weights.BaseWeights)."""
+
+    def weight(self, site_name: str) -> torch.Tensor:
+        site = next(site for site in SITES if site.name == site_name)
+        return torch.randn(site.out_features, site.in_features, generator=_seeded(f"weight {site_name}"))
+
+    def bias(self, site_name: str) -> torch.Tensor | None:
+        return torch.randn(48, generator=_seeded(f"bias {site_name}")) if site_name.endswith(".q") else None
 
 
 @dataclass
@@ -65,6 +82,10 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def _seeded(text: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(text.encode()))
+
+
 def pack(
     ranks: Mapping[str, int] | int,
     *,
@@ -75,15 +96,19 @@ def pack(
     base: str = BASE,
     changes: Mapping[str, object] | None = None,
     edit: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    vectors: str = "",
+    edit_vector: Callable[[torch.Tensor], object] | None = None,
 ) -> Packed:
     """An adapter of one rank on every site, or of the given ranks by site name.
 
-    `changes` go into the manifest; `edit` may change each A and B in place.
+    `changes` go into the manifest; `edit` may change each A and B in place. vectors: every module has a "bias" or a
+    "magnitude", which `edit_vector` may change.
     """
     if isinstance(ranks, int):
         ranks = {site.name: ranks for site in sites}
     by_name = {site.name: site for site in sites}
     weights: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+    by_site: dict[str, torch.Tensor] = {}
     chunks: list[bytes] = []
     entries: list[dict[str, object]] = []
     for layer in sorted({name.split(".")[2] for name in ranks}):
@@ -109,6 +134,12 @@ def pack(
                     "scaling": scaling,
                 }
             )
+            if vectors:
+                vector = by_site[name] = torch.rand(site.out_features, generator=generator) + 0.5
+                if edit_vector is not None:
+                    edit_vector(vector)
+                tensors[f"{name}.{vectors}"] = vector
+                modules[-1][f"{vectors}_sha256"] = sha256(raw_bytes(vector))
         chunks.append(save(tensors))
         entries.append(
             {
@@ -127,7 +158,7 @@ def pack(
         **(changes or {}),
     }
     manifest = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-    return Packed(sha256(manifest), manifest, chunks, weights)
+    return Packed(sha256(manifest), manifest, chunks, weights, by_site, vectors)
 
 
 def make_arena(
@@ -146,6 +177,7 @@ def make_arena(
         arena_bytes=arena_bytes,
         dtype=dtype,
         device=device,
+        base=RandomBase(),
         base_fingerprint=BASE,
         reads_pages=reads_pages,
     )
@@ -153,20 +185,37 @@ def make_arena(
     return arena
 
 
-def expected_delta(
-    site: str, x: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
+def expected_output(
+    site: str, x: torch.Tensor, y: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
 ) -> torch.Tensor:
-    """What the step adds to a site's output, from the packed matrices, in fp32."""
+    """What the step leaves in a site's output y, from the packed tensors, in fp32."""
     rows = []
     for row, slot in enumerate(token_slots):
         weights = in_slots[slot].weights.get(site) if slot >= 0 else None
         if weights is None:
-            width = next(s.out_features for s in SITES if s.name == site)
-            rows.append(torch.zeros(width))
+            rows.append(y[row].float())
+            continue
+        a, b, scaling = weights
+        delta = (x[row].float() @ a.float().T) @ b.float()
+        vector, kind = in_slots[slot].vectors.get(site), in_slots[slot].vector_kind
+        if vector is None:
+            rows.append(y[row] + scaling * delta)
+        elif kind == "bias":
+            rows.append(y[row] + scaling * (delta + vector))
         else:
-            a, b, scaling = weights
-            rows.append(scaling * ((x[row].float() @ a.float().T) @ b.float()))
+            weight, bias = RandomBase().weight(site), RandomBase().bias(site)
+            own = torch.zeros_like(vector) if bias is None else bias
+            norm = (weight + scaling * b.float().T @ a.float()).norm(dim=1)
+            rows.append(vector / norm * (y[row] - own + scaling * delta) + own)
     return torch.stack(rows)
+
+
+def expected_delta(
+    site: str, x: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
+) -> torch.Tensor:
+    """What the step adds to a site's output of zeros."""
+    width = next(s.out_features for s in SITES if s.name == site)
+    return expected_output(site, x, torch.zeros(len(token_slots), width), token_slots, in_slots)
 
 
 def load(arena: AdapterArena, slot: int, generation: int, packed: Packed) -> None:
@@ -183,7 +232,7 @@ def run_step(arena: AdapterArena, token_slots: Sequence[int], in_slots: Mapping[
     for site in SITES:
         x = torch.randn(len(token_slots), site.in_features, generator=generator)
         y = torch.randn(len(token_slots), site.out_features, generator=generator)
-        expected = y + expected_delta(site.name, x, token_slots, in_slots)
+        expected = expected_output(site.name, x, y, token_slots, in_slots)
         if step is not None:
             step.apply(site.name, x, y)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)

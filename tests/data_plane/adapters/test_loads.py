@@ -135,7 +135,7 @@ def test_weight_that_is_not_finite_is_refused(value: float) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "format is 2"),
-        ({"kind": "dora"}, "kind is 'dora'"),
+        ({"kind": "loha"}, "kind is 'loha'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"extra": 1}, "'extra'"),
         ({"chunks": {}}, "chunks is dict"),

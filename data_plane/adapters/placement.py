@@ -1,0 +1,57 @@
+"""Where the parts of one adapter lie among its pages: A and B of every module, then all vectors side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from data_plane.adapters.manifest import Manifest, ModuleEntry
+from data_plane.adapters.pages import PagePool
+from data_plane.adapters.sites import Site
+from data_plane.adapters.slots import SiteWeights
+from data_plane.errors import AdapterMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Indices count within the adapter's own pages."""
+
+    weights: dict[str, SiteWeights]  # by site name
+    num_values: int  # float32 values of all vectors
+    num_matrix_pages: int  # the vectors lie behind them
+    num_pages: int
+
+
+def place(manifest: Manifest, sites: Mapping[str, Site], pool: PagePool) -> Placement:
+    """Raises AdapterMismatch for a module that the model does not have so."""
+    weights: dict[str, SiteWeights] = {}
+    first = num_values = 0
+    for module in (module for chunk in manifest.chunks for module in chunk.modules):
+        _check(module, sites.get(module.name), manifest.digest)
+        num_a_pages = pool.num_pages_of(module.rank, module.in_features)
+        num_b_pages = pool.num_pages_of(module.rank, module.out_features)
+        begin = num_values if module.has_vector else None
+        weights[module.name] = SiteWeights(
+            module.rank,
+            module.scaling,
+            first,
+            num_a_pages,
+            num_b_pages,
+            gain_at=begin if module.magnitude_sha256 else None,
+            lora_bias_at=begin if module.bias_sha256 else None,
+        )
+        first += num_a_pages + num_b_pages
+        num_values += module.out_features if module.has_vector else 0
+    arena_bytes = manifest.arena_bytes()
+    assert arena_bytes % pool.page_bytes == 0, "page columns divide all widths of the layers"
+    num_pages = arena_bytes // pool.page_bytes
+    assert first + -(-num_values // pool.values_per_page) <= num_pages, "an adapter outgrows the bytes it was told to"
+    return Placement(weights, num_values, first, num_pages)
+
+
+def _check(module: ModuleEntry, site: Site | None, digest: str) -> None:
+    if site is None:
+        raise AdapterMismatch(f"adapter {digest}: the model has no linear {module.name}")
+    expected, got = (site.in_features, site.out_features), (module.in_features, module.out_features)
+    if expected != got:
+        raise AdapterMismatch(f"adapter {digest}: {module.name} is (in, out) {got}, the model's is {expected}")

@@ -1,0 +1,125 @@
+"""Forms of LoRA beside the plain one, from PEFT's directory through the registry's ingest and the real engine.
+
+Base rows, plain adapters and all others share each batch; in a second round every slot holds another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
+from data_plane.engine.build import build_engine
+from tests.data_plane.engine.planner import Job, Planner
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.makers import make_adapter, make_checkpoint, make_prompt
+from tests.oracle import GreedyAnswer, Oracle
+
+NUM_TOKENS = 6
+PROMPT_LENGTHS = (1, 6, 23)
+
+
+@dataclass
+class Ingested:
+    """An adapter as the registry stores it (an AdapterSource that knows it alone)."""
+
+    info: PackedInfo
+    chunks: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, directory: Path, base_model: BaseModel) -> Ingested:
+        chunks: list[bytes] = []
+        files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+        info = ingest(files, base_model, max_adapter_bytes=1 << 24, sink=lambda _, chunk: chunks.append(chunk))
+        return cls(info, chunks)
+
+    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+        assert digest == self.info.digest
+        return self.info.manifest, iter(self.chunks)
+
+
+def check_forms(
+    directory: Path, arch: str, forms: dict[str, dict[str, Any]], *, sizes: dict[str, Any] | None = None
+) -> None:
+    """Every adapter and the base answer in two mixed batches what transformers and PEFT answer alone."""
+    checkpoint = make_checkpoint(directory / "model", arch, **(sizes or {}))
+    base_model = BaseModel.load(checkpoint)
+    paths = {
+        name: make_adapter(directory / name, checkpoint, seed=seed, **form)
+        for seed, (name, form) in enumerate(forms.items())
+    }
+    adapters = {name: Ingested.of(path, base_model) for name, path in paths.items()}
+    engine = build_engine(worker_config(checkpoint))
+    prompts = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
+    oracle = Oracle(checkpoint, paths)
+    answers: dict[tuple[int, str | None], GreedyAnswer] = {
+        (index, name): oracle.greedy(prompt, NUM_TOKENS, name)
+        for index, prompt in enumerate(prompts)
+        for name in [None, *adapters]
+    }
+    assert len({tuple(answers[2, name].token_ids) for name in [None, *adapters]}) > len(adapters) // 2, "no effect"
+    names = list(adapters)
+    for generation in (1, 2):
+        slots: dict[str | None, int | None] = {None: None}
+        for slot, name in enumerate(names[generation - 1 :] + names[: generation - 1]):
+            if generation > 1:
+                engine.slots.evict(slot, generation - 1)
+            used = engine.slots.used_bytes()
+            engine.slots.load(slot, generation, adapters[name].info.digest, adapters[name])
+            assert engine.slots.used_bytes() - used == adapters[name].info.arena_bytes
+            slots[name] = slot
+        pairs = [
+            (Job(prompts[index], NUM_TOKENS, slots[name], generation), name, answer)
+            for (index, name), answer in answers.items()
+            if answer.is_decisive
+        ]
+        assert len(pairs) >= 0.6 * len(answers)
+        Planner(engine, chunk=7, max_running=9).run([job for job, _, _ in pairs])
+        for job, name, answer in pairs:
+            assert job.tokens == answer.token_ids, (name, len(job.prompt), generation)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def reads_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the arena's pages are read where they lie, as on a GPU; here through the kernels' definitions."""
+    monkeypatch.setattr("data_plane.adapters.arena.runs_triton", lambda tensor: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("reads_pages", [False, True], ids=["stacked", "paged"], indirect=True)
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "opt", "phi3"])
+@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.filterwarnings("ignore:.*merging LoRA weights won't be possible", "ignore:.*have invalid shape")
+def test_lora_bias_and_dora_answer_as_peft(arch: str, tmp_path: Path) -> None:
+    """Without and with biases of the base, over linears that were fused, and over those of the checkpoint."""
+    some = {"phi3": ["qkv_proj"], "opt": ["v_proj", "fc1"]}.get(arch, ["v_proj", "gate_proj"])
+    check_forms(
+        tmp_path,
+        arch,
+        {
+            "plain": {"rank": 8},
+            "dora": {"rank": 4, "alpha": 8, "use_dora": True},
+            "bias": {"rank": 5, "lora_bias": True},
+            "rsdora": {
+                "rank": 9,
+                "alpha": 4,
+                "rslora": True,
+                "use_dora": True,
+                "targets": [*some, "o_proj" if arch != "opt" else "out_proj"],
+                "rank_pattern": {some[0]: 3},
+                "alpha_pattern": {some[0]: 7},
+            },
+            "some": {"rank": 16, "alpha": 16, "targets": some},
+        },
+    )
