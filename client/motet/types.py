@@ -181,7 +181,7 @@ class AdapterVersion:
     """One immutable version of an adapter."""
 
     digest: str  # 64 lower-case hexadecimal digits
-    kind: str  # "lora" or "rslora"
+    kind: str  # "lora", "rslora", "dora" or "rsdora"
     max_rank: int
     dtype: str
     size_bytes: int

@@ -45,7 +45,6 @@ _DEFAULTS: dict[str, Any] = {
     "layers_pattern": None,
     "layers_to_transform": None,
     "loftq_config": {},
-    "lora_bias": False,
     "lora_ga_config": None,
     "megatron_config": None,
     "modules_to_save": None,
@@ -54,7 +53,6 @@ _DEFAULTS: dict[str, Any] = {
     "target_parameters": None,
     "trainable_token_indices": None,
     "use_bdlora": None,
-    "use_dora": False,
     "use_qalora": False,
     "velora_config": None,
 }
@@ -63,11 +61,13 @@ _HANDLED = {
     "exclude_modules",
     "init_lora_weights",
     "lora_alpha",
+    "lora_bias",
     "peft_type",
     "r",
     "rank_pattern",
     "target_modules",
     "task_type",
+    "use_dora",
     "use_rslora",
 }
 # How the adapter's start was chosen; the trained tensors stand on their own. Others change the base.
@@ -81,6 +81,8 @@ class AdapterConfig:
     rank: int
     alpha: float
     is_rslora: bool
+    is_dora: bool
+    has_lora_bias: bool  # never of a DoRA adapter: PEFT has no such one
     rank_pattern: dict[str, int]  # plain name or suffix -> rank; the first that fits a module counts
     alpha_pattern: dict[str, float]
     target_modules: tuple[str, ...] | None  # names or suffixes; None: all linears
@@ -89,7 +91,7 @@ class AdapterConfig:
     @property
     def kind(self) -> str:
         """The manifest's word for it."""
-        return "rslora" if self.is_rslora else "lora"
+        return ("rs" if self.is_rslora else "") + ("dora" if self.is_dora else "lora")
 
     def is_targeted(self, module: str) -> bool:
         """Whether PEFT would put an adapter on `module`."""
@@ -117,9 +119,14 @@ def read_adapter_config(raw: bytes) -> AdapterConfig:
     rank = config.get("r", 8)
     if type(rank) is not int or rank < 1:
         raise refuse("r", f"is {_show(rank)}; a rank of at least 1 is expected")
+    is_dora, has_lora_bias = _flag(config, "use_dora"), _flag(config, "lora_bias")
+    if is_dora and has_lora_bias:
+        raise refuse("lora_bias", "is true beside use_dora, which PEFT does not read; train one of the two")
     return AdapterConfig(
         rank=rank,
         alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
+        is_dora=is_dora,
+        has_lora_bias=has_lora_bias,
         is_rslora=_bool("use_rslora", config.get("use_rslora", False)),
         rank_pattern={name: _rank("rank_pattern", value) for name, value in _pattern(config, "rank_pattern")},
         alpha_pattern={name: _number("alpha_pattern", value) for name, value in _pattern(config, "alpha_pattern")},
@@ -213,6 +220,11 @@ def _number(field: str, value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) <= 1e9:
         raise refuse(field, f"is {_show(value)}; a finite number is expected")
     return float(value)
+
+
+def _flag(config: dict[str, Any], field: str) -> bool:
+    value = config.get(field)
+    return value is not None and _bool(field, value)
 
 
 def _bool(field: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,13 +30,20 @@ _SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _KEY_PREFIX = "base_model.model."
 # Parts of tensor names that belong to kinds of adapters that are not served.
 _OTHER_KINDS = {
-    "lora_magnitude_vector": "DoRA",
     "lora_embedding_A": "LoRA on embeddings",
     "lora_embedding_B": "LoRA on embeddings",
     "modules_to_save": "fully trained modules",
     "trainable_tokens_delta": "trained tokens",
     "base_layer": "LoRA on stacked parameters, such as experts",
-    "bias": "a LoRA bias",
+}
+
+# How the name of a tensor ends, and which part of a module it is.
+_PARTS = {
+    ".lora_A.weight": "lora_A",
+    ".lora_B.weight": "lora_B",
+    ".lora_B.bias": "lora_B.bias",
+    ".lora_magnitude_vector": "lora_magnitude_vector",
+    ".lora_magnitude_vector.weight": "lora_magnitude_vector",  # as PEFT reads it too
 }
 
 ChunkSink = Callable[[int, bytes], None]  # (chunk index, bytes)
@@ -52,6 +60,12 @@ class ModulePlan:
     scaling: float
     in_features: int
     out_features: int
+    bias: TensorEntry | None = None  # LoRA bias
+    magnitude: TensorEntry | None = None  # DoRA
+
+    @property
+    def has_vector(self) -> bool:
+        return self.bias is not None or self.magnitude is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +111,12 @@ def plan_modules(
     pairs: dict[str, dict[str, TensorEntry]] = {}
     for entry in entries.values():
         module, side = _split_key(entry.name, shapes)
-        pairs.setdefault(module, {})[side] = entry
+        parts = pairs.setdefault(module, {})
+        if side in parts:
+            raise refuse(shorten(entry.name), f"is there a second time, as {shorten(parts[side].name)}; remove one")
+        parts[side] = entry
     for module in sorted(pairs):
-        for side, other in (("A", "B"), ("B", "A")):
-            if side not in pairs[module]:
-                raise refuse(f"{module}.lora_{side}", f"is missing, lora_{other} is there; save the adapter again")
+        _check_parts(module, pairs[module], config)
         if not config.is_targeted(module):
             raise refuse("target_modules", f"does not name {module}, for which there are tensors; PEFT would drop them")
     for name in config.target_modules or ():
@@ -111,19 +126,16 @@ def plan_modules(
     for module in sorted(shapes):
         if config.is_targeted(module) and module not in pairs:
             raise refuse(f"{module}.lora_A", "is missing, target_modules names the module; save the adapter again")
-    return [
-        _plan_module(module, pairs[module]["A"], pairs[module]["B"], config, shapes[module]) for module in sorted(pairs)
-    ]
+    return [_plan_module(module, pairs[module], config, shapes[module]) for module in sorted(pairs)]
 
 
 def _split_key(key: str, shapes: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
-    """Module path and "A" or "B" of a tensor's name: base_model.model.{module}.lora_A.weight."""
+    """Module path and part of a tensor's name: base_model.model.{module}.lora_A.weight and the like."""
     label = shorten(key)
     for part in key.split("."):
         if part in _OTHER_KINDS:
             raise refuse(label, f"belongs to {_OTHER_KINDS[part]}, which is not served; train plain LoRA")
-    for side in ("A", "B"):
-        suffix = f".lora_{side}.weight"
+    for suffix, side in _PARTS.items():
         if key.startswith(_KEY_PREFIX) and key.endswith(suffix):
             module = key[len(_KEY_PREFIX) : -len(suffix)]
             if module in shapes:
@@ -133,18 +145,52 @@ def _split_key(key: str, shapes: Mapping[str, tuple[int, int]]) -> tuple[str, st
 
 
 def _plan_module(
-    module: str, a: TensorEntry, b: TensorEntry, config: AdapterConfig, shape: tuple[int, int]
+    module: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, shape: tuple[int, int]
 ) -> ModulePlan:
     out_features, in_features = shape
     rank = config.rank_of(module)
-    for side, entry, expected in (("A", a, (rank, in_features)), ("B", b, (out_features, rank))):
-        if entry.shape != expected:
+    shapes: dict[str, tuple[int, ...]] = {
+        "lora_A": (rank, in_features),
+        "lora_B": (out_features, rank),
+        "lora_B.bias": (out_features,),
+        "lora_magnitude_vector": (out_features,),
+    }
+    for side, entry in parts.items():
+        if entry.shape != shapes[side]:
             raise refuse(
-                f"{module}.lora_{side}",
-                f"shape {list(entry.shape)}, expected {list(expected)} (rank {rank} by the config, {out_features} x "
-                f"{in_features} of the base model)",
+                f"{module}.{side}",
+                f"shape {list(entry.shape)}, expected {list(shapes[side])} (rank {rank} by the config, {out_features} "
+                f"x {in_features} of the base model)",
             )
-    return ModulePlan(module, a, b, rank, check_scaling(module, config.scaling_of(module)), in_features, out_features)
+    return ModulePlan(
+        module,
+        parts["lora_A"],
+        parts["lora_B"],
+        rank,
+        check_scaling(module, config.scaling_of(module)),
+        in_features,
+        out_features,
+        parts.get("lora_B.bias"),
+        parts.get("lora_magnitude_vector"),
+    )
+
+
+def _check_parts(module: str, parts: Mapping[str, TensorEntry], config: AdapterConfig) -> None:
+    """Every tensor of a module that the configuration asks for, and no other."""
+    for side, other in (("lora_A", "lora_B"), ("lora_B", "lora_A")):
+        if side not in parts:
+            raise refuse(
+                f"{module}.{side}",
+                f"is missing, {other if other in parts else next(iter(parts))} is there; save the adapter again",
+            )
+    for side, key, is_wanted in (
+        ("lora_B.bias", "lora_bias", config.has_lora_bias),
+        ("lora_magnitude_vector", "use_dora", config.is_dora),
+    ):
+        if is_wanted and side not in parts:
+            raise refuse(f"{module}.{side}", f"is missing, {key} is true; save the adapter again")
+        if side in parts and not is_wanted:
+            raise refuse(f"{module}.{side}", f"is there, {key} is not true; PEFT would drop it: save the adapter again")
 
 
 def _pack(
@@ -169,19 +215,26 @@ def _pack(
         "kind": config.kind,
     }
     manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-    itemsize = ITEMSIZE[base_model.dtype]
     return PackedInfo(
         digest=hashlib.sha256(manifest).hexdigest(),
         manifest=manifest,
         kind=config.kind,
         max_rank=max(plan.rank for plan in modules),
         size_bytes=len(manifest) + sum(int(chunk["size_bytes"]) for chunk in chunks),  # type: ignore[call-overload]
-        arena_bytes=sum(
-            -(-plan.rank // RANKS_PER_PAGE) * RANKS_PER_PAGE * (plan.in_features + plan.out_features) * itemsize
-            for plan in modules
-        ),
+        arena_bytes=_arena_bytes(modules, ITEMSIZE[base_model.dtype]),
         target_modules=tuple(plan.name for plan in modules),
     )
+
+
+def _arena_bytes(modules: list[ModulePlan], itemsize: int) -> int:
+    """What the adapter takes of a worker's arena, by the formula of docs/protocol.md."""
+    columns = math.gcd(*(width for plan in modules for width in (plan.in_features, plan.out_features)))
+    page_bytes = RANKS_PER_PAGE * columns * itemsize
+    num_pages = sum(
+        -(-plan.rank // RANKS_PER_PAGE) * ((plan.in_features + plan.out_features) // columns) for plan in modules
+    )
+    num_values = sum(plan.out_features for plan in modules if plan.has_vector)
+    return (num_pages + -(-4 * num_values // page_bytes)) * page_bytes
 
 
 def _pack_chunk(file: BinaryIO, modules: list[ModulePlan], dtype: str) -> tuple[bytes, list[dict[str, Any]]]:
@@ -192,23 +245,26 @@ def _pack_chunk(file: BinaryIO, modules: list[ModulePlan], dtype: str) -> tuple[
     position = 0
     for plan in modules:
         hashes = {}
-        for side, entry, columns in (("a", plan.a, plan.in_features), ("b", plan.b, plan.out_features)):
+        for side, entry in (("a", plan.a), ("b", plan.b), ("bias", plan.bias), ("magnitude", plan.magnitude)):
+            if entry is None:
+                continue
             values = _read_finite(file, entry)
-            raw = encode(values if side == "a" else np.ascontiguousarray(values.T), dtype)
+            packed_dtype = dtype if side in ("a", "b") else "float32"
+            packed = np.ascontiguousarray(values.T) if side == "b" else values
+            raw = encode(packed, packed_dtype)
             if raw is None:
                 raise refuse(shorten(entry.name), f"holds a value too large for {dtype}, the base model's type")
-            hashes[side] = hashlib.sha256(raw).hexdigest()
+            hashes[f"{side}_sha256"] = hashlib.sha256(raw).hexdigest()
             header[f"{plan.name}.{side}"] = {
                 "data_offsets": [position, position + len(raw)],
-                "dtype": _SAFETENSORS_DTYPE[dtype],
-                "shape": [plan.rank, columns],
+                "dtype": _SAFETENSORS_DTYPE[packed_dtype],
+                "shape": list(packed.shape),
             }
             payload.append(raw)
             position += len(raw)
         described.append(
             {
-                "a_sha256": hashes["a"],
-                "b_sha256": hashes["b"],
+                **hashes,
                 "in_features": plan.in_features,
                 "name": plan.name,
                 "out_features": plan.out_features,

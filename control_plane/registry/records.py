@@ -25,7 +25,7 @@ class AdapterVersion:
     """One immutable version."""
 
     digest: str  # 64 lower-case hexadecimal digits
-    kind: str  # "lora" or "rslora"
+    kind: str  # "lora", "rslora", "dora" or "rsdora"
     max_rank: int
     dtype: str  # element type it is packed in
     size_bytes: int  # packed

@@ -35,7 +35,7 @@ class TensorEntry:
 
     name: str
     dtype: str  # "F32", "F16" or "BF16"
-    shape: tuple[int, int]
+    shape: tuple[int, ...]  # one or two sizes
     start: int  # position in the file, bytes
     size_bytes: int
 
@@ -128,8 +128,8 @@ def _entry(name: str, value: Any, data_start: int, data_size: int) -> TensorEntr
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise refuse(label, f"dtype {shorten(str(dtype), 20)}; expected one of {', '.join(ITEMSIZE)}")
-    if not _is_int_list(shape) or len(shape) != 2:
-        raise refuse(label, f"shape {shorten(str(shape), 60)}; expected two dimensions")
+    if not _is_int_list(shape) or len(shape) not in (1, 2):
+        raise refuse(label, f"shape {shorten(str(shape), 60)}; expected one or two dimensions")
     if not all(1 <= size < _MAX_DIMENSION for size in shape):
         raise refuse(label, f"shape {shorten(str(shape), 60)}; every dimension must be at least 1")
     if not _is_int_list(offsets) or len(offsets) != 2:
@@ -140,7 +140,7 @@ def _entry(name: str, value: Any, data_start: int, data_size: int) -> TensorEntr
     expected = math.prod(shape) * ITEMSIZE[dtype]
     if end - start != expected:
         raise refuse(label, f"data_offsets span {end - start} bytes; shape and dtype need {expected}")
-    return TensorEntry(name, dtype, (shape[0], shape[1]), data_start + start, expected)
+    return TensorEntry(name, dtype, tuple(shape), data_start + start, expected)
 
 
 def _is_int_list(value: Any) -> bool:

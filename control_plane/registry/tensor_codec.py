@@ -8,7 +8,7 @@ import numpy.typing as npt
 Float32Array = npt.NDArray[np.float32]
 
 
-def decode(raw: bytes, dtype: str, shape: tuple[int, int]) -> Float32Array:
+def decode(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Float32Array:
     """safetensors bytes of type "F32", "F16" or "BF16" as float32; exact."""
     if dtype == "F32":
         return np.frombuffer(raw, dtype="<f4").reshape(shape)

@@ -41,8 +41,10 @@ def base_model(dtype: str = "float32", fingerprint: str = "ab" * 32) -> BaseMode
     )
 
 
-def tensors(seed: int = 0, rank: int = 4, modules: Sequence[str] = tuple(MODULES)) -> dict[str, np.ndarray[Any, Any]]:
-    """A and B of every module, by PEFT's names."""
+def tensors(
+    seed: int = 0, rank: int = 4, modules: Sequence[str] = tuple(MODULES), *, vectors: str = ""
+) -> dict[str, np.ndarray[Any, Any]]:
+    """A and B of every module, by PEFT's names; with its "bias" or "magnitude" if asked for."""
     generator = np.random.default_rng(seed)
     result: dict[str, np.ndarray[Any, Any]] = {}
     for module in modules:
@@ -50,6 +52,9 @@ def tensors(seed: int = 0, rank: int = 4, modules: Sequence[str] = tuple(MODULES
         prefix = f"base_model.model.{module}.lora_"
         result[prefix + "A.weight"] = generator.standard_normal((rank, in_features)).astype("<f4")
         result[prefix + "B.weight"] = generator.standard_normal((out_features, rank)).astype("<f4")
+        if vectors:
+            name = {"bias": "B.bias", "magnitude": "magnitude_vector"}[vectors]
+            result[prefix + name] = generator.random(out_features).astype("<f4")
     return result
 
 

@@ -63,7 +63,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("lora_alpha", "8"),
     ("lora_alpha", True),
     ("lora_alpha", 8000),
-    ("lora_bias", True),
+    ("lora_bias", 1),
     ("lora_ga_config", {"direction": "ArBr"}),
     ("megatron_config", {"a": 1}),
     ("modules_to_save", ["lm_head"]),
@@ -90,7 +90,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("task_type", "SEQ_CLS"),
     ("trainable_token_indices", [1]),
     ("use_bdlora", {"nblocks": 1}),
-    ("use_dora", True),
+    ("use_dora", "yes"),
     ("use_qalora", True),
     ("use_rslora", "yes"),
     ("velora_config", {"num_groups": 1}),
@@ -174,7 +174,6 @@ BAD_FILES: list[tuple[str, bytes, str]] = [
     ("negative offset", _file({KEY_A: _entry([4, 16], -256, 0)}, 256), "outside"),
     ("huge offset", with_header(b'{"a":{"dtype":"F32","shape":[1,1],"data_offsets":[0,' + b"9" * 4000 + b"]}}"), "out"),
     ("wrong size", _file({KEY_A: _entry([4, 16], 0, 252)}, 252), "need 256"),
-    ("one dimension", _file({KEY_A: _entry([64], 0, 256)}, 256), "two dimensions"),
     ("zero dimension", _file({KEY_A: _entry([0, 16], 0, 0)}), "at least 1"),
     ("overflow", _file({KEY_A: _entry([0, 2**62], 0, 0)}), "at least 1"),
     ("float as a size", _file({KEY_A: _entry([4.0, 16], 0, 256)}, 256), "two dimensions"),
@@ -211,6 +210,7 @@ def _poison(value: float) -> Any:
 
 OTHER = "base_model.model.model.layers.0.self_attn."
 WIDE = np.zeros((4, 17), "<f4")
+BIAS = np.ones(16, "<f4")
 BAD_TENSORS: list[tuple[str, bytes, str, str]] = [
     ("NaN", _bent(_poison(np.nan)), KEY_B, "NaN"),
     ("Inf", _bent(_poison(np.inf)), KEY_B, "infinite"),
@@ -220,8 +220,15 @@ BAD_TENSORS: list[tuple[str, bytes, str, str]] = [
     ("other base", _bent(_put(KEY_A, WIDE)), f"{MODULES[0]}.lora_A", "shape [4, 17], expected [4, 16]"),
     ("other rank", safetensors_bytes(tensors(rank=5)), f"{MODULES[0]}.lora_A", "shape [5, 16], expected [4, 16]"),
     ("unknown module", _bent(_put(OTHER + "z_proj.lora_A.weight", WIDE)), OTHER + "z_proj.lora_A.weight", "no such"),
-    ("DoRA", _bent(_put(OTHER + "q_proj.lora_magnitude_vector", WIDE)), OTHER + "q_proj.lora_magnitude_vector", "DoRA"),
-    ("bias", _bent(_put(OTHER + "q_proj.lora_B.bias", WIDE)), OTHER + "q_proj.lora_B.bias", "LoRA bias"),
+    ("three sizes", _bent(_put(KEY_A, np.zeros((4, 4, 4), "<f4"))), KEY_A, "one or two dimensions"),
+    ("one size", _bent(_put(KEY_A, np.zeros(64, "<f4"))), f"{MODULES[0]}.lora_A", "shape [64], expected [4, 16]"),
+    ("bias", _bent(_put(OTHER + "q_proj.lora_B.bias", BIAS)), f"{MODULES[0]}.lora_B.bias", "lora_bias is not true"),
+    (
+        "magnitudes",
+        _bent(_put(OTHER + "q_proj.lora_magnitude_vector", BIAS)),
+        f"{MODULES[0]}.lora_magnitude_vector",
+        "use_dora is not true",
+    ),
 ]
 BAD_TENSORS += [
     (
@@ -240,6 +247,37 @@ def test_a_bad_tensor_is_refused_by_name(tmp_path: Path, weights: bytes, field: 
     told, description = refused(write_adapter(tmp_path, weights=weights))
     assert told == field
     assert word in description
+
+
+def _vectors_bent(kind: str, change: Any) -> bytes:
+    content = tensors(vectors=kind)
+    change(content)
+    return safetensors_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "tensor"),
+    [("lora_bias", "bias", "lora_B.bias"), ("use_dora", "magnitude", "lora_magnitude_vector")],
+    ids=["bias", "magnitudes"],
+)
+def test_a_bad_vector_is_refused_by_name(tmp_path: Path, key: str, kind: str, tensor: str) -> None:
+    name = f"base_model.model.{MODULES[0]}.{tensor}"
+    cases = [
+        (_vectors_bent(kind, _put(name, BIAS[1:])), f"{MODULES[0]}.{tensor}", "shape [15], expected [16]"),
+        (_vectors_bent(kind, _put(name, np.ones((16, 1), "<f4"))), f"{MODULES[0]}.{tensor}", "shape [16, 1]"),
+        (_vectors_bent(kind, _put(name, BIAS * np.inf)), name, "infinite"),
+        (_vectors_bent(kind, lambda content: content.pop(name)), f"{MODULES[0]}.{tensor}", f"{key} is true"),
+    ]
+    if kind == "magnitude":
+        cases.append((_vectors_bent(kind, _put(name + ".weight", BIAS)), name + ".weight", "a second time"))
+    for weights, field, words in cases:
+        told, description = refused(write_adapter(tmp_path, weights=weights, **{key: True}))
+        assert told == field
+        assert words in description
+
+
+def test_dora_with_a_lora_bias_is_refused(tmp_path: Path) -> None:
+    assert refused(write_adapter(tmp_path, use_dora=True, lora_bias=True))[0] == "lora_bias"
 
 
 def test_other_files_and_missing_files_are_refused(tmp_path: Path) -> None:

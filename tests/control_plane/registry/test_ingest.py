@@ -46,6 +46,33 @@ def test_the_packed_layout_holds_a_and_transposed_b_with_all_hashes(tmp_path: Pa
     assert info.arena_bytes == 2 * 8 * ((16 + 16) + (16 + 8)) * 4  # rank 4 takes a page of 8
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "tensor"),
+    [("bias", "lora_bias", "lora_B.bias"), ("magnitude", "use_dora", "lora_magnitude_vector")],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vectors_are_packed_as_float32_and_count_as_bytes(
+    tmp_path: Path, kind: str, field: str, tensor: str, dtype: str
+) -> None:
+    source = tensors(vectors=kind)
+    info, chunks = pack(write_adapter(tmp_path, weights=safetensors_bytes(source), **{field: True}), dtype)
+    manifest = json.loads(info.manifest)
+    assert info.kind == manifest["kind"] == ("dora" if kind == "magnitude" else "lora")
+    for described, chunk in zip(manifest["chunks"], chunks, strict=True):
+        header = json.loads(chunk[8 : 8 + int.from_bytes(chunk[:8], "little")])
+        for module in described["modules"]:
+            entry = header[f"{module['name']}.{kind}"]
+            begin, end = (8 + int.from_bytes(chunk[:8], "little") + at for at in entry["data_offsets"])
+            vector = source[f"base_model.model.{module['name']}.{tensor}"]
+            assert (entry["dtype"], entry["shape"]) == ("F32", [len(vector)])
+            assert chunk[begin:end] == vector.tobytes()
+            assert module[f"{kind}_sha256"] == hashlib.sha256(chunk[begin:end]).hexdigest()
+    itemsize = 4 if dtype == "float32" else 2
+    plain, page = 2 * 8 * ((16 + 16) + (16 + 8)) * itemsize, 8 * 8 * itemsize
+    vectors = 4 * 2 * (16 + 8)
+    assert info.arena_bytes == plain + -(-vectors // page) * page
+
+
 def test_the_digest_depends_on_the_bytes_alone(tmp_path: Path) -> None:
     first = pack(write_adapter(tmp_path / "1"))
     backwards = dict(reversed(tensors().items()))
