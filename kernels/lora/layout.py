@@ -194,7 +194,7 @@ class Route:
 
 def page_values(pages: torch.Tensor) -> torch.Tensor:
     """The memory of pages [num_pages, 8, W] as float32 [num_pages, values of a page]."""
-    return pages.view(len(pages), -1).view(torch.float32)
+    return pages.view(len(pages), pages.shape[1] * pages.shape[2]).view(torch.float32)
 
 
 def _rows(indices: npt.NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
