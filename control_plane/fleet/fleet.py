@@ -200,7 +200,7 @@ class Fleet:
         job = self._jobs.get(request_id)
         if job is not None:
             if job.session is not None:
-                job.num_searched = job.session.scheduler.num_searched(request_id)
+                job.num_searched = max(job.num_searched, job.session.scheduler.num_searched(request_id))
                 job.session.cancel(request_id)
             self._finish(job)
 

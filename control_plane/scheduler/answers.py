@@ -142,4 +142,5 @@ def ending(group: SequenceGroup, reason: FinishReason) -> RequestOutput:
     """The last word on a request that ended otherwise than by its tokens, told once for all of its answers."""
     output = RequestOutput(group.request.request_id, [], reason, group.num_cached_tokens, group.first_scheduled_s)
     output.index = min(member.index for member in group.members if not member.is_ended and not member.is_given_up)
+    output.num_searched = group.num_searched
     return output

@@ -312,9 +312,7 @@ class Scheduler:
         for request_id in self._deadlines.pop_due(now_s):
             group = self.groups.get(request_id)
             if group is not None:
-                output = ending(group, FinishReason.DEADLINE)
-                output.num_searched = group.num_searched
-                self._outputs.append(output)
+                self._outputs.append(ending(group, FinishReason.DEADLINE))
                 self.roster.end(group)
 
     def _give_up_adapter(self, digest: str, reason: str) -> None:

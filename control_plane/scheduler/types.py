@@ -210,4 +210,4 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
     score: float | None = None  # for beam search: what the answers are ranked by
-    num_searched: int = 0  # for beam search, where it ended or its deadline passed: tokens computed over all beams
+    num_searched: int = 0  # for beam search, where it ended, however that was: tokens computed over all beams

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from motet.v1 import plan_pb2
 
-from control_plane.errors import DeadlineExceeded
+from control_plane.errors import DeadlineExceeded, NotFinite
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
@@ -146,24 +147,37 @@ async def test_a_beam_search_given_up_leaves_nothing_behind(clock: FakeClock) ->
     assert fleet.queue_snapshot().num_requests == 0 and fleet.tenant_use()[0].num_requests == 0
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-async def test_a_beam_search_given_up_or_late_pays_what_it_computed(clock: FakeClock, is_late: bool) -> None:
+def fail_first_row(result: plan_pb2.StepResult) -> None:
+    """Let the answer say that the logits of its first row were not finite."""
+    result.failed_rows, result.rows, result.token_ids = result.rows[:4], result.rows[4:], result.token_ids[4:]
+    del result.sampled_logprobs[0]
+
+
+@pytest.mark.parametrize("end", ["given up", "late", "not finite"])
+async def test_a_beam_search_that_tells_nothing_pays_what_it_computed(clock: FakeClock, end: str) -> None:
     limits = TenantLimits(tokens_per_minute=1000)
     fleet = make_fleet(clock, tenants=TenantTable(default=limits))
     worker = LoopbackWorker(fleet)
-    fields = {"beam": BeamSearch(4), "deadline_s": clock.now_s + 1.0 if is_late else None}
+    fields = {"beam": BeamSearch(4), "deadline_s": clock.now_s + 1.0 if end == "late" else None}
     stream = fleet.submit(make_request(fleet, PROMPT, 60, **fields))
     await worker.run(lambda: worker.session.scheduler.num_searched(RequestId(1)) >= 100)
-    if is_late:
+    if end == "given up":
+        stream.cancel()
+    elif end == "late":
         clock.advance(1.0)
         fleet.tick()
         with pytest.raises(DeadlineExceeded):
             await anext(stream)
     else:
-        stream.cancel()
+        await worker.receive()
+        fail_first_row(worker.answers[0].step_result)
+        worker.answer(1)
+        with pytest.raises(NotFinite):
+            await anext(stream)
     (use,) = fleet.tenant_use()
     assert use.num_requests == 0 and use.num_generated_tokens == 101, "one token, then four a step"
-    assert use.tokens_left is not None and use.tokens_left <= 1000 - len(PROMPT) - 101 + (17 if is_late else 0)
+    filled = 17 if end == "late" else 0
+    assert use.tokens_left is not None and use.tokens_left <= 1000 - len(PROMPT) - 101 + filled
 
 
 @pytest.mark.parametrize("is_lagging", [False, True])
