@@ -313,4 +313,5 @@ class ServerStatus:
     queues: QueueStatus
     adapters: AdapterStatus
     limits: LimitStatus
-    tenants: tuple[TenantStatus, ...] = ()  # those that sent requests lately, by name
+    tenants: tuple[TenantStatus, ...] = ()  # the busiest of those that sent requests lately, by name
+    num_other_tenants: int = 0  # those that are not among them

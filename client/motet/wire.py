@@ -148,6 +148,7 @@ def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
         adapters=_same_fields(types.AdapterStatus, message.adapters),
         limits=_same_fields(types.LimitStatus, message.limits),
         tenants=tuple(_same_fields(types.TenantStatus, tenant) for tenant in message.tenants),
+        num_other_tenants=message.num_other_tenants,
     )
 
 

@@ -57,6 +57,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
     ) -> status_pb2.GetStatusResponse:
         """Everything at one moment: no await between the reads."""
         registry, cache = self._registry.stats(), self._weights.stats()
+        tenants = self._fleet.tenant_use()
         workers = sorted(self._fleet.worker_snapshots(), key=lambda worker: worker.worker_id)
         return status_pb2.GetStatusResponse(
             server_version=SERVER_VERSION,
@@ -72,7 +73,8 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
                 host_cache_available=cache.is_available,
             ),
             limits=status_pb2.LimitStatus(**dataclasses.asdict(self._limits)),
-            tenants=map(_tenant_message, self._fleet.tenant_use()),
+            tenants=map(_tenant_message, tenants),
+            num_other_tenants=self._fleet.num_tenants - len(tenants),
         )
 
 

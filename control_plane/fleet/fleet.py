@@ -33,6 +33,7 @@ from control_plane.scheduler.types import FinishReason, Request, RequestId, Requ
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+MAX_TOLD_TENANTS = 256  # in a status: names come from outside and have no end
 
 
 class Fleet:
@@ -405,9 +406,14 @@ class Fleet:
         """Every attached worker, ordered by id."""
         return [self._sessions[worker_id].snapshot() for worker_id in sorted(self._sessions)]
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that sent requests lately."""
+        return self._quotas.num_tenants
+
     def tenant_use(self) -> list[TenantUse]:
-        """Every tenant that sent requests lately, by name."""
-        return self._quotas.use()
+        """The busiest of them, by name."""
+        return self._quotas.busiest(MAX_TOLD_TENANTS)
 
     def queue_snapshot(self) -> QueueSnapshot:
         """Requests over all workers."""

@@ -7,6 +7,7 @@ and all that it may generate, and gives back what it did not generate when it en
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -133,8 +134,13 @@ class TenantQuotas:
             account.bucket.add(charge.num_input_tokens)
         self.end(charge, 0)
 
-    def use(self) -> list[TenantUse]:
-        """Every tenant that has an account, by name."""
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that have an account: those that sent requests lately."""
+        return len(self._accounts)
+
+    def busiest(self, count: int) -> list[TenantUse]:
+        """The tenants with most unfinished requests, of equal ones those with most tokens; by name."""
         return [
             TenantUse(
                 tenant=tenant,
@@ -147,7 +153,7 @@ class TenantQuotas:
                 num_input_tokens=account.num_input_tokens,
                 num_generated_tokens=account.num_generated_tokens,
             )
-            for tenant, account in sorted(self._accounts.items())
+            for tenant, account in sorted(heapq.nlargest(count, self._accounts.items(), key=_busyness))
         ]
 
     def _check_alone(self, tenant: str, limits: TenantLimits, num_input: int, num_tokens: int) -> None:
@@ -205,3 +211,8 @@ class TenantQuotas:
                 del self._accounts[tenant]
         # Looked through again only once they have doubled, so that a new name costs the same however many there are.
         self._max_accounts = max(MAX_IDLE_TENANTS, 2 * len(self._accounts))
+
+
+def _busyness(item: tuple[str, _Account]) -> tuple[int, int]:
+    account = item[1]
+    return account.num_requests, account.num_input_tokens + account.num_generated_tokens

@@ -252,6 +252,7 @@ def test_status_shows_tenants(server: ScriptedServer, capsys: Capture) -> None:
         num_rejected=7,
     )
     server.status.tenants.add(tenant="b", weight=1)
+    server.status.num_other_tenants = 12
     assert motet(server, "status") == 0
     out = capsys.readouterr().out
     lines = [line.split() for line in out[out.index("tenants") :].splitlines()[2:4]]
@@ -259,6 +260,7 @@ def test_status_shows_tenants(server: ScriptedServer, capsys: Capture) -> None:
         ["a", "2.5", "3/4", "17", "50/600", "0", "7", "0", "0"],
         ["b", "1", "0", "0", "0", "0", "0", "0"],
     ]
+    assert "and 12 less busy ones" in out
 
 
 def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture) -> None:

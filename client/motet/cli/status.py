@@ -119,7 +119,8 @@ def _render_tenants(status: ServerStatus) -> str:
         "PROMPT TOKENS",
         "GENERATED",
     )
-    return "tenants\n" + table(header, rows)
+    others = f"\nand {status.num_other_tenants} less busy ones" if status.num_other_tenants else ""
+    return "tenants\n" + table(header, rows) + others
 
 
 def _render_workers(status: ServerStatus) -> str:

@@ -11,7 +11,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants")
+    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class GetStatusResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OTHER_TENANTS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     model: ModelStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -26,7 +27,8 @@ class GetStatusResponse(_message.Message):
     adapters: AdapterStatus
     limits: LimitStatus
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
-    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ...) -> None: ...
+    num_other_tenants: int
+    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype")

@@ -330,6 +330,8 @@ class FakeFleet:
             num_requests=3, num_waiting=1, num_running=2, num_accepted=9, num_finished=5, num_rejected=1, num_migrated=0
         )
 
+    num_tenants = 8
+
     def tenant_use(self) -> list[TenantUse]:
         limits = TenantLimits(weight=2.5, max_queued_tokens=90, tokens_per_minute=600)
         return [

@@ -35,6 +35,7 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
     assert answer.model.name == "tiny" and answer.model.max_model_len == 64
     assert answer.limits.max_chunk_bytes == 1 << 20
     (tenant,) = answer.tenants
+    assert answer.num_other_tenants == 7
     assert tenant == status_pb2.TenantStatus(
         tenant="a",
         weight=2.5,

@@ -38,7 +38,7 @@ def test_requests_at_once_are_bounded_per_tenant() -> None:
     quotas.admit(request(tenant="b"))  # the others have no such limit
     quotas.end(first, 3)
     quotas.admit(request())
-    use = {entry.tenant: entry for entry in quotas.use()}
+    use = {entry.tenant: entry for entry in quotas.busiest(9)}
     assert (use["a"].num_requests, use["a"].num_accepted, use["a"].num_rejected) == (2, 3, 1)
     assert (use["a"].num_input_tokens, use["a"].num_generated_tokens) == (10, 3)
     assert (use["b"].num_requests, use["b"].num_rejected) == (1, 0)
@@ -54,7 +54,7 @@ def test_queued_tokens_are_those_of_requests_without_an_answer() -> None:
     quotas.end(third, 0)  # it ended before its first token
     for charge in (first, second):
         quotas.end(charge, 20)
-    assert quotas.use()[0].num_queued_tokens == 0
+    assert quotas.busiest(9)[0].num_queued_tokens == 0
     with pytest.raises(QuotaTooSmall, match=r"input: 26 tokens, more than max_queued_tokens 25 of tenant a"):
         quotas.admit(request(26))
 
@@ -68,10 +68,10 @@ def test_tokens_per_minute_are_reserved_given_back_and_refilled() -> None:
     clock.advance(5)
     assert refused(quotas, request(10, 2)).retry_after_s == pytest.approx(7.0)
     quotas.end(first, 8)  # gives 12 of 20 back
-    assert quotas.use()[0].tokens_left == 17
+    assert quotas.busiest(9)[0].tokens_left == 17
     quotas.admit(request(10, 7))
     clock.advance(3600)
-    assert quotas.use()[0].tokens_left == 60  # one minute's worth is kept, no more
+    assert quotas.busiest(9)[0].tokens_left == 60  # one minute's worth is kept, no more
     with pytest.raises(QuotaTooSmall, match=r"stopping.max_tokens: up to 61 tokens in all"):
         quotas.admit(request(10, 51))
     with pytest.raises(QuotaTooSmall, match=r"^input: "):
@@ -85,13 +85,13 @@ def test_tokens_per_minute_are_reserved_given_back_and_refilled() -> None:
 def test_every_answer_is_reserved(fields: dict[str, Any], num_tokens: int) -> None:
     quotas, _ = make_quotas(tokens_per_minute=100)
     quotas.admit(request(10, 20, **fields))
-    assert quotas.use()[0].tokens_left == 100 - num_tokens
+    assert quotas.busiest(9)[0].tokens_left == 100 - num_tokens
 
 
 def test_request_that_no_worker_takes_is_not_charged() -> None:
     quotas, _ = make_quotas(max_running_requests=1, max_queued_tokens=10, tokens_per_minute=30)
     quotas.withdraw(quotas.admit(request()))
-    use = quotas.use()[0]
+    use = quotas.busiest(9)[0]
     assert (use.num_requests, use.num_queued_tokens, use.tokens_left) == (0, 0, 30)
     assert (use.num_accepted, use.num_input_tokens) == (0, 0)
 
@@ -103,9 +103,9 @@ def test_idle_tenants_are_forgotten_beyond_a_bound_and_debts_are_not() -> None:
     quotas.end(quotas.admit(request(tenant="owes")), 20)
     for number in range(MAX_IDLE_TENANTS - 2):
         quotas.withdraw(quotas.admit(request(tenant=f"t{number}")))
-    assert len(quotas.use()) == MAX_IDLE_TENANTS
+    assert quotas.num_tenants == MAX_IDLE_TENANTS
     quotas.admit(request(tenant="one.more"))
-    assert [entry.tenant for entry in quotas.use()] == ["one.more", "owes", "runs"]
+    assert [entry.tenant for entry in quotas.busiest(9)] == ["one.more", "owes", "runs"]
     assert refused(quotas, request(tenant="owes")).quota == "tokens_per_minute"
     quotas.end(running, 20)
 
@@ -155,3 +155,13 @@ def test_bad_entry_is_refused_by_name(document: str, names: list[str]) -> None:
     with pytest.raises(InvalidTenants) as caught:
         parse_tenants(json.loads(document))
     assert all(name in str(caught.value) for name in names)
+
+
+def test_the_busiest_tenants_are_told_and_the_others_counted() -> None:
+    quotas, _ = make_quotas()
+    for number in range(20):
+        quotas.end(quotas.admit(request(tenant=f"t{number:02}")), num_generated=number)
+    charge = quotas.admit(request(tenant="t03"))
+    assert [use.tenant for use in quotas.busiest(3)] == ["t03", "t18", "t19"] and quotas.num_tenants == 20
+    quotas.end(charge, 0)
+    assert [use.tenant for use in quotas.busiest(2)] == ["t18", "t19"]
