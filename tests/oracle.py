@@ -1,8 +1,9 @@
-"""The truth that served tokens are compared with: transformers + PEFT, one request at a time, greedy, fp32."""
+"""The truth that served tokens are compared with: transformers + PEFT, one request at a time, fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-# Top-two logit gaps below this can turn round by rounding alone: sums of another order differ by about 1e-5 here.
+# Logits and scores that differ by less can turn round by rounding alone: sums of another order differ by about 1e-5.
 MIN_GAP = 1e-3
+_PAD = 1_000_000  # no token: it only fills up what transformers returns
+
+Hypothesis = tuple[list[int], float]  # generated tokens and their score
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,12 @@ class GreedyAnswer:
 
 
 class Oracle:
-    """One checkpoint with some adapters."""
+    """One checkpoint with some adapters; the adapter "" is the base model. Logits and beams are computed once."""
 
     def __init__(self, checkpoint: Path, adapters: Mapping[str, Path]) -> None:
         self._adapters = adapters
+        self._logits: dict[tuple[object, ...], torch.Tensor] = {}
+        self._beams: dict[tuple[object, ...], list[Hypothesis]] = {}
         base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
         self._model: torch.nn.Module = base
         for name, directory in adapters.items():
@@ -40,18 +46,85 @@ class Oracle:
             else:
                 self._model = PeftModel.from_pretrained(base, str(directory), adapter_name=name)
 
-    @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], num_tokens: int, adapter: str | None = None) -> GreedyAnswer:
         """`num_tokens` tokens behind `prompt`, end-of-sequence ignored."""
-        model = self._model
-        if isinstance(model, PeftModel):
-            if adapter is None:
-                with model.disable_adapter():
-                    return _greedy(model, prompt, num_tokens)
-            model.set_adapter(adapter)
+        with self._at(adapter) as model:
             return _greedy(model, prompt, num_tokens)
-        assert adapter is None, f"no adapter {adapter!r} was given to this oracle"
-        return _greedy(model, prompt, num_tokens)
+
+    def logits(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+        """[len(token_ids), vocabulary], float32: what follows each of the tokens."""
+        key = (*token_ids, adapter or "")
+        if key not in self._logits:
+            with self._at(adapter) as model:
+                self._logits[key] = model(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
+        return self._logits[key].clone()  # outside inference mode, so that it may be changed
+
+    def num_agreed(self, prompt: Sequence[int], token_ids: Sequence[int], adapter: str | None = None) -> int:
+        """How many tokens of a greedy answer are the model's choice after those before, beyond rounding.
+
+        Raises AssertionError at a token that the model would not choose.
+        """
+        top = self.logits([*prompt, *token_ids], adapter)[len(prompt) - 1 : -1].topk(2)
+        is_clear = (top.values[:, 0] - top.values[:, 1]) >= MIN_GAP
+        for position, token_id in enumerate(token_ids):
+            chosen = int(top.indices[position, 0])
+            assert token_id == chosen or not is_clear[position], (
+                f"token {position} behind {len(prompt)} of the prompt, adapter {adapter!r}: {token_id}, not {chosen}"
+            )
+        return int(is_clear.sum())
+
+    def beams(
+        self,
+        prompt: Sequence[int],
+        adapter: str,
+        width: int,
+        length_penalty: float,
+        early_stopping: bool,
+        *,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        min_tokens: int = 0,
+    ) -> list[Hypothesis]:
+        """The `width` hypotheses that transformers' beam search finds, the best first."""
+        key = (*prompt, adapter, width, length_penalty, early_stopping, max_tokens, *stop_token_ids, min_tokens)
+        if key not in self._beams:
+            with self._at(adapter) as model:
+                output = model.generate(  # type: ignore[operator]  # every model has it
+                    input_ids=torch.tensor([list(prompt)]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    num_beams=width,
+                    num_return_sequences=width,
+                    length_penalty=length_penalty,
+                    early_stopping=early_stopping,
+                    do_sample=False,
+                    max_new_tokens=max_tokens,
+                    min_new_tokens=min_tokens or None,
+                    eos_token_id=list(stop_token_ids),
+                    pad_token_id=_PAD,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                )
+            rows = output.sequences[:, len(prompt) :].tolist()
+            tokens = [[token_id for token_id in row if token_id != _PAD] for row in rows]
+            self._beams[key] = list(zip(tokens, output.sequences_scores.tolist(), strict=True))
+        return self._beams[key]
+
+    @contextmanager
+    def _at(self, adapter: str | None) -> Iterator[torch.nn.Module]:
+        """The model with this adapter alone."""
+        model = self._model
+        with torch.inference_mode():
+            if not adapter:
+                if isinstance(model, PeftModel):
+                    with model.disable_adapter():
+                        yield model
+                else:
+                    yield model
+                return
+            assert isinstance(model, PeftModel), f"no adapter {adapter!r} was given to this oracle"
+            if model.active_adapter != adapter:
+                model.set_adapter(adapter)
+            yield model
 
 
 def _greedy(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> GreedyAnswer:

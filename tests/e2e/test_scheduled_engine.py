@@ -1,84 +1,130 @@
-"""The production scheduler and the real engine in one process, in a pool that is far too small: each token as alone.
+"""Production scheduler, wire and engine in one process, in a pool that is far too small: each answer as alone.
 
-Preempted by recompute under every policy and by swap under the default one, with forks of shared blocks, prefix hits,
-chunks of a few tokens or whole prompts, plans ahead of results and plans for several steps.
+Covered, each with groups of 3 and 4 samples, beam searches and prefix hits: preemption by recompute under every policy
+in steps of 7 and of 64 tokens; by swap in the same steps under the policies that swap (first come first served does
+not), where a beam search is among the swapped; steps of one token under every policy, where little runs side by side;
+and under the default policy plans ahead of results and plans for several steps. Greedy tokens, log-probabilities of
+samples, and hypotheses with their scores are those of transformers + PEFT; which tokens are drawn is what the same
+engine draws with room for all.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from motet.v1 import plan_pb2
 from safetensors.torch import load_file, save_file
 
-from control_plane.fleet.wire import PlanEncoder, limits_of
-from control_plane.scheduler.scheduler import Scheduler
+from control_plane.registry.base_model import BaseModel
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
 from control_plane.scheduler.types import (
-    AdapterRef,
+    BeamSearch,
     FinishReason,
-    LoadSlot,
     Request,
     RequestId,
-    RequestOutput,
     Sampling,
+    StepPlan,
     sample_seed,
 )
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import RowSampling
-from data_plane.wire import decode_steps, encode_hello, encode_output
-from tests.data_plane.engine.packing import PackedAdapter, pack
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
+from tests.e2e.scheduled import Answers, IngestedAdapter, ingested, serve
 from tests.makers import make_adapter, make_checkpoint
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 NUM_TOKENS = 14
 SHARED = [7, 99, 30, 201, 5, 64, 18, 77, 140]  # a full block and more, so that prompts hit each other's prefix
 PROMPTS = ([5, 9, 200], [*SHARED, 3], [*SHARED, 8, 8, 1], [11] * 29, [*SHARED, 3], [250, 2, 31, 77, 12, 8, 44])
-Answers = dict[tuple[int, int], list[int]]  # (request, index) -> tokens
+SEARCHES = ((*SHARED, 3), BeamSearch(4, 1.0)), ((*SHARED, 60), BeamSearch(3, -0.5, early_stopping=True))
+CHUNKS = [7, 64]  # tokens of a step
+TOLERANCE = 1e-4  # sums of another order differ by 1e-5 here
 
 
 @dataclass(frozen=True)
 class Rig:
-    """One checkpoint: engines with little and with enough room, and an adapter."""
+    """One checkpoint with an adapter: an engine with little room, the requests, and what is true of them."""
 
-    small: TorchEngine  # 12 blocks of 8 tokens, 16 in host memory; one request takes up to 6
-    adapter: PackedAdapter
-    expected: Answers
+    engine: TorchEngine  # 12 blocks of 8 tokens, 16 in host memory; one request takes up to 6
+    adapter: IngestedAdapter
+    requests: list[Request]
+    drawn: dict[tuple[int, int], list[int]]  # by request and index, of those that are no beam search
+    oracle: Oracle
+
+    def adapter_of(self, request: Request) -> str:
+        """As the oracle names it."""
+        return "one" if request.adapter else ""
+
+    def check(self, answers: Answers) -> None:
+        """Every answer of every request must be the true one."""
+        for request in self.requests:
+            prompt, adapter = request.prompt_token_ids, self.adapter_of(request)
+            if request.beam is not None:
+                beam = request.beam
+                expected = self.oracle.beams(
+                    *(prompt, adapter, beam.width, beam.length_penalty, beam.early_stopping),
+                    max_tokens=NUM_TOKENS,
+                    stop_token_ids=sorted(request.stop_token_ids),
+                )
+                got = [answers[request.request_id, index] for index in range(beam.width)]
+                assert [served.token_ids for served in got] == [token_ids for token_ids, _ in expected]
+                assert [served.score for served in got] == pytest.approx([s for _, s in expected], abs=TOLERANCE)
+                continue
+            for index in range(request.num_samples):
+                served = answers[request.request_id, index]
+                assert served.token_ids == self.drawn[request.request_id, index]
+                rows = self.oracle.logits([*prompt, *served.token_ids], adapter)[len(prompt) - 1 : -1].log_softmax(-1)
+                told = [float(row[token]) for row, token in zip(rows, served.token_ids, strict=True)]
+                assert [entry.logprob for entry in served.logprobs] == pytest.approx(told, abs=TOLERANCE)
 
 
 def sampling_of(number: int) -> Sampling:
     """Greedy, drawn, and drawn with penalties."""
-    drawn = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=100 + number)
-    return (Sampling(), drawn, replace(drawn, repetition_penalty=0.5, frequency_penalty=0.4, min_p=0.01))[number % 3]
+    greedy = Sampling(num_logprobs=0)
+    drawn = replace(greedy, temperature=0.9, top_k=40, top_p=0.95, seed=100 + number)
+    return (greedy, drawn, replace(drawn, repetition_penalty=0.5, frequency_penalty=0.4, min_p=0.01))[number % 3]
 
 
-def num_samples_of(number: int) -> int:
-    return 3 if number == 1 else 4 if number == 4 else 1
+def make_requests(adapter: IngestedAdapter, oracle: Oracle) -> list[Request]:
+    """Six that sample, every second with the adapter, and between them the searches: they give way to those before."""
+    samples = [
+        Request(
+            RequestId(number),
+            tuple(prompt),
+            NUM_TOKENS,
+            adapter=adapter.ref if number % 2 else None,
+            sampling=sampling_of(number),
+            num_samples={1: 3, 4: 4}.get(number, 1),
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    searches: list[Request] = []
+    for number, (prompt, beam) in enumerate(SEARCHES):
+        name = "" if number % 2 else "one"
+        likely = oracle.logits(prompt, name)[-1].topk(3).indices.tolist()  # some hypotheses end early
+        searches.append(
+            Request(
+                RequestId(len(PROMPTS) + number),
+                prompt,
+                NUM_TOKENS,
+                adapter=adapter.ref if name else None,
+                beam=beam,
+                stop_token_ids=frozenset(likely[-1:]),
+            )
+        )
+    return [*samples[:2], *searches, *samples[2:]]
 
 
-def request(number: int, adapter: AdapterRef) -> Request:
-    return Request(
-        RequestId(number),
-        tuple(PROMPTS[number]),
-        NUM_TOKENS,
-        adapter=adapter if number % 2 else None,
-        sampling=sampling_of(number),
-        num_samples=num_samples_of(number),
-    )
-
-
-def alone(engine: TorchEngine, number: int, index: int) -> list[int]:
+def alone(engine: TorchEngine, request: Request, index: int) -> list[int]:
     """What one sample answers in an engine of its own."""
-    sampling = sampling_of(number)
+    sampling = request.sampling
     settings = RowSampling(
         sampling.temperature,
         sampling.top_k,
@@ -88,7 +134,8 @@ def alone(engine: TorchEngine, number: int, index: int) -> list[int]:
         repetition_penalty=sampling.repetition_penalty,
         frequency_penalty=sampling.frequency_penalty,
     )
-    job = Job(PROMPTS[number], NUM_TOKENS, *((0, 1) if number % 2 else (None, 0)), sampling=settings)
+    slot = (0, 1) if request.adapter else (None, 0)
+    job = Job(list(request.prompt_token_ids), NUM_TOKENS, *slot, sampling=settings)
     Planner(engine, chunk=64).run([job])
     return job.tokens
 
@@ -97,113 +144,103 @@ def alone(engine: TorchEngine, number: int, index: int) -> list[int]:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     directory = tmp_path_factory.mktemp("rig")
     checkpoint = make_checkpoint(directory / "model", "llama")
+    adapter_dir = make_adapter(directory / "adapter", checkpoint, seed=3)
+    adapter = ingested(adapter_dir, BaseModel.load(checkpoint))
+    oracle = Oracle(checkpoint, {"one": adapter_dir})
+    requests = make_requests(adapter, oracle)
     roomy = build_engine(worker_config(checkpoint))
-    adapter = pack(make_adapter(Path(directory / "adapter"), checkpoint, seed=3), roomy.capacities.model_fingerprint)
-    roomy.slots.load(0, 1, adapter.digest, adapter)
-    answers = [(number, index) for number in range(len(PROMPTS)) for index in range(num_samples_of(number))]
-    expected = {(number, index): alone(roomy, number, index) for number, index in answers}
+    roomy.slots.load(0, 1, adapter.info.digest, adapter)
+    drawn = {
+        (request.request_id, index): alone(roomy, request, index)
+        for request in requests
+        if request.beam is None
+        for index in range(request.num_samples)
+    }
     small = build_engine(worker_config(checkpoint, num_blocks=12, host_kv_bytes=16 * 4096, max_model_len=64))
-    return Rig(small, adapter, expected)
+    return Rig(small, adapter, requests, drawn, oracle)
 
 
-def serve(
-    rig: Rig, settings: SchedulerSettings, *, plan_depth: int = 2, max_steps: int = 1, num_host_blocks: int = 16
-) -> tuple[Answers, SchedulerStats]:
-    """Run all requests; results come back when `plan_depth` plans are under way, or nothing more can be planned."""
-    engine = rig.small
-    engine.reset()
-    hello = encode_hello(replace(engine.capacities, num_host_blocks=num_host_blocks), "worker").hello
-    scheduler = Scheduler(limits_of(hello, plan_depth), settings)
-    encoder = PlanEncoder(1, engine.capacities.vocab_size)
-    adapter = AdapterRef(rig.adapter.digest, arena_bytes_of(rig, engine))
-    for number in range(len(PROMPTS)):
-        scheduler.add(request(number, adapter), 0.0)
-    results: deque[plan_pb2.StepResult] = deque()
-    answers: Answers = {key: [] for key in rig.expected}
-    for _ in range(3000):
-        if not scheduler.num_unfinished and not results:
-            break
-        for command in scheduler.slot_commands():
-            assert isinstance(command, LoadSlot), "the only adapter is evicted"
-            engine.slots.load(command.slot, command.generation, command.digest, rig.adapter)
-            scheduler.slot_ready(command.slot, command.generation)
-        plan = scheduler.plan(0.0, max_steps)
-        if plan is not None:
-            for step in decode_steps(encoder.encode(plan).step_plan):
-                results.append(encode_output(engine.execute(step), 1).step_result)
-            continue
-        assert results, "nothing is planned and nothing is under way"
-        result = encoder.decode_result(results.popleft())
-        assert result is not None and not result.failed_rows
-        for output in scheduler.apply(result, 0.0):
-            answers[output.request_id, output.index] += output.token_ids
-        scheduler.check_invariants()
-    assert not scheduler.num_unfinished, "not done after 3000 turns"
-    return answers, scheduler.stats()
+class SwapWatch:
+    """Which requests left to host memory and came back."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+        self.swapped_in: set[int] = set()
+
+    def __call__(self, plan: StepPlan) -> None:
+        new = {row.request_id for row in plan.new_rows}
+        if len(plan.swap_ins) > 0:
+            self.swapped_in |= new & self.seen
+        self.seen |= new
 
 
-def arena_bytes_of(rig: Rig, engine: TorchEngine) -> int:
-    """Measured: of the adapter in the engine's arena."""
-    engine.slots.load(0, 1, rig.adapter.digest, rig.adapter)
-    used = engine.slots.used_bytes()
-    engine.slots.evict(0, 1)
-    return used
+def run(
+    rig: Rig, settings: SchedulerSettings, *, num_host_blocks: int = 0, **ahead: int
+) -> tuple[SchedulerStats, set[int]]:
+    """Serve and check all requests; the numbers, and who was swapped in."""
+    watch = SwapWatch()
+    answers, stats = serve(
+        rig.engine, rig.requests, [rig.adapter], settings, num_host_blocks=num_host_blocks, on_plan=watch, **ahead
+    )
+    rig.check(answers)
+    return stats, watch.swapped_in
 
 
-SWAPS = SchedulerSettings(swap_us_per_block=0.0)  # moving is free: whoever can be swapped is
-
-
-@pytest.mark.parametrize("max_step_tokens", [5, 10, 64])
-def test_swapped_groups_and_rows_go_on_with_their_tokens(rig: Rig, max_step_tokens: int) -> None:
-    answers, stats = serve(rig, replace(SWAPS, max_step_tokens=max_step_tokens))
-    assert answers == rig.expected
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("policy", [Policy.CHUNKED_PREFILL, Policy.PREFILL_FIRST])
+def test_swapped_samples_and_beams_go_on_with_their_tokens(rig: Rig, policy: Policy, chunk: int) -> None:
+    settings = SchedulerSettings(policy=policy, max_step_tokens=chunk)
+    stats, swapped_in = run(rig, settings, num_host_blocks=16)
+    searches = {request.request_id for request in rig.requests if request.beam is not None}
     assert stats.num_swapped_out > 0 and stats.prefix_hit_tokens > 0
-    assert (stats.num_host_blocks_held, stats.num_blocks_held) == (0, 0)
+    assert swapped_in & searches, "no beam search came back from host memory"
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("policy", Policy)
+def test_recomputed_samples_and_beams_go_on_with_their_tokens(rig: Rig, policy: Policy, chunk: int) -> None:
+    stats, _ = run(rig, SchedulerSettings(policy=policy, max_step_tokens=chunk))
+    assert stats.num_preemptions > stats.num_swapped_out == 0
+    assert stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("policy", Policy)
-def test_recomputed_requests_go_on_with_their_tokens(rig: Rig, policy: Policy) -> None:
-    answers, stats = serve(rig, SchedulerSettings(policy=policy), num_host_blocks=0)
-    assert answers == rig.expected
-    assert stats.num_preemptions > stats.num_swapped_out == 0
+def test_steps_of_one_token_serve_samples_and_beams(rig: Rig, policy: Policy) -> None:
+    stats, _ = run(rig, SchedulerSettings(policy=policy, max_step_tokens=1))
+    assert stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize(("plan_depth", "max_steps"), [(1, 1), (4, 1), (2, 4)])
 def test_plans_ahead_of_results_change_no_token(rig: Rig, plan_depth: int, max_steps: int) -> None:
-    answers, stats = serve(rig, SWAPS, plan_depth=plan_depth, max_steps=max_steps)
-    assert answers == rig.expected
+    settings = SchedulerSettings(swap_us_per_block=0.0)
+    stats, _ = run(rig, settings, num_host_blocks=16, plan_depth=plan_depth, max_steps=max_steps)
     assert stats.num_preemptions > 0
 
 
+def test_greedy_answers_are_those_of_transformers_and_peft(rig: Rig) -> None:
+    """What the tests above compare samples with is of the same engine: here it meets the oracle."""
+    greedy = [request for request in rig.requests if not request.sampling.temperature and request.beam is None]
+    num_agreed = [
+        rig.oracle.num_agreed(request.prompt_token_ids, rig.drawn[request.request_id, 0], rig.adapter_of(request))
+        for request in greedy
+    ]
+    assert len(greedy) == 2 and min(num_agreed) > NUM_TOKENS // 2
+
+
 def test_answers_are_worth_comparing(rig: Rig) -> None:
-    assert len({tuple(tokens) for tokens in rig.expected.values()}) == len(rig.expected)
+    assert len({tuple(tokens) for tokens in rig.drawn.values()}) == len(rig.drawn)
 
 
 def test_chunk_of_a_told_prompt_that_is_not_finite_ends_its_request_alone(rig: Rig, tmp_path: Path) -> None:
     """An adapter of finite weights that are far too large: no row fails in a chunk, for none samples."""
-    directory = make_adapter(tmp_path / "huge", make_checkpoint(tmp_path / "model", "llama"), seed=3)
-    for file in Path(directory).glob("*.safetensors"):
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    directory = make_adapter(tmp_path / "huge", checkpoint, seed=3)
+    for file in directory.glob("*.safetensors"):
         save_file({name: torch.full_like(weight, 1e30) for name, weight in load_file(file).items()}, file)
-    engine = rig.small
-    engine.reset()
-    huge = pack(directory, engine.capacities.model_fingerprint)
-    hello = encode_hello(engine.capacities, "worker").hello
-    scheduler = Scheduler(limits_of(hello, 2), SchedulerSettings(max_step_tokens=8))
-    encoder = PlanEncoder(1, engine.capacities.vocab_size)
-    scheduler.add(replace(request(3, AdapterRef(huge.digest, 1)), sampling=Sampling(num_prompt_logprobs=0)), 0.0)
-    scheduler.add(request(0, AdapterRef(huge.digest, 1)), 0.0)
-    outputs: list[RequestOutput] = []
-    while scheduler.num_unfinished:
-        for command in scheduler.slot_commands():
-            engine.slots.load(command.slot, command.generation, huge.digest, huge)
-            scheduler.slot_ready(command.slot, command.generation)
-        plan = scheduler.plan(0.0)
-        assert plan is not None
-        for step in decode_steps(encoder.encode(plan).step_plan):
-            result = encoder.decode_result(encode_output(engine.execute(step), 1).step_result)
-            assert result is not None and not result.failed_rows
-            outputs += scheduler.apply(result, 0.0)
-    ends = [(output.request_id, output.finish_reason) for output in outputs if output.finish_reason is not None]
-    assert ends == [(3, FinishReason.NOT_FINITE), (0, FinishReason.LENGTH)]
-    tokens = [token_id for output in outputs if output.request_id == 0 for token_id in output.token_ids]
-    assert tokens == rig.expected[0, 0], "its neighbour's answer changed"
+    huge = ingested(directory, BaseModel.load(checkpoint))
+    by_id = {request.request_id: request for request in rig.requests}
+    told = replace(by_id[RequestId(3)], adapter=huge.ref, sampling=Sampling(num_prompt_logprobs=0))
+    answers, _ = serve(rig.engine, [told, by_id[RequestId(0)]], [huge], SchedulerSettings(max_step_tokens=8))
+    ends = {request_id: served.finish_reason for (request_id, _), served in answers.items()}
+    assert ends == {3: FinishReason.NOT_FINITE, 0: FinishReason.LENGTH}
+    assert answers[0, 0].token_ids == rig.drawn[0, 0], "its neighbour's answer changed"

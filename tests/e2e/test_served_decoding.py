@@ -10,17 +10,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from motet import BeamSearch, Client, Generation, TokenLogprobs
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.harness import System
 from tests.e2e.traffic import prompts
 from tests.makers import make_adapter, make_checkpoint
+from tests.oracle import MIN_GAP, Oracle
 
 PROMPTS = prompts([3, 9, 17], vocab_size=256, seed=11)
 STOPS = [5, 60, 61, 62, 63, 64, 65, 66]
-# Answers that differ by less in score or logit may change places by rounding: sums of another order differ by 1e-5.
-MIN_GAP = 1e-3
 # Fewer blocks than many requests at once need: some are swapped to host memory, which costs next to nothing.
 WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "60", "--max-rows", "12"]
 WORKER_FLAGS += ["--max-model-len", "128", "--arena-bytes", "64MiB", "--host-kv-bytes", "4MiB"]
@@ -30,15 +27,7 @@ CONTROL_FLAGS = ["--swap-us-per-block", "0.1"]
 @dataclass(frozen=True)
 class Served:
     client: Client
-    model: PeftModel
-
-    def logits(self, token_ids: Sequence[int], adapter: str) -> torch.Tensor:
-        """[len(token_ids), vocabulary], float32."""
-        with torch.inference_mode():
-            if adapter:
-                return self.model(input_ids=torch.tensor([token_ids])).logits[0].float()
-            with self.model.disable_adapter():
-                return self.model(input_ids=torch.tensor([token_ids])).logits[0].float()
+    oracle: Oracle
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +35,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("system")
     checkpoint = make_checkpoint(directory / "model", arch="llama")
     adapter = make_adapter(directory / "adapter", checkpoint, rank=8, alpha=16, targets=["q_proj", "down_proj"], seed=2)
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     with System(checkpoint, directory, control_flags=CONTROL_FLAGS) as system:
         client = system.client()
         client.adapters.register("one", adapter)
         system.start_worker(flags=WORKER_FLAGS)
-        yield Served(client, PeftModel.from_pretrained(base, str(adapter)).eval())
+        yield Served(client, Oracle(checkpoint, {"one": adapter}))
 
 
 def assert_told(told: Sequence[TokenLogprobs], token_ids: Sequence[int], logits: torch.Tensor, num_top: int) -> None:
@@ -85,7 +73,7 @@ def test_log_probabilities_are_the_models_own(served: Served, adapter: str) -> N
         ).result()
         num_prompt = len(prompt)
         for answer in result.answers:
-            logits = served.logits([*prompt, *answer.token_ids], adapter)
+            logits = served.oracle.logits([*prompt, *answer.token_ids], adapter)
             assert_told(answer.logprobs, answer.token_ids, logits[num_prompt - 1 : -1], 4)
         assert_told(result.started.prompt_logprobs, prompt[1:], logits[: num_prompt - 1], 2)
 
@@ -109,7 +97,7 @@ def test_penalties_and_bias_change_the_greedy_choice_as_they_should(served: Serv
         ).result()
         tokens = list(prompt)
         for token in result.token_ids:
-            row = served.logits(tokens, adapter)[-1].clone()  # outside inference mode, so that it may be changed
+            row = served.oracle.logits(tokens, adapter)[-1]
             seen = torch.tensor(sorted(set(tokens)))
             row[seen] = torch.where(row[seen] > 0, row[seen] / 1.3, row[seen] * 1.3)
             for generated in tokens[len(prompt) :]:
@@ -145,13 +133,8 @@ def test_swapped_requests_answer_as_transformers(served: Served) -> None:
         results = list(pool.map(ask, range(len(texts))))
     for position, (prompt, result) in enumerate(zip(texts, results, strict=True)):
         (answer,) = {answer.token_ids for answer in result.answers}  # greedy: all alike
-        logits = served.logits([*prompt, *answer], "one" if position % 2 else "")[len(prompt) - 1 : -1]
-        best = logits.topk(2)
         assert len(answer) == num_tokens
-        for token, values, candidates in zip(answer, best.values, best.indices, strict=True):
-            if float(values[0] - values[1]) >= MIN_GAP:
-                num_compared += 1
-                assert token == int(candidates[0]), position
+        num_compared += served.oracle.num_agreed(prompt, answer, "one" if position % 2 else "")
     assert num_compared > 300
     worker = served.client.status().workers[0]
     assert worker.num_swapped_out > 0 and (worker.num_blocks_held, worker.num_host_blocks_held) == (0, 0)
@@ -178,7 +161,12 @@ def test_beams_are_those_of_transformers(
             ignore_eos=True,
             timeout_s=120.0,
         ).result()
-        expected = transformers_beams(served, prompt, adapter, width, length_penalty, early_stopping)
+        expected = served.oracle.beams(
+            *(prompt, adapter, width, length_penalty, early_stopping),
+            max_tokens=10,
+            min_tokens=2,
+            stop_token_ids=STOPS,
+        )
         scores = [score for _, score in expected]
         assert [answer.finished.score for answer in result.answers] == pytest.approx(scores, abs=1e-3)
         gaps = [a - b for a, b in itertools.pairwise(scores)]
@@ -186,38 +174,3 @@ def test_beams_are_those_of_transformers(
             num_compared += 1
             assert [list(answer.token_ids) for answer in result.answers] == [tokens for tokens, _ in expected]
     assert num_compared >= 1
-
-
-def transformers_beams(
-    served: Served, prompt: Sequence[int], adapter: str, width: int, length_penalty: float, early_stopping: bool
-) -> list[tuple[list[int], float]]:
-    """Generated tokens and score of every answer, the best first."""
-
-    def generate() -> torch.Tensor:
-        return served.model.generate(  # type: ignore[no-any-return, operator]
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            num_beams=width,
-            num_return_sequences=width,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            do_sample=False,
-            max_new_tokens=10,
-            min_new_tokens=2,
-            eos_token_id=STOPS,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-
-    if adapter:
-        output = generate()
-    else:
-        with served.model.disable_adapter():
-            output = generate()
-    answers = []
-    for row, score in zip(output.sequences.tolist(), output.sequences_scores.tolist(), strict=True):  # type: ignore[attr-defined]
-        tokens = row[len(prompt) :]
-        ends = [position + 1 for position, token in enumerate(tokens) if token in STOPS]
-        answers.append((tokens[: ends[0]] if ends else tokens, score))
-    return answers

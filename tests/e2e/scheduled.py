@@ -1,0 +1,129 @@
+"""The production ingest, scheduler, wire and engine in one process: no network, no time, everything repeatable."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from motet.v1 import plan_pb2
+
+from control_plane.fleet.wire import PlanEncoder, limits_of
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.settings import SchedulerSettings
+from control_plane.scheduler.stats import SchedulerStats
+from control_plane.scheduler.types import (
+    AdapterRef,
+    FinishReason,
+    LoadSlot,
+    Request,
+    RequestOutput,
+    SlotCommand,
+    StepPlan,
+    TokenLogprobs,
+)
+from data_plane.engine.engine import TorchEngine
+from data_plane.wire import decode_steps, encode_hello, encode_output
+
+
+@dataclass(frozen=True)
+class IngestedAdapter:
+    """One adapter as the registry packs it, and an AdapterSource that knows it alone."""
+
+    info: PackedInfo
+    chunks: list[bytes]
+
+    @property
+    def ref(self) -> AdapterRef:
+        """The adapter as requests name it."""
+        return AdapterRef(self.info.digest, self.info.arena_bytes)
+
+    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+        assert digest == self.info.digest, f"{digest} is asked for, and only {self.info.digest} is here"
+        return self.info.manifest, iter(self.chunks)
+
+
+def ingested(directory: Path, base_model: BaseModel) -> IngestedAdapter:
+    """What the registry makes of a PEFT directory."""
+    chunks: list[bytes] = []
+    files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    info = ingest(files, base_model, max_adapter_bytes=1 << 30, sink=lambda _, chunk: chunks.append(chunk))
+    return IngestedAdapter(info, chunks)
+
+
+@dataclass
+class Served:
+    """What one index of a request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score: float | None = None
+    finish_reason: FinishReason | None = None
+
+
+Answers = dict[tuple[int, int], Served]  # by request and index
+
+
+def serve(
+    engine: TorchEngine,
+    requests: Sequence[Request],
+    adapters: Sequence[IngestedAdapter],
+    settings: SchedulerSettings,
+    *,
+    plan_depth: int = 2,
+    max_steps: int = 1,
+    num_host_blocks: int = 0,
+    on_plan: Callable[[StepPlan], None] = lambda plan: None,
+) -> tuple[Answers, SchedulerStats]:
+    """Run all requests from an empty engine; results come back when nothing more can be planned."""
+    engine.reset()
+    hello = encode_hello(replace(engine.capacities, num_host_blocks=num_host_blocks), "worker").hello
+    scheduler = Scheduler(limits_of(hello, plan_depth), settings)
+    encoder = PlanEncoder(1, engine.capacities.vocab_size)
+    source_of = {adapter.info.digest: adapter for adapter in adapters}
+    for request in requests:
+        scheduler.add(request, 0.0)
+    results: deque[plan_pb2.StepResult] = deque()
+    answers: Answers = {}
+    for _ in range(10_000):
+        if not scheduler.num_unfinished and not results:
+            break
+        for command in scheduler.slot_commands():
+            _obey(engine, scheduler, command, source_of)
+        plan = scheduler.plan(0.0, max_steps)
+        if plan is not None:
+            on_plan(plan)
+            for step in decode_steps(encoder.encode(plan).step_plan):
+                results.append(encode_output(engine.execute(step), 1).step_result)
+            continue
+        assert results, "nothing is planned and nothing is under way"
+        result = encoder.decode_result(results.popleft())
+        assert result is not None
+        for output in scheduler.apply(result, 0.0):
+            _book(answers.setdefault((output.request_id, output.index), Served()), output)
+        scheduler.check_invariants()
+    assert not scheduler.num_unfinished, "not done after 10 000 turns"
+    stats = scheduler.stats()
+    assert (stats.num_host_blocks_held, stats.num_blocks_held) == (0, 0)
+    return answers, stats
+
+
+def _obey(
+    engine: TorchEngine, scheduler: Scheduler, command: SlotCommand, source_of: dict[str, IngestedAdapter]
+) -> None:
+    if isinstance(command, LoadSlot):
+        engine.slots.load(command.slot, command.generation, command.digest, source_of[command.digest])
+        scheduler.slot_ready(command.slot, command.generation)
+    else:
+        engine.slots.evict(command.slot, command.generation)
+        scheduler.slot_empty(command.slot, command.generation)
+
+
+def _book(served: Served, output: RequestOutput) -> None:
+    assert served.finish_reason is None, "an answer has output after its end"
+    served.token_ids += output.token_ids
+    served.logprobs += output.logprobs or []
+    served.score, served.finish_reason = output.score, output.finish_reason
