@@ -27,6 +27,7 @@ from control_plane.scheduler.types import (
 PROTOCOL = 1
 
 _INT32 = np.dtype("<i4")
+_UINT32 = np.dtype("<u4")
 _FLOAT32 = np.dtype("<f4")
 
 
@@ -46,10 +47,13 @@ class PlanEncoder:
         self._paused: set[int] = set()
         self._stepwise: set[int] = set()  # past its prefill, and decodes only where it is fed
         self._is_stepwise: set[int] = set()  # rows that were begun so, those in prefill included
-        self._asked: dict[
-            int, tuple[int | None, int | None]
-        ] = {}  # row -> candidates told of its tokens, of its prompt
-        self._expected: deque[bytes] = deque()  # per unanswered step: rows that sample, in order, packed
+        # Row -> candidates to be told with each of its tokens, and with those of its prompt; rows that ask for some.
+        self._asked: dict[int, tuple[int | None, int | None]] = {}
+        # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
+        # name the same.
+        self._steady: tuple[list[int], bytes] | None = None
+        # Per unanswered step: rows that sample, in order, as they are and packed.
+        self._expected: deque[tuple[list[int], bytes]] = deque()
         self._num_answered = 0  # steps; they count up from 1, so this is also the last answered step's id
         self.num_stale_results = 0  # of another epoch, or answered before: dropped
 
@@ -68,30 +72,14 @@ class PlanEncoder:
             if asked != (None, None):
                 self._asked[new.row] = asked
 
-        fed = {row for row, _ in plan.fed_tokens}
-        assert fed <= self._stepwise, f"step {plan.step_id} feeds rows {sorted(fed - self._stepwise)}"
-        scheduled = set(plan.decode_rows) - fed
-        paused = sorted(self._decoding - scheduled)
-        resumed = sorted(scheduled & self._paused)
-        unknown = scheduled - self._decoding - self._paused
-        assert not unknown, f"step {plan.step_id} decodes rows {sorted(unknown)}, which have not finished their prefill"
-        self._paused.update(paused)
-        self._paused.difference_update(resumed)
-        self._decoding = scheduled
-
-        sampling = list(plan.decode_rows)
-        for row, num_tokens in plan.prefills:
-            left = self._tokens_left[row] - num_tokens
-            assert left >= 0, f"step {plan.step_id} prefills {-left} tokens too many of row {row}"
-            self._tokens_left[row] = left
-            if left == 0:
-                del self._tokens_left[row]
-                (self._stepwise if row in self._is_stepwise else self._decoding).add(row)
-                sampling.append(row)
-        self._expected.append(_packed(sampling))
+        paused, resumed, packed_rows = self._decode(plan)
+        ended = self._prefill(plan)
+        self._expected.append((plan.decode_rows + ended, packed_rows + _packed(ended)))
         if plan.num_steps > 1:
-            assert not fed and not self._tokens_left, f"step {plan.step_id} is no plan to be repeated"
-            self._expected.extend([_packed(sorted(self._decoding))] * (plan.num_steps - 1))
+            is_repeatable = not plan.fed_tokens and not self._tokens_left
+            assert is_repeatable, f"step {plan.step_id} is no plan to be repeated"
+            rows = sorted(self._decoding)
+            self._expected.extend([(rows, _packed(rows))] * (plan.num_steps - 1))
         return plan_pb2.AttachResponse(
             step_plan=plan_pb2.StepPlan(
                 step_id=plan.step_id,
@@ -109,6 +97,39 @@ class PlanEncoder:
                 num_steps=plan.num_steps if plan.num_steps > 1 else 0,
             )
         )
+
+    def _decode(self, plan: StepPlan) -> tuple[list[int], list[int], bytes]:
+        """Follow the plan's decoding rows; those that the worker is to pause and to resume, and all of them packed."""
+        if self._steady is not None and self._steady[0] == plan.decode_rows and not plan.fed_tokens:
+            return [], [], self._steady[1]
+        fed = {row for row, _ in plan.fed_tokens}
+        assert fed <= self._stepwise, f"step {plan.step_id} feeds rows {sorted(fed - self._stepwise)}"
+        scheduled = set(plan.decode_rows) - fed
+        paused = sorted(self._decoding - scheduled)
+        resumed = sorted(scheduled & self._paused)
+        unknown = scheduled - self._decoding - self._paused
+        assert not unknown, f"step {plan.step_id} decodes rows {sorted(unknown)}, which have not finished their prefill"
+        self._paused.update(paused)
+        self._paused.difference_update(resumed)
+        self._decoding = scheduled
+        packed = _packed(plan.decode_rows)
+        self._steady = None if fed else (plan.decode_rows, packed)
+        return paused, resumed, packed
+
+    def _prefill(self, plan: StepPlan) -> list[int]:
+        """Follow the plan's prefills; the rows where one ends, which sample and decode from the next plan on."""
+        ended: list[int] = []
+        for row, num_tokens in plan.prefills:
+            left = self._tokens_left[row] - num_tokens
+            assert left >= 0, f"step {plan.step_id} prefills {-left} tokens too many of row {row}"
+            self._tokens_left[row] = left
+            if left == 0:
+                del self._tokens_left[row]
+                (self._stepwise if row in self._is_stepwise else self._decoding).add(row)
+                ended.append(row)
+        if ended:
+            self._steady = None
+        return ended
 
     def decode_result(self, message: plan_pb2.StepResult) -> StepResult | None:
         """The result of the oldest unanswered step, or None if it is of another epoch or was answered before.
@@ -131,12 +152,15 @@ class PlanEncoder:
                 f"{len(message.failed_rows)} of failed rows"
             )
         failed_rows = np.frombuffer(message.failed_rows, dtype=_INT32).tolist()
-        if rows != _without(self._expected[0], failed_rows):
+        row_ids, packed_rows = self._expected[0]
+        if failed_rows:
+            row_ids = _without(row_ids, failed_rows)
+            packed_rows = _packed(row_ids)
+        if rows != packed_rows:
             raise GarbageResult(f"step {message.step_id}: rows other than those that sample in it")
-        tokens = np.frombuffer(message.token_ids, dtype=_INT32)
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+        tokens = np.frombuffer(message.token_ids, dtype=_UINT32)  # a token below zero is above every vocabulary
+        if len(tokens) and tokens.max() >= self._vocab_size:
             raise GarbageResult(f"step {message.step_id}: token outside 0..{self._vocab_size - 1}")
-        row_ids = np.frombuffer(rows, dtype=_INT32).tolist()
         result = StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows, message.step_time_us)
         for told in message.sampled_logprobs:
             result.logprobs[told.row] = self._logprobs(message.step_id, told, of_prompt=False)[0]
@@ -192,6 +216,7 @@ class PlanEncoder:
 
     def _forget(self, row: int) -> None:
         assert self._is_known(row), f"row {row} is freed and was not in use"
+        self._steady = None
         self._tokens_left.pop(row, None)
         self._decoding.discard(row)
         self._paused.discard(row)
@@ -256,13 +281,11 @@ def _packed_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
     return _packed(list(chain.from_iterable(pairs)))
 
 
-def _without(rows: bytes, failed_rows: list[int]) -> bytes:
+def _without(rows: list[int], failed_rows: list[int]) -> list[int]:
     """`rows` without the failed ones, which must be among them."""
-    if not failed_rows:
-        return rows
-    remaining = np.frombuffer(rows, dtype=_INT32).tolist()
+    remaining = list(rows)
     for row in failed_rows:
         if row not in remaining:
             raise GarbageResult(f"row {row} failed and was not to sample")
         remaining.remove(row)
-    return _packed(remaining)
+    return remaining
