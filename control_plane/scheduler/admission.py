@@ -99,6 +99,7 @@ def _make_sequence(
         group=group,
         index=index,
         request=request,
+        request_id=request.request_id,
         order=group.order,
         max_generated=max_generated,
         max_planned=len(request.prompt_token_ids) + max_generated - 1,

@@ -26,8 +26,7 @@ class AnswerBook:
         if failed_rows:
             told = iter(result.token_ids)
             tokens = iter([None if row in failed_rows else next(told) for row in flight.sampled_rows])
-        for sequence, token_id in zip(flight.decodes, tokens, strict=False):  # what is left over is the prefills'
-            self._book_token(sequence, 1, token_id, result, outputs)
+        self._book_decodes(flight.decodes, tokens, result, outputs)  # what is left over is the prefills'
         for sequence, num_tokens, samples in flight.prefills:
             self._roster.release_copied(sequence)
             token_id = next(tokens) if samples else None
@@ -42,6 +41,30 @@ class AnswerBook:
                 self._book_token(sequence, num_tokens, token_id, result, outputs)
             else:
                 self._book_chunk(sequence, num_tokens)
+
+    def _book_decodes(
+        self,
+        decodes: list[Sequence],
+        tokens: Iterator[int | None],
+        result: StepResult,
+        outputs: list[RequestOutput],
+    ) -> None:
+        """Book the answers for the rows that decoded. Nearly all are one more token and nothing else."""
+        num_others = 0
+        for sequence, token_id in zip(decodes, tokens, strict=False):
+            num_computed = sequence.num_computed + 1
+            if num_computed >= sequence.book_closely_at or token_id is None or token_id in sequence.stop_token_ids:
+                self._book_token(sequence, 1, token_id, result, outputs)
+                num_others += 1
+                continue
+            sequence.num_in_flight -= 1
+            sequence.num_computed = num_computed
+            sequence.generated.append(token_id)
+            group = sequence.group
+            outputs.append(
+                RequestOutput(sequence.request_id, [token_id], None, group.num_cached_tokens, group.first_scheduled_s)
+            )
+        self.num_tokens_sampled += len(decodes) - num_others
 
     def _book_token(
         self,
@@ -73,6 +96,8 @@ class AnswerBook:
             outputs.append(output)
             if sequence.num_computed >= sequence.register_at:
                 self._roster.register(sequence)
+            if sequence.state is SequenceState.RUNNING:
+                sequence.book_on()
             if reason is not None:
                 if sequence.is_given_up:
                     outputs.pop()

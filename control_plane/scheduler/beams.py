@@ -49,6 +49,7 @@ def advance(group: SequenceGroup, searcher: BeamSearcher, roster: Roster) -> Non
         sequence.generated = list(beam.token_ids)
         sequence.max_planned = sequence.num_known  # no further than the token that was chosen
     group.beam_sequences = new
+    roster.regroup()
 
 
 def outputs_of(group: SequenceGroup, searcher: BeamSearcher) -> list[RequestOutput]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from control_plane.scheduler.decode_batch import is_open
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
@@ -29,6 +30,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     queued = [*scheduler.waiting, *(group for group in scheduler.roster.swap if not group.is_paused)]
     waiting = Counter(group.digest for group in queued if group.digest is not None)
     scheduler.slots.check_invariants(dict(leases), dict(waiting))
+    _check_batch(scheduler)
     for sequence in scheduler.running:
         _check_running(scheduler, sequence)
     for group in scheduler.groups.values():
@@ -47,6 +49,8 @@ def _check_places(scheduler: Scheduler) -> None:
     unstarted = {g.request.request_id: g for g in waiting if g.first_scheduled_s is None}
     assert scheduler.roster.unstarted == unstarted, "requests that wait for their first row are miscounted"
     held = [g for g in scheduler.groups.values() if g.state is GroupState.HELD]
+    num_paused = sum(g.is_paused for g in scheduler.groups.values())
+    assert scheduler.roster.num_paused == num_paused, "paused requests are miscounted"
     swapped = list(scheduler.roster.swap)
     assert all(g.state is GroupState.SWAPPED for g in swapped), "a request in the swapped queue is not swapped"
     assert [g.order for g in swapped] == sorted(g.order for g in swapped), "swapped requests are out of order"
@@ -159,10 +163,27 @@ def _check_flights(scheduler: Scheduler) -> None:
         assert sequence.is_ended or ahead == planned[id(sequence)], "planned tokens are not those of unanswered plans"
 
 
+def _check_batch(scheduler: Scheduler) -> None:
+    """What is kept of who decodes and who prefills is so, and nobody is looked at too late."""
+    batch, prefilling = scheduler.roster.group_rows()
+    decoding = [sequence for sequence in scheduler.running if is_open(sequence)]
+    assert batch.sequences == decoding, "the next plan would decode other rows than it may"
+    assert batch.by_row == sorted(decoding, key=lambda sequence: sequence.row), "the batch is not by row"
+    assert batch.rows == [sequence.row for sequence in batch.by_row], "the batch has other rows than its sequences"
+    assert prefilling == [s for s in scheduler.running if not s.is_decoding], "a prefill would not be planned on"
+    for sequence in decoding:
+        num_tokens = len(sequence.block_ids) * scheduler.limits.block_size
+        assert sequence.plan_closely_at <= min(num_tokens, sequence.max_planned - 1), "a row would outgrow its table"
+
+
 def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
     """Progress of one request that holds a row."""
     size, limits = scheduler.limits.block_size, scheduler.limits
     assert sequence.num_computed <= sequence.num_planned <= sequence.max_planned, "a request is planned beyond its end"
+    if sequence.book_closely_at > 0:
+        is_plain = sequence.state is SequenceState.RUNNING and not sequence.is_ended and not sequence.tells_more
+        assert is_plain and sequence.group.has_progressed, "an answer that tells more than a token is booked as one"
+        assert sequence.book_closely_at <= min(sequence.register_at, sequence.max_planned), "an end would be missed"
     is_reserved = sequence.state is SequenceState.RESERVED or (not sequence.is_begun and not sequence.prefill_end)
     if not sequence.host_block_ids and not (sequence.is_ended and not sequence.block_ids):
         assert sequence.num_planned <= len(sequence.block_ids) * size, "tokens are planned without a block"

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from operator import attrgetter
 
+from control_plane.scheduler.decode_batch import DecodeBatch
 from control_plane.scheduler.errors import ResultMismatch
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.types import NewRow, StepPlan, StepResult
-
-_row = attrgetter("row")
 
 
 @dataclass(slots=True)
@@ -34,7 +32,7 @@ class PlanDraft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens left
-        self.decodes: list[Sequence] = []
+        self.decodes = DecodeBatch([])
         self.prefills: list[tuple[Sequence, int, bool]] = []
         self.new_rows: list[NewRow] = []
         self.appended_blocks: list[tuple[int, int]] = []
@@ -61,12 +59,11 @@ class PlanDraft:
 
     def feed(self) -> None:
         """Say which tokens stepwise rows are fed; not called where none decodes."""
-        self.fed_tokens = [(s.row, s.generated[-1]) for s in self.decodes if s.is_stepwise]
+        self.fed_tokens = [(s.row, s.generated[-1]) for s in self.decodes.by_row if s.is_stepwise]
 
     def finish(self, step_id: int, freed_rows: list[int], num_steps: int) -> tuple[StepPlan, list[Flight]]:
         """The plan, and what to keep of each of its steps; those after the first only decode."""
-        self.decodes.sort(key=_row)
-        decode_rows = [sequence.row for sequence in self.decodes]
+        decodes, decode_rows = self.decodes.by_row, self.decodes.rows
         sampled_rows = decode_rows + [sequence.row for sequence, _, samples in self.prefills if samples]
         plan = StepPlan(
             step_id=step_id,
@@ -81,10 +78,10 @@ class PlanDraft:
             fed_tokens=self.fed_tokens,
             num_steps=num_steps,
         )
-        flights = [Flight(step_id, self.decodes, self.prefills, sampled_rows, num_steps == 1)]
+        flights = [Flight(step_id, decodes, self.prefills, sampled_rows, num_steps == 1)]
         flights[0].spent_host_blocks = self.spent_host_blocks
         for idx in range(1, num_steps):
-            flights.append(Flight(step_id + idx, self.decodes, [], sampled_rows, idx == num_steps - 1))
+            flights.append(Flight(step_id + idx, decodes, [], sampled_rows, idx == num_steps - 1))
         return plan, flights
 
 

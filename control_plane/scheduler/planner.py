@@ -6,6 +6,7 @@ preempts there when something is short.
 
 from __future__ import annotations
 
+from control_plane.scheduler.decode_batch import DecodeBatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.forks import begin_fork, may_begin, num_fork_blocks, reserve_forks
 from control_plane.scheduler.new_rows import begin_row
@@ -50,6 +51,8 @@ class Planner:
             self._fill_chunked(draft, now_s)
         else:
             self._fill_prefill_first(draft, now_s)
+        if draft.prefills:
+            self._roster.regroup()  # some of them may decode from here on
 
     # ---- policies ----
 
@@ -58,9 +61,9 @@ class Planner:
 
         A long prefill leaves half of what is left to requests that wait, and takes what they do not need.
         """
-        others: list[Sequence] = []
-        is_starved = self._plan_decodes(draft, others)
-        prefills = sorted(filter(_may_prefill, others), key=_num_left)
+        batch, prefilling = self._roster.group_rows()
+        is_starved = self._plan_decodes(draft, batch)
+        prefills = sorted(filter(_may_prefill, prefilling), key=_num_left)
         long_ones = [sequence for sequence in prefills if _num_left(sequence) > self._long_tokens]
         for sequence in prefills[: len(prefills) - len(long_ones)]:
             if draft.budget == 0:
@@ -82,46 +85,53 @@ class Planner:
         While a request could return from host memory, none is admitted.
         Only a prompt larger than the whole budget is computed in chunks, alone, one step after the other.
         """
-        for sequence in list(filter(_may_prefill, self._roster.running)):  # looked up before any source is planned
+        batch, prefilling = self._roster.group_rows()
+        for sequence in list(filter(_may_prefill, prefilling)):  # looked up before any source is planned
             if draft.budget > 0:
                 self._prefill(sequence, draft)
         if self._roster.swap.peek() is None:
             self._admit(draft, now_s)
-        if not draft.prefills and not self._plan_decodes(draft, []):
+        if not draft.prefills and not self._plan_decodes(draft, batch):
             self._swap_in(draft)
 
     # ---- those who run ----
 
-    def _plan_decodes(self, draft: PlanDraft, others: list[Sequence]) -> bool:
-        """Plan one token of every decoding row, in order of arrival; True if one of them lacked a block or budget.
+    def _plan_decodes(self, draft: PlanDraft, batch: DecodeBatch) -> bool:
+        """Plan one token of every row of the batch, in order of arrival; True if one of them lacked a block or budget.
 
-        Those that do not decode yet are appended to `others`, as far as there is budget.
+        A row that lacks a block, or loses its own to one before it, is left out.
         """
-        size = self._block_size
-        is_starved = False
-        for sequence in list(self._roster.running):
-            if not sequence.is_decoding:
-                others.append(sequence)
-                continue
-            if sequence.state is not SequenceState.RUNNING or sequence.group.is_paused:
-                continue
+        is_starved = len(batch) > draft.budget
+        sequences = batch.sequences[: draft.budget] if is_starved else batch.sequences
+        left_out: set[Sequence] = set()
+        for sequence in sequences:
             position = sequence.num_planned
-            if position >= sequence.max_planned:
-                continue  # all its tokens are planned, or the next one is not chosen yet
-            if draft.budget == 0:
-                return True
-            if position == len(sequence.block_ids) * size:
-                block_id = self._block_for(sequence)
-                if block_id is None:
-                    is_starved = True
-                    continue
-                sequence.block_ids.append(block_id)
-                draft.appended_blocks.append((sequence.row, block_id))
+            if position >= sequence.plan_closely_at and not self._may_decode(sequence, draft):
+                left_out.add(sequence)
+                continue
             sequence.num_planned = position + 1
             sequence.num_in_flight += 1
-            draft.budget -= 1
-            draft.decodes.append(sequence)
+        if left_out or is_starved:
+            batch = DecodeBatch([sequence for sequence in sequences if sequence not in left_out])
+            is_starved |= any(sequence.state is SequenceState.RUNNING for sequence in left_out)
+        draft.decodes = batch
+        draft.budget -= len(batch)
         return is_starved
+
+    def _may_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Give a sequence of the batch a block for its next token if its table is full; False if it cannot decode."""
+        if sequence.state is not SequenceState.RUNNING:
+            return False  # preempted for one before it
+        if sequence.num_planned == len(sequence.block_ids) * self._block_size:
+            block_id = self._block_for(sequence)
+            if block_id is None:
+                return False
+            sequence.block_ids.append(block_id)
+            draft.appended_blocks.append((sequence.row, block_id))
+        sequence.plan_on(self._block_size)
+        if sequence.num_planned + 1 >= sequence.max_planned:
+            self._roster.regroup()  # its last token, or the last that is known
+        return True
 
     def _prefill(self, sequence: Sequence, draft: PlanDraft) -> None:
         if sequence.state is SequenceState.FORKING:
@@ -173,9 +183,10 @@ class Planner:
 
     def _free_paused(self) -> bool:
         """Whether a request whose reader is slow gave way; what is not free at once is after some result."""
-        victim = choose_paused(self._roster.running) if self._roster.num_draining == 0 else None
+        roster = self._roster
+        victim = choose_paused(roster.running) if roster.num_paused > 0 and roster.num_draining == 0 else None
         if victim is not None:
-            self._roster.preempt(victim)
+            roster.preempt(victim)
         return victim is not None
 
     def _admit(self, draft: PlanDraft, now_s: float, num_long: int = 0) -> None:
@@ -184,8 +195,9 @@ class Planner:
         One whose adapter is not ready is skipped; one that lacks blocks is not, or large requests would starve.
         `num_long`: long prefills that are unfinished.
         """
+        roster = self._roster
         is_chunked = self._settings.policy is Policy.CHUNKED_PREFILL
-        while draft.budget > 0:
+        while draft.budget > 0 and (roster.rows.num_free > 0 or roster.num_paused > 0):
             group, passed = self._next_waiting(may_be_long=num_long < self._settings.max_long_partial_prefills)
             if group is None:
                 return

@@ -13,6 +13,7 @@ from operator import attrgetter
 from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.arrival_queue import ArrivalQueue
 from control_plane.scheduler.block_pool import BlockPool
+from control_plane.scheduler.decode_batch import DecodeBatch, is_open
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.prefix_cache import PrefixCache
 from control_plane.scheduler.row_pool import RowPool
@@ -51,9 +52,13 @@ class Roster:
         self.swap = SwapSpace(limits, settings.policy, costs, self.pool, self.cache, self.slots)
         self.rows = RowPool(limits.max_rows)
         self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, in order of arrival
+        # Of running, those that the next plan may decode, and those before the end of their prefill.
+        self._decode_batch: DecodeBatch | None = None  # None: somebody joined or left it since
+        self._prefilling: list[Sequence] = []
         self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
         self.unstarted: dict[RequestId, SequenceGroup] = {}  # of the waiting ones those that never ran, as they came
         self.num_draining = 0  # of running
+        self.num_paused = 0  # of groups
         self.num_running_groups = 0  # requests with members in running
         self.num_ending_groups = 0  # of those, requests that are over
         self.num_telling = 0  # of running: those whose answers come with log-probabilities
@@ -115,6 +120,8 @@ class Roster:
         if group.is_paused:
             return
         group.is_paused = True
+        self.num_paused += 1
+        self.regroup()
         if group.state is GroupState.WAITING:
             self.unqueue(group)
             group.state = GroupState.HELD
@@ -126,6 +133,8 @@ class Roster:
         if not group.is_paused:
             return
         group.is_paused = False
+        self.num_paused -= 1
+        self.regroup()
         if group.state is GroupState.HELD:
             self.queue(group)
         elif group.state is GroupState.SWAPPED:
@@ -140,10 +149,24 @@ class Roster:
         """Offer its computed full blocks to the prefix cache, unless they were swapped out meanwhile."""
         if sequence.host_block_ids:
             return
-        self.cache.register(sequence, keep=sequence.digest not in self._purged)
+        self.cache.register(sequence, keep=not self._purged or sequence.digest not in self._purged)
         sequence.register_at = (sequence.num_registered + 1) * self.block_size
 
     # ---- running ----
+
+    def regroup(self) -> None:
+        """Somebody begins or ends to decode, or to prefill: look again who does before the next plan."""
+        self._decode_batch = None
+
+    def group_rows(self) -> tuple[DecodeBatch, list[Sequence]]:
+        """Those that the next plan may decode, and those before the end of their prefill, in order of arrival."""
+        batch = self._decode_batch
+        if batch is None:
+            batch = self._decode_batch = DecodeBatch([sequence for sequence in self.running if is_open(sequence)])
+            self._prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+            for sequence in batch.sequences:
+                sequence.plan_on(self.block_size)
+        return batch, self._prefilling
 
     def take_row(self, sequence: Sequence, state: SequenceState) -> None:
         """Give the sequence the lowest free row and a lease of its adapter's slot, which must be admissible."""
@@ -157,6 +180,7 @@ class Roster:
         group.num_rows += 1
         self.num_telling += sequence.tells_logprobs
         insort(self.running, sequence, key=by_order)
+        self.regroup()
 
     def _lease(self, digest: str) -> int:
         slot = self.slots.lease(digest)
@@ -185,6 +209,7 @@ class Roster:
         beam.row, beam.slot_idx, beam.block_ids = row, slot_idx, [own]
         beam.generated, beam.block_hashes, beam.max_planned = [], [], 0
         beam.state = SequenceState.RESERVED
+        self.regroup()
 
     # ---- leaving ----
 
@@ -202,6 +227,7 @@ class Roster:
     def end(self, group: SequenceGroup) -> None:
         """The request is over: forget it, and give back what it holds as soon as no unanswered plan names it."""
         del self.groups[group.request.request_id]
+        self.num_paused -= group.is_paused
         group.is_ended = True
         for sequence in group.members:
             sequence.is_ended = True
@@ -229,6 +255,7 @@ class Roster:
         """Give back row, blocks and lease; a group that has not ended waits again once all its members left."""
         group = sequence.group
         self.running.remove(sequence)
+        self.regroup()
         self.num_draining -= 1
         self.pool.release(sequence.block_ids)
         self.release_copied(sequence)
@@ -278,7 +305,9 @@ class Roster:
     def _drain_member(self, sequence: Sequence) -> None:
         if sequence.state in (SequenceState.RUNNING, SequenceState.FORKING, SequenceState.RESERVED):
             sequence.state = SequenceState.DRAINING
+            sequence.look_closely()
             self.num_draining += 1
+            self.regroup()
         if sequence.state is SequenceState.DRAINING and sequence.num_in_flight == 0:
             self.leave(sequence)
 

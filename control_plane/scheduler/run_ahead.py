@@ -35,20 +35,23 @@ def repeat(draft: PlanDraft, roster: Roster, max_steps: int) -> int:
     """Steps that the draft's plan stands for (bound 2), the first included; books the others on its sequences."""
     if max_steps == 1 or draft.prefills or not draft.decodes:
         return 1
-    num_more = min(max_steps - 1, min(sequence.max_planned - sequence.num_planned for sequence in draft.decodes))
+    num_more = min(
+        max_steps - 1, min(sequence.max_planned - sequence.num_planned for sequence in draft.decodes.sequences)
+    )
     if num_more == 0 or not _is_settled(draft, roster):
         return 1
     short = _blocks_short(draft, roster.block_size, num_more)
     while sum(num_blocks for _, num_blocks in short) > roster.pool.num_available:
         num_more -= 1
         short = _blocks_short(draft, roster.block_size, num_more)
-    for sequence in draft.decodes:
+    for sequence in draft.decodes.sequences:
         sequence.num_planned += num_more
         sequence.num_in_flight += num_more
     for sequence, num_blocks in short:
         blocks = roster.pool.take(num_blocks)
         sequence.block_ids += blocks
         draft.appended_blocks += [(sequence.row, block_id) for block_id in blocks]
+    roster.regroup()  # tables grew, and some may be planned to their end
     return 1 + num_more
 
 
@@ -76,6 +79,6 @@ def _blocks_short(draft: PlanDraft, block_size: int, num_more: int) -> list[tupl
     """Who lacks how many blocks for so many tokens beyond those planned."""
     return [
         (sequence, num_blocks)
-        for sequence in draft.decodes
+        for sequence in draft.decodes.sequences
         if (num_blocks := -(-(sequence.num_planned + num_more) // block_size) - len(sequence.block_ids)) > 0
     ]

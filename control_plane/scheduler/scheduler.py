@@ -11,10 +11,8 @@ is ever given away. Only blocks that a plan moves to host memory are free for th
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import replace
+from collections import deque
 from itertools import islice
-from operator import attrgetter
 
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.answers import AnswerBook, ending
@@ -26,7 +24,6 @@ from control_plane.scheduler.planner import Planner
 from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.roster import Roster, by_order
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS, may_plan, repeat
-from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import GroupState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
@@ -41,8 +38,6 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
-
-_tenant = attrgetter("request.tenant")
 
 
 class Scheduler:
@@ -235,16 +230,10 @@ class Scheduler:
         if self.roster.num_telling > 0:
             note_logprobs(flights)
         self._next_step_id += num_steps
-        self._charge(draft.decodes, num_steps)
+        for tenant, num_rows in draft.decodes.num_rows_by_tenant.items():
+            self.counters.charge_decode(tenant, num_rows * num_steps)
         self.flights.extend(flights)
         return plan
-
-    def _charge(self, decodes: list[Sequence], num_steps: int) -> None:
-        """Count what the rows' tenants get."""
-        only_tenant = self.counters.only_tenant
-        num_rows = Counter(map(_tenant, decodes)) if only_tenant is None else {only_tenant: len(decodes)}
-        for tenant, count in num_rows.items():
-            self.counters.charge_decode(tenant, count * num_steps)
 
     def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
@@ -285,7 +274,7 @@ class Scheduler:
         return SchedulerStats(
             num_waiting=self.num_waiting,
             num_running=self.roster.num_running_groups,
-            num_paused=sum(group.is_paused for group in self.groups.values()),
+            num_paused=self.roster.num_paused,
             num_blocks=self.pool.num_blocks,
             num_blocks_held=self.pool.num_held,
             num_blocks_cached=len(self.pool.evictable),
@@ -320,5 +309,6 @@ class Scheduler:
         swapped = [group for group in self.roster.swap if group.digest == digest]
         for group in [*swapped, *self.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)
-            self._outputs.append(replace(end, message=reason, request=group.request_so_far()))
+            end.message, end.request = reason, group.request_so_far()
+            self._outputs.append(end)
             self.roster.end(group)

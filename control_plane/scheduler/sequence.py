@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import FinishReason, Request, Sampling
+from control_plane.scheduler.types import FinishReason, Request, RequestId, Sampling
 
 
 class SequenceState(enum.Enum):
@@ -34,6 +34,7 @@ class Sequence:
     group: SequenceGroup
     index: int  # which of the request's answers
     request: Request  # the group's, at hand
+    request_id: RequestId  # at hand for every token
     order: tuple[float, int]  # the group's, at hand
     max_generated: int  # generated tokens at which max_tokens or the context ends it
     max_planned: int  # tokens to compute in all: not the last that is sampled; of a stepwise one, those known
@@ -64,6 +65,9 @@ class Sequence:
     register_at: int = 0  # computed tokens at which the next block is full
     num_in_flight: int = 0  # unanswered steps that name it
     is_decoding: bool = False  # its prefill is planned to the end
+    # Tokens planned, and tokens answered, up to which it decodes on and there is nothing to look at; 0: look always.
+    plan_closely_at: int = 0
+    book_closely_at: int = 0
 
     @property
     def digest(self) -> str | None:
@@ -104,11 +108,24 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
+    def look_closely(self) -> None:
+        """Look at whatever is planned or answered of it."""
+        self.plan_closely_at = self.book_closely_at = 0
+
+    def plan_on(self, block_size: int) -> None:
+        """It decodes: nothing is to be looked at until its table is full, or its last token planned."""
+        self.plan_closely_at = min(len(self.block_ids) * block_size, self.max_planned - 1)
+
+    def book_on(self) -> None:
+        """It decodes: nothing is to be looked at until a block is full, or its longest length reached."""
+        self.book_closely_at = 0 if self.tells_more else min(self.register_at, self.max_planned)
+
     def leave_row(self) -> None:
         """Forget everything that belonged to the row; blocks, row and lease must be given back by the caller."""
         self.row = 0
         self.slot_idx = None
         self.block_ids = []
         self.prefill_end = self.num_planned = self.num_computed = self.num_registered = self.register_at = 0
+        self.look_closely()
         self.is_decoding = self.is_begun = False
         self.forks_from = self.copied_block = None

@@ -193,8 +193,9 @@ class FinishReason(enum.Enum):
     NOT_FINITE = "not_finite"  # its logits were not finite
 
 
-# Not frozen: one is made per token, and a frozen one costs three times as much to make.
-@dataclass(slots=True)
+# One is made per token: so it is not frozen, and what few tell is no argument but set where it is told, and a default
+# of the class elsewhere. Slots would be set one by one; this way it takes half the time.
+@dataclass
 class RequestOutput:
     """What one request gained from one call into the scheduler."""
 
@@ -203,11 +204,14 @@ class RequestOutput:
     finish_reason: FinishReason | None = None  # set once, last
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache at the first admission
     first_scheduled_s: float | None = None  # monotonic time of the first plan that carried the request
-    message: str = ""  # for ADAPTER_FAILED: why
-    request: Request | None = None  # for ADAPTER_FAILED: it with every accepted token, to be tried elsewhere
+    # For ADAPTER_FAILED: why, and the request with every accepted token, to be tried elsewhere.
+    message: str = field(default="", init=False)
+    request: Request | None = field(default=None, init=False)
     # With several samples or beams every index ends by itself; an end that is no LENGTH or STOP_TOKEN ends them all.
-    index: int = 0
-    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
-    score: float | None = None  # for beam search: what the answers are ranked by
-    num_searched: int = 0  # for beam search, where it ended, however that was: tokens computed over all beams
+    index: int = field(default=0, init=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, init=False)  # of token_ids, where asked for
+    # All of the prompt's, once, with the first token of index 0.
+    prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
+    # For beam search: what the answers are ranked by; where it ended, however that was, tokens computed over all beams.
+    score: float | None = field(default=None, init=False)
+    num_searched: int = field(default=0, init=False)

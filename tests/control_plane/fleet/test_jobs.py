@@ -26,7 +26,9 @@ class Rig:
         )
 
     def push(self, index: int, token_ids: list[int], reason: FinishReason | None = None, **fields: object) -> None:
-        output = RequestOutput(RequestId(1), token_ids, reason, index=index, **fields)  # type: ignore[arg-type]
+        output = RequestOutput(RequestId(1), token_ids, reason)
+        for name, value in {"index": index, **fields}.items():
+            setattr(output, name, value)
         self.stream.push(output, reason)
 
     async def rest(self) -> list[tuple[int, list[int], FinishReason | None]]:
