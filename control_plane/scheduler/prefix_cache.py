@@ -8,8 +8,8 @@ whose KV was computed enter.
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Iterable
+import struct
+from collections.abc import Collection, Iterable
 
 from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.sequence import Sequence
@@ -26,9 +26,9 @@ def chain_root(request: Request) -> bytes:
     return hashlib.sha256(b"motet prefix" + b"".join(b" %d:%b" % (len(part), part) for part in parts)).digest()
 
 
-def chain_next(parent: bytes, token_ids: Iterable[int]) -> bytes:
+def chain_next(parent: bytes, token_ids: Collection[int]) -> bytes:
     """Key of a block with these tokens after the block (or root) with key `parent`."""
-    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+    return hashlib.sha256(parent + struct.pack(f"{len(token_ids)}i", *token_ids)).digest()
 
 
 class PrefixCache:
@@ -52,10 +52,10 @@ class PrefixCache:
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Chain on until the sequence has the keys of its first `num_blocks` blocks; their tokens must be known."""
         hashes, size = sequence.block_hashes, self._block_size
-        while len(hashes) < num_blocks:
-            idx = len(hashes)
-            parent = hashes[-1] if hashes else sequence.group.cache_root
-            hashes.append(chain_next(parent, sequence.tokens_between(idx * size, (idx + 1) * size)))
+        key = hashes[-1] if hashes else sequence.group.cache_root
+        for idx in range(len(hashes), num_blocks):
+            key = chain_next(key, sequence.tokens_between(idx * size, (idx + 1) * size))
+            hashes.append(key)
 
     def find_hits(self, sequence: Sequence, max_blocks: int) -> list[int]:
         """The blocks of the leading keys that are in, at most `max_blocks`."""
@@ -86,14 +86,22 @@ class PrefixCache:
         """
         num_full = sequence.num_computed // self._block_size
         self.extend_hashes(sequence, num_full)
-        for idx in range(sequence.num_registered, num_full):
-            key, block_id = sequence.block_hashes[idx], sequence.block_ids[idx]
-            if keep and key not in self._block_by_key:
-                self._block_by_key[key] = block_id
-                self._key_by_block[block_id] = (key, sequence.digest)
-                self._blocks_by_digest.setdefault(sequence.digest, set()).add(block_id)
-                self._pool.mark_cached(block_id)
+        if keep:
+            digest = sequence.digest
+            for idx in range(sequence.num_registered, num_full):
+                key = sequence.block_hashes[idx]
+                if key not in self._block_by_key:
+                    self._enter(key, sequence.block_ids[idx], digest)
         sequence.num_registered = num_full
+
+    def _enter(self, key: bytes, block_id: int, digest: str | None) -> None:
+        self._block_by_key[key] = block_id
+        self._key_by_block[block_id] = (key, digest)
+        blocks = self._blocks_by_digest.get(digest)
+        if blocks is None:
+            blocks = self._blocks_by_digest[digest] = set()
+        blocks.add(block_id)
+        self._pool.mark_cached(block_id)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Take these blocks out; whoever holds them goes on holding them."""
