@@ -45,10 +45,14 @@ class DecodeLaunch:
     def default(cls, sizes: Sizes) -> DecodeLaunch:
         """Rows for a whole group where 32 hold it, since a second tile reads the keys again.
 
-        Products of float32 are not the tensor cores' and keep whole tiles in registers: larger ones spill on sm_90.
+        Products of float32 are not the tensor cores' and keep whole tiles in registers: larger ones spill on sm_90, and
+        over FP8 keys, which take registers to be widened, already these or, of wide heads, loads that run ahead.
         """
         if sizes.dtype == "float32":
-            return cls(16, 64) if sizes.dim <= 64 else cls(16, 16, 8, 3 if sizes.dim <= 128 else 2)
+            is_widened = sizes.cache != sizes.dtype
+            if sizes.dim <= 64:
+                return cls(16, 32 if is_widened else 64)
+            return cls(16, 16, 8, 3 if sizes.dim <= 128 else 1 if is_widened else 2)
         return cls(16 if sizes.group <= 16 else 32, 64 if sizes.dim <= 128 else 32)
 
 

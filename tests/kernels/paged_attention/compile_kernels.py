@@ -38,6 +38,7 @@ def compile_kernel(
         "kernel": kernel.__name__,
         "dtype": dtype,
         "cache": cache,
+        "num_stages": num_stages,
         "num_wgmma": text.count("wgmma.mma_async"),
         "num_mma": text.count("mma.sync"),
         "num_async_copies": text.count("cp.async"),
@@ -90,6 +91,8 @@ def main() -> None:
     compile_all(2, 256, 16, HAS_WINDOW=True, HAS_SOFTCAP=True)
     compile_all(4, 128, 16, dtype="fp32", cache="fp32")
     compile_all(2, 256, 16, dtype="fp32", cache="fp32")
+    compile_all(2, 64, 16, dtype="fp32", cache="fp8e4nv", HAS_TOKEN_SCALES=True)
+    compile_all(2, 256, 16, dtype="fp32", cache="fp8e4nv")
 
 
 if __name__ == "__main__":
