@@ -103,6 +103,8 @@ class StepOutput:
     step_time_us: int
     sampled_logprobs: list[RowLogprobs] = field(default_factory=list)  # of the rows that asked, in the order of rows
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows whose prompt was computed here
+    num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the step before
+    move_time_us: int = 0  # of these moves
 
 
 @dataclass(frozen=True, slots=True)

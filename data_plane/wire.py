@@ -67,6 +67,8 @@ def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
             step_time_us=output.step_time_us,
             sampled_logprobs=[_encode_logprobs(told) for told in output.sampled_logprobs],
             prompt_logprobs=[_encode_logprobs(told) for told in output.prompt_logprobs],
+            num_moved_blocks=output.num_moved_blocks,
+            move_time_us=output.move_time_us,
         )
     )
 

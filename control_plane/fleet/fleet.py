@@ -287,9 +287,14 @@ class Fleet:
         self._retirement.check_soon()
         self._tell_workers_changed()
 
-    def on_load(self, digest: str) -> None:
-        """Have the adapter in the host cache by the time its worker looks there; the load does not wait for it."""
+    def on_load(self, digest: str) -> bool:
+        """Have the adapter in the host cache by the time its worker looks there; the load does not wait for it.
+
+        Whether it is there already.
+        """
+        is_cached = self._weights.is_cached(digest)
         self._cache_warmer.warm(digest)
+        return is_cached
 
     def on_changed(self) -> None:
         """See whether an adapter that is being retired is out of use."""

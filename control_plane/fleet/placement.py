@@ -7,7 +7,8 @@ kind keeps its row and its blocks:
     cost    = max(wait, adapter) + prefill + decode
     wait    = max(rows short / rows, blocks short / blocks) * n * T     until others have ended
     adapter = 0 in a slot, half a load while it is loading, else a load; n * T / 2 more where every slot is leased
-    load    = load_ms + MiB * (slot_ms_per_mib, and store_ms_per_mib unless the host cache has it)
+    load    = load_ms + MiB * slot_ms_per_mib, as a share of that for the worker's mean load times their mean time,
+              and MiB * store_ms_per_mib beside it unless the host cache has the adapter
     prefill = (tokens that are not in the worker's prefix cache
                + the same number for each request that waits there) * time of a prefill token
     decode  = n * T * full_batch_slowdown * load                        load: unfinished requests over rows
@@ -70,6 +71,8 @@ class Offer:
     block_size: int  # tokens
     tier: AdapterTier  # where the request's adapter is; READY for the base model
     num_hit_tokens: int  # of the request, in the prefix cache
+    load_ms: float = 0.0  # mean of the worker's loads from the host cache; 0 before the first
+    load_bytes: float = 0.0  # mean of these adapters
 
 
 def cost_ms(offer: Offer, need: Need, costs: PlacementCosts) -> float:
@@ -83,8 +86,9 @@ def cost_ms(offer: Offer, need: Need, costs: PlacementCosts) -> float:
     wait_ms = max(rows_short, blocks_short) * service_ms
     adapter_ms = 0.0
     if need.adapter is not None and offer.tier is not AdapterTier.READY:
-        mib_ms = costs.slot_ms_per_mib + (0.0 if need.is_in_host_cache else costs.store_ms_per_mib)
-        adapter_ms = costs.load_ms + need.adapter.arena_bytes / 2**20 * mib_ms
+        adapter_ms = _load_ms(offer, need.adapter.arena_bytes, costs)
+        if not need.is_in_host_cache:
+            adapter_ms += need.adapter.arena_bytes / 2**20 * costs.store_ms_per_mib
         if offer.tier is AdapterTier.LOADING:
             adapter_ms /= 2
         elif offer.tier is AdapterTier.NO_ROOM:
@@ -92,6 +96,16 @@ def cost_ms(offer: Offer, need: Need, costs: PlacementCosts) -> float:
     prefill_ms = (num_prefill_tokens + offer.num_waiting * need.num_known_tokens) * offer.prefill_ms_per_token
     load = offer.num_rows_asked / offer.num_rows
     return max(wait_ms, adapter_ms) + prefill_ms + service_ms * costs.full_batch_slowdown * load
+
+
+def _load_ms(offer: Offer, num_bytes: float, costs: PlacementCosts) -> float:
+    """Of an adapter of this size from the host cache."""
+    stated, stated_of_mean = (
+        costs.load_ms + size / 2**20 * costs.slot_ms_per_mib for size in (num_bytes, offer.load_bytes)
+    )
+    if offer.load_ms == 0:
+        return stated
+    return offer.load_ms * (stated / stated_of_mean if stated_of_mean > 0 else 1.0)
 
 
 @dataclass(slots=True)
@@ -162,6 +176,8 @@ def offer_of(session: Candidate, need: Need) -> Offer:
         block_size=limits.block_size,
         tier=AdapterTier.READY if adapter is None else scheduler.slots.tier(adapter),
         num_hit_tokens=need.prefix.num_hit_tokens(scheduler.cache, limits.block_size),
+        load_ms=scheduler.costs.load_us / 1000,
+        load_bytes=scheduler.costs.load_bytes,
     )
 
 

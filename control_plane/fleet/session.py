@@ -39,8 +39,8 @@ class SessionOwner(Protocol):
     def on_outputs(self, session: WorkerSession, outputs: list[RequestOutput]) -> None:
         """Requests of the session gained tokens or ended."""
 
-    def on_load(self, digest: str) -> None:
-        """The worker is told to load this adapter."""
+    def on_load(self, digest: str) -> bool:
+        """The worker is told to load this adapter; whether the host cache has it."""
 
     def on_changed(self) -> None:
         """A slot changed or a step was answered."""
@@ -91,6 +91,7 @@ class WorkerSession:
         self._num_plans = self._num_steps = 0
         self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
         self._resident_bytes = 0
+        self._cached_loads: set[tuple[int, int]] = set()  # (slot, generation) that load from the host cache
         self._num_stale_slot_states = 0
         self._send(
             plan_pb2.AttachResponse(
@@ -271,8 +272,10 @@ class WorkerSession:
             self._num_stale_slot_states += 1
             return
         slot, generation = message.slot, message.generation
+        is_from_cache = (slot, generation) in self._cached_loads
+        self._cached_loads.discard((slot, generation))
         if message.state == _SlotStateKind.STATE_READY:
-            self.scheduler.slot_ready(slot, generation)
+            self.scheduler.slot_ready(slot, generation, message.load_time_us if is_from_cache else 0)
         elif message.state == _SlotStateKind.STATE_EMPTY:
             self.scheduler.slot_empty(slot, generation)
         elif message.state == _SlotStateKind.STATE_FAILED:
@@ -339,8 +342,8 @@ class WorkerSession:
 
     def _send_commands(self) -> None:
         for command in self.scheduler.slot_commands():
-            if isinstance(command, LoadSlot):
-                self._owner.on_load(command.digest)
+            if isinstance(command, LoadSlot) and self._owner.on_load(command.digest):
+                self._cached_loads.add((command.slot, command.generation))
             self._send(self._encoder.encode_command(command))
 
     def _ping(self, now_s: float) -> None:

@@ -161,7 +161,15 @@ class PlanEncoder:
         tokens = np.frombuffer(message.token_ids, dtype=_UINT32)  # a token below zero is above every vocabulary
         if len(tokens) and tokens.max() >= self._vocab_size:
             raise GarbageResult(f"step {message.step_id}: token outside 0..{self._vocab_size - 1}")
-        result = StepResult(message.step_id, row_ids, tokens.tolist(), failed_rows, message.step_time_us)
+        result = StepResult(
+            message.step_id,
+            row_ids,
+            tokens.tolist(),
+            failed_rows,
+            message.step_time_us,
+            num_moved_blocks=message.num_moved_blocks,
+            move_time_us=message.move_time_us,
+        )
         for told in message.sampled_logprobs:
             result.logprobs[told.row] = self._logprobs(message.step_id, told, of_prompt=False)[0]
         for told in message.prompt_logprobs:

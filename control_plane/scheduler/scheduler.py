@@ -144,9 +144,11 @@ class Scheduler:
 
     # ---- adapter slots ----
 
-    def slot_ready(self, slot: int, generation: int) -> None:
-        """The worker loaded a slot. Raises SlotReportMismatch if it was not told to."""
+    def slot_ready(self, slot: int, generation: int, load_time_us: int = 0) -> None:
+        """The worker loaded a slot, in this time; 0: it teaches nothing. Raises SlotReportMismatch if not told to."""
         self.slots.ready(slot, generation)
+        if load_time_us:
+            self.costs.observe_load(self.slots.slots[slot].adapter.arena_bytes, load_time_us)
         self.roster.offer_adapters()
 
     def slot_empty(self, slot: int, generation: int) -> None:
@@ -242,6 +244,8 @@ class Scheduler:
         self.roster.swap.host.release(flight.spent_host_blocks)
         if result.step_time_us:
             self.costs.observe(result.step_time_us, len(flight.decodes), sum(n for _, n, _ in flight.prefills))
+        if result.num_moved_blocks:
+            self.costs.observe_moves(result.num_moved_blocks, result.move_time_us)
         self._answers.book(flight, result, self._outputs)  # kept here: none is lost if a book breaks half way
         return self.take_outputs()
 

@@ -1,7 +1,7 @@
 """What an operator may choose about scheduling, one frozen value for all workers.
 
-Token counts are tokens of one step, costs are microseconds. The worker's own step times take the
-place of prefill_us_per_token and step_us; the prices of a swap and of an adapter stay what they are set to.
+Token counts are tokens of one step, costs are microseconds. What the worker measures of itself takes the place of
+prefill_us_per_token, swap_us_per_block and step_us; adapter_us_per_mib stays what it is set to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a step costs in microseconds: the settings' figures, for prefills and decodes until the worker timed some.
+"""What one worker's time goes to, in microseconds: the settings' figures at the start, then what the worker timed.
 
 Prices two choices: whether a victim's tokens are cheaper to compute once more than to move, and whether one more
-adapter in the step costs more than it gives.
+adapter in the step costs more than it gives. Placement takes step times, and times of loads, from here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from control_plane.scheduler.settings import SchedulerSettings
 
 SMOOTHING = 1 / 16  # share of the newest measurement in the running mean
 MIN_PREFILL_TOKENS = 64  # fewer in a step say little about the price of one
+# Moves of so many blocks count as much as what is known before them: 32 MiB of a 8B model's, where starting a copy is
+# no longer most of its time.
+USUAL_MOVED_BLOCKS = 16
 
 
 class StepCosts:
@@ -19,6 +22,7 @@ class StepCosts:
         self.prefill_us_per_token = settings.prefill_us_per_token
         self.swap_us_per_block = settings.swap_us_per_block  # one way
         self.decode_step_us = settings.step_us
+        self.load_us = self.load_bytes = 0.0  # means of an adapter's loads from the host cache; 0 before the first
         self._adapter_us_per_byte = settings.adapter_us_per_mib / 2**20
         self._has_measured_prefill = self._has_measured_decode = False
 
@@ -32,6 +36,17 @@ class StepCosts:
             share = SMOOTHING if self._has_measured_prefill else 1.0
             self.prefill_us_per_token += share * (step_time_us / num_prefill_tokens - self.prefill_us_per_token)
             self._has_measured_prefill = True
+
+    def observe_moves(self, num_blocks: int, time_us: int) -> None:
+        """Learn from moves to or from host memory that the worker timed; a few blocks say little about many."""
+        share = num_blocks / (num_blocks + USUAL_MOVED_BLOCKS)
+        self.swap_us_per_block += share * (time_us / num_blocks - self.swap_us_per_block)
+
+    def observe_load(self, num_bytes: int, time_us: int) -> None:
+        """Learn from the load of an adapter that was in the host cache, which the worker timed."""
+        share = SMOOTHING if self.load_us else 1.0
+        self.load_us += share * (time_us - self.load_us)
+        self.load_bytes += share * (num_bytes - self.load_bytes)
 
     def is_swap_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether moving so many blocks out and in again costs less than computing so many tokens once more."""

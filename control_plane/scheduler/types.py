@@ -181,6 +181,8 @@ class StepResult:
     step_time_us: int = 0  # on the worker, microseconds; 0: not measured
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
+    num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the result before
+    move_time_us: int = 0  # of these moves, microseconds
 
 
 class FinishReason(enum.Enum):

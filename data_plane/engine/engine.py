@@ -72,7 +72,8 @@ class TorchEngine:
             for piece in pieces:
                 self._pass(decoding[:0], piece, prompt_told)
             rows, tokens, failed, told = self._pass(decoding, prefills, prompt_told)
-        return StepOutput(plan.step_id, rows, tokens, failed, _microseconds(started), told, joined(prompt_told))
+        moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
+        return StepOutput(plan.step_id, rows, tokens, failed, _microseconds(started), told, joined(prompt_told), *moved)
 
     def reset(self) -> None:
         """Forget all rows, slots and KV. Raises where the device is lost: such a worker must not attach again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +26,9 @@ class HostBlocks:
         self._stream = torch.cuda.Stream(self._caches[0].device) if is_cuda else None  # type: ignore[no-untyped-call]  # torch's stubs
         # Blocks that are still being read, and when that is over. At most one batch: the next waits for it.
         self._leaving: tuple[torch.cuda.Event, Int64Array] | None = None
+        # Of moves that are not known to be over: before it, after it, blocks.
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._num_moved, self._moved_us = 0, 0.0  # since `take_moved`
 
     def move(self, swap_outs: Int32Array, swap_ins: Int32Array) -> None:
         """Copy (block, host block) pairs out, then (host block, block) pairs in.
@@ -35,14 +40,19 @@ class HostBlocks:
             return
         outs, ins = (torch.from_numpy(pairs.astype(np.int64)) for pairs in (swap_outs, swap_ins))
         if self._stream is None:
+            started = time.perf_counter()
             self._copy(outs, ins)
+            self._num_moved += len(outs) + len(ins)
+            self._moved_us += (time.perf_counter() - started) * 1e6
             return
         current = torch.cuda.current_stream(self._caches[0].device)
         self._stream.wait_stream(current)  # blocks hold what earlier steps wrote, and those have read theirs
         with torch.cuda.stream(self._stream):
+            before, event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's stubs
+            before.record()
             self._copy(outs, ins)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stubs
             event.record()
+        self._timed.append((before, event, len(outs) + len(ins)))
         if len(ins):
             current.wait_event(event)
             self._leaving = None
@@ -60,6 +70,16 @@ class HostBlocks:
         elif np.isin(leaving, block_ids).any():
             torch.cuda.current_stream(self._caches[0].device).wait_event(event)
             self._leaving = None
+
+    def take_moved(self) -> tuple[int, int]:
+        """(blocks, microseconds) of moves that are over and were not taken before, out and in. Waits for nothing."""
+        while self._timed and self._timed[0][1].query():  # type: ignore[no-untyped-call]  # torch's stubs
+            before, after, num_blocks = self._timed.popleft()
+            self._num_moved += num_blocks
+            self._moved_us += before.elapsed_time(after) * 1000
+        moved = self._num_moved, round(self._moved_us)
+        self._num_moved, self._moved_us = 0, 0.0
+        return moved
 
     def _copy(self, outs: torch.Tensor, ins: torch.Tensor) -> None:
         for cache, host in zip(self._caches, self._host, strict=True):

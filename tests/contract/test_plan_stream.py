@@ -286,6 +286,14 @@ def told(sampled: list[RowLogprobs], prompt: list[RowLogprobs]) -> plan_pb2.Step
 ASKED = (Sampling(num_prompt_logprobs=0), Sampling(num_logprobs=2))  # of rows 0 and 1
 
 
+def test_times_come_back_as_the_scheduler_takes_them() -> None:
+    rows = np.array([0], dtype=np.int32)
+    output = StepOutput(1, rows, rows, rows[:0], 5, num_moved_blocks=7, move_time_us=1 << 40)
+    arrived = steady(1).decode_result(encode_output(output, EPOCH).step_result)
+    assert arrived is not None
+    assert (arrived.step_time_us, arrived.num_moved_blocks, arrived.move_time_us) == (5, 7, 1 << 40)
+
+
 def test_logprobs_come_back_as_the_scheduler_takes_them() -> None:
     message = told([logprobs_of(1, [6], [[4, 6]])], [logprobs_of(0, [8, 9], [[], []], logprob=-1.0)])
     arrived = asking(*ASKED).decode_result(message)

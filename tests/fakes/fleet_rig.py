@@ -198,6 +198,7 @@ class LoopbackWorker:
         self.pongs: list[plan_pb2.AttachRequest] = []  # they leave with the next answers
         self.plans: list[plan_pb2.StepPlan] = []  # every plan received
         self.num_answered = 0
+        self.load_time_us = 0  # that every load claims to have taken
 
     async def turn(self) -> None:
         """Take what was sent, execute it, and answer everything."""
@@ -246,6 +247,7 @@ class LoopbackWorker:
             answer = self._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY)
             try:
                 self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(weights.packed))
+                answer.slot_state.load_time_us = self.load_time_us
             except AdapterLoadError as error:
                 answer.slot_state.state = plan_pb2.SlotState.STATE_FAILED
                 answer.slot_state.retryable = error.is_retryable

@@ -26,3 +26,7 @@ def test_host_blocks_leave_and_return_beside_the_computation() -> None:
         for cache, old in zip(caches, before, strict=True):
             assert torch.equal(cache[32:], old[:32])
             cache[:32] = cache[32:]
+    torch.cuda.synchronize()
+    num_blocks, move_time_us = host.take_moved()
+    assert num_blocks == 4 * (32 + 32) and move_time_us > 0
+    assert host.take_moved() == (0, 0)

@@ -198,7 +198,7 @@ class RowLogprobs(_message.Message):
     def __init__(self, row: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., num_top: _Optional[int] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs")
+    __slots__ = ("step_id", "epoch", "rows", "token_ids", "failed_rows", "step_time_us", "sampled_logprobs", "prompt_logprobs", "num_moved_blocks", "move_time_us")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,8 @@ class StepResult(_message.Message):
     STEP_TIME_US_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVE_TIME_US_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     epoch: int
     rows: bytes
@@ -215,7 +217,9 @@ class StepResult(_message.Message):
     step_time_us: int
     sampled_logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ...) -> None: ...
+    num_moved_blocks: int
+    move_time_us: int
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., failed_rows: _Optional[bytes] = ..., step_time_us: _Optional[int] = ..., sampled_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., num_moved_blocks: _Optional[int] = ..., move_time_us: _Optional[int] = ...) -> None: ...
 
 class LoadAdapter(_message.Message):
     __slots__ = ("slot", "generation", "digest", "epoch")

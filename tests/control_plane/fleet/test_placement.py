@@ -15,6 +15,7 @@ from control_plane.scheduler.types import AdapterRef, Answer, Request, RequestId
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
+    FakeWeights,
     LoopbackWorker,
     expected,
     make_fleet,
@@ -84,6 +85,24 @@ def test_cost_of_an_adapter_by_where_it_is(tier: AdapterTier, is_in_host_cache: 
     assert cost_ms(make_offer(tier=tier), need, COSTS) == pytest.approx(6.4 + milliseconds)
 
 
+@pytest.mark.parametrize(
+    ("load_ms", "load_mib", "milliseconds"),
+    [
+        (30.0, 40, 30.0),  # as is stated: 10 + 40 MiB x 0.5
+        (90.0, 40, 90.0),
+        (45.0, 10, 90.0),  # three times what is stated of 10 MiB, 15
+    ],
+)
+def test_loads_cost_what_the_worker_took_for_its_own(load_ms: float, load_mib: int, milliseconds: float) -> None:
+    offer = make_offer(tier=AdapterTier.ABSENT, load_ms=load_ms, load_bytes=load_mib << 20)
+    need = make_need(replace(PLAIN, adapter=ADAPTER))
+    assert cost_ms(offer, need, COSTS) == pytest.approx(6.4 + milliseconds)
+    from_store = make_need(replace(PLAIN, adapter=ADAPTER), is_in_host_cache=False)
+    assert cost_ms(offer, from_store, COSTS) == pytest.approx(6.4 + milliseconds + 80)
+    free = replace(COSTS, load_ms=0.0, slot_ms_per_mib=0.0)
+    assert cost_ms(offer, need, free) == pytest.approx(6.4 + load_ms)
+
+
 def test_a_load_and_a_wait_for_rows_pass_at_the_same_time() -> None:
     need = make_need(replace(PLAIN, adapter=ADAPTER))
     full = {"num_rows_asked": 10}
@@ -123,6 +142,22 @@ def test_keys_of_a_prompt_are_made_only_as_far_as_somebody_has_them() -> None:
 
 
 # ---- with workers ----
+
+
+async def test_loads_from_the_host_cache_alone_teach_what_a_load_takes(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    weights = fleet._weights
+    assert isinstance(weights, FakeWeights)
+    costs = worker.session.scheduler.costs
+    for name, is_cached, load_us in (("a", False, 0.0), ("b", True, 7000.0)):
+        adapter = weights.add(name)
+        if is_cached:
+            await weights.ensure_cached(adapter.digest)
+        worker.load_time_us = 7000
+        reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1], 2, adapter))))
+        await worker.run(reader.done)
+        assert (costs.load_us, costs.load_bytes) == (load_us, adapter.arena_bytes if is_cached else 0)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from control_plane.scheduler.settings import Policy, SchedulerSettings
@@ -231,6 +233,34 @@ def test_prices_follow_the_times_that_the_worker_reports() -> None:
     assert costs.decode_step_us == 400.0
     costs.observe(step_time_us=800, num_decodes=32, num_prefill_tokens=0)
     assert 400 < costs.decode_step_us < 450
+
+
+def test_the_price_of_a_swap_follows_the_moves_that_the_worker_reports() -> None:
+    costs = StepCosts(SchedulerSettings(prefill_us_per_token=10.0, swap_us_per_block=100.0))
+    assert not costs.is_swap_cheaper(num_blocks=10, num_tokens=100)
+    costs.observe_moves(num_blocks=1, time_us=400)
+    assert 100.0 < costs.swap_us_per_block < 120.0, "one block says little about many"
+    for _ in range(8):
+        costs.observe_moves(num_blocks=200, time_us=4000)
+    assert costs.swap_us_per_block == pytest.approx(20.0, rel=1e-3)
+    assert costs.is_swap_cheaper(num_blocks=10, num_tokens=100)
+
+
+@pytest.mark.parametrize(("us_per_block", "num_swapped_out"), [(1, 1), (1000, 0)])
+def test_the_next_victim_is_preempted_by_the_mode_that_the_measured_moves_favour(
+    us_per_block: int, num_swapped_out: int
+) -> None:
+    bench = Bench(SchedulerSettings(prefill_us_per_token=25.0, swap_us_per_block=40.0), num_blocks=6, num_host_blocks=8)
+    bench.add(*(make_request(i, prompt=4, max_tokens=12) for i in (1, 2, 3)))
+    plan = bench.plan()
+    assert plan is not None
+    result = bench.worker.execute(bench.sent.pop(0))
+    result = replace(result, num_moved_blocks=64, move_time_us=64 * us_per_block)
+    bench.keep(bench.scheduler.apply(result, 0.0))
+    while bench.scheduler.stats().num_preemptions == 0:
+        bench.step()
+    assert bench.scheduler.stats().num_swapped_out == num_swapped_out
+    bench.run()
 
 
 def test_the_scheduler_learns_from_the_times_of_its_results() -> None:

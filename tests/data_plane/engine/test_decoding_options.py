@@ -298,6 +298,8 @@ def test_swapped_row_goes_on_in_other_blocks(engine: TorchEngine) -> None:
         engine.execute(make_plan(5)),
     ]
     assert [int(outputs[step].token_ids[0]) for step in (0, 1, 3, 4)] == expected
+    assert [output.num_moved_blocks for output in outputs] == [0, 0, 2, 2, 0]
+    assert all((output.move_time_us > 0) == (output.num_moved_blocks > 0) for output in outputs)
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
