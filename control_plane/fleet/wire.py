@@ -211,6 +211,9 @@ class PlanEncoder:
         logprobs, top_logprobs = (np.frombuffer(d, dtype=_FLOAT32) for d in (told.logprobs, told.top_logprobs))
         if not (np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()):
             raise GarbageResult(f"step {step_id}: row {told.row} has log-probabilities that are not finite")
+        if told.row in self._is_stepwise and (np.diff(top_logprobs) > 0).any():
+            # A beam search reads its candidates no further than they matter.
+            raise GarbageResult(f"step {step_id}: row {told.row} has candidates that do not come most likely first")
         tops = zip(top_token_ids.tolist(), top_logprobs.tolist(), strict=True)
         top_by_position = list(zip(*[tops] * num_top, strict=True)) if num_top else [()] * num_tokens
         ranks = np.frombuffer(told.ranks, dtype=_INT32).tolist()

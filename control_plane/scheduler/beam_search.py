@@ -15,18 +15,30 @@ them, and so are its best `width` of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from control_plane.scheduler.types import BeamSearch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A continuation of the prompt that may go on."""
+    """A continuation of the prompt that may go on. It shares its tokens with its parent: a step copies none."""
 
-    token_ids: tuple[int, ...]  # generated
-    logprob: float  # sum over token_ids
+    logprob: float = 0.0  # sum over token_ids
+    num_tokens: int = 0  # generated
+    last_token_id: int = -1  # meaningful with num_tokens > 0
+    parent: Beam | None = field(default=None, repr=False)  # with one token less
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Generated tokens."""
+        tokens: list[int] = []
+        beam = self
+        while beam.parent is not None:
+            tokens.append(beam.last_token_id)
+            beam = beam.parent
+        return tuple(reversed(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,7 @@ class BeamSearcher:
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._max_generated = max_generated
-        self.beams = [Beam((), 0.0)]  # best first, all of one length; none once it is over
+        self.beams = [Beam()]  # best first, all of one length; none once it is over
         self.hypotheses: list[Hypothesis] = []  # best first, at most `width`
 
     @property
@@ -58,16 +70,16 @@ class BeamSearcher:
     def advance(self, candidates: list[Iterable[tuple[int, float]]]) -> list[int]:
         """Go one token further; where each of the new beams comes from, as a position among the old ones.
 
-        `candidates`: for each beam its `num_candidates` most likely tokens with their log-probabilities.
+        `candidates`: for each beam its `num_candidates` most likely tokens with their log-probabilities, the most
+        likely first; read no further than matters, so that many stop tokens cost little.
         """
-        width, num_tokens = self.search.width, len(self.beams[0].token_ids) + 1
+        width, num_tokens = self.search.width, self.beams[0].num_tokens + 1
         banned = self._stop_token_ids if num_tokens <= self._min_tokens else frozenset[int]()
         ranked = sorted(
             (
                 (beam.logprob + logprob, parent, token_id)
                 for parent, (beam, told) in enumerate(zip(self.beams, candidates, strict=True))
-                for token_id, logprob in told
-                if token_id not in banned
+                for token_id, logprob in self._relevant(told, banned)
             ),
             key=lambda entry: (-entry[0], entry[1], entry[2]),
         )
@@ -77,9 +89,24 @@ class BeamSearcher:
             self.beams = []
             return []
         self.beams = [
-            Beam((*self.beams[parent].token_ids, token_id), logprob) for logprob, parent, token_id in going_on
+            Beam(logprob, num_tokens, token_id, self.beams[parent]) for logprob, parent, token_id in going_on
         ]
         return [parent for _, parent, _ in going_on]
+
+    def _relevant(self, told: Iterable[tuple[int, float]], banned: frozenset[int]) -> Iterator[tuple[int, float]]:
+        """One beam's `width` best that may go on, and those before them that end and may be among the best of all."""
+        width = self.search.width
+        num_relevant = num_going_on = 0
+        for token_id, logprob in told:
+            if token_id in banned:
+                continue
+            is_stop = token_id in self._stop_token_ids
+            if not is_stop or num_relevant < width:
+                yield token_id, logprob
+            num_relevant += 1
+            num_going_on += not is_stop
+            if num_going_on == width:
+                return
 
     def _ends(self, token_id: int, num_tokens: int) -> bool:
         return num_tokens >= self._max_generated or token_id in self._stop_token_ids

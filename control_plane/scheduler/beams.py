@@ -39,14 +39,15 @@ def advance(group: SequenceGroup, searcher: BeamSearcher, roster: Roster) -> Non
             new.append(source)
             continue
         fork = unused.pop(0)
-        fork.generated = list(beam.token_ids)
+        fork.generated = [*source.generated, beam.last_token_id]
         own_blocks = fork.block_ids
         share_blocks(source, fork, fork.num_known - 1, roster)
         fork.block_ids += own_blocks
         fork.state = SequenceState.FORKING
         new.append(fork)
     for beam, sequence in zip(searcher.beams, new, strict=True):
-        sequence.generated = list(beam.token_ids)
+        if sequence.state is not SequenceState.FORKING:
+            sequence.generated.append(beam.last_token_id)
         sequence.max_planned = sequence.num_known  # no further than the token that was chosen
     group.beam_sequences = new
     roster.regroup()

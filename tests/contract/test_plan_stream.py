@@ -327,6 +327,22 @@ def test_logprobs_other_than_those_asked_for_are_garbage(
         asking(*ASKED).decode_result(told(sampled, prompt))
 
 
+@pytest.mark.parametrize("is_stepwise", [True, False])
+def test_candidates_of_a_beam_come_most_likely_first_or_are_garbage(is_stepwise: bool) -> None:
+    encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
+    new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=3), is_stepwise=is_stepwise)
+    encoder.encode(StepPlan(1, [], [(0, 2)], [new]))
+    sampled = logprobs_of(0, [6], [[4, 6, 5]])
+    sampled.top_logprobs[0, 2] += 0.25
+    row = np.array([0], dtype=np.int32)
+    message = encode_output(StepOutput(1, row, row + 6, row[:0], 5, [sampled]), EPOCH).step_result
+    if is_stepwise:
+        with pytest.raises(GarbageResult, match=r"row 0 .* most likely first"):
+            encoder.decode_result(message)
+    else:
+        assert encoder.decode_result(message) is not None
+
+
 def test_a_row_that_another_request_took_is_not_asked_for_what_the_first_one_was() -> None:
     encoder = asking(*ASKED)
     encoder.decode_result(told([logprobs_of(1, [6], [[4, 6]])], []))

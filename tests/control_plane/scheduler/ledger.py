@@ -8,7 +8,7 @@ from dataclasses import replace
 from control_plane.scheduler.beam_search import BeamSearcher, Hypothesis
 from control_plane.scheduler.beams import NO_SCORE
 from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
-from tests.fakes.model_worker import chain_of, chain_step, distribution, logprobs_of, oracle
+from tests.fakes.model_worker import VOCAB_SIZE, chain_of, chain_step, logprobs_of, oracle
 
 
 def beam_oracle(request: Request, max_model_len: int) -> list[Hypothesis]:
@@ -23,7 +23,7 @@ def beam_oracle(request: Request, max_model_len: int) -> list[Hypothesis]:
     )
     while searcher.beams:
         values = [chain_of(request, [*request.prompt_token_ids, *beam.token_ids]) for beam in searcher.beams]
-        searcher.advance([enumerate(distribution(value)) for value in values])
+        searcher.advance([logprobs_of(value, 0, VOCAB_SIZE).top for value in values])
     return searcher.hypotheses + [Hypothesis((), NO_SCORE)] * (request.beam.width - len(searcher.hypotheses))
 
 

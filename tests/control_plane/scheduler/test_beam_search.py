@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from control_plane.scheduler.beam_search import Beam, BeamSearcher, Hypothesis
+from control_plane.scheduler.beam_search import BeamSearcher, Hypothesis
 from control_plane.scheduler.types import BeamSearch
 
 VOCAB_SIZE = 40
@@ -99,7 +99,7 @@ def test_a_beam_may_have_several_children_and_another_none() -> None:
     searcher = BeamSearcher(BeamSearch(2), stop_token_ids=frozenset(), min_tokens=0, max_generated=9)
     assert searcher.advance([[(1, -1.0), (2, -2.0)]]) == [0, 0]
     assert searcher.advance([[(5, -3.0), (6, -3.5)], [(7, -0.5), (8, -0.75)]]) == [1, 1]
-    assert searcher.beams == [Beam((2, 7), -2.5), Beam((2, 8), -2.75)]
+    assert [(beam.token_ids, beam.logprob) for beam in searcher.beams] == [((2, 7), -2.5), ((2, 8), -2.75)]
 
 
 def test_a_vocabulary_of_stop_tokens_ends_at_once() -> None:
@@ -113,3 +113,15 @@ def test_equal_candidates_are_ranked_by_beam_and_token() -> None:
     lp = math.log(0.25)
     searcher.advance([[(3, lp), (1, lp), (2, lp)]])
     assert [beam.token_ids for beam in searcher.beams] == [(1,), (2,), (3,)]
+
+
+def test_many_stop_tokens_cost_nothing_where_none_is_likely() -> None:
+    search = BeamSearch(4)
+    stop_token_ids = frozenset(range(1000, 1256))
+    searcher = BeamSearcher(search, stop_token_ids=stop_token_ids, min_tokens=0, max_generated=9)
+    told = [(token_id, -1.0 - token_id / 100) for token_id in [*range(3), 1000, *range(3, 259)]]
+    assert len(told) == searcher.num_candidates
+    unread = [iter(told)]
+    assert searcher.advance(list(unread)) == [0, 0, 0, 0]
+    assert [beam.token_ids for beam in searcher.beams] == [(0,), (1,), (2,), (3,)]
+    assert len(list(unread[0])) == len(told) - 5, "four go on, one ends before the last of them"
