@@ -16,7 +16,8 @@ from dataclasses import dataclass
 # Prices of the paper and of S-LoRA: a token that is generated costs about twice one that is read.
 PREFILL_WEIGHT = 1.0
 DECODE_WEIGHT = 2.0
-# Accounts that are kept in any case; beyond, idle ones are forgotten that a lift would bring back as they are.
+# Accounts that are kept in any case; beyond, idle ones are forgotten that a lift would bring back as they are. Whoever
+# still runs is not idle: what it is charged would be forgotten too.
 MIN_KEPT_TENANTS = 1024
 
 
@@ -27,6 +28,7 @@ class Tenant:
     weight: float  # share of service, against the others' weights
     counter: float = 0.0  # virtual: weighted tokens over weight, lifts included; never falls
     num_waiting: int = 0  # requests that wait to be admitted, over all workers
+    num_running: int = 0  # requests that hold rows, over all workers: they are charged for
     is_listed: bool = False  # among those whose counters are compared
     num_prefill_tokens: int = 0  # service in all, tokens
     num_decode_tokens: int = 0
@@ -65,7 +67,6 @@ class VirtualCounters:
         self._prefill_weight = prefill_weight
         self._decode_weight = decode_weight
         self._tenants: dict[str, Tenant] = {}
-        self._has_forgotten = False
         self._max_tenants = MIN_KEPT_TENANTS  # accounts at which idle ones are forgotten
         # Every waiting tenant is here once, at a counter that it had; a counter never falls, so the front is corrected
         # when it is looked at.
@@ -78,10 +79,10 @@ class VirtualCounters:
         counts = {name: self._tenants[name].num_waiting for _, name in self._waiting}
         return {name: count for name, count in counts.items() if count > 0}
 
-    @property
-    def only_tenant(self) -> str | None:
-        """The one tenant that there ever was, or None if there were others or none."""
-        return next(iter(self._tenants)) if len(self._tenants) == 1 and not self._has_forgotten else None
+    def num_running(self, tenant: str) -> int:
+        """Requests of the tenant that hold rows, over all workers."""
+        account = self._tenants.get(tenant)
+        return 0 if account is None else account.num_running
 
     def counter(self, tenant: str) -> float:
         """The tenant's virtual counter."""
@@ -108,6 +109,16 @@ class VirtualCounters:
         account.num_waiting -= 1
         if account.num_waiting == 0:
             self._last_tenant = tenant
+
+    def run(self, tenant: str) -> None:
+        """One of its requests took rows."""
+        self._tenant(tenant).num_running += 1
+
+    def stop_running(self, tenant: str) -> None:
+        """One of its requests gave its rows back, or its worker was lost."""
+        account = self._tenants[tenant]
+        assert account.num_running > 0, f"tenant {tenant} stops running but has no request that holds rows"
+        account.num_running -= 1
 
     def charge_prefill(self, tenant: str, num_tokens: int) -> None:
         """The tenant gets this many tokens of a prompt computed."""
@@ -138,13 +149,13 @@ class VirtualCounters:
 
     def _forget_idle(self) -> None:
         """Drop the accounts that a lift would set to what they are; names come from outside and have no end."""
-        self._has_forgotten = True
         self._waiting = [(t.counter, name) for name, t in self._tenants.items() if t.num_waiting > 0]
         heapq.heapify(self._waiting)
         floor = self._floor()
         for name, account in list(self._tenants.items()):
             account.is_listed = account.num_waiting > 0
-            if not account.is_listed and account.counter <= floor and name != self._last_tenant:
+            is_idle = account.num_waiting == account.num_running == 0
+            if is_idle and account.counter <= floor and name != self._last_tenant:
                 del self._tenants[name]
         self._max_tenants = max(MIN_KEPT_TENANTS, 2 * len(self._tenants))
 

@@ -34,6 +34,7 @@ class Roster:
     def __init__(
         self, limits: WorkerLimits, settings: SchedulerSettings, counters: VirtualCounters, costs: StepCosts
     ) -> None:
+        self._counters = counters
         self.block_size = limits.block_size
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, limits.block_size)
@@ -176,7 +177,9 @@ class Roster:
         sequence.slot_idx = None if adapter is None else self._lease(adapter.digest)
         sequence.state = state
         group.state = GroupState.RUNNING
-        self.num_running_groups += group.num_rows == 0
+        if group.num_rows == 0:
+            self.num_running_groups += 1
+            self._counters.run(group.request.tenant)
         group.num_rows += 1
         self.num_telling += sequence.tells_logprobs
         insort(self.running, sequence, key=by_order)
@@ -271,6 +274,7 @@ class Roster:
         self.num_telling -= sequence.tells_logprobs
         if group.num_rows == 0:
             self.num_running_groups -= 1
+            self._counters.stop_running(group.request.tenant)
             group.has_progressed = False
             group.beam_candidates.clear()
             if group.is_ended:
@@ -321,6 +325,13 @@ class Roster:
             if not self.num_groups_by_digest[digest]:
                 del self.num_groups_by_digest[digest]
                 self.close_purge(digest)
+
+    def abandon(self) -> None:
+        """The worker is lost: for their tenants nobody waits or runs here any more. Nothing else may follow."""
+        for group in self.waiting:
+            self._counters.stop_waiting(group.request.tenant)
+        for group in {id(sequence.group): sequence.group for sequence in self.running}.values():
+            self._counters.stop_running(group.request.tenant)
 
     # ---- adapters on their way out ----
 

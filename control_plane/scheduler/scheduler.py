@@ -139,6 +139,7 @@ class Scheduler:
     def drain_requests(self) -> list[Request]:
         """Everything live with its accepted tokens, in order of arrival, to go on elsewhere. It is dead after this."""
         self._is_dead = True
+        self.roster.abandon()
         live = sorted(self.groups.values(), key=by_order)
         return [group.request_so_far() for group in live]
 

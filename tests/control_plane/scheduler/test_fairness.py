@@ -7,6 +7,7 @@ import random
 import pytest
 
 from control_plane.scheduler.fairness import DECODE_WEIGHT, MIN_KEPT_TENANTS, PREFILL_WEIGHT, VirtualCounters
+from control_plane.scheduler.settings import Policy, SchedulerSettings
 from tests.control_plane.scheduler.factories import Bench, make_request
 
 
@@ -90,6 +91,37 @@ def test_idle_accounts_that_a_lift_would_restore_are_forgotten() -> None:
         counters.charge_prefill("busy", 2)
     assert len(counters.stats()) <= MIN_KEPT_TENANTS + 1
     assert counters.counter("debtor") == 10_000, "who had more than the others is remembered"
+
+
+def test_an_account_is_kept_while_its_tenant_only_decodes() -> None:
+    counters = VirtualCounters()
+    for tenant in ("decodes", "busy"):
+        counters.wait(tenant)
+    counters.charge_prefill("busy", 10)
+    counters.stop_waiting("decodes")
+    counters.run("decodes")
+    counters.charge_prefill("decodes", 4)
+    for idx in range(3 * MIN_KEPT_TENANTS):
+        counters.wait(f"passer-by {idx}")
+        counters.stop_waiting(f"passer-by {idx}")
+    counters.charge_decode("decodes", 100)
+    counters.stop_running("decodes")
+    counters.wait("decodes")
+    assert counters.counter("decodes") == 4 * PREFILL_WEIGHT + 100 * DECODE_WEIGHT
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_requests_of_a_lost_worker_neither_wait_nor_run_for_their_tenants(policy: Policy) -> None:
+    counters = VirtualCounters()
+    bench = Bench(SchedulerSettings(policy=policy), counters, max_rows=2)
+    bench.add(*[make_request(i, max_tokens=9, tenant="abc"[i % 3]) for i in range(6)])
+    bench.add(make_request(6, max_tokens=9, tenant="a", num_samples=2))
+    bench.step()
+    assert counters.num_waiting_by_tenant == {"a": 2, "b": 1, "c": 2}
+    assert [counters.num_running(tenant) for tenant in "abc"] == [1, 1, 0]
+    assert len(bench.scheduler.drain_requests()) == 7
+    assert counters.num_waiting_by_tenant == {}
+    assert [counters.num_running(tenant) for tenant in "abc"] == [0, 0, 0]
 
 
 def test_accounts_of_passers_by_are_forgotten_where_nobody_waits() -> None:
