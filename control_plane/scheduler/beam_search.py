@@ -88,9 +88,7 @@ class BeamSearcher:
         if not going_on or not self._may_improve(going_on[0][0], num_tokens):
             self.beams = []
             return []
-        self.beams = [
-            Beam(logprob, num_tokens, token_id, self.beams[parent]) for logprob, parent, token_id in going_on
-        ]
+        self.beams = [Beam(logprob, num_tokens, token_id, self.beams[parent]) for logprob, parent, token_id in going_on]
         return [parent for _, parent, _ in going_on]
 
     def _relevant(self, told: Iterable[tuple[int, float]], banned: frozenset[int]) -> Iterator[tuple[int, float]]:
