@@ -155,7 +155,7 @@ class Planner:
     # ---- those who wait ----
 
     def _swap_in(self, draft: PlanDraft) -> bool:
-        """Bring swapped requests back, in order of arrival; False if one that might return lacks something.
+        """Bring swapped requests back, in turn; False if one that might return lacks something.
 
         One whose adapter is not ready is skipped, others wait for whoever comes before them.
         """

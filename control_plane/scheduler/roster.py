@@ -50,7 +50,7 @@ class Roster:
                 is_active=self.slots.is_active,
                 long_tokens=settings.long_tokens(limits),
             )
-        self.swap = SwapSpace(limits, settings.policy, costs, self.pool, self.cache, self.slots)
+        self.swap = SwapSpace(limits, settings.policy, costs, self.pool, self.cache, self.slots, counters)
         self.rows = RowPool(limits.max_rows)
         self.running: list[Sequence] = []  # those that hold a row, DRAINING ones too, in order of arrival
         # Of running, those that the next plan may decode, and those before the end of their prefill.
@@ -96,7 +96,7 @@ class Roster:
         self.unstarted.pop(group.request.request_id, None)
 
     def join_swapped(self, group: SequenceGroup) -> None:
-        """Let it wait for its return from host memory, in its place by arrival."""
+        """Let it wait for its return from host memory."""
         group.state = GroupState.SWAPPED
         if not group.is_paused:
             self._want(group)

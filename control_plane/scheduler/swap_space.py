@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.block_pool import BlockPool
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.host_blocks import HostBlockPool
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.prefix_cache import PrefixCache
@@ -22,6 +23,7 @@ from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import Policy
 from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import WorkerLimits
+from control_plane.scheduler.waiting_queue import Key, queue_key
 
 _by_order = attrgetter("order")
 
@@ -37,6 +39,7 @@ class SwapSpace:
         pool: BlockPool,
         cache: PrefixCache,
         slots: AdapterSlots,
+        counters: VirtualCounters,
     ) -> None:
         self.host = HostBlockPool(limits.num_host_blocks)
         self.num_swapped_out = 0  # requests, in all
@@ -45,6 +48,7 @@ class SwapSpace:
         self._pool = pool
         self._cache = cache
         self._slots = slots
+        self._counters = counters
         self._block_size = limits.block_size
         self._max_step_tokens = limits.max_step_tokens
         self._queue: list[SequenceGroup] = []  # in order of arrival; short, for host memory bounds it
@@ -101,7 +105,7 @@ class SwapSpace:
         return iter(self._queue)
 
     def add(self, group: SequenceGroup) -> None:
-        """Let a request that was moved out wait for its return, in its place by arrival."""
+        """Let a request that was moved out wait for its return."""
         insort(self._queue, group, key=_by_order)
 
     def remove(self, group: SequenceGroup) -> None:
@@ -109,11 +113,15 @@ class SwapSpace:
         self._queue.remove(group)
 
     def peek(self) -> SequenceGroup | None:
-        """The earliest arrival that is read and whose adapter may be used, or None."""
-        for group in self._queue:
-            if not group.is_paused and self._slots.is_admissible(group.digest):
-                return group
-        return None
+        """Whose turn it is of those that are read and whose adapter may be used, or None.
+
+        As among those that wait: the tenant with least service, there the highest priority, there the first arrival.
+        """
+        able = (g for g in self._queue if not g.is_paused and self._slots.is_admissible(g.digest))
+        return min(able, key=self._turn, default=None)
+
+    def _turn(self, group: SequenceGroup) -> tuple[float, Key]:
+        return self._counters.counter(group.request.tenant), queue_key(group)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended: its host blocks are not needed."""

@@ -93,6 +93,35 @@ def test_swapped_requests_come_back_before_any_that_waits() -> None:
     assert order == [1, 2, 3, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("tenants", "priorities", "order"),
+    [
+        ("aaa", (0, 0, 0), [2, 3, 4]),  # by arrival
+        ("aaa", (0, 0, 1), [4, 2, 3]),
+        ("aab", (0, 0, 0), [4, 2, 3]),  # a got more service than b
+        ("aba", (9, 0, 9), [3, 2, 4]),
+    ],
+)
+def test_swapped_requests_come_back_in_turn_of_their_tenants(
+    tenants: str, priorities: tuple[int, ...], order: list[int]
+) -> None:
+    """So who had most service, and gave way for that, is not the first to return."""
+    bench = Bench(CHEAP, num_blocks=10, num_host_blocks=16, max_rows=4)
+    bench.add(make_request(1, prompt=4, max_tokens=28, tenant="first"))
+    for number, (tenant, priority) in enumerate(zip(tenants, priorities, strict=True), start=2):
+        bench.add(make_request(number, prompt=4, max_tokens=12, tenant=tenant, priority=priority))
+    for _ in range(2):
+        bench.step()
+    for group in [bench.scheduler.groups[RequestId(number)] for number in (4, 2, 3)]:
+        bench.scheduler.roster.preempt(group)
+    assert bench.scheduler.stats().num_swapped == 3
+    bench.scheduler.counters.charge_decode("a", 1000)
+    num_plans = len(bench.plans)
+    bench.run()
+    back = [new.request_id for plan in bench.plans[num_plans:] for new in plan.new_rows]
+    assert back[:3] == order
+
+
 def test_blocks_that_the_prefix_cache_still_has_are_shared_not_moved() -> None:
     """Request 3 ends up with its first block held by request 4, which has the same prompt."""
     bench = Bench(CHEAP, num_blocks=7, num_host_blocks=8)
