@@ -27,7 +27,9 @@ def num_indices_of(request: Request) -> int:
 
 
 def without_index(request: Request, index: int) -> Request:
-    """The request as it is to go on where nobody waits for one of its answers any more."""
+    """The request as it is to go on where nobody waits for one of its answers any more; of beams all are searched."""
+    if request.beam is not None:
+        return request
     answers = list(request.answers) or [Answer()] * request.num_samples
     answers[index] = replace(answers[index], is_ended=True)
     return replace(request, answers=tuple(answers))
@@ -63,7 +65,7 @@ class JobStream:
         self._on_cancel = on_cancel
         self._on_cancel_index = on_cancel_index
         self._pending: dict[int, JobEvent] = {}  # by index; the one that has waited longest first
-        self._num_pending_tokens = 0
+        self.num_unread_tokens = 0  # pushed and not read
         self._live = set(range(num_indices))  # indices for which more may be pushed
         self._num_cached_tokens = 0
         self._queue_time_s = 0.0
@@ -86,7 +88,7 @@ class JobStream:
             raise StopAsyncIteration
         event = self._pending.pop(next(iter(self._pending)))
         event.num_cached_tokens, event.queue_time_s = self._num_cached_tokens, self._queue_time_s
-        self._num_pending_tokens -= len(event.token_ids)
+        self.num_unread_tokens -= len(event.token_ids)
         self._on_read()
         return event
 
@@ -97,7 +99,7 @@ class JobStream:
         self._has_ended = True
         self._live.clear()
         self._pending.clear()
-        self._num_pending_tokens = 0
+        self.num_unread_tokens = 0
         self._error = None
         self._wake()
 
@@ -105,7 +107,7 @@ class JobStream:
         """Give one answer up; nothing of it follows, the others go on. Idempotent, and harmless after its end."""
         event = self._pending.pop(index, None)
         if event is not None:
-            self._num_pending_tokens -= len(event.token_ids)
+            self.num_unread_tokens -= len(event.token_ids)
         if index not in self._live:
             return
         if len(self._live) == 1:
@@ -123,14 +125,9 @@ class JobStream:
     # ---- for the fleet ----
 
     @property
-    def num_unread_tokens(self) -> int:
-        """Tokens pushed and not read."""
-        return self._num_pending_tokens
-
-    @property
     def is_full(self) -> bool:
         """Whether its reader is so far behind that the request should wait."""
-        return self._num_pending_tokens >= MAX_UNREAD_TOKENS * len(self._live)
+        return self.num_unread_tokens >= MAX_UNREAD_TOKENS * len(self._live)
 
     @property
     def has_ended(self) -> bool:
@@ -169,7 +166,7 @@ class JobStream:
                 pending.logprobs = [*(pending.logprobs or ()), *output.logprobs]  # the first list is the scheduler's
             pending.prompt_logprobs = pending.prompt_logprobs or output.prompt_logprobs
             pending.score = output.score
-        self._num_pending_tokens += len(output.token_ids)
+        self.num_unread_tokens += len(output.token_ids)
         if finish_reason is not None:
             self._live.discard(index)
             self._has_ended = not self._live

@@ -92,7 +92,6 @@ class WorkerSession:
         self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
         self._resident_bytes = 0
         self._cached_loads: set[tuple[int, int]] = set()  # (slot, generation) that load from the host cache
-        self._num_stale_slot_states = 0
         self._send(
             plan_pb2.AttachResponse(
                 welcome=plan_pb2.Welcome(
@@ -114,11 +113,6 @@ class WorkerSession:
     def is_stalled(self) -> bool:
         """Whether its requests wait for nothing."""
         return self._progress.is_stalled
-
-    @property
-    def num_stale_messages(self) -> int:
-        """Results and slot states of another epoch, or answered before: dropped."""
-        return self._encoder.num_stale_results + self._num_stale_slot_states
 
     # ---- the fleet's side ----
 
@@ -269,7 +263,6 @@ class WorkerSession:
 
     def _on_slot_state(self, message: plan_pb2.SlotState) -> None:
         if message.epoch != self.epoch:
-            self._num_stale_slot_states += 1
             return
         slot, generation = message.slot, message.generation
         is_from_cache = (slot, generation) in self._cached_loads

@@ -55,7 +55,6 @@ class PlanEncoder:
         # Per unanswered step: rows that sample, in order, as they are and packed.
         self._expected: deque[tuple[list[int], bytes]] = deque()
         self._num_answered = 0  # steps; they count up from 1, so this is also the last answered step's id
-        self.num_stale_results = 0  # of another epoch, or answered before: dropped
 
     def encode(self, plan: StepPlan) -> plan_pb2.AttachResponse:
         """The message that carries `plan`, which must follow the plans encoded before."""
@@ -137,11 +136,7 @@ class PlanEncoder:
         Raises GarbageResult if it answers a step that was not sent, leaves out or makes up a row, or names a token
         outside the vocabulary.
         """
-        if message.epoch != self._epoch:
-            self.num_stale_results += 1
-            return None
-        if message.step_id <= self._num_answered:
-            self.num_stale_results += 1
+        if message.epoch != self._epoch or message.step_id <= self._num_answered:
             return None
         if not self._expected or message.step_id != self._num_answered + 1:
             raise GarbageResult(f"result of step {message.step_id} after that of step {self._num_answered}")

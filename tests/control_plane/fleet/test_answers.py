@@ -180,6 +180,15 @@ async def test_a_beam_search_that_tells_nothing_pays_what_it_computed(clock: Fak
     assert use.tokens_left is not None and use.tokens_left <= 1000 - len(PROMPT) - 101 + filled
 
 
+async def test_one_beam_given_up_before_a_worker_takes_the_search_changes_nothing_for_the_others(
+    clock: FakeClock,
+) -> None:
+    fleet = make_fleet(clock)
+    stream = fleet.submit(make_request(fleet, PROMPT, 12, beam=BeamSearch(3)))
+    stream.cancel_index(2)
+    assert sorted(await run_to_the_end(LoopbackWorker(fleet), stream)) == [0, 1]
+
+
 @pytest.mark.parametrize("is_lagging", [False, True])
 async def test_requests_that_were_swapped_out_go_on_with_the_same_tokens(clock: FakeClock, is_lagging: bool) -> None:
     """More than fits: rows are freed a plan later than their blocks, which by then may be others'."""
