@@ -79,6 +79,7 @@ class HashEngine:
         self.slots: AdapterSlots = self.hash_slots
         self.num_resets = 0
         self._blocks: list[list[bytes]] = []
+        self._left: dict[int, list[bytes]] = {}  # block -> what it held when its row was freed, until it is another's
         self._host_blocks: list[list[bytes]] = []
         self._rows: dict[int, _Row] = {}
         self._written: set[int] = set()  # places that this step wrote
@@ -134,9 +135,10 @@ class HashEngine:
     def _apply_differences(self, plan: StepPlan) -> set[int]:
         """The plan up to its forward pass; the rows that are fed."""
         # Blocks keep what they hold until everything that the plan moves or copies was read.
-        poisoned: list[int] = []
+        left: list[int] = []
         for row_id in plan.freed_rows.tolist():
-            poisoned += self._free(row_id)
+            left += self._free(row_id)
+        poisoned: list[int] = []  # they have a new owner
         # Blocks that are swapped out may be others' from this plan on, though the row is freed by a later one.
         swapped_out = set(plan.swap_outs[:, 0].tolist())
         for row in self._rows.values() if swapped_out else ():
@@ -147,7 +149,7 @@ class HashEngine:
             poisoned.append(block_id)
         self._pause(plan)
         fed = {self._feed(row_id, token) for row_id, token in plan.fed_tokens.tolist()}
-        self._move_blocks(plan, poisoned)
+        self._move_blocks(plan, poisoned, left)
         for row in begun:
             self._check_computed(row)
         return fed
@@ -172,25 +174,36 @@ class HashEngine:
         self._rows[row_id].last_token = token
         return row_id
 
-    def _move_blocks(self, plan: StepPlan, poisoned: list[int]) -> None:
-        """Swaps out, swaps in, copies; then blocks of new owners and of nobody hold poison."""
+    def _move_blocks(self, plan: StepPlan, poisoned: list[int], left: list[int]) -> None:
+        """Swaps out, swaps in, copies; then blocks of new owners and of nobody hold poison.
+
+        What rows left in theirs may still be moved or copied, for a fork that begins later; to attention it is poison.
+        """
+        self._left |= {block_id: self._blocks[block_id] for block_id in left}
         for block_id, host_block in plan.swap_outs.tolist():
-            self._host_blocks[self._checked_host_block(host_block)] = list(self._blocks[self._checked_block(block_id)])
+            self._host_blocks[self._checked_host_block(host_block)] = self._content(block_id)
         written: set[int] = set()
         for host_block, block_id in plan.swap_ins.tolist():
             self._blocks[self._checked_block(block_id)] = self._host_blocks[self._checked_host_block(host_block)]
             self._host_blocks[host_block] = self._poison()
+            self._left.pop(block_id, None)
             written.add(block_id)
         copies = [
-            (list(self._blocks[self._checked_block(source)]), self._checked_block(destination))
+            (self._content(source), self._checked_block(destination))
             for source, destination in plan.block_copies.tolist()
         ]
         for content, destination in copies:
             self._blocks[destination] = content
             written.add(destination)
-        for block_id in poisoned:
+        for block_id in (*poisoned, *left):
             if block_id not in written:
                 self._blocks[block_id] = self._poison()
+        for block_id in (*poisoned, *written):
+            self._left.pop(block_id, None)
+
+    def _content(self, block_id: int) -> list[bytes]:
+        """What a move or a copy takes from a block."""
+        return list(self._left.get(block_id) or self._blocks[self._checked_block(block_id)])
 
     def _begin(self, new: NewRow, poisoned: list[int]) -> _Row:
         if new.row in self._rows or not 0 <= new.row < self.capacities.max_rows:
@@ -233,7 +246,7 @@ class HashEngine:
         row.is_right = is_right
 
     def _free(self, row_id: int) -> list[int]:
-        """End a row. Its blocks that nobody else can hold, since they are not full: poison for whoever reads them."""
+        """End a row. Its blocks that are in nobody else's table, since they are not full."""
         row = self._row(row_id)
         del self._rows[row_id]
         for rows in (self._decoding, self._paused, self._stepwise):
@@ -349,6 +362,7 @@ class HashEngine:
     def _forget(self) -> None:
         self._blocks = [self._poison() for _ in range(self.capacities.num_blocks)]
         self._host_blocks = [self._poison() for _ in range(self.capacities.num_host_blocks)]
+        self._left.clear()
         self._rows.clear()
         self._decoding.clear()
         self._paused.clear()

@@ -51,6 +51,25 @@ def answer(num_tokens: int, **options: object) -> list[int]:
     return oracle(SMALL.model_fingerprint, "", PROMPT, num_tokens, vocab_size=SMALL.vocab_size, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_fork_may_begin_after_its_parent_was_freed_unless_the_block_is_anothers_by_then(is_taken: bool) -> None:
+    engine = begun([1, 2])
+    heirs = [new_row(3, [2], [7, 7], num_prompt_tokens=2)] if is_taken else []
+    engine.execute(StepPlan(2, freed_rows=array(0), new_rows=heirs, prefills=pairs(*[(3, 2)] * is_taken)))
+    child = new_row(1, [1, 9], num_computed_tokens=len(PROMPT) - 1)
+    output = engine.execute(StepPlan(3, new_rows=[child], prefills=pairs((1, 1)), block_copies=pairs((2, 9))))
+    token = output.token_ids[output.rows.tolist().index(1)]
+    assert (token == answer(1)[0]) is not is_taken
+
+
+def test_attention_to_a_block_of_a_freed_row_gives_a_wrong_token() -> None:
+    engine = begun([1, 2])
+    engine.execute(StepPlan(2, freed_rows=array(0)))
+    reader = new_row(1, [1, 2], num_computed_tokens=len(PROMPT) - 1)
+    output = engine.execute(StepPlan(3, new_rows=[reader], prefills=pairs((1, 1))))
+    assert output.token_ids.tolist() != answer(1)
+
+
 def test_fork_continues_its_parent_where_its_last_block_was_copied() -> None:
     expected = answer(4)
     for source, is_right in ((2, True), (9, False)):

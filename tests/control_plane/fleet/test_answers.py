@@ -39,7 +39,7 @@ async def read_answers(stream: JobStream) -> dict[int, list[int]]:
         assert event.index not in ended
         answers.setdefault(event.index, []).extend(event.token_ids)
         if event.finish_reason is not None:
-            assert event.finish_reason is FinishReason.LENGTH
+            assert event.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN)
             ended.add(event.index)
     assert ended == answers.keys()
     return answers
@@ -178,6 +178,24 @@ async def test_a_beam_search_that_tells_nothing_pays_what_it_computed(clock: Fak
     assert use.num_requests == 0 and use.num_generated_tokens == 101, "one token, then four a step"
     filled = 17 if end == "late" else 0
     assert use.tokens_left is not None and use.tokens_left <= 1000 - len(PROMPT) - 101 + filled
+
+
+async def test_answers_begin_after_the_one_that_they_fork_from_ended(clock: FakeClock) -> None:
+    """One fork fits into a step, and the first answer ends with its first token: its block outlives its row."""
+    fleet = make_fleet(clock, scheduler=SchedulerSettings(max_step_tokens=7))
+    worker = LoopbackWorker(fleet)
+    for number in range(6):
+        fleet.submit(make_request(fleet, [number], 60))
+    for _ in range(3):
+        await worker.turn()
+    request = make_request(fleet, PROMPT, 12, num_samples=4, sampling=Sampling(temperature=1.0, seed=7))
+    stop = expected(request, 0)[0]
+    stream = fleet.submit(replace(request, stop_token_ids=frozenset([stop])))
+    reader = asyncio.create_task(read_answers(stream))
+    await worker.run(reader.done)
+    whole = [expected(request, index) for index in range(4)]
+    ends = [tokens.index(stop) + 1 if stop in tokens else 12 for tokens in whole]
+    assert await reader == {index: whole[index][: ends[index]] for index in range(4)}
 
 
 async def test_one_beam_given_up_before_a_worker_takes_the_search_changes_nothing_for_the_others(
