@@ -12,8 +12,6 @@ that waited for the end of a trial go before the next suspect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from control_plane.fleet.jobs import Job, num_indices_of
 from control_plane.fleet.session import WorkerSession
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
@@ -37,7 +35,7 @@ def is_cleared(job: Job, plan_depth: int) -> bool:
 class Trials:
     """Which workers are closed, and to whom. `sessions` are the dispatcher's own, read only."""
 
-    def __init__(self, sessions: Mapping[str, WorkerSession]) -> None:
+    def __init__(self, sessions: dict[str, WorkerSession]) -> None:
         self._sessions = sessions
         self._suspects: dict[int, Job] = {}  # epoch -> the suspect on trial there
         self._cleared: set[RequestId] = set()  # unfinished requests that stood a trial
@@ -46,6 +44,8 @@ class Trials:
     def open_to(self, job: Job) -> dict[str, WorkerSession]:
         """Sessions that may take the job, by worker id."""
         if not is_suspect(job):
+            if not self._suspects and self._emptied is None:
+                return self._sessions  # of maybe a thousand: not copied for every request
             return {i: s for i, s in self._sessions.items() if self.is_open(s)}
         free = {i: s for i, s in self._sessions.items() if s.epoch not in self._suspects}
         if not _is_due(job):
