@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 import grpc
+import numpy as np
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from control_plane.errors import StoreUnavailable
@@ -22,6 +23,7 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
+from control_plane.scheduler.beam_search import BeamSearcher
 from control_plane.scheduler.types import AdapterRef, Request, sample_seed
 from data_plane.errors import AdapterLoadError
 from data_plane.plan import Capacities, StepOutput
@@ -29,6 +31,7 @@ from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.wire import decode_steps, encode_hello, encode_output
 from data_plane.worker import source_factory
 from tests.fakes.hash_engine import HashEngine, HashEngineFaults, oracle
+from tests.fakes.hash_model import chain_next, chain_start, ranking
 
 FINGERPRINT = hashlib.sha256(b"base").hexdigest()
 CAPACITIES = Capacities(
@@ -163,6 +166,27 @@ def expected(request: Request, index: int = 0) -> list[int]:
     tokens = oracle(FINGERPRINT, digest, request.prompt_token_ids, request.max_tokens, seed=seed)
     stops = [position for position, token in enumerate(tokens) if token in request.stop_token_ids]
     return tokens[: stops[0] + 1] if stops else tokens
+
+
+def expected_beams(request: Request) -> list[list[int]]:
+    """All tokens that each hypothesis of a beam search must have, the best first; nothing where there is none."""
+    assert request.beam is not None
+    digest = request.adapter.digest if request.adapter else ""
+    searcher = BeamSearcher(
+        request.beam, stop_token_ids=request.stop_token_ids, min_tokens=0, max_generated=request.max_tokens
+    )
+    while searcher.beams:
+        told: list[Iterable[tuple[int, float]]] = []
+        for beam in searcher.beams:
+            value = chain_start(FINGERPRINT, digest)
+            for token in (*request.prompt_token_ids, *beam.token_ids):
+                value = chain_next(value, token)
+            # As float32, which is what results carry.
+            best = ranking(value, searcher.num_candidates, CAPACITIES.vocab_size)
+            told.append([(token, float(np.float32(logprob))) for token, logprob in best])
+        searcher.advance(told)
+    hypotheses = [list(hypothesis.token_ids) for hypothesis in searcher.hypotheses]
+    return hypotheses + [[]] * (request.beam.width - len(hypotheses))
 
 
 async def read_all(stream: JobStream) -> list[int]:

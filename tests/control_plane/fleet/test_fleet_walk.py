@@ -1,23 +1,69 @@
-"""A random walk over everything that can happen to a fleet; whatever a stream yields is the oracle's tokens."""
+"""A random walk over everything that can happen to a fleet; whatever a stream yields is the oracle's tokens.
+
+Samples, beam searches, tenants of unequal weights, priorities, deadlines, adapters that are deleted, readers so slow
+that their requests pause, requests that are moved to idle workers, and workers that are attached, lost and die.
+MOTET_WALK_STEPS sets how many actions are taken in all and MOTET_WALK_SEED from which seed on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
 
-from control_plane.errors import MotetError, QueueFull
+from control_plane.errors import DeadlineExceeded, MotetError, QueueFull
+from control_plane.fleet import jobs
 from control_plane.fleet.jobs import JobStream
-from control_plane.scheduler.types import Request, Sampling
-from tests.fakes.fleet_rig import CAPACITIES, FakeClock, LoopbackWorker, expected, make_fleet, make_request
+from control_plane.fleet.tenants import TenantLimits, TenantTable
+from control_plane.scheduler.types import BeamSearch, Request, Sampling
+from tests.fakes.fleet_rig import (
+    CAPACITIES,
+    FakeClock,
+    LoopbackWorker,
+    expected,
+    expected_beams,
+    make_fleet,
+    make_request,
+)
 
 NUM_ACTIONS = 600
+NUM_SEEDS = max(5, int(os.environ.get("MOTET_WALK_STEPS", "0")) // NUM_ACTIONS)
+FIRST_SEED = int(os.environ.get("MOTET_WALK_SEED", "0"))
+TENANTS = TenantTable(named={"heavy": TenantLimits(weight=3.0)})
+MAX_UNREAD_TOKENS = 8  # instead of 256, which no request of a walk has
 SMALL = replace(
     CAPACITIES, num_blocks=48, num_host_blocks=30, max_rows=6, max_step_tokens=24, num_slots=2, max_model_len=128
 )
+
+
+@dataclass
+class Reader:
+    """One request, the stream of its answers, and how far that is read."""
+
+    request: Request
+    stream: JobStream
+    due: list[list[int]]  # by index
+    got: list[list[int]] = field(default_factory=list)
+    given_up: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.got = [[] for _ in self.due]
+
+    async def read(self) -> bool:
+        """Take what is there; whether the stream is over. Raises what ended it."""
+        try:
+            event = await anext(self.stream)
+        except StopAsyncIteration:
+            assert all(index in self.given_up or got == self.due[index] for index, got in enumerate(self.got))
+            return True
+        assert event.index not in self.given_up
+        self.got[event.index] += event.token_ids
+        assert self.got[event.index] == self.due[event.index][: len(self.got[event.index])]
+        return False
 
 
 class Walk:
@@ -27,12 +73,15 @@ class Walk:
         self.rng = random.Random(seed)
         self.clock = FakeClock()
         # Far enough that nothing is ended by time: every stream must come to its end.
-        self.fleet = make_fleet(self.clock, max_waiting_requests=20, worker_grace_s=1e9, slow_reader_timeout_s=1e9)
+        self.fleet = make_fleet(
+            self.clock, max_waiting_requests=12, worker_grace_s=1e9, slow_reader_timeout_s=1e9, tenants=TENANTS
+        )
         self.adapters = [None, *(self.fleet._weights.add(f"a{i}") for i in range(5))]  # type: ignore[attr-defined]  # FakeWeights
         self.workers: dict[str, LoopbackWorker] = {}
-        self.streams: dict[int, tuple[Request, JobStream, dict[int, list[int]]]] = {}  # tokens by index
-        self.given_up: set[tuple[int, int]] = set()  # (request id, index)
+        self.readers: dict[int, Reader] = {}
         self.num_groups_moved = 0
+        self.num_paused = 0  # actions after which some request was paused
+        self.num_beam_searches = 0  # that were read to their ends
         self.errors: list[MotetError] = []
         self.num_finished = 0
         self.everybody: list[LoopbackWorker] = []  # lost ones included
@@ -46,33 +95,47 @@ class Walk:
             await self.rng.choice(actions if self.rng.random() < 0.9 else rare)()
             for worker in self.workers.values():
                 worker.session.scheduler.check_invariants()
+            self.num_paused += any(worker.session.scheduler.stats().num_paused for worker in self.workers.values())
         if not self.workers:
             await self.attach()
         for _ in range(5000):
-            if not self.streams:
+            if not self.readers:
                 break
             await self.turn()
             await self.read()
-        assert not self.streams, f"{len(self.streams)} streams never ended"
+            self.fleet.tick()  # at the same time: nothing else ends by its deadline
+        assert not self.readers, f"{len(self.readers)} streams never ended"
 
     async def submit(self) -> None:
         rng = self.rng
         num_samples = rng.choice([1, 1, 2, 3])
-        prompt = [rng.randrange(4) for _ in range(rng.randint(1, 40 if num_samples == 1 else 20))]
+        beam = (
+            BeamSearch(rng.choice([2, 3]), rng.choice([0.0, 1.0]), rng.random() < 0.5) if rng.random() < 0.2 else None
+        )
+        if beam is not None:
+            num_samples = 1
+        is_group = num_samples > 1 or beam is not None
+        prompt = [rng.randrange(4) for _ in range(rng.randint(1, 20 if is_group else 40))]
         request = make_request(
             self.fleet,
             prompt,
-            rng.randint(1, 60 if num_samples == 1 else 20),
+            rng.randint(1, 20 if is_group else 60),
             rng.choice(self.adapters),
             num_samples=num_samples,
+            beam=beam,
             sampling=Sampling(temperature=float(num_samples > 1), seed=rng.randrange(2**64)),
             stop_token_ids=frozenset(rng.sample(range(256), rng.choice([0, 8]))),
+            tenant=rng.choice(["heavy", "light", "other"]),
+            priority=rng.choice([0, 0, 3]),
+            deadline_s=self.clock.now_s + rng.uniform(0.05, 0.5) if rng.random() < 0.2 else None,
         )
         try:
             stream = self.fleet.submit(request)
-            self.streams[request.request_id] = (request, stream, {index: [] for index in range(num_samples)})
         except QueueFull as error:
             self.errors.append(error)
+            return
+        due = expected_beams(request) if beam else [expected(request, index) for index in range(num_samples)]
+        self.readers[request.request_id] = Reader(request, stream, due)
 
     async def attach(self) -> None:
         worker_id = f"w{self.rng.randrange(3)}"
@@ -95,23 +158,18 @@ class Walk:
 
     async def read(self) -> None:
         """Some readers take what is there."""
-        for request_id in list(self.streams):
-            request, stream, answers = self.streams[request_id]
-            if self.rng.random() < 0.3 and (stream.num_unread_tokens or stream.has_ended):
-                try:
-                    event = await anext(stream)
-                    assert (request_id, event.index) not in self.given_up
-                    answers[event.index] += event.token_ids
-                except StopAsyncIteration:
-                    for index in answers:
-                        assert (request_id, index) in self.given_up or answers[index] == expected(request, index)
-                    self.num_finished += 1
-                    del self.streams[request_id]
-                except MotetError as error:
-                    self.errors.append(error)
-                    del self.streams[request_id]
-                for index, tokens in answers.items():
-                    assert tokens == expected(request, index)[: len(tokens)]
+        for request_id, reader in list(self.readers.items()):
+            if self.rng.random() < 0.7 or not (reader.stream.num_unread_tokens or reader.stream.has_ended):
+                continue
+            try:
+                if not await reader.read():
+                    continue
+                self.num_finished += 1
+                self.num_beam_searches += reader.request.beam is not None
+            except MotetError as error:
+                assert reader.request.deadline_s is not None or not isinstance(error, DeadlineExceeded)
+                self.errors.append(error)
+            del self.readers[request_id]
 
     async def lose(self) -> None:
         if self.workers:
@@ -123,19 +181,17 @@ class Walk:
             worker.session.end(grpc.StatusCode.UNAVAILABLE, "lost", is_death=is_death)
 
     async def cancel(self) -> None:
-        if self.streams:
-            _, stream, _ = self.streams.pop(self.rng.choice(sorted(self.streams)))
-            stream.cancel()
+        if self.readers:
+            self.readers.pop(self.rng.choice(sorted(self.readers))).stream.cancel()
 
     async def give_up(self) -> None:
         """Some reader wants one of its answers no more."""
-        several = [i for i, (request, _, _) in self.streams.items() if request.num_samples > 1]
+        several = [reader for reader in self.readers.values() if reader.request.num_samples > 1]
         if several:
-            request_id = self.rng.choice(several)
-            request, stream, _ = self.streams[request_id]
-            index = self.rng.randrange(request.num_samples)
-            self.given_up.add((request_id, index))
-            stream.cancel_index(index)
+            reader = self.rng.choice(several)
+            index = self.rng.randrange(reader.request.num_samples)
+            reader.given_up.add(index)
+            reader.stream.cancel_index(index)
 
     async def retire(self) -> None:
         adapter = self.rng.choice(self.adapters[1:])
@@ -147,17 +203,27 @@ class Walk:
         self.fleet.tick()
 
 
-@pytest.mark.parametrize("seed", range(5))
-async def test_whatever_happens_every_stream_yields_the_oracles_tokens(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
+async def test_whatever_happens_every_stream_yields_the_oracles_tokens(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "MAX_UNREAD_TOKENS", MAX_UNREAD_TOKENS)
     walk = Walk(seed)
     await walk.run()
-    assert walk.num_finished > 20
-    assert walk.fleet.queue_snapshot().num_migrated > 0
-    assert walk.num_groups_moved > 0
-    assert any(plan.num_steps > 1 for worker in walk.everybody for plan in worker.plans)
-    # Only what the walk cannot avoid: a full queue, and the fourth loss of a worker.
-    assert {type(error).__name__ for error in walk.errors} <= {"QueueFull", "WorkerLost", "PoisonedRequest"}
-    assert len([error for error in walk.errors if not isinstance(error, QueueFull)]) < walk.num_finished / 4
+    seen = {
+        "streams read to their ends": walk.num_finished - 20,
+        "beam searches": walk.num_beam_searches,
+        "pauses": walk.num_paused,
+        "requests moved": walk.fleet.queue_snapshot().num_migrated,
+        "several answers moved": walk.num_groups_moved,
+        "swaps": sum(worker.session.scheduler.stats().num_swapped_out for worker in walk.everybody),
+        "plans of several steps": sum(plan.num_steps > 1 for worker in walk.everybody for plan in worker.plans),
+    }
+    assert seed >= 5 or min(seen.values()) > 0, f"the walk did not go where it should: {seen}"
+    # Only what the walk cannot avoid: a full queue, a deadline, and the fourth loss of a worker.
+    lost = [error for error in walk.errors if not isinstance(error, QueueFull | DeadlineExceeded)]
+    assert {type(error).__name__ for error in lost} <= {"WorkerLost", "PoisonedRequest"}
+    assert len(lost) < walk.num_finished / 4
     for _ in range(30):
         await walk.turn()
     assert all(task.done() for task in walk.retiring)
