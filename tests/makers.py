@@ -132,7 +132,9 @@ def make_adapter(
         for name, parameter in sorted(model.named_parameters()):
             if ".lora_A." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
-            elif ".lora_B." in name:
+            elif ".lora_embedding_A." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            elif ".lora_B." in name or ".lora_embedding_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale_b)
             elif ".lora_magnitude_vector." in name:  # the norms of the base's rows
                 parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)

@@ -93,11 +93,13 @@ class AdapterConfig:
         """The manifest's word for it."""
         return ("rs" if self.is_rslora else "") + ("dora" if self.is_dora else "lora")
 
-    def is_targeted(self, module: str) -> bool:
-        """Whether PEFT would put an adapter on `module`."""
+    def is_targeted(self, module: str, *, is_linear: bool = True) -> bool:
+        """Whether PEFT would put an adapter on `module`. is_linear: of "all-linear", which leaves the head out."""
         if any(_is_suffix(name, module) for name in self.exclude_modules):
             return False
-        return self.target_modules is None or any(_is_suffix(name, module) for name in self.target_modules)
+        if self.target_modules is None:
+            return is_linear
+        return any(_is_suffix(name, module) for name in self.target_modules)
 
     def rank_of(self, module: str) -> int:
         """Rank of A and B of `module`."""

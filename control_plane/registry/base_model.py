@@ -14,6 +14,8 @@ from typing import Any
 
 from motet.fingerprint import checkpoint_fingerprint
 
+from control_plane.registry.outer_modules import CheckpointTensor, OuterModule, find_outer_modules
+
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_CHECKPOINT_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
@@ -53,7 +55,8 @@ class BaseModel:
     vocab_size: int  # tokens
     max_model_len: int  # longest context, tokens
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else of config.json
-    linear_shapes: dict[str, tuple[int, int]]  # module path -> (out_features, in_features)
+    linear_shapes: dict[str, tuple[int, int]]  # of the decoder layers: module path -> (out_features, in_features)
+    outer_modules: dict[str, OuterModule]  # the embedding and the head, by module path
     num_layers: int  # decoder layers
     model_dir: Path
 
@@ -63,8 +66,8 @@ class BaseModel:
         config = _read_json(model_dir / "config.json", is_required=True)
         if config.get("quantization_config"):
             raise BaseModelError(f"{model_dir}: quantised checkpoints are not served; use the unquantised one")
-        shapes = _tensor_shapes(model_dir)
-        linear_shapes, num_layers = _linears(config, shapes)
+        tensors = _float_tensors(model_dir)
+        linear_shapes, num_layers = _linears(config, {name: tensor.shape for name, tensor in tensors.items()})
         try:
             fingerprint = checkpoint_fingerprint(model_dir)
         except (OSError, ValueError) as error:
@@ -78,6 +81,7 @@ class BaseModel:
             max_model_len=_max_model_len(config, max_model_len),
             eos_token_ids=_eos_token_ids(config, _read_json(model_dir / "generation_config.json", is_required=False)),
             linear_shapes=linear_shapes,
+            outer_modules=find_outer_modules(config, tensors, layers_path(config)) if linear_shapes else {},
             num_layers=num_layers,
             model_dir=model_dir,
         )
@@ -102,8 +106,13 @@ def _read_json(path: Path, *, is_required: bool) -> dict[str, Any]:
     return value
 
 
-def _tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all floating-point tensors, over all shards.
+def layers_path(config: dict[str, Any]) -> str:
+    """Where the decoder layers hang in the module tree."""
+    return _LAYERS_PATH.get(str(config.get("model_type", "")), "model.layers")
+
+
+def _float_tensors(model_dir: Path) -> dict[str, CheckpointTensor]:
+    """All floating-point tensors, over all shards.
 
     The index file, where there is one, says which shards count; a shard that it names must exist.
     """
@@ -119,15 +128,19 @@ def _tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
         names = sorted(path.name for path in model_dir.glob("*.safetensors"))
     if not names:
         raise BaseModelError(f"{model_dir} holds no *.safetensors file; convert the checkpoint to safetensors")
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, CheckpointTensor] = {}
     for name in names:
-        for tensor, entry in _shard_header(model_dir / name).items():
+        header, data_start = _shard_header(model_dir / name)
+        for tensor, entry in header.items():
             if tensor != "__metadata__" and entry.get("dtype") in _FLOAT_DTYPES:
-                shapes[tensor] = tuple(int(size) for size in entry["shape"])
-    return shapes
+                shape = tuple(int(size) for size in entry["shape"])
+                start = data_start + int(entry["data_offsets"][0])
+                tensors[tensor] = CheckpointTensor(model_dir / name, entry["dtype"], shape, start)
+    return tensors
 
 
-def _shard_header(path: Path) -> dict[str, Any]:
+def _shard_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the data behind it begins."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -140,7 +153,7 @@ def _shard_header(path: Path) -> dict[str, Any]:
         raise BaseModelError(f"cannot read {path}: {error}") from error
     if not isinstance(header, dict):
         raise BaseModelError(f"{path}: the safetensors header is no object")
-    return header
+    return header, 8 + size
 
 
 def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, int]], int]:
@@ -164,7 +177,6 @@ def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tupl
         raise BaseModelError(
             f"config.json says {expected} layers, the checkpoint holds {num_layers}; download it again"
         )
-    layers_path = _LAYERS_PATH.get(model_type, "model.layers")
     linears: dict[str, tuple[int, int]] = {}
     for match, shape in found:
         module = match["module"]
@@ -172,7 +184,7 @@ def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tupl
         is_linear = len(shape) == 2 and "experts" not in parts and parts[-1] not in _ROUTER_NAMES
         is_linear = is_linear and not parts[-1].endswith("norm")
         if is_linear and model_type not in _CONV1D_TYPES:
-            linears[f"{layers_path}.{int(match['index'])}.{module}"] = (shape[0], shape[1])
+            linears[f"{layers_path(config)}.{int(match['index'])}.{module}"] = (shape[0], shape[1])
     return linears, num_layers
 
 

@@ -23,7 +23,7 @@ from data_plane.adapters.packed import TORCH_DTYPES, ModuleTensors, read_chunk
 from data_plane.adapters.pages import PagePool
 from data_plane.adapters.placement import Placement, place
 from data_plane.adapters.site_groups import SiteGroups
-from data_plane.adapters.sites import Site
+from data_plane.adapters.sites import Site, SiteKind
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
 from data_plane.adapters.step import LoraStep, PagedStep, SiteNeeds, StackedStep
 from data_plane.adapters.working_set import WorkingSet
@@ -56,6 +56,7 @@ class AdapterArena:
         if num_slots < 1 or arena_bytes < 0:
             raise ValueError(f"num_slots is {num_slots} and arena_bytes {arena_bytes}, want at least 1 and 0")
         self._sites = {site.name: site for site in sites}
+        self._heads = [site.name for site in sites if site.kind is SiteKind.HEAD]
         self._num_slots = num_slots
         self._dtype = dtype
         self._device = torch.device(device)
@@ -297,6 +298,19 @@ class AdapterArena:
             return PagedStep(self._groups, self._needs_of(adapters), on_device)
         self._working_set.ensure(adapters)
         return StackedStep(adapters, self._working_set, route)
+
+    def begin_head(self, row_slots: torch.Tensor) -> LoraStep | None:
+        """What the head adds in the step that began last, or None when no adapter of its rows targets it.
+
+        row_slots is int32 [num_rows] on the host: the slots of the tokens whose logits are wanted.
+        """
+        adapters = [self._ready[slot] for slot in np.unique(row_slots.numpy()).tolist() if slot >= 0]
+        if not any(name in adapter.weights for adapter in adapters for name in self._heads):
+            return None
+        if self._reads_pages:
+            on_device = lora_route(row_slots.to(self._device), self._num_slots)
+            return PagedStep(self._groups, SiteNeeds.by_site(adapters, self._heads), on_device)
+        return StackedStep(adapters, self._working_set, Route.build(row_slots, self._device))
 
     def _needs_of(self, adapters: Sequence[ResidentAdapter]) -> dict[str, SiteNeeds]:
         key = frozenset(adapters)

@@ -20,6 +20,7 @@ _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
 _MODULE_KEYS = {"a_sha256", "b_sha256", "in_features", "name", "out_features", "rank", "scaling"}
 _VECTOR_KEYS = {"bias_sha256", "magnitude_sha256"}  # at most one of them
+_REST = "rest"  # the chunk of modules outside the decoder layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,17 @@ class ModuleEntry:
     b_sha256: str
     bias_sha256: str | None = None  # of the LoRA bias, float32 [out_features]
     magnitude_sha256: str | None = None  # of DoRA's magnitudes, float32 [out_features]
+    is_embedding: bool = False
 
     @property
     def has_vector(self) -> bool:
         return self.bias_sha256 is not None or self.magnitude_sha256 is not None
+
+    def widths(self, *, is_rest: bool) -> list[int]:
+        """Its widths but for the vocabulary, which the modules outside the decoder layers have on one side."""
+        if self.is_embedding:
+            return [self.out_features]
+        return [self.in_features] if is_rest else [self.in_features, self.out_features]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +71,14 @@ class Manifest:
 
     def arena_bytes(self) -> int:
         """What the adapter takes of an arena, by the formula of docs/protocol.md."""
-        modules = [module for chunk in self.chunks for module in chunk.modules]
-        columns = math.gcd(*(width for module in modules for width in (module.in_features, module.out_features)))
+        modules = [(module, chunk.name == _REST) for chunk in self.chunks for module in chunk.modules]
+        columns = math.gcd(*(width for module, is_rest in modules for width in module.widths(is_rest=is_rest)))
         page_bytes = 8 * columns * ITEMSIZE[self.dtype]
         num_pages = sum(
-            -(-module.rank // 8) * ((module.in_features + module.out_features) // columns) for module in modules
+            -(-module.rank // 8) * sum(-(-width // columns) for width in (module.in_features, module.out_features))
+            for module, _ in modules
         )
-        num_values = sum(module.out_features for module in modules if module.has_vector)
+        num_values = sum(module.out_features for module, _ in modules if module.has_vector)
         return (num_pages + -(-4 * num_values // page_bytes)) * page_bytes
 
 
@@ -118,8 +127,11 @@ def _chunk(raw: Any) -> ChunkEntry:
 
 
 def _module(raw: Any) -> ModuleEntry:
-    vectors = _VECTOR_KEYS.intersection(raw) if isinstance(raw, dict) else set()
-    fields = _fields(raw, _MODULE_KEYS | vectors, "module")
+    given = set(raw) if isinstance(raw, dict) else set()
+    vectors = _VECTOR_KEYS & given
+    fields = _fields(raw, _MODULE_KEYS | vectors | ({"is_embedding"} & given), "module")
+    if fields.get("is_embedding", True) is not True:
+        raise ValueError(f"is_embedding is {fields['is_embedding']!r}, want true or no such key")
     if len(vectors) > 1:
         raise ValueError(f"{fields['name']!r} has a bias and magnitudes; PEFT knows no such adapter")
     scaling = fields["scaling"]
@@ -133,6 +145,7 @@ def _module(raw: Any) -> ModuleEntry:
         out_features=_count(fields["out_features"], "out_features"),
         a_sha256=_hash(fields["a_sha256"]),
         b_sha256=_hash(fields["b_sha256"]),
+        is_embedding="is_embedding" in fields,
         **{key: _hash(fields[key]) for key in vectors},
     )
 

@@ -1,8 +1,9 @@
 """The arena's memory: pages of 8 ranks by W columns, and who has which.
 
 W is the greatest common divisor of all widths of the model's linears (1024 for a typical 8B decoder), so that every
-matrix is a whole number of pages of one kind. One kind of page means one byte budget without fragmentation: an
-adapter fits exactly if its bytes do, which is what the control plane counts. Not thread-safe: the arena locks.
+matrix is a whole number of pages of one kind; only the last pages of a vocabulary may have columns that nobody reads.
+One kind of page means one byte budget without fragmentation: an adapter fits exactly if its bytes do, which is what the
+control plane counts. Not thread-safe: the arena locks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class PagePool:
     """Pages and their free list."""
 
     def __init__(self, sites: Sequence[Site], arena_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tile_width = math.gcd(*(width for site in sites for width in (site.in_features, site.out_features)))
+        self.tile_width = math.gcd(*(width for site in sites for width in site.widths))
         self.page_bytes = PAGE_RANKS * self.tile_width * dtype.itemsize
         self.values_per_page = self.page_bytes // 4  # float32 values
         self.num_pages = arena_bytes // self.page_bytes
@@ -40,7 +41,10 @@ class PagePool:
 
     def num_pages_of(self, rank: int, width: int) -> int:
         """Pages of one matrix [rank, width]."""
-        return -(-rank // PAGE_RANKS) * (width // self.tile_width)
+        return -(-rank // PAGE_RANKS) * self._num_tiles(width)
+
+    def _num_tiles(self, width: int) -> int:
+        return -(-width // self.tile_width)
 
     def take(self, num_pages: int) -> npt.NDArray[np.int64] | None:
         """Ids of free pages, or None if there are too few. Prefers the smallest run that holds all of them.
@@ -92,20 +96,20 @@ class PagePool:
         self.pages.index_fill_(0, torch.from_numpy(page_ids).to(self.pages.device), 0)
 
     def write(self, page_ids: npt.NDArray[np.int64], matrix: torch.Tensor) -> None:
-        """Put a matrix [rank, width] into its pages, the rows up to the next multiple of 8 as zeros."""
+        """Put a matrix [rank, width] into its pages, what it does not fill as zeros."""
         rank, width = matrix.shape
-        num_groups, num_tiles = -(-rank // PAGE_RANKS), width // self.tile_width
-        padded = matrix.new_zeros(num_groups * PAGE_RANKS, width)
-        padded[:rank] = matrix
+        num_groups, num_tiles = -(-rank // PAGE_RANKS), self._num_tiles(width)
+        padded = matrix.new_zeros(num_groups * PAGE_RANKS, num_tiles * self.tile_width)
+        padded[:rank, :width] = matrix
         tiles = padded.view(num_groups, PAGE_RANKS, num_tiles, self.tile_width).transpose(1, 2)
         flat = tiles.reshape(-1, PAGE_RANKS, self.tile_width)
         self.pages.index_copy_(0, torch.from_numpy(page_ids).to(self.pages.device), flat.to(self.pages.device))
 
     def read(self, page_ids: torch.Tensor, rank: int, width: int) -> torch.Tensor:
         """The matrix [rank, width] of pages, page_ids int64 on the device."""
-        num_tiles = width // self.tile_width
+        num_tiles = self._num_tiles(width)
         tiles = self.pages.index_select(0, page_ids).view(-1, num_tiles, PAGE_RANKS, self.tile_width)
-        return tiles.transpose(1, 2).reshape(-1, width)[:rank]
+        return tiles.transpose(1, 2).reshape(-1, num_tiles * self.tile_width)[:rank, :width]
 
     def write_values(self, page_ids: npt.NDArray[np.int64], values: torch.Tensor) -> None:
         """Put float32 values, on the host, side by side into pages."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from data_plane.adapters.manifest import Manifest, ModuleEntry
 from data_plane.adapters.pages import PagePool
-from data_plane.adapters.sites import Site
+from data_plane.adapters.sites import Site, SiteKind
 from data_plane.adapters.slots import SiteWeights
 from data_plane.errors import AdapterMismatch
 
@@ -43,7 +43,7 @@ def place(manifest: Manifest, sites: Mapping[str, Site], pool: PagePool) -> Plac
         first += num_a_pages + num_b_pages
         num_values += module.out_features if module.has_vector else 0
     arena_bytes = manifest.arena_bytes()
-    assert arena_bytes % pool.page_bytes == 0, "page columns divide all widths of the layers"
+    assert arena_bytes % pool.page_bytes == 0, "the columns of a page divide all widths but the vocabulary's"
     num_pages = arena_bytes // pool.page_bytes
     assert first + -(-num_values // pool.values_per_page) <= num_pages, "an adapter outgrows the bytes it was told to"
     return Placement(weights, num_values, first, num_pages)
@@ -51,7 +51,10 @@ def place(manifest: Manifest, sites: Mapping[str, Site], pool: PagePool) -> Plac
 
 def _check(module: ModuleEntry, site: Site | None, digest: str) -> None:
     if site is None:
-        raise AdapterMismatch(f"adapter {digest}: the model has no linear {module.name}")
+        raise AdapterMismatch(f"adapter {digest}: the model has no linear or embedding {module.name} for adapters")
+    if module.is_embedding != (site.kind is SiteKind.EMBEDDING):
+        flag, kind = module.is_embedding, site.kind.value
+        raise AdapterMismatch(f"adapter {digest}: {module.name} is_embedding is {flag}, the model has it as {kind}")
     expected, got = (site.in_features, site.out_features), (module.in_features, module.out_features)
     if expected != got:
         raise AdapterMismatch(f"adapter {digest}: {module.name} is (in, out) {got}, the model's is {expected}")

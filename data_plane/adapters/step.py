@@ -8,10 +8,19 @@ from typing import Protocol
 
 import torch
 
-from data_plane.adapters.site_groups import SiteGroups
+from data_plane.adapters.site_groups import NamedGroup, SiteGroups
 from data_plane.adapters.slots import ResidentAdapter, SiteWeights
 from data_plane.adapters.working_set import WorkingSet
-from kernels.lora import DeviceRoute, Route, add_lora_group, add_lora_sites
+from kernels.lora import (
+    DeviceRoute,
+    Epilogue,
+    Route,
+    add_lora_embedding,
+    add_lora_group,
+    add_lora_sites,
+    lora_embed,
+    lora_expand,
+)
 
 
 class LoraStep(Protocol):
@@ -31,6 +40,13 @@ class LoraStep(Protocol):
 
     def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
         """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
+        ...
+
+    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
+        """`apply` for an embedding, whose x are the columns of A at token_ids [num_tokens].
+
+        What is added is multiplied, as the model multiplies what it looks up.
+        """
         ...
 
 
@@ -53,6 +69,11 @@ class StackedStep:
         widths = [self._working_set.out_features(name) for name in site_names]
         add_lora_sites(y, x, list(zip(widths, sites, strict=True)), self._route)
 
+    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
+        site = self._working_set.site(site_name) if self.targets(site_name) else None
+        if site is not None:
+            add_lora_embedding(y, token_ids, site, self._route, multiplier=multiplier)
+
 
 @dataclass(frozen=True, slots=True)
 class SiteNeeds:
@@ -63,12 +84,13 @@ class SiteNeeds:
     has_lora_bias: bool
 
     @classmethod
-    def by_site(cls, adapters: Iterable[ResidentAdapter]) -> dict[str, SiteNeeds]:
-        """Of every site that one of the adapters targets."""
+    def by_site(cls, adapters: Iterable[ResidentAdapter], names: Iterable[str] | None = None) -> dict[str, SiteNeeds]:
+        """Of every site, or of the named ones, that one of the adapters targets."""
         entries: dict[str, list[SiteWeights]] = {}
         for adapter in adapters:
-            for name, weights in adapter.weights.items():
-                entries.setdefault(name, []).append(weights)
+            for name in adapter.weights if names is None else names:
+                if name in adapter.weights:
+                    entries.setdefault(name, []).append(adapter.weights[name])
         return {
             name: cls(
                 max(entry.rank for entry in here),
@@ -97,11 +119,24 @@ class PagedStep:
         groups = self._groups.of(site_names)
         parts = torch.split(y, [sum(group.sites.out_features) for group in groups], dim=1)
         for group, part in zip(groups, parts, strict=True):
-            needs = [self._needs[name] for name in group.names if name in self._needs]
-            if needs:
-                epilogue = group.epilogue_for(
-                    has_gain=any(need.has_gain for need in needs),
-                    has_lora_bias=any(need.has_lora_bias for need in needs),
-                )
-                max_rank = max(need.max_rank for need in needs)
+            max_rank, epilogue = self._needs_of(group)
+            if max_rank:
                 add_lora_group(part, x, group.sites, self._route, max_rank=max_rank, epilogue=epilogue)
+
+    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
+        (group,) = self._groups.of((site_name,))
+        max_rank, epilogue = self._needs_of(group)
+        if max_rank:
+            h = lora_embed(token_ids, group.sites.site(0), self._route, max_rank=max_rank)
+            if multiplier != 1.0:
+                h.mul_(multiplier)
+            lora_expand(h, group.sites, y, self._route, epilogue=epilogue)
+
+    def _needs_of(self, group: NamedGroup) -> tuple[int, Epilogue | None]:
+        """The greatest rank of the group in this step, 0 if no adapter targets it, and what its expand needs."""
+        needs = [self._needs[name] for name in group.names if name in self._needs]
+        if not needs:
+            return 0, None
+        has_gain, has_lora_bias = any(need.has_gain for need in needs), any(need.has_lora_bias for need in needs)
+        epilogue = group.epilogue_for(has_gain=has_gain, has_lora_bias=has_lora_bias)
+        return max(need.max_rank for need in needs), epilogue

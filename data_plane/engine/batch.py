@@ -27,6 +27,7 @@ class StepBatch:
     attention: AttentionBatch
     token_slots: torch.Tensor  # int32 [T] on the host: adapter slot of each token, -1 for none
     slots: list[int]  # adapter slots in the step
+    kept_slots: torch.Tensor  # int32 on the host: those of the tokens that `kept` names
     sampled_rows: Int64Array  # [n] rows that sample, in the step's order
     written_blocks: Int64Array  # blocks that get a token's KV
     # int64 on the device, places among the T whose logits are wanted: the n sampled rows' last tokens, then the tokens
@@ -86,6 +87,7 @@ def build_batch(
         ),
         token_slots=torch.from_numpy(token_slots),
         slots=np.unique(token_slots[token_slots >= 0]).tolist(),
+        kept_slots=torch.from_numpy(token_slots[kept]),
         sampled_rows=sampled_rows,
         written_blocks=places // rows.block_size,
         kept=upload(kept, device),

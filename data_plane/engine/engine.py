@@ -142,8 +142,9 @@ class TorchEngine:
         if self._host_blocks is not None:
             self._host_blocks.before_writing(batch.written_blocks)
         lora = self._arena.begin_step(batch.token_slots, batch.slots) if batch.slots else None
+        head_lora = self._arena.begin_head(batch.kept_slots) if lora is not None else None
         context = self._model.context
-        context.begin(batch.attention, batch.slot_mapping, lora)
+        context.begin(batch.attention, batch.slot_mapping, lora, head_lora)
         try:
             logits = self._model.logits(batch.input_ids, batch.position_ids, batch.kept)
         finally:

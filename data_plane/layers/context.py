@@ -21,6 +21,9 @@ class LoraStep(Protocol):
     def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
         """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
 
+    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
+        """`apply` for an embedding and token_ids [num_tokens]; what is added is multiplied."""
+
 
 class StepContext:
     """The step in hand; between steps everything is None."""
@@ -29,15 +32,24 @@ class StepContext:
         self.attention: AttentionBatch | None = None
         self.slot_mapping: torch.Tensor | None = None  # int64 [num_tokens]: where each token's KV goes
         self.lora: LoraStep | None = None  # None: no token of the step has an adapter
+        self.head_lora: LoraStep | None = None  # of the rows that the head sees; None: none that targets the head
 
-    def begin(self, attention: AttentionBatch, slot_mapping: torch.Tensor, lora: LoraStep | None) -> None:
+    def begin(
+        self,
+        attention: AttentionBatch,
+        slot_mapping: torch.Tensor,
+        lora: LoraStep | None,
+        head_lora: LoraStep | None = None,
+    ) -> None:
         """Set the step for the forward pass that follows."""
         self.attention = attention
         self.slot_mapping = slot_mapping
         self.lora = lora
+        self.head_lora = head_lora
 
     def end(self) -> None:
         """Forget the step."""
         self.attention = None
         self.slot_mapping = None
         self.lora = None
+        self.head_lora = None

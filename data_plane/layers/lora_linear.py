@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from data_plane.adapters.sites import Site
+from data_plane.adapters.sites import Site, SiteKind
 from data_plane.layers.context import StepContext
 from data_plane.layers.packed_weight import can_pack, pack, packed_linear, unpack
 
@@ -23,7 +23,14 @@ class LoraLinear(nn.Linear):
     `weight` is a meta tensor: it has a shape and a dtype and no values.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], site_names: Sequence[str], context: StepContext) -> None:
+    def __init__(
+        self,
+        linears: Sequence[nn.Linear],
+        site_names: Sequence[str],
+        context: StepContext,
+        *,
+        kind: SiteKind = SiteKind.LAYER,
+    ) -> None:
         """site_names: one for each linear, or none at all where adapters may not add."""
         # No super().__init__ of Linear: it would allocate and fill weights that are replaced at once.
         nn.Module.__init__(self)
@@ -34,19 +41,23 @@ class LoraLinear(nn.Linear):
         self.packed: torch.Tensor | None = None  # instead of the weight
         self.register_parameter("bias", _bias(linears))
         self.sites = [
-            Site(name, linear.in_features, linear.out_features)
+            Site(name, linear.in_features, linear.out_features, kind)
             for name, linear in zip(site_names, linears, strict=bool(site_names))
         ]
         self.site_names = tuple(site_names)
         self.context = context
+        self.is_head = kind is SiteKind.HEAD
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out_features] for input [..., in_features]; with adapters the leading sizes hold the step's tokens."""
+        """[..., out_features] for input [..., in_features]; with adapters the leading sizes hold the step's tokens.
+
+        A head's hold the rows whose logits are wanted.
+        """
         if self.packed is None:
             output = nn.functional.linear(input, self.weight, self.bias)
         else:
             output = packed_linear(input, self.packed, self.bias)
-        lora = self.context.lora
+        lora = self.context.head_lora if self.is_head else self.context.lora
         if lora is not None and self.site_names:
             x, y = input.reshape(-1, self.in_features), output.view(-1, self.out_features)
             if len(self.site_names) == 1:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from data_plane.adapters.sites import Site
+from data_plane.adapters.sites import Site, SiteKind
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
+from data_plane.layers.lora_embedding import LoraEmbedding
 from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_module
 from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
@@ -38,7 +39,12 @@ class LoadedModel:
 
     def sites(self) -> list[Site]:
         """Where adapters may add, in the order of the layers."""
-        return [site for module in self.model.modules() if isinstance(module, LoraLinear) for site in module.sites]
+        return [
+            site
+            for module in self.model.modules()
+            if isinstance(module, LoraLinear | LoraEmbedding)
+            for site in module.sites
+        ]
 
     def base_weights(self) -> ModelWeights:
         """The weights that the sites add to."""
@@ -61,7 +67,7 @@ class LoadedModel:
 
 
 class ModelWeights:
-    """The linears of a loaded model by site name (data_plane.adapters.base_weights.BaseWeights)."""
+    """The sites of a loaded model by name (data_plane.adapters.base_weights.BaseWeights)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._linears = {
@@ -70,14 +76,21 @@ class ModelWeights:
             if isinstance(module, LoraLinear)
             for index, name in enumerate(module.site_names)
         }
+        self._embeddings = {
+            module.sites[0].name: module for module in model.modules() if isinstance(module, LoraEmbedding)
+        }
 
     def weight(self, site_name: str) -> torch.Tensor:
         """See BaseWeights."""
+        if site_name in self._embeddings:
+            return self._embeddings[site_name].weight.detach().T
         linear, index = self._linears[site_name]
         return linear.site_weight(index)
 
     def bias(self, site_name: str) -> torch.Tensor | None:
         """See BaseWeights."""
+        if site_name in self._embeddings:
+            return None
         linear, index = self._linears[site_name]
         return linear.site_bias(index)
 
@@ -112,7 +125,8 @@ def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel
     fused = fuse_model(model, probe, context, limit)
     model.set_attn_implementation(ATTENTION_NAME)
     replace_linears(model, fused.linear_names, context)
-    _pack_head(model, context)
+    _replace_head(model, probe, context)
+    _replace_embedding(model, probe, context)
     logger.info(
         "model loaded type=%s dtype=%s device=%s layers=%d linears=%d",
         config.model_type,
@@ -135,13 +149,25 @@ def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
     return own
 
 
-def _pack_head(model: PreTrainedModel, context: StepContext) -> None:
-    """Pack the head's weight unless the embedding reads it too: a second copy would cost more than it saves."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if type(head) is nn.Linear and head.weight is not model.get_input_embeddings().weight:
-        packed = LoraLinear([head], (), context)
-        packed.pack_weight()
-        replace_module(model, next(name for name, module in model.named_modules() if module is head), packed)
+def _replace_head(model: PreTrainedModel, probe: ModelProbe, context: StepContext) -> None:
+    """Let adapters add to the head, and pack its weight unless the embedding reads it too: then a second copy would
+    cost more than it saves."""
+    if probe.head_name is None:
+        return
+    head = model.get_submodule(probe.head_name)
+    assert isinstance(head, nn.Linear), f"{probe.head_name} is a {type(head).__name__}"
+    replacement = LoraLinear([head], [probe.head_name], context, kind=SiteKind.HEAD)
+    if head.weight is not model.get_input_embeddings().weight:
+        replacement.pack_weight()
+    replace_module(model, probe.head_name, replacement)
+
+
+def _replace_embedding(model: PreTrainedModel, probe: ModelProbe, context: StepContext) -> None:
+    if probe.embedding_name is None:
+        return
+    embedding = model.get_submodule(probe.embedding_name)
+    assert isinstance(embedding, nn.Embedding), f"{probe.embedding_name} is a {type(embedding).__name__}"
+    replace_module(model, probe.embedding_name, LoraEmbedding(embedding, probe.embedding_name, context))
 
 
 def _has_bfloat16() -> bool:

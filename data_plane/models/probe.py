@@ -66,6 +66,8 @@ class ModelProbe:
     attention_layers: list[AttentionLayer]
     linear_names: list[str]  # linears that see every token of a step once, in the order of their calls
     vocab_size: int
+    head_name: str | None  # the head, if it is a plain linear that sees every token once; None otherwise
+    embedding_name: str | None  # the embedding, if every token is looked up in it once; None otherwise
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class Recorder:
 
     calls: list[Call] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, MaskRule]] = field(default_factory=list)
-    linear_rows: dict[str, list[int]] = field(default_factory=dict)
+    linear_rows: dict[str, list[int]] = field(default_factory=dict)  # of each call; the embedding's too
 
     def attend(
         self,
@@ -134,8 +136,15 @@ def probe_model(model: PreTrainedModel, max_model_len: int) -> ModelProbe:
             f"model type {model_type}: position_ids change nothing; a model whose positions come from elsewhere "
             "(ALiBi, the place in the batch) cannot run in one batch with others"
         )
-    linear_names = [name for name, rows in first.linear_rows.items() if rows == [NUM_TOKENS]]
-    return ModelProbe(layers, linear_names, logits.shape[-1])
+    names = [name for name, rows in first.linear_rows.items() if rows == [NUM_TOKENS]]
+    head, embedding = _head_and_embedding(model)
+    return ModelProbe(
+        layers,
+        [name for name in names if name not in (head, embedding)],
+        logits.shape[-1],
+        head_name=head if head in names else None,
+        embedding_name=embedding if embedding in names else None,
+    )
 
 
 def own_values(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -153,11 +162,11 @@ def run_probe(model: PreTrainedModel, positions: torch.Tensor) -> tuple[Recorder
     """One forward pass of a few tokens at int64 positions [NUM_TOKENS], their recorder and logits [1, T, vocab]."""
     recorder = Recorder()
     register_probe(recorder)
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    _, embedding = _head_and_embedding(model)
     hooks = [
         module.register_forward_pre_hook(_count_rows(recorder, name))
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head  # a subclass, as some routers are, computes more
+        if type(module) is nn.Linear or name == embedding  # a subclass, as some routers are, computes more
     ]
     device = model.device
     input_ids = torch.arange(NUM_TOKENS, device=device).unsqueeze(0)
@@ -170,9 +179,21 @@ def run_probe(model: PreTrainedModel, positions: torch.Tensor) -> tuple[Recorder
     return recorder, output.logits
 
 
+def _head_and_embedding(model: PreTrainedModel) -> tuple[str | None, str | None]:
+    """Names of the two modules; None for an embedding that is not looked up plainly."""
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embedding: Any = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+        embedding = None
+    names = {id(module): name for name, module in model.named_modules()}
+    return names.get(id(head)), names.get(id(embedding))
+
+
 def _count_rows(recorder: Recorder, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
     def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        recorder.linear_rows.setdefault(name, []).append(args[0].numel() // args[0].shape[-1])
+        is_ids = not args[0].is_floating_point()
+        num_rows = args[0].numel() if is_ids else args[0].numel() // args[0].shape[-1]
+        recorder.linear_rows.setdefault(name, []).append(num_rows)
 
     return hook
 

@@ -124,8 +124,12 @@ def add_lora_sites(
     cpu.add_lora(y, x, targeted, route)
 
 
-def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, weights: StackedSite, route: Route) -> None:
-    """y [T, out] += scaling * A[:, token_ids].T @ B in place: add_lora for an embedding, A [rank, vocabulary].
+def add_lora_embedding(
+    y: torch.Tensor, token_ids: torch.Tensor, weights: StackedSite, route: Route, *, multiplier: float = 1.0
+) -> None:
+    """y [T, out] += multiplier * scaling * A[:, token_ids].T @ B in place: add_lora for an embedding.
+
+    A is [rank, vocabulary]; the multiplier is the model's own for what it looks up.
 
     token_ids is int32 or int64 [T]; all are checked, so that a GPU is waited for. Tokens without an adapter keep their
     bits.
@@ -140,7 +144,7 @@ def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, weights: Stacke
         raise ValueError(
             f"token_ids are {int(token_ids.min())} to {int(token_ids.max())}, the vocabulary is 0 to {vocab_size - 1}"
         )
-    cpu.add_lora_embedding(y, token_ids, weights, route)
+    cpu.add_lora_embedding(y, token_ids, weights, route, multiplier)
 
 
 def _check(y: torch.Tensor, x: torch.Tensor, weights: StackedSite, route: Route) -> None:

@@ -153,14 +153,17 @@ def _add_segment(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, 
             y[:, columns].addmm_(shrunk, site.b[ranks], alpha=site.columns.scaling_by_slot[slot])
 
 
-def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, site: StackedSite, route: Route) -> None:
+def add_lora_embedding(
+    y: torch.Tensor, token_ids: torch.Tensor, site: StackedSite, route: Route, multiplier: float
+) -> None:
     """See the package. Slot by slot: a model has one embedding, so that its calls are few."""
     for segment in route.segments:
         columns = site.columns.rows_by_slot.get(segment.slot)
         if columns is None:
             continue
         shrunk = site.a[columns].index_select(1, token_ids[segment.rows]).T
-        part = y[segment.rows].addmm_(shrunk, site.b[columns], alpha=site.columns.scaling_by_slot[segment.slot])
+        alpha = multiplier * site.columns.scaling_by_slot[segment.slot]
+        part = y[segment.rows].addmm_(shrunk, site.b[columns], alpha=alpha)
         if not isinstance(segment.rows, slice):
             y[segment.rows] = part
     if site.vectors:

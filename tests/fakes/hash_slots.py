@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import threading
 
+from data_plane.adapters.manifest import read_manifest
 from data_plane.errors import AdapterCorrupt, AdapterLoadError, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _sha256 = hashlib.sha256
 
 
@@ -76,12 +75,7 @@ def _read_whole(digest: str, source: AdapterSource) -> int:
     data, chunks = source.open(digest)
     if _sha256(data).hexdigest() != digest:
         raise AdapterCorrupt(f"adapter {digest}: its manifest hashes to {_sha256(data).hexdigest()}")
-    manifest = json.loads(data)
-    num_bytes = 0
-    for entry, chunk in zip(manifest["chunks"], chunks, strict=True):
+    for entry, chunk in zip(json.loads(data)["chunks"], chunks, strict=True):
         if _sha256(chunk).hexdigest() != entry["sha256"]:
             raise AdapterCorrupt(f"adapter {digest}: chunk {entry['name']} is not what the manifest says")
-        for module in entry["modules"]:
-            width = module["in_features"] + module["out_features"]
-            num_bytes += math.ceil(module["rank"] / 8) * 8 * width * _ITEM_BYTES[manifest["dtype"]]
-    return num_bytes
+    return read_manifest(data, digest).arena_bytes()

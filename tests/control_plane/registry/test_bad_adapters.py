@@ -235,7 +235,7 @@ BAD_TENSORS += [
         "embedding",
         _bent(_put("base_model.model.model.embed_tokens.lora_embedding_A", WIDE)),
         "base_model.model.model.embed_tokens.lora_embedding_A",
-        "embeddings",
+        "nor embedding or head",
     ),
 ]
 

@@ -108,7 +108,7 @@ def test_wrong_dtype_is_a_mismatch() -> None:
 
 def test_unknown_module_is_named() -> None:
     arena = make_arena()
-    with pytest.raises(AdapterMismatch, match=r"no linear model\.layers\.0\.gate"):
+    with pytest.raises(AdapterMismatch, match=r"no linear or embedding model\.layers\.0\.gate"):
         load(arena, 0, 1, pack(8, sites=[Site("model.layers.0.gate", 32, 48)]))
     assert_nothing_left(arena)
 

@@ -97,8 +97,11 @@ def reads_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return bool(request.param)
 
 
-@pytest.mark.parametrize("reads_pages", [False, True], ids=["stacked", "paged"], indirect=True)
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "opt", "phi3"])
+@pytest.mark.parametrize(
+    ("arch", "reads_pages"),
+    [("llama", False), ("llama", True), ("qwen2", True), ("opt", False), ("phi3", True)],
+    indirect=["reads_pages"],
+)
 @pytest.mark.usefixtures("reads_pages")
 @pytest.mark.filterwarnings("ignore:.*merging LoRA weights won't be possible", "ignore:.*have invalid shape")
 def test_lora_bias_and_dora_answer_as_peft(arch: str, tmp_path: Path) -> None:
@@ -122,4 +125,39 @@ def test_lora_bias_and_dora_answer_as_peft(arch: str, tmp_path: Path) -> None:
             },
             "some": {"rank": 16, "alpha": 16, "targets": some},
         },
+    )
+
+
+# The vocabulary of the third is no whole number of pages' columns.
+OUTER_CASES = {
+    "untied": ("llama", {}, "embed_tokens"),
+    "tied, scaled": ("gemma3", {}, "embed_tokens"),
+    "tied, odd": ("opt", {"vocab_size": 259}, "embed_tokens"),
+    "bias": ("qwen2", {"tie_word_embeddings": True}, "embed_tokens"),
+    "other names": ("gpt_neox", {"vocab_size": 257}, "embed_in"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "reads_pages"),
+    [(case, index % 2 == 0) for index, case in enumerate(OUTER_CASES)] + [("untied", False)],
+    indirect=["reads_pages"],
+)
+@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.filterwarnings("ignore:.*save_embedding_layers", "ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_head_and_embedding_answer_as_peft(case: str, tmp_path: Path) -> None:
+    """The head with and without the embedding, DoRA of both, beside plain adapters."""
+    arch, sizes, embedding = OUTER_CASES[case]
+    linear = {"gpt_neox": "dense_h_to_4h"}.get(arch, "v_proj")
+    check_forms(
+        tmp_path,
+        arch,
+        {
+            "plain": {"rank": 8},
+            "head": {"rank": 5, "targets": ["lm_head"], "scale_b": 0.6},
+            "embedding": {"rank": 9, "targets": [embedding, linear], "rslora": True},
+            "dora": {"rank": 4, "targets": [embedding, "lm_head", linear], "use_dora": True},
+        },
+        sizes=sizes,
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from data_plane.adapters.sites import SiteKind
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.lora_linear import LoraLinear
 from data_plane.models.loader import LoadedModel, load_model
@@ -31,12 +32,17 @@ def load(directory: Path, dtype: str = "auto") -> LoadedModel:
     return load_model(directory, dtype, torch.device("cpu"))
 
 
-def test_every_linear_below_the_head_takes_adapters(tmp_path: Path) -> None:
-    loaded = load(make_checkpoint(tmp_path, "llama"))
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_linear_and_the_embedding_take_adapters(tmp_path: Path, is_tied: bool) -> None:
+    loaded = load(make_checkpoint(tmp_path, "llama", tie_word_embeddings=is_tied))
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert {site.name for site in loaded.sites()} == {
-        f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in projections
-    } | {f"model.layers.{i}.mlp.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")}
+    kinds = {site.name: site.kind for site in loaded.sites()}
+    assert kinds.pop("model.embed_tokens") is SiteKind.EMBEDDING
+    assert kinds.pop("lm_head") is SiteKind.HEAD
+    assert set(kinds.values()) == {SiteKind.LAYER}
+    assert kinds.keys() == {f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in projections} | {
+        f"model.layers.{i}.mlp.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
+    }
     assert (loaded.context_limit, loaded.probe.vocab_size, loaded.dtype) == (512, 256, torch.float32)
 
 
@@ -47,7 +53,7 @@ def test_router_that_is_a_linear_of_its_own_kind_is_left_alone(tmp_path: Path) -
     router = loaded.model.get_submodule("model.layers.0.mlp.router")
     assert not isinstance(router, LoraLinear)
     assert not router.weight.is_meta
-    assert [site.name for site in loaded.sites()] == [
+    assert [site.name for site in loaded.sites() if site.kind is SiteKind.LAYER] == [
         f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in ("q", "k", "v", "o")
     ]
 
@@ -55,18 +61,16 @@ def test_router_that_is_a_linear_of_its_own_kind_is_left_alone(tmp_path: Path) -
 def test_sharded_checkpoint_with_tied_embeddings_loads_whole(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "qwen2", max_shard_size="100KB", tie_word_embeddings=True)
     assert (checkpoint / "model.safetensors.index.json").is_file()
-    model = load(checkpoint).model
+    loaded = load(checkpoint)
+    model, base = loaded.model, loaded.base_weights()
     expected = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
     weights = {name: value for name, value in model.state_dict().items() if not value.is_meta}
-    for module in model.modules():
-        if not isinstance(module, LoraLinear):
-            continue
-        weight = module.weight if module.packed is None else module.packed.to_dense()
-        for site, part in zip(module.sites, weight.split(module.out_splits), strict=True):
-            weights[f"{site.name}.weight"] = part
-        if module.bias is not None:
-            for site, part in zip(module.sites, module.bias.split(module.out_splits), strict=True):
-                weights[f"{site.name}.bias"] = part
+    for site in loaded.sites():
+        weight, bias = base.weight(site.name), base.bias(site.name)
+        assert weight.shape == (site.out_features, site.in_features)
+        weights[f"{site.name}.weight"] = weight.T if site.kind is SiteKind.EMBEDDING else weight
+        if bias is not None:
+            weights[f"{site.name}.bias"] = bias
     assert {name: torch.equal(weights[name], tensor) for name, tensor in expected.items()} == dict.fromkeys(
         expected, True
     )
@@ -78,7 +82,7 @@ def test_a_head_of_its_own_is_packed(tmp_path: Path) -> None:
     head = load(make_checkpoint(tmp_path, "llama")).model.get_output_embeddings()  # type: ignore[no-untyped-call]
     assert isinstance(head, LoraLinear)
     assert head.packed is not None
-    assert head.sites == []
+    assert [site.name for site in head.sites] == ["lm_head"]
 
 
 @pytest.mark.parametrize(

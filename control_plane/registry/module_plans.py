@@ -1,0 +1,173 @@
+"""Matches the tensors of an adapter's file with its configuration and the base model, module by module.
+
+Called by ingest.py, before any value is read. Every name, shape and rank that does not fit is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from control_plane.registry.adapter_config import AdapterConfig, check_scaling
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.safetensors_header import TensorEntry, refuse, shorten
+
+_KEY_PREFIX = "base_model.model."
+# How the name of a tensor ends, and which part of a module it is.
+_PARTS = {
+    ".lora_A.weight": "lora_A",
+    ".lora_B.weight": "lora_B",
+    ".lora_B.bias": "lora_B.bias",
+    ".lora_embedding_A": "lora_embedding_A",
+    ".lora_embedding_B": "lora_embedding_B",
+    ".lora_magnitude_vector": "lora_magnitude_vector",
+    ".lora_magnitude_vector.weight": "lora_magnitude_vector",  # as PEFT reads it too
+    ".base_layer.weight": "base_layer.weight",
+}
+_LINEAR = ("lora_A", "lora_B")
+_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
+# Parts of tensor names that belong to kinds of adapters that are not served.
+_OTHER_KINDS = {
+    "modules_to_save": "fully trained modules",
+    "trainable_tokens_delta": "trained tokens",
+    "base_layer": "LoRA on stacked parameters, such as experts",
+}
+# Last parts of the names of embeddings and heads, over all models.
+_OUTER_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte")
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """One linear that the adapter changes, or the embedding, which leads from the vocabulary."""
+
+    name: str
+    a: TensorEntry
+    b: TensorEntry
+    rank: int
+    scaling: float
+    in_features: int
+    out_features: int
+    layer: int | None  # the decoder layer that holds it; None: outside of them
+    is_embedding: bool
+    bias: TensorEntry | None  # LoRA bias
+    magnitude: TensorEntry | None  # DoRA
+    base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and head
+
+    @property
+    def has_vector(self) -> bool:
+        return self.bias is not None or self.magnitude is not None
+
+    @property
+    def widths(self) -> list[int]:
+        """Its widths but for the vocabulary."""
+        if self.is_embedding:
+            return [self.out_features]
+        return [self.in_features] if self.layer is None else [self.in_features, self.out_features]
+
+
+def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], base_model: BaseModel) -> list[ModulePlan]:
+    """What the adapter changes, ordered by name."""
+    outer = base_model.outer_modules
+    shapes = base_model.linear_shapes | {name: module.linear_shape for name, module in outer.items()}
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for entry in entries.values():
+        module, part = _split_key(entry.name, base_model)
+        parts = found.setdefault(module, {})
+        if part in parts:
+            raise refuse(shorten(entry.name), f"is there a second time, as {shorten(parts[part].name)}; remove one")
+        parts[part] = entry
+    targeted = {name for name in shapes if config.is_targeted(name, is_linear=name not in outer)}
+    for name in sorted(found):
+        _check_parts(name, found[name], config, is_embedding=name in outer and outer[name].is_embedding)
+        if name not in targeted:
+            raise refuse("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
+    for target in config.target_modules or ():
+        last = target.rsplit(".", 1)[-1]
+        if last in _OUTER_NAMES and not any(name == target or name.endswith("." + target) for name in outer):
+            raise refuse("target_modules", f"names {target}; this base model has no such embedding or head")
+    for name in sorted(targeted - found.keys()):
+        part = (_EMBEDDING if name in outer and outer[name].is_embedding else _LINEAR)[0]
+        raise refuse(f"{name}.{part}", "is missing, target_modules names the module; save the adapter again")
+    return [_plan_module(name, found[name], config, base_model, shapes[name]) for name in sorted(found)]
+
+
+def _split_key(key: str, base_model: BaseModel) -> tuple[str, str]:
+    """Module path and part of a tensor's name: base_model.model.{module}.lora_A.weight and the like."""
+    label = shorten(key)
+    suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
+    module = key[len(_KEY_PREFIX) : -len(suffix)] if suffix and key.startswith(_KEY_PREFIX) else ""
+    if suffix and module in base_model.outer_modules:
+        return module, _PARTS[suffix]
+    for part in key.split("."):
+        if part in _OTHER_KINDS:
+            raise refuse(label, f"belongs to {_OTHER_KINDS[part]}, which is not served; train plain LoRA")
+    if suffix and module in base_model.linear_shapes:
+        return module, _PARTS[suffix]
+    if module:
+        raise refuse(
+            label,
+            "the base model has no such linear in its decoder layers, nor embedding or head; is it another model's?",
+        )
+    raise refuse(label, "is not a LoRA tensor's name: base_model.model.{module}.lora_A.weight or lora_B is expected")
+
+
+def _check_parts(name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, *, is_embedding: bool) -> None:
+    """Every tensor of a module that the configuration asks for, and no other."""
+    sides, others = (_EMBEDDING, _LINEAR) if is_embedding else (_LINEAR, _EMBEDDING)
+    for part in others:
+        if part in parts:
+            raise refuse(
+                f"{name}.{part}",
+                f"is there, of {'an embedding' if is_embedding else 'a linear'} "
+                f"{sides[0]} and {sides[1]} are expected; is it another model's?",
+            )
+    if is_embedding and config.has_lora_bias:
+        raise refuse("lora_bias", f"is true and target_modules names {name}; PEFT knows no LoRA bias on embeddings")
+    for side in sides:
+        if side not in parts:
+            raise refuse(f"{name}.{side}", f"is missing, {min(parts)} is there; save the adapter again")
+    for part, key, is_wanted in (
+        ("lora_B.bias", "lora_bias", config.has_lora_bias),
+        ("lora_magnitude_vector", "use_dora", config.is_dora),
+    ):
+        if is_wanted and part not in parts:
+            raise refuse(f"{name}.{part}", f"is missing, {key} is true; save the adapter again")
+        if part in parts and not is_wanted:
+            raise refuse(f"{name}.{part}", f"is there, {key} is not true; PEFT would drop it: save the adapter again")
+
+
+def _plan_module(
+    name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, base_model: BaseModel, shape: tuple[int, int]
+) -> ModulePlan:
+    out_features, in_features = shape
+    rank = config.rank_of(name)
+    outer = base_model.outer_modules.get(name)
+    is_embedding = outer is not None and outer.is_embedding
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("lora_A", "lora_embedding_A"), (rank, in_features)),
+        **dict.fromkeys(("lora_B", "lora_embedding_B"), (out_features, rank)),
+        **dict.fromkeys(("lora_B.bias", "lora_magnitude_vector"), (out_features,)),
+        "base_layer.weight": (in_features, out_features) if is_embedding else (out_features, in_features),
+    }
+    for part, entry in parts.items():
+        if entry.shape != shapes[part]:
+            raise refuse(
+                f"{name}.{part}",
+                f"shape {list(entry.shape)}, expected {list(shapes[part])} (rank {rank} by the config, {out_features} "
+                f"x {in_features} of the base model)",
+            )
+    a, b = _EMBEDDING if is_embedding else _LINEAR
+    return ModulePlan(
+        name,
+        parts[a],
+        parts[b],
+        rank,
+        check_scaling(name, config.scaling_of(name)),
+        in_features,
+        out_features,
+        base_model.layer_of(name) if outer is None else None,
+        is_embedding,
+        parts.get("lora_B.bias"),
+        parts.get("lora_magnitude_vector"),
+        parts.get("base_layer.weight"),
+    )

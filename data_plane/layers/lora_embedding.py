@@ -1,0 +1,37 @@
+"""An embedding that adds the adapters of the step in hand. It stands round the embedding of a loaded model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from data_plane.adapters.sites import Site, SiteKind
+from data_plane.layers.context import StepContext
+
+
+class LoraEmbedding(nn.Module):
+    """A loaded embedding, of any class, plus what the step's adapters add.
+
+    Where the embedding multiplies what it looks up (Gemma's embed_scale), that is multiplied too, as PEFT does.
+    """
+
+    def __init__(self, embedding: nn.Embedding, site_name: str, context: StepContext) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.sites = [Site(site_name, embedding.num_embeddings, embedding.embedding_dim, SiteKind.EMBEDDING)]
+        self.context = context
+        scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0))
+        self.multiplier = float(scale.to(embedding.weight.dtype))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[vocabulary, hidden]; the head's too where the model ties them."""
+        return self.embedding.weight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] for token ids [...], with adapters those of the step's tokens."""
+        output: torch.Tensor = self.embedding(input)
+        if self.context.lora is not None:
+            site = self.sites[0]
+            self.context.lora.embed(site.name, input.reshape(-1), output.view(-1, site.out_features), self.multiplier)
+        return output
