@@ -53,7 +53,7 @@ def make_adapters(checkpoint: Path, directory: Path) -> dict[str, Path]:
         "one": make_adapter(directory / "one", checkpoint, rank=3, alpha=6, targets=targets[:1], seed=1),
         "two": make_adapter(directory / "two", checkpoint, rank=8, alpha=16, targets=targets, seed=2),
         "three": make_adapter(
-            directory / "three", checkpoint, rank=17, alpha=16, targets=targets[-2:], seed=3, rslora=True
+            directory / "three", checkpoint, rank=17, alpha=16, targets=targets[-2:], seed=3, rslora=True, use_dora=True
         ),
     }
 
