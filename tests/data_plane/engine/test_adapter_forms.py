@@ -5,8 +5,6 @@ Base rows, plain adapters and all others share each batch; in a second round eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +12,15 @@ import pytest
 import torch
 
 from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
 from data_plane.engine.build import build_engine
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
+from tests.e2e.scheduled import ingested
 from tests.makers import make_adapter, make_checkpoint, make_prompt
 from tests.oracle import GreedyAnswer, Oracle
 
 NUM_TOKENS = 6
 PROMPT_LENGTHS = (1, 6, 23)
-
-
-@dataclass
-class Ingested:
-    """An adapter as the registry stores it (an AdapterSource that knows it alone)."""
-
-    info: PackedInfo
-    chunks: list[bytes] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, directory: Path, base_model: BaseModel) -> Ingested:
-        chunks: list[bytes] = []
-        files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
-        info = ingest(files, base_model, max_adapter_bytes=1 << 24, sink=lambda _, chunk: chunks.append(chunk))
-        return cls(info, chunks)
-
-    def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
-        assert digest == self.info.digest
-        return self.info.manifest, iter(self.chunks)
 
 
 def check_forms(
@@ -54,7 +33,7 @@ def check_forms(
         name: make_adapter(directory / name, checkpoint, seed=seed, **form)
         for seed, (name, form) in enumerate(forms.items())
     }
-    adapters = {name: Ingested.of(path, base_model) for name, path in paths.items()}
+    adapters = {name: ingested(path, base_model) for name, path in paths.items()}
     engine = build_engine(worker_config(checkpoint))
     prompts = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
     oracle = Oracle(checkpoint, paths)
