@@ -8,8 +8,11 @@ Out of CI, millions of steps from other seeds, every book checked at each third 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from control_plane.scheduler.settings import Policy
 from control_plane.scheduler.types import FinishReason
 from tests.control_plane.scheduler.walk import Walk
 
+ROOT = Path(__file__).resolve().parents[3]
 STEPS_OF_CI = 200_000
 STEPS = int(os.environ.get("MOTET_WALK_STEPS", STEPS_OF_CI))
 FIRST_SEED = int(os.environ.get("MOTET_WALK_SEED", "0"))
@@ -63,17 +67,26 @@ def test_every_request_gets_its_own_tokens_and_the_books_balance(policy: Policy,
         seen["steps"] += walk.num_steps
         if seen["steps"] >= num_steps:
             break
-    least = LEAST if policy is Policy.FCFS else LEAST | {"swapped out": 20, "several answers swapped in": 0.3}
+    least = LEAST if policy is Policy.FCFS else LEAST | {"swapped out": 20, "several answers swapped in": 2}
     share = num_steps / 10_000 / (4 if IS_LONG or FIRST_SEED else 1)
     short = {what: seen[what] for what, number in least.items() if seen[what] < number * share}
     assert not short, f"walks of {seen['steps']} steps did not go where they should: {short}"
 
 
-def test_the_same_seed_gives_the_same_plans() -> None:
-    traces = []
-    for _ in range(2):
-        walk = Walk(11, Policy.CHUNKED_PREFILL, has_trace=True)
-        walk.run(300)
-        assert walk.trace is not None
-        traces.append(walk.trace.hexdigest())
-    assert traces[0] == traces[1]
+def test_the_same_seed_gives_the_same_plans_whatever_strings_hash_to() -> None:
+    """In processes of their own, whose sets and dicts of strings differ in order wherever that can be seen."""
+    program = "from tests.control_plane.scheduler.walk import trace; print(trace(11, 300))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    traces = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment | {"PYTHONHASHSEED": str(hash_seed)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in (1, 2, 3)
+    ]
+    assert len(traces[0].strip()) == 64
+    assert traces == traces[:1] * 3

@@ -280,3 +280,11 @@ class Walk:
     def take(self, outputs: list[RequestOutput]) -> None:
         """Deliver outputs; whoever ends normally must have exactly the oracle's tokens."""
         self.paused.difference_update(self.ledger.take(outputs))
+
+
+def trace(seed: int, num_steps: int) -> str:
+    """A hash of every plan of a walk under the default policy."""
+    walk = Walk(seed, Policy.CHUNKED_PREFILL, has_trace=True)
+    walk.run(num_steps)
+    assert walk.trace is not None
+    return walk.trace.hexdigest()
