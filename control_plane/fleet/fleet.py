@@ -28,7 +28,7 @@ from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings, QueueSnapshot, WorkerSnapshot
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.types import FinishReason, Request, RequestId, RequestOutput
+from control_plane.scheduler.types import FinishReason, Outputs, Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -150,13 +150,20 @@ class Fleet:
 
     # ---- tokens ----
 
-    def on_outputs(self, session: WorkerSession, outputs: list[RequestOutput]) -> None:
+    def on_outputs(self, session: WorkerSession, outputs: Outputs) -> None:
         """Carry what a scheduler returned to the streams."""
-        for output in outputs:
-            job = self._jobs.get(output.request_id)
+        for request_id, token_id in outputs.tokens:
+            job = self._jobs.get(request_id)
             if job is None or job.session is not session:
                 continue  # cancelled meanwhile
-            self._deliver(job, output)
+            job.num_tokens_here += 1
+            job.num_generated += 1
+            if job.stream.push_token(token_id):
+                self._check_reader(job)
+        for output in outputs.others:
+            job = self._jobs.get(output.request_id)
+            if job is not None and job.session is session:
+                self._deliver(job, output)
         self._dispatcher.judge(self.settings.plan_depth)
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
@@ -174,11 +181,8 @@ class Fleet:
             stream.push(output, reason)
             if stream.has_ended:
                 self._finish(job)
-            elif job.full_since_s is None and stream.is_full and not self._dispatcher.is_on_trial(job):
-                job.full_since_s = self._clock()
-                self._full[output.request_id] = job
-                assert job.session is not None, "tokens of a request without a session"
-                job.session.pause(output.request_id)
+            elif stream.is_full:
+                self._check_reader(job)
             return
         if output.token_ids and stream.is_live(output.index):
             stream.push(output, None)
@@ -187,6 +191,15 @@ class Fleet:
             if self._dispatcher.try_elsewhere(job, output.request):
                 return
         self._fail(job, error_of(output, job.request))
+
+    def _check_reader(self, job: Job) -> None:
+        """Schedule a job no more until its reader, who is far behind, has read."""
+        if job.full_since_s is None and not self._dispatcher.is_on_trial(job):
+            request_id = job.request.request_id
+            job.full_since_s = self._clock()
+            self._full[request_id] = job
+            assert job.session is not None, "tokens of a request without a session"
+            job.session.pause(request_id)
 
     def _on_read(self, request_id: RequestId) -> None:
         job = self._full.pop(request_id, None)

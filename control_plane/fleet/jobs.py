@@ -143,6 +143,19 @@ class JobStream:
         self._num_cached_tokens = num_cached_tokens
         self._queue_time_s = queue_time_s
 
+    def push_token(self, token_id: int) -> bool:
+        """Append a token of index 0 that comes with nothing else; whether the stream is full."""
+        if 0 not in self._live:
+            return False  # given up meanwhile
+        pending = self._pending.get(0)
+        if pending is None:
+            self._pending[0] = JobEvent([token_id], None, 0, 0.0)
+        else:
+            pending.token_ids.append(token_id)
+        self._num_pending_tokens += 1
+        self._wake()
+        return self.is_full
+
     def push(self, output: RequestOutput, finish_reason: FinishReason | None) -> None:
         """Append one index's tokens, and end that index if there is a reason; the stream ends with the last of them."""
         index = output.index

@@ -25,7 +25,7 @@ from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.scheduler.types import LoadSlot, Request, RequestId, RequestOutput
+from control_plane.scheduler.types import LoadSlot, Outputs, Request, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _SlotStateKind = plan_pb2.SlotState.State
 class SessionOwner(Protocol):
     """What a session reports to."""
 
-    def on_outputs(self, session: WorkerSession, outputs: list[RequestOutput]) -> None:
+    def on_outputs(self, session: WorkerSession, outputs: Outputs) -> None:
         """Requests of the session gained tokens or ended."""
 
     def on_load(self, digest: str) -> bool:

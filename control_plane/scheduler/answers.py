@@ -9,7 +9,7 @@ from control_plane.scheduler.plan_draft import Flight, num_prompt_logprobs_due
 from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import FinishReason, RequestOutput, StepResult
+from control_plane.scheduler.types import FinishReason, Outputs, RequestOutput, StepResult
 
 
 class AnswerBook:
@@ -19,7 +19,7 @@ class AnswerBook:
         self._roster = roster
         self.num_tokens_sampled = 0  # accepted, in all
 
-    def book(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
+    def book(self, flight: Flight, result: StepResult, outputs: Outputs) -> None:
         """Take the answer to `flight`, which was checked to be that, and append what it brings the requests."""
         failed_rows = set(result.failed_rows)
         tokens: Iterator[int | None] = iter(result.token_ids)
@@ -27,6 +27,7 @@ class AnswerBook:
             told = iter(result.token_ids)
             tokens = iter([None if row in failed_rows else next(told) for row in flight.sampled_rows])
         self._book_decodes(flight.decodes, tokens, result, outputs)  # what is left over is the prefills'
+        others = outputs.others
         for sequence, num_tokens, samples in flight.prefills:
             self._roster.release_copied(sequence)
             token_id = next(tokens) if samples else None
@@ -34,11 +35,11 @@ class AnswerBook:
                 prompt_told = result.prompt_logprobs.get(sequence.row, [])
                 if len(prompt_told) < num_prompt_logprobs_due(sequence, num_tokens):
                     sequence.num_in_flight -= 1
-                    self._fail(sequence.group, outputs)
+                    self._fail(sequence.group, others)
                     continue
                 sequence.group.prompt_logprobs += prompt_told
             if samples:
-                self._book_token(sequence, num_tokens, token_id, result, outputs)
+                self._book_token(sequence, num_tokens, token_id, result, others)
             else:
                 self._book_chunk(sequence, num_tokens)
 
@@ -47,24 +48,21 @@ class AnswerBook:
         decodes: list[Sequence],
         tokens: Iterator[int | None],
         result: StepResult,
-        outputs: list[RequestOutput],
+        outputs: Outputs,
     ) -> None:
         """Book the answers for the rows that decoded. Nearly all are one more token and nothing else."""
-        num_others = 0
+        pairs, others = outputs.tokens, outputs.others
+        num_before = len(pairs)
         for sequence, token_id in zip(decodes, tokens, strict=False):
             num_computed = sequence.num_computed + 1
             if num_computed >= sequence.book_closely_at or token_id is None or token_id in sequence.stop_token_ids:
-                self._book_token(sequence, 1, token_id, result, outputs)
-                num_others += 1
+                self._book_token(sequence, 1, token_id, result, others)
                 continue
             sequence.num_in_flight -= 1
             sequence.num_computed = num_computed
             sequence.generated.append(token_id)
-            group = sequence.group
-            outputs.append(
-                RequestOutput(sequence.request_id, [token_id], None, group.num_cached_tokens, group.first_scheduled_s)
-            )
-        self.num_tokens_sampled += len(decodes) - num_others
+            pairs.append((sequence.request_id, token_id))
+        self.num_tokens_sampled += len(pairs) - num_before
 
     def _book_token(
         self,

@@ -30,9 +30,9 @@ from control_plane.scheduler.stats import SchedulerStats
 from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import (
     FinishReason,
+    Outputs,
     Request,
     RequestId,
-    RequestOutput,
     SlotCommand,
     StepPlan,
     StepResult,
@@ -62,7 +62,7 @@ class Scheduler:
         self._planner = Planner(limits, roster, settings, self.counters, self.costs)
         self._answers = AnswerBook(roster)
         self._deadlines = Deadlines()
-        self._outputs: list[RequestOutput] = []  # not told yet
+        self._outputs = Outputs()  # not told yet
         self._next_step_id = 1
         self._next_serial = 0
         self._is_dead = False
@@ -91,8 +91,9 @@ class Scheduler:
             self.roster.give_up_member(group.members[index])
         elif group is not None:
             self.roster.end(group)
-        elif index is None and self._outputs:
-            self._outputs = [output for output in self._outputs if output.request_id != request_id]
+        elif index is None and self._outputs.others:
+            others = [output for output in self._outputs.others if output.request_id != request_id]
+            self._outputs.others = others
 
     def num_searched(self, request_id: RequestId) -> int:
         """Tokens computed over all beams of a live search; 0 for what is none."""
@@ -127,7 +128,7 @@ class Scheduler:
         if group is not None:
             self.roster.unhold(group)
 
-    def expire(self, now_s: float) -> list[RequestOutput]:
+    def expire(self, now_s: float) -> Outputs:
         """Do what time brings about, and return every end that is not told yet; to be called every so often.
 
         Requests whose deadline is reached end, wherever they are, and loads that failed are tried again.
@@ -156,9 +157,7 @@ class Scheduler:
         """The worker emptied a slot. Raises SlotReportMismatch if it was not told to."""
         self.roster.close_purge(self.slots.empty(slot, generation))
 
-    def slot_failed(
-        self, slot: int, generation: int, reason: str, *, is_retryable: bool, now_s: float
-    ) -> list[RequestOutput]:
+    def slot_failed(self, slot: int, generation: int, reason: str, *, is_retryable: bool, now_s: float) -> Outputs:
         """A load failed: tried again later if that may help, else the requests that wait for it end.
 
         Later is the first `expire` after a backoff.
@@ -238,7 +237,7 @@ class Scheduler:
         self.flights.extend(flights)
         return plan
 
-    def apply(self, result: StepResult, now_s: float) -> list[RequestOutput]:
+    def apply(self, result: StepResult, now_s: float) -> Outputs:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
         check_answer(self.flights, result)
         flight = self.flights.popleft()
@@ -250,9 +249,9 @@ class Scheduler:
         self._answers.book(flight, result, self._outputs)  # kept here: none is lost if a book breaks half way
         return self.take_outputs()
 
-    def take_outputs(self) -> list[RequestOutput]:
+    def take_outputs(self) -> Outputs:
         """What requests gained and is not told yet: of an `apply` that raised, and ends that came up elsewhere."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs = self._outputs, Outputs()
         return outputs
 
     # ---- numbers ----
@@ -306,7 +305,7 @@ class Scheduler:
         for request_id in self._deadlines.pop_due(now_s):
             group = self.groups.get(request_id)
             if group is not None:
-                self._outputs.append(ending(group, FinishReason.DEADLINE))
+                self._outputs.others.append(ending(group, FinishReason.DEADLINE))
                 self.roster.end(group)
 
     def _give_up_adapter(self, digest: str, reason: str) -> None:
@@ -315,5 +314,5 @@ class Scheduler:
         for group in [*swapped, *self.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)
             end.message, end.request = reason, group.request_so_far()
-            self._outputs.append(end)
+            self._outputs.others.append(end)
             self.roster.end(group)

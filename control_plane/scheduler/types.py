@@ -6,6 +6,7 @@ Read by the API (builds requests), the fleet (carries plans and results) and the
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -195,25 +196,42 @@ class FinishReason(enum.Enum):
     NOT_FINITE = "not_finite"  # its logits were not finite
 
 
-# One is made per token: so it is not frozen, and what few tell is no argument but set where it is told, and a default
-# of the class elsewhere. Slots would be set one by one; this way it takes half the time.
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """What one request gained from one call into the scheduler."""
 
     request_id: RequestId
     token_ids: list[int]  # new tokens, may be empty
     finish_reason: FinishReason | None = None  # set once, last
-    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache at the first admission
-    first_scheduled_s: float | None = None  # monotonic time of the first plan that carried the request
-    # For ADAPTER_FAILED: why, and the request with every accepted token, to be tried elsewhere.
-    message: str = field(default="", init=False)
-    request: Request | None = field(default=None, init=False)
+    # Of the request, told with its first tokens from each worker and with its end: prompt tokens served by the prefix
+    # cache at the first admission, and monotonic time of the first plan that carried it.
+    num_cached_tokens: int = 0
+    first_scheduled_s: float | None = None
+    message: str = ""  # for ADAPTER_FAILED: why
+    request: Request | None = None  # for ADAPTER_FAILED: it with every accepted token, to be tried elsewhere
     # With several samples or beams every index ends by itself; an end that is no LENGTH or STOP_TOKEN ends them all.
-    index: int = field(default=0, init=False)
-    logprobs: list[TokenLogprobs] | None = field(default=None, init=False)  # of token_ids, where asked for
-    # All of the prompt's, once, with the first token of index 0.
-    prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
-    # For beam search: what the answers are ranked by; where it ended, however that was, tokens computed over all beams.
-    score: float | None = field(default=None, init=False)
-    num_searched: int = field(default=0, init=False)
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
+    score: float | None = None  # for beam search: what the answers are ranked by
+    num_searched: int = 0  # for beam search, where it ended, however that was: tokens computed over all beams
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What requests gained from one call into the scheduler, as an iterable of RequestOutput.
+
+    Most gain a token and nothing else. Those are kept as pairs: an object for each would take longer to make than all
+    the rest that is done about the token.
+    """
+
+    tokens: list[tuple[RequestId, int]] = field(default_factory=list)  # the next of index 0; they come before `others`
+    others: list[RequestOutput] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.others)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        for request_id, token_id in self.tokens:
+            yield RequestOutput(request_id, [token_id])
+        yield from self.others

@@ -19,7 +19,7 @@ from control_plane.fleet import placement
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.fleet.shortlist import Shortlist
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.scheduler.types import LoadSlot, Request, RequestId, RequestOutput, SlotCommand
+from control_plane.scheduler.types import LoadSlot, Outputs, Request, RequestId, SlotCommand
 
 WINDOW_S = 1.0  # of the tenants' service
 
@@ -141,7 +141,7 @@ class Simulation:
         worker.scheduler.add(request, self.now_s)
         self._pump(worker)
 
-    def _book(self, outputs: list[RequestOutput]) -> None:
+    def _book(self, outputs: Outputs) -> None:
         now_s, live = self.now_s, self._live
         window = int(now_s / WINDOW_S)
         for output in outputs:

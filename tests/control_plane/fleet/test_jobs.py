@@ -26,9 +26,7 @@ class Rig:
         )
 
     def push(self, index: int, token_ids: list[int], reason: FinishReason | None = None, **fields: object) -> None:
-        output = RequestOutput(RequestId(1), token_ids, reason)
-        for name, value in {"index": index, **fields}.items():
-            setattr(output, name, value)
+        output = RequestOutput(RequestId(1), token_ids, reason, index=index, **fields)  # type: ignore[arg-type]
         self.stream.push(output, reason)
 
     async def rest(self) -> list[tuple[int, list[int], FinishReason | None]]:
@@ -57,6 +55,18 @@ async def test_events_coalesce_by_index_and_the_last_end_is_the_streams() -> Non
     assert await anext(rig.stream) == JobEvent([9], LENGTH, 0, 0.0)
     assert (await anext(rig.stream)).score == -0.5
     assert await rig.rest() == []
+
+
+async def test_bare_tokens_join_the_event_of_the_first_answer() -> None:
+    rig = Rig(2)
+    assert not rig.stream.push_token(7)
+    rig.push(0, [8])
+    assert not rig.stream.push_token(9)
+    assert (await anext(rig.stream)) == JobEvent([7, 8, 9], None, 0, 0.0)
+    rig.push(1, [1] * (2 * MAX_UNREAD_TOKENS - 2))
+    assert [rig.stream.push_token(1) for _ in range(3)] == [False, True, True]
+    rig.stream.cancel_index(0)
+    assert not rig.stream.push_token(1) and rig.stream.num_unread_tokens == 2 * MAX_UNREAD_TOKENS - 2
 
 
 async def test_one_answer_given_up_leaves_the_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 from control_plane.scheduler.fairness import VirtualCounters
@@ -80,12 +81,12 @@ class Bench:
 
     def answer(self) -> list[RequestOutput]:
         """Execute and answer the oldest step."""
-        outputs = self.scheduler.apply(self.worker.execute(self.sent.pop(0)), 0.0)
+        outputs = list(self.scheduler.apply(self.worker.execute(self.sent.pop(0)), 0.0))
         self.keep(outputs)
         self.scheduler.check_invariants()
         return outputs
 
-    def keep(self, outputs: list[RequestOutput]) -> None:
+    def keep(self, outputs: Iterable[RequestOutput]) -> None:
         """Book outputs by request."""
         for output in outputs:
             assert output.request_id not in self.ends, "output after the end"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 from control_plane.scheduler.beam_search import BeamSearcher, Hypothesis
@@ -115,7 +116,7 @@ class Ledger:
         account = self.accounts[request.request_id] = Account(request, self._max_model_len)
         return account
 
-    def take(self, outputs: list[RequestOutput]) -> list[RequestId]:
+    def take(self, outputs: Iterable[RequestOutput]) -> list[RequestId]:
         """Book outputs; the requests that ended with them."""
         ended: list[RequestId] = []
         for output in outputs:

@@ -136,13 +136,13 @@ def test_a_retryable_load_failure_is_tried_again_after_growing_pauses_and_then_g
     now_s = 100.0
     for attempt, pause_s in enumerate([0.0, 0.25, 0.5, 1.0, 2.0, 2.0, 2.0], start=1):
         assert outputs == []
-        assert bench.scheduler.expire(now_s + pause_s - 0.01) == []
+        assert list(bench.scheduler.expire(now_s + pause_s - 0.01)) == []
         assert pause_s == 0.0 or bench.scheduler.slot_commands() == []
         now_s += pause_s
-        assert bench.scheduler.expire(now_s) == []
+        assert list(bench.scheduler.expire(now_s)) == []
         (command,) = bench.scheduler.slot_commands()
         assert command == LoadSlot(0, attempt, ONE.digest)
-        outputs = bench.scheduler.slot_failed(0, attempt, "bytes are gone", is_retryable=True, now_s=now_s)
+        outputs = list(bench.scheduler.slot_failed(0, attempt, "bytes are gone", is_retryable=True, now_s=now_s))
         bench.scheduler.check_invariants()
     assert attempt == MAX_LOAD_ATTEMPTS
     assert [(o.request_id, o.finish_reason, o.message) for o in outputs] == [
@@ -171,7 +171,7 @@ def test_a_load_failure_that_is_not_retryable_ends_the_requests_at_once() -> Non
     bench = Bench()
     bench.add(make_request(1, adapter=ONE), make_request(2))
     bench.scheduler.slot_commands()
-    outputs = bench.scheduler.slot_failed(0, 1, "other modules", is_retryable=False, now_s=0.0)
+    outputs = list(bench.scheduler.slot_failed(0, 1, "other modules", is_retryable=False, now_s=0.0))
     assert [output.request_id for output in outputs] == [1]
     bench.run()
     assert len(bench.tokens[2]) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,7 @@ class GroupBench(Bench):
             account.got[0] += request.generated_token_ids
             self.scheduler.add(request, request.arrival_s)
 
-    def keep(self, outputs: list[RequestOutput]) -> None:
+    def keep(self, outputs: Iterable[RequestOutput]) -> None:
         self.outputs += outputs
         self.ledger.take(outputs)
 
@@ -156,7 +157,7 @@ def test_an_end_from_outside_is_told_once_with_an_answer_that_has_not_ended() ->
     bench.step()
     bench.scheduler.cancel(RequestId(1), 0.0, 0)
     bench.ledger.accounts[RequestId(1)].live.discard(0)
-    ended = bench.scheduler.expire(5.0)
+    ended = list(bench.scheduler.expire(5.0))
     assert [(output.index, output.finish_reason) for output in ended] == [(1, FinishReason.DEADLINE)]
 
 

@@ -241,7 +241,7 @@ def test_a_cancel_after_the_deadline_leaves_nothing_to_say() -> None:
     bench.add(make_request(1, deadline_s=1.0))
     assert bench.plan(now_s=1.0) is None
     bench.scheduler.cancel(RequestId(1), 1.0)
-    assert bench.scheduler.expire(1.0) == []
+    assert list(bench.scheduler.expire(1.0)) == []
 
 
 def test_a_paused_row_is_not_scheduled_until_it_is_read_again() -> None:
@@ -302,7 +302,7 @@ def test_rows_whose_logits_are_not_finite_end_alone() -> None:
     plan = bench.plan()
     assert plan is not None
     result = bench.worker.execute(plan)
-    outputs = bench.scheduler.apply(StepResult(1, [1], result.token_ids[1:], failed_rows=[0]), 0.0)
+    outputs = list(bench.scheduler.apply(StepResult(1, [1], result.token_ids[1:], failed_rows=[0]), 0.0))
     bench.sent.clear()
     bench.keep(outputs)
     assert bench.ends[1].finish_reason is FinishReason.NOT_FINITE

@@ -6,6 +6,7 @@ The worker is small, so that short runs meet preemption by both modes, forks and
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -167,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (stats.num_waiting, stats.num_blocks_held, stats.num_host_blocks_held) == (0, 0, 0)
         assert not any(account.num_waiting for account in self.counters.stats()), "a tenant waits with nothing"
 
-    def take(self, outputs: list[RequestOutput]) -> None:
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
         self.ledger.take(outputs)
 
 

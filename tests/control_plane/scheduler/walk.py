@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 
 from control_plane.scheduler.admission import make_group
@@ -277,7 +278,7 @@ class Walk:
             self.worker.obey(command)
             self.scheduler.slot_ready(command.slot, command.generation)
 
-    def take(self, outputs: list[RequestOutput]) -> None:
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Deliver outputs; whoever ends normally must have exactly the oracle's tokens."""
         self.paused.difference_update(self.ledger.take(outputs))
 
