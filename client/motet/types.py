@@ -33,7 +33,7 @@ class TokenLogprob:
     """One candidate at one position."""
 
     token_id: int
-    logprob: float  # natural logarithm
+    logprob: float  # natural logarithm; the lowest float32 stands for all that is less
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TokenLogprobs:
     """One token under the model's own distribution: before bias, penalties, temperature and filters."""
 
     token_id: int
-    logprob: float  # natural logarithm
+    logprob: float  # natural logarithm; the lowest float32 stands for all that is less
     rank: int  # tokens that were more likely, plus one
     top: tuple[TokenLogprob, ...]  # as many as were asked for, the most likely first
 
