@@ -152,7 +152,7 @@ class JobStream:
             self._pending[0] = JobEvent([token_id], None, 0, 0.0)
         else:
             pending.token_ids.append(token_id)
-        self._num_pending_tokens += 1
+        self.num_unread_tokens += 1
         self._wake()
         return self.is_full
 
