@@ -18,8 +18,8 @@ from kernels.tuning import tuned
 class DecodeLaunch:
     """Of programs for one query of each sequence.
 
-    They are pipelined, so a block has at most 32 rows: from 64 on products are wgmma, which ptxas before 13.3
-    miscompiles where loads run ahead of one with a register operand (triton issue 9433). Larger groups take several.
+    A block has at most 32 rows: from 64 on products are wgmma, which gain nothing with so few. Larger groups take
+    several.
     """
 
     block_m: int  # query heads of one key head
@@ -60,24 +60,30 @@ class DecodeLaunch:
 class PrefillLaunch:
     """Of programs for several queries.
 
-    They are never pipelined, for `DecodeLaunch`'s reason: from 64 rows on weights @ values is such a wgmma.
+    Loads run ahead here too, while weights @ values, from 64 rows on a wgmma with a register operand, is waited for
+    before anything else is queued: `triton_loop.attend` adds it to the sum by an operation of its own.
     """
 
     block_m: int  # queries x heads
     block_n: int  # keys
     num_warps: int = 4
+    num_stages: int = 3  # from 3 on the next tile's keys and values are on their way while one is computed
 
     def __post_init__(self) -> None:
         _check("block_m", self.block_m, 16, 256)
         _check("block_n", self.block_n, 16, 256)
         _check("num_warps", self.num_warps, 1, 16)
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
 
     @classmethod
     def default(cls, sizes: Sizes) -> PrefillLaunch:
-        """Larger tiles of such keys spill registers on sm_90."""
+        """Larger tiles of such keys spill registers on sm_90, over FP8 keys where they have a scale for each token."""
         if sizes.dtype == "float32":
-            return cls(16, 32 if sizes.dim <= 128 else 16)
-        return cls(128, 64, 8) if sizes.dim <= 128 else cls(64, 32, 8)
+            return cls(16, 32 if sizes.dim <= 128 else 16, num_stages=1)
+        if sizes.dim <= 128:
+            return cls(128, 32 if sizes.dim > 64 and sizes.cache != sizes.dtype else 64, 8)
+        return cls(64, 32 if sizes.cache == sizes.dtype else 16, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,26 @@ def _load(ptrs, is_row, is_column, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.con
 
 
 @triton.jit
+def _positions(
+    numbers,
+    first_vertical,
+    num_vertical,
+    first_local,
+    SPARSE_BLOCK: tl.constexpr,
+    VERTICAL_STRIDE: tl.constexpr,
+):
+    """Positions of keys, and their sparse blocks, by their numbers in the loop: the same without sparsity."""
+    positions = numbers
+    sparse_block = numbers
+    if SPARSE_BLOCK > 0:
+        number = numbers // SPARSE_BLOCK
+        vertical = first_vertical + number * VERTICAL_STRIDE
+        sparse_block = tl.where(number < num_vertical, vertical, first_local + number - num_vertical)
+        positions = sparse_block * SPARSE_BLOCK + numbers % SPARSE_BLOCK
+    return positions, sparse_block
+
+
+@triton.jit
 def attend(
     # the softmax so far, of rows m: weighted values [M, Dv], highest score [M] in units of ln 2, sum of weights [M]
     acc,
@@ -79,21 +99,28 @@ def attend(
     """Add the keys of some tiles to the softmax of the rows."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    numbers = begin + tl.arange(0, BLOCK_N)
+    is_key = (numbers >= first_key) & (numbers < end)
+    key_pos, _ = _positions(numbers, first_vertical, num_vertical, first_local, SPARSE_BLOCK, VERTICAL_STRIDE)
+    block = tl.load(table_ptr + key_pos // BLOCK_SIZE, mask=is_key, other=0)
     for start in range(begin, end, BLOCK_N):
-        key_pos = start + tl.arange(0, BLOCK_N)
-        is_key = (key_pos >= first_key) & (key_pos < end)
-        if SPARSE_BLOCK > 0:
-            number = key_pos // SPARSE_BLOCK
-            vertical = first_vertical + number * VERTICAL_STRIDE
-            sparse_block = tl.where(number < num_vertical, vertical, first_local + number - num_vertical)
-            key_pos = sparse_block * SPARSE_BLOCK + key_pos % SPARSE_BLOCK
-        if IS_MASKED:
-            block = tl.load(table_ptr + key_pos // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        else:
-            block = tl.load(table_ptr + key_pos // BLOCK_SIZE).to(tl.int64)
+        numbers = start + tl.arange(0, BLOCK_N)
+        is_key = (numbers >= first_key) & (numbers < end)
+        key_pos, sparse_block = _positions(
+            numbers, first_vertical, num_vertical, first_local, SPARSE_BLOCK, VERTICAL_STRIDE
+        )
         place = key_pos % BLOCK_SIZE
+        key_rows = block.to(tl.int64) * stride_kb + place * stride_kp
+        value_rows = block.to(tl.int64) * stride_vb + place * stride_vp
+        scale_offs = block.to(tl.int64) * stride_sb + place * stride_sp
+        # The blocks of the next tile. Were they read where they are used, loads that run ahead would wait for them, and
+        # of three stages none would be left for keys and values.
+        next_pos, _ = _positions(
+            numbers + BLOCK_N, first_vertical, num_vertical, first_local, SPARSE_BLOCK, VERTICAL_STRIDE
+        )
+        block = tl.load(table_ptr + next_pos // BLOCK_SIZE, mask=numbers + BLOCK_N < end, other=0)
         keys = _load(
-            key_ptr + (block * stride_kb + place * stride_kp)[None, :] + offs_d[:, None],
+            key_ptr + key_rows[None, :] + offs_d[:, None],
             is_key[None, :],
             (offs_d < KEY_DIM)[:, None],
             IS_MASKED,
@@ -101,7 +128,6 @@ def attend(
         ).to(query.dtype)
         scores = tl.dot(query, keys, input_precision="ieee") * score_scale
         if HAS_TOKEN_SCALES:
-            scale_offs = block * stride_sb + place * stride_sp
             key_scale = tl.load(key_scale_ptr + scale_offs, mask=is_key, other=0.0)
             scores *= key_scale[None, :]
         if HAS_SOFTCAP:
@@ -129,22 +155,24 @@ def attend(
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, 1)
         values = _load(
-            value_ptr + (block * stride_vb + place * stride_vp)[:, None] + offs_dv[None, :],
+            value_ptr + value_rows[:, None] + offs_dv[None, :],
             is_key[:, None],
             (offs_dv < VALUE_DIM)[None, :],
             IS_MASKED,
             BLOCK_DV != VALUE_DIM,
         )
-        acc = acc * decay[:, None]
         if HAS_TOKEN_SCALES:
             weights *= tl.load(value_scale_ptr + scale_offs, mask=is_key, other=0.0)[None, :]
             if query.dtype == tl.float16:
                 # Small scales leave float16's range. bfloat16 holds them, and FP8 values exactly.
-                acc += tl.dot(weights.to(tl.bfloat16), values.to(tl.bfloat16))
+                mixed = tl.dot(weights.to(tl.bfloat16), values.to(tl.bfloat16))
             else:
-                acc += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
+                mixed = tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
         else:
-            acc += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
+            mixed = tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
+        # Not summed by the product itself: that would be in flight, with its operand in registers, while others are
+        # queued, which ptxas before 13.3 miscompiles (triton issue 9433).
+        acc = tl.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), mixed)
         highest = new_highest
     return acc, highest, total
 

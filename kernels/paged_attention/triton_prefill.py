@@ -177,5 +177,5 @@ def run_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[str
         BLOCK_N=launch.block_n,
         IS_CAUSAL=batch.is_causal,
         num_warps=launch.num_warps,
-        num_stages=1,
+        num_stages=launch.num_stages,
     )

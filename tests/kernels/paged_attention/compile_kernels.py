@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import triton
@@ -10,7 +11,7 @@ import triton
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes
 from kernels.paged_attention.triton_decode import _combine_kernel, _decode_kernel
 from kernels.paged_attention.triton_prefill import _prefill_kernel
-from tests.kernels.compiling import compile_for_h200, stack_bytes
+from tests.kernels.compiling import compile_for_h200, num_unwaited, stack_bytes
 
 AS_QUERY = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
 FLOAT32 = ("part_ptr", "part_sum_ptr", "key_scale_ptr", "value_scale_ptr")
@@ -41,18 +42,27 @@ def compile_kernel(
         "num_stages": num_stages,
         "num_wgmma": text.count("wgmma.mma_async"),
         "num_mma": text.count("mma.sync"),
-        "num_async_copies": text.count("cp.async"),
+        # Waits that leave the copies of a later tile on their way.
+        "num_ahead": len(re.findall(r"cp\.async\.wait_group\s+[1-9]", text)),
         "num_fp8_casts": text.count("e4m3x2"),
         "shared_bytes": compiled.metadata.shared,
         "stack_bytes": stack_bytes(compiled),
+        "num_unwaited": num_unwaited(compiled) if "wgmma" in text else 0,
     }
     print(json.dumps(figures), flush=True)
 
 
 def compile_all(
-    group: int, dim: int, block_size: int, *, dtype: str = "bf16", cache: str = "bf16", **options: Any
+    group: int,
+    dim: int,
+    block_size: int,
+    *,
+    dtype: str = "bf16",
+    cache: str = "bf16",
+    has_combine: bool = False,
+    **options: Any,
 ) -> None:
-    """The three kernels of one model; options are the kernels' that are not off."""
+    """The kernels of one model, the joining one if has_combine; options are the kernels' that are not off."""
     block_d = triton.next_power_of_2(dim)
     sizes = Sizes(NAMES[dtype], NAMES[cache], dim, group)
     decode, prefill = DecodeLaunch.default(sizes), PrefillLaunch.default(sizes)
@@ -77,14 +87,15 @@ def compile_all(
     constants |= options
     tiles = constants | {"BLOCK_M": decode.block_m, "BLOCK_N": decode.block_n, "HEADS": min(group, decode.block_m)}
     compile_kernel(_decode_kernel, tiles, dtype, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
-    compile_kernel(_combine_kernel, tiles, dtype, cache, num_warps=1, num_stages=1)
+    if has_combine:
+        compile_kernel(_combine_kernel, tiles, dtype, cache, num_warps=1, num_stages=1)
     tiles |= {"BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n, "QUERIES": prefill.block_m // group}
-    compile_kernel(_prefill_kernel, tiles, dtype, cache, num_warps=prefill.num_warps, num_stages=1)
+    compile_kernel(_prefill_kernel, tiles, dtype, cache, num_warps=prefill.num_warps, num_stages=prefill.num_stages)
 
 
 def main() -> None:
-    compile_all(4, 128, 16)
-    compile_all(7, 80, 24, HAS_WINDOW=True, HAS_SINKS=True, HAS_SOFTCAP=True, HAS_SLOPES=True)
+    compile_all(4, 128, 16, has_combine=True)
+    compile_all(7, 80, 24, HAS_WINDOW=True, HAS_SINKS=True, HAS_SOFTCAP=True, HAS_SLOPES=True, has_combine=True)
     compile_all(4, 128, 16, cache="fp8e4nv", IS_CAUSAL=False)
     sparse = {"SPARSE_BLOCK": 64, "LOCAL_BLOCKS": 16, "VERTICAL_STRIDE": 8, "HEAD_STEP": -1}
     compile_all(4, 128, 16, cache="fp8e4nv", HAS_TOKEN_SCALES=True, **sparse)

@@ -35,7 +35,7 @@ def test_entries_that_ops_take_pass(tmp_path: Path) -> None:
         ("paged_attention_decode", MODEL, {"block_m": 64}, "block_m is 64, want a power of two from 16 to 32"),
         # Refused beside the default of the bucket's own sizes: 64 keys a tile.
         ("paged_attention_decode", MODEL, {"split_keys": 96}, "split_keys is 96, want a multiple of block_n, 64"),
-        ("paged_attention_prefill", MODEL, {"num_stages": 2}, r"names \['num_stages'\], the op takes \['block_m'"),
+        ("paged_attention_prefill", MODEL, {"max_splits": 2}, r"names \['max_splits'\], the op takes \['block_m'"),
         ("lora_shrink", LORA, {"num_warps": 3}, "num_warps is 3, want a power of two from 1 to 16"),
         ("lora_expand", LORA, {"out_columns": 1024}, "out_columns is 1024, want a power of two from 16 to 512"),
         ("sample", "dtype=bfloat16 rows=64 vocab=131072", {"tile": 8192}, "tile is 8192"),
