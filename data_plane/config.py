@@ -21,6 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 WARM_UPS = ("auto", "on", "off")
+NATIVE_CODE = ("on", "off")
 CPU_TOKEN_BUDGET = 1024
 CUDA_TOKEN_BUDGET = 8192
 
@@ -71,6 +72,7 @@ class WorkerConfig:
     threads: int | None = None  # compute threads; None: the cores this process may use
     load_threads: int = 2  # threads that load adapters
     warm_up: str = "auto"  # steps of every kind before attaching: on, off, auto (on with CUDA, which compiles kernels)
+    native_code: str = "on"  # C for the CPU, compiled at the start where there is a compiler: on, off
     exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
     log_level: str = "info"
 
@@ -84,6 +86,7 @@ class WorkerConfig:
             "dtype": DTYPES,
             "kv_cache_dtype": KV_CACHE_DTYPES,
             "warm_up": WARM_UPS,
+            "native_code": NATIVE_CODE,
             "log_level": LOG_LEVELS,
         }
         for name, choices in choices_by_name.items():
@@ -164,6 +167,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", int, None, "compute threads, a count (default: the cores this process may use)")
     add("--load-threads", int, "2", "threads that load adapters, a count (default 2)")
     add("--warm-up", str, "auto", "steps of every kind before attaching: auto, on or off (default auto: on with CUDA)")
+    add(
+        "--native-code", str, "on", "C for the CPU, compiled at the start where gcc or clang is: on or off (default on)"
+    )
     add(
         "--exit-when-disconnected-s",
         float,

@@ -21,6 +21,7 @@ from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
+from kernels import native_code
 from kernels.launches import check_tables
 from kernels.paged_attention import prepare_cpu
 from kernels.tuning import TABLES
@@ -83,7 +84,9 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         num_host_blocks=num_host_blocks,
     )
     engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
-    if device.type == "cpu":
+    if config.native_code == "off":
+        native_code.turn_off()
+    elif device.type == "cpu":
         prepare_cpu()
     if config.warms_up(device.type):
         try:

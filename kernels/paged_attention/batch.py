@@ -69,7 +69,7 @@ class PrefillSequence:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The sequences with one query, on the host, for a kernel that reads block tables itself."""
+    """The sequences with one query, the longest first, on the host, for a kernel that reads block tables itself."""
 
     tables: npt.NDArray[np.int32]  # [num_seqs, max_blocks] of the whole step
     sequences: npt.NDArray[np.int32]  # [num_decodes]: rows of the tables
@@ -157,6 +157,7 @@ class AttentionBatch:
         starts = np.asarray(self.query_start, dtype=np.int32)
         sequences = np.flatnonzero(np.diff(starts) == 1).astype(np.int32)
         lens = np.asarray(self.context_lens, dtype=np.int32)
+        sequences = sequences[np.argsort(-lens[sequences], kind="stable")]
         return Decodes(np.ascontiguousarray(self.host_tables), sequences, starts[sequences], lens[sequences])
 
     def decode_groups(self, cache: torch.Tensor, sliding_window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:

@@ -198,7 +198,7 @@ INLINE void mix_tile(const float *weights, const char *values, float *mixed, int
                      int64_t tokens, int heads, int pairs, int is_bfloat16, Ahead *ahead) {
     vec sums[2][4];
     for (int head = 0; head < heads; head++)
-        for (int half = 0; half < 2 * pairs; half++) sums[head][half] = load(mixed + head * dim + half * LANES);
+        for (int half = 0; half < 2 * pairs; half++) sums[head][half] = (vec){0};
     for (int64_t token = 0; token < tokens; token++) {
         fetch(ahead, pairs * PAIR * (is_bfloat16 ? 2 : 4));
         for (int pair = 0; pair < pairs; pair++) {
@@ -212,7 +212,10 @@ INLINE void mix_tile(const float *weights, const char *values, float *mixed, int
         }
     }
     for (int head = 0; head < heads; head++)
-        for (int half = 0; half < 2 * pairs; half++) store(mixed + head * dim + half * LANES, sums[head][half]);
+        for (int half = 0; half < 2 * pairs; half++) {
+            float *place = mixed + head * dim + half * LANES;
+            store(place, load(place) + sums[head][half]);
+        }
 }
 
 /* Raw scores of a chunk's keys, whole blocks of them: those outside of the sequence are overwritten by `weigh`. */
@@ -239,7 +242,7 @@ INLINE void dot_chunk(const Task *task, int64_t start, int64_t end, int is_bfloa
     }
 }
 
-/* tanh of float32, by its exponential; exact enough near 0, where e^-2x - 1 would lose digits. */
+/* tanh of float32 within 4 units in the last place; by a series near 0, where 1 - e^-2x would lose digits. */
 INLINE float hyperbolic_tangent(float x) {
     float size = x < 0 ? -x : x;
     if (size < 0.1f) {
@@ -274,14 +277,16 @@ static float weigh(const Task *task, int64_t head, int64_t start, int64_t end) {
             lanes[lane] = scores[idx + lane] > lanes[lane] ? scores[idx + lane] : lanes[lane];
     float highest = lanes[0];
     for (int lane = 1; lane < LANES; lane++) highest = lanes[lane] > highest ? lanes[lane] : highest;
+    /* With scores of -inf alone all weights are 0, not NaN. */
+    const float shift = highest == -__builtin_inff() ? 0.0f : highest;
     vec total = {0};
     for (int64_t idx = 0; idx < padded; idx += LANES) {
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] = exponential(scores[idx + lane] - highest);
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = exponential(scores[idx + lane] - shift);
         vec weights = load(lanes);
         store(scores + idx, weights);
         total += weights;
     }
-    const float decay = exponential(task->highest[head] - highest);
+    const float decay = exponential(task->highest[head] - shift);
     task->total[head] = task->total[head] * decay + sum_of(total);
     task->highest[head] = highest;
     return decay;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels import native_code
@@ -13,6 +15,8 @@ from kernels.paged_attention.options import Options
 
 SOURCE = Path(__file__).with_name("cpu_decode.c")
 PAIR, TOKENS, CHUNK = 16, 4, 256  # as in the source
+# Below so many bytes of keys and values one thread is done before others have begun.
+PARALLEL_BYTES = 256 << 10
 
 
 class Problem(ctypes.Structure):
@@ -47,7 +51,9 @@ def can_serve(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.T
         and key_cache.is_contiguous()
         and value_cache.is_contiguous()
         and options.sparsity is None
+        and not (torch.is_grad_enabled() and query.requires_grad)
         and native_code.load(SOURCE) is not None
+        and (torch.get_num_threads() == 1 or native_code.openmp_parallel() is not None)
     )
 
 
@@ -64,11 +70,19 @@ def attend(
     assert library is not None, "can_serve was not asked"
     num_heads, key_dim = query.shape[1:]
     _, block_size, num_kv_heads, value_dim = value_cache.shape
-    num_threads = torch.get_num_threads()
-    head_parts = _head_parts(len(decodes.sequences), num_kv_heads, num_threads)
+    num_keys = decodes.context_lens
+    if options.sliding_window is not None:
+        num_keys = np.minimum(num_keys, options.sliding_window)
+    num_bytes = int(num_keys.sum()) * num_kv_heads * (key_dim + value_dim) * query.element_size()
+    if num_bytes == 0:
+        return
+    parallel = native_code.openmp_parallel() if num_bytes >= PARALLEL_BYTES else None
+    # All of torch's threads or none of them: a team of another size would be made anew, and torch's after it.
+    num_threads = 1 if parallel is None else torch.get_num_threads()
+    head_parts = _head_parts(num_keys, num_kv_heads, num_threads)
     # Two numbers for each head beside its query, scores and sums; whole lines of the cache for each thread.
     scratch_size = -(-num_heads // head_parts * (key_dim + CHUNK + value_dim + 2) // 16) * 16
-    scratch = torch.empty(num_threads * scratch_size)
+    scratch = torch.empty(num_threads * scratch_size, dtype=torch.float32, device="cpu")
     per_head = [None if part is None else part.float().contiguous() for part in (options.sinks, options.alibi_slopes)]
     problem = Problem(
         query=query.data_ptr(),
@@ -96,10 +110,12 @@ def attend(
         softcap=options.softcap or 0.0,
         is_bfloat16=query.dtype == torch.bfloat16,
     )
-    library.attend(ctypes.byref(problem), num_threads, ctypes.c_void_p(native_code.openmp_parallel()))
+    library.attend(ctypes.byref(problem), num_threads, ctypes.c_void_p(parallel))
 
 
-def _head_parts(num_decodes: int, num_kv_heads: int, num_threads: int) -> int:
-    """In how many tasks a sequence is cut, so that few sequences keep all threads busy; a divisor of num_kv_heads."""
-    wanted = -(-2 * num_threads // max(num_decodes, 1)) if num_decodes < 4 * num_threads and num_threads > 1 else 1
+def _head_parts(num_keys: npt.NDArray[np.int32], num_kv_heads: int, num_threads: int) -> int:
+    """In how many tasks a sequence is cut, a divisor of num_kv_heads: none is more than half of a thread's share."""
+    if num_threads == 1:
+        return 1
+    wanted = -(-2 * num_threads * int(num_keys.max()) // int(num_keys.sum()))
     return next(parts for parts in range(min(wanted, num_kv_heads), num_kv_heads + 1) if num_kv_heads % parts == 0)

@@ -76,6 +76,7 @@ def test_environment_is_the_default_and_a_flag_overrides_it(monkeypatch: pytest.
         ("--max-model-len", "1", "--max-model-len: 1 is below 2"),
         ("--device", "tpu", "--device: 'tpu' is none of auto, cpu, cuda"),
         ("--dtype", "int8", "--dtype: 'int8'"),
+        ("--native-code", "no", "--native-code: 'no' is none of on, off"),
         ("--warm-up", "yes", "--warm-up: 'yes' is none of auto, on, off"),
         ("--kv-cache-dtype", "int8", "--kv-cache-dtype: 'int8'"),
         ("--worker-id", "Host 1", "--worker-id: 'Host 1'"),

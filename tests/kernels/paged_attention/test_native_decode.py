@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import native_code
 from kernels.paged_attention import AttentionBatch, cpu_decode, reference
 from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make
 from tests.kernels.tolerances import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_keys_are_shared_out_too() -> Iterator[None]:
+    """So that small cases run in all threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_decode, "PARALLEL_BYTES", 1)
+        yield
 
 
 def serves(inputs: Inputs) -> bool:
@@ -146,6 +157,71 @@ def test_scores_of_any_size_are_weighed(size: float) -> None:
     assert_same(run(inputs), define(inputs))
 
 
+def test_a_chunk_of_scores_that_are_minus_infinity_weighs_nothing() -> None:
+    """Finite keys whose products overflow, in the first chunk of a sequence."""
+    inputs = make(Case("one", ((1, 300),), 2, 1, 16, 16), torch.float32)
+    inputs = replace(inputs, query=inputs.query.abs() + 1)
+    blocks = inputs.batch.block_tables[0].long()
+    inputs.key_cache[blocks[:16]] = -3e38
+    assert run(inputs).isfinite().all()
+    assert_same(run(inputs), define(inputs))
+
+
+def test_long_sums_lose_no_more_than_their_blocks_do() -> None:
+    """Against float64: 64k keys of nearly equal weight."""
+    inputs = make(Case("one", ((1, 1 << 16),), 1, 1, 16, 16, block_size=64), torch.float32)
+    keys, values = (cache.double() for cache in inputs.dense(0)[1:])
+    weights = (keys[0] @ inputs.query[0, 0].double() * inputs.options.scale).softmax(dim=0)
+    expected = weights @ (values[0] + 1)
+    inputs.value_cache.add_(1)
+    torch.testing.assert_close(run(inputs)[0, 0].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_default_dtype_of_torch_does_not_matter() -> None:
+    """Loading a checkpoint changes it for a while."""
+    inputs = make(MANY, torch.float32)
+    expected = run(inputs)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(run(inputs).nan_to_num(), expected.nan_to_num())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_kv_heads", "num_threads", "parts"),
+    [
+        ((1024,) * 32, 8, 2, 1),
+        ((4096,), 8, 2, 4),
+        ((4096,), 8, 16, 8),
+        ((4096,), 1, 16, 1),
+        ((100,) * 7 + (16384,), 8, 2, 4),
+    ],
+)
+def test_no_task_is_more_than_half_of_a_thread_s_share(
+    lengths: tuple[int, ...], num_kv_heads: int, num_threads: int, parts: int
+) -> None:
+    """As far as there are key heads to share out."""
+    assert cpu_decode._head_parts(np.array(lengths), num_kv_heads, num_threads) == parts
+
+
+def test_few_keys_are_done_by_the_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking the others takes longer, much longer where they have no core of their own."""
+    inputs = make(MANY, torch.float32)
+    expected = run(inputs)
+    monkeypatch.setattr(cpu_decode, "PARALLEL_BYTES", 1 << 30)
+    monkeypatch.setattr(native_code, "openmp_parallel", lambda: 1)  # no address of a function
+    with threads(2):
+        assert torch.equal(run(inputs).nan_to_num(), expected.nan_to_num())
+
+
+def test_no_decodes_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_code, "openmp_parallel", lambda: 1)
+    inputs = make(Case("prefill", ((19, 19),)), torch.float32)
+    with threads(2):
+        assert run(inputs).isnan().all()
+
+
 def test_what_it_does_not_serve_is_told() -> None:
     inputs = make(MANY, torch.float32)
     assert serves(inputs)
@@ -159,4 +235,5 @@ def test_what_it_does_not_serve_is_told() -> None:
     ):
         assert not serves(make(case, torch.float32))
     assert not serves(make(MANY, torch.float16))
+    assert not serves(replace(inputs, query=inputs.query.clone().requires_grad_()))
     assert not serves(replace(inputs, key_cache=inputs.key_cache.transpose(0, 1).contiguous().transpose(0, 1)))
