@@ -101,21 +101,26 @@ class AdapterArena:
             raise AdapterLoadError(f"adapter {digest}: {type(error).__name__} while loading: {error}") from error
         logger.info("adapter ready slot=%d generation=%d digest=%s pages=%d", slot, generation, digest, len(page_ids))
 
-    def load_zeros(self, slot: int, generation: int, rank: int) -> None:
+    def load_zeros(self, slot: int, generation: int, rank: int, *, has_vectors: bool = False) -> None:
         """Fill an empty slot with an adapter of this rank on every site that adds nothing, to warm up with.
 
-        Its matrices are the same pages, so that it takes no more than its largest site. Raises ArenaFull.
+        Its matrices are the same pages, so that it takes no more than its largest site. With has_vectors every site
+        has a LoRA bias and gains of 1, all of them the same pages too. Raises ArenaFull.
         """
+        at = 0 if has_vectors else None
+        num_values = max(site.out_features for site in self._sites.values()) if has_vectors else 0
         load = self._begin(slot, generation, f"zeros of rank {rank}")
         try:
             weights = {}
             for name, site in self._sites.items():
-                sides = [self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features)]
-                weights[name] = SiteWeights(rank, 0.0, 0, *sides)
+                a, b = (self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features))
+                weights[name] = SiteWeights(rank, 0.0, 0, a, b, gain_at=at, lora_bias_at=at)
             num_pages = max(entry.num_a_pages + entry.num_b_pages for entry in weights.values())
-            page_ids = self._reserve(load, num_pages)
+            page_ids = self._reserve(load, num_pages + -(-num_values // self._pool.values_per_page))
             self._pool.zero(page_ids)
-            placement = Placement(weights, 0, num_pages, num_pages)
+            if has_vectors:
+                self._pool.write_values(page_ids[num_pages:], torch.ones(num_values))
+            placement = Placement(weights, num_values, num_pages, len(page_ids))
             self._publish(load, page_ids, placement, len(page_ids) * self._pool.page_bytes)
         except BaseException:
             self._abandon(load)

@@ -19,15 +19,7 @@ class NamedGroup:
 
     names: tuple[str, ...]
     sites: SiteGroup
-    epilogue: Epilogue  # with all tables
-
-    def epilogue_for(self, *, has_gain: bool, has_lora_bias: bool) -> Epilogue | None:
-        """What a step needs of it: no table is read of which no adapter of the step has anything."""
-        if has_gain and has_lora_bias:
-            return self.epilogue
-        if has_gain:
-            return replace(self.epilogue, lora_bias=None)
-        return replace(self.epilogue, gain=None, base_bias=None) if has_lora_bias else None
+    epilogue: Epilogue  # for steps in which an adapter has vectors here; one form, so that one kernel is compiled
 
 
 class SiteGroups:

@@ -80,8 +80,7 @@ class SiteNeeds:
     """What the adapters of a step that target a site have there."""
 
     max_rank: int
-    has_gain: bool
-    has_lora_bias: bool
+    has_vectors: bool  # one of them has a gain or a LoRA bias
 
     @classmethod
     def by_site(cls, adapters: Iterable[ResidentAdapter], names: Iterable[str] | None = None) -> dict[str, SiteNeeds]:
@@ -92,11 +91,7 @@ class SiteNeeds:
                 if name in adapter.weights:
                     entries.setdefault(name, []).append(adapter.weights[name])
         return {
-            name: cls(
-                max(entry.rank for entry in here),
-                any(entry.gain_at is not None for entry in here),
-                any(entry.lora_bias_at is not None for entry in here),
-            )
+            name: cls(max(entry.rank for entry in here), any(entry.has_vector for entry in here))
             for name, here in entries.items()
         }
 
@@ -137,6 +132,5 @@ class PagedStep:
         needs = [self._needs[name] for name in group.names if name in self._needs]
         if not needs:
             return 0, None
-        has_gain, has_lora_bias = any(need.has_gain for need in needs), any(need.has_lora_bias for need in needs)
-        epilogue = group.epilogue_for(has_gain=has_gain, has_lora_bias=has_lora_bias)
+        epilogue = group.epilogue if any(need.has_vectors for need in needs) else None
         return max(need.max_rank for need in needs), epilogue

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Kernels are compiled by the range that an adapter's rank is in. Ranks between these are compiled when they come, if
 # they need something else at all.
-RANKS = (8, 16, 32, 64)
+# Gains and biases are of no rank: one is enough for them.
+ADAPTERS = ((8, False), (16, False), (16, True), (32, False), (64, False))  # rank, whether it has such vectors
 # Tokens of a prefill: from 512 on, tokens of one adapter are taken 32 at a time; and an odd number.
 LONG_CHUNK, SHORT_CHUNK = 512, 17
 # Long enough for attention to a sequence to be cut in parts.
@@ -52,17 +53,18 @@ class Case:
     num_tokens: int  # of each row's prefill
     num_context: int = 0  # tokens before them
     rank: int = 0  # of the rows' adapter; 0: none
+    has_vectors: bool = False  # LoRA bias and DoRA's gains
     sampling: RowSampling = _GREEDY
 
 
 def cases() -> list[Case]:
-    """What is run, the cases of one rank side by side."""
+    """What is run, the cases of one adapter side by side."""
     return [
         *(Case(num_rows, SHORT_CHUNK, sampling=sampling) for num_rows in (1, 3) for sampling in (_DRAWN, _EVERYTHING)),
         *(Case(num_rows, LONG_CHUNK, num_context) for num_rows in (1, 3) for num_context in (0, LONG_CONTEXT)),
         *(
-            Case(num_rows, num_tokens, rank=rank)
-            for rank in RANKS
+            Case(num_rows, num_tokens, rank=rank, has_vectors=has_vectors)
+            for rank, has_vectors in ADAPTERS
             for num_rows, num_tokens in ((1, LONG_CHUNK), (3, 1))
         ),
     ]
@@ -72,18 +74,18 @@ def warm_up(engine: TorchEngine, arena: AdapterArena) -> int:
     """Run every case, cut to what the engine holds; the number of steps. The engine and its arena must be empty."""
     started = time.perf_counter()
     num_steps = 0
-    ready_rank = 0
+    ready, generation = (0, False), 0
     for case in cases():
-        if case.rank > ready_rank:
-            if ready_rank:
-                arena.evict(0, ready_rank)
-            ready_rank = case.rank
+        if case.rank and ready != (case.rank, case.has_vectors):
+            if generation:
+                arena.evict(0, generation)
+            ready, generation = (case.rank, case.has_vectors), generation + 1
             try:
-                arena.load_zeros(0, ready_rank, ready_rank)
+                arena.load_zeros(0, generation, case.rank, has_vectors=case.has_vectors)
             except ArenaFull as error:
-                logger.info("no warm-up with adapters of rank %d or more: %s", ready_rank, error)
+                logger.info("no warm-up with adapters of rank %d or more: %s", case.rank, error)
                 break
-        for plan in _plans(case, engine.capacities, num_steps + 1):
+        for plan in _plans(case, engine.capacities, num_steps + 1, generation):
             engine.execute(plan)
             num_steps += 1
     engine.reset()
@@ -91,7 +93,7 @@ def warm_up(engine: TorchEngine, arena: AdapterArena) -> int:
     return num_steps
 
 
-def _plans(case: Case, capacities: Capacities, step_id: int) -> list[StepPlan]:
+def _plans(case: Case, capacities: Capacities, step_id: int, generation: int) -> list[StepPlan]:
     """Prefill, decode, then the rows' end and a block's copy; none where there is no room for a row that decodes."""
     size = capacities.block_size
     # Whole blocks of context are the last block again and again, of which only the number matters.
@@ -119,7 +121,7 @@ def _plans(case: Case, capacities: Capacities, step_id: int) -> list[StepPlan]:
             num_computed_tokens=num_context,
             block_ids=np.array(shared + list(range(row * blocks_of_row, (row + 1) * blocks_of_row)), dtype=np.int32),
             slot=0 if case.rank else None,
-            slot_generation=case.rank,
+            slot_generation=generation,
             sampling=case.sampling,
         )
         for row in range(num_rows)

@@ -8,7 +8,7 @@ import pytest
 
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
-from data_plane.engine.warm_up import LONG_CHUNK, RANKS, SHORT_CHUNK, warm_up
+from data_plane.engine.warm_up import ADAPTERS, LONG_CHUNK, SHORT_CHUNK, warm_up
 from data_plane.plan import StepOutput, StepPlan
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
@@ -47,7 +47,8 @@ def test_every_kind_of_step_is_run(checkpoint: Path) -> None:
     warm_up(engine, engine._arena)
     new = [(plan.prefills[:, 1].max(), row) for plan, _ in engine.seen for row in plan.new_rows]
     with_adapter = {(row.slot_generation, tokens >= LONG_CHUNK - 1) for tokens, row in new if row.slot is not None}
-    assert with_adapter == {(rank, is_long) for rank in RANKS for is_long in (True, False)}
+    generations = range(1, len(ADAPTERS) + 1)
+    assert with_adapter == {(generation, is_long) for generation in generations for is_long in (True, False)}
     assert {int(tokens) for tokens, row in new if row.slot is None} >= {LONG_CHUNK - 1, SHORT_CHUNK}
     assert max(row.num_computed_tokens for _, row in new) >= 500, "a context over many blocks"
     decodes = [len(output.rows) for plan, output in engine.seen if not plan.new_rows and not len(plan.freed_rows)]
