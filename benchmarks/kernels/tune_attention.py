@@ -21,7 +21,7 @@ DECODES = [
         (16, 32), (32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (256, 512, 1024)
     )
 ]
-PREFILLS = [PrefillLaunch(*values) for values in product((64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4))]
+PREFILLS = [PrefillLaunch(*values) for values in product((64, 128), (32, 64, 128), (4, 8), (1, 3))]
 
 
 @dataclass(frozen=True, slots=True)

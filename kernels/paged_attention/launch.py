@@ -78,12 +78,15 @@ class PrefillLaunch:
 
     @classmethod
     def default(cls, sizes: Sizes) -> PrefillLaunch:
-        """Larger tiles of such keys spill registers on sm_90, over FP8 keys where they have a scale for each token."""
+        """Larger tiles of such keys spill registers on sm_90, over FP8 keys where they have a scale for each token.
+
+        Larger ones of wide heads take more than the 99 KiB of shared memory that sm_89 has.
+        """
         if sizes.dtype == "float32":
             return cls(16, 32 if sizes.dim <= 128 else 16, num_stages=1)
         if sizes.dim <= 128:
             return cls(128, 32 if sizes.dim > 64 and sizes.cache != sizes.dtype else 64, 8)
-        return cls(64, 32 if sizes.cache == sizes.dtype else 16, 8)
+        return cls(64, 16, 8)
 
 
 @dataclass(frozen=True, slots=True)

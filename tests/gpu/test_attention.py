@@ -58,12 +58,13 @@ def test_one_key_takes_all_weight_bit_for_bit(num_heads: int, dim: int, cache: s
 
 
 def test_launches_of_the_tuner_have_the_bits_of_the_definition() -> None:
-    """All of prefill, and every 19th of decode, which has each of its tiles; the tuner checks each that it times."""
+    """Every fifth of prefill and every 19th of decode, which have each of their tiles and stages; the tuner checks each
+    that it times."""
     shape = Shape(8, 2, 128)
     decode = decode_problem(shape, ((1, 40), (1, 1500), (1, 513)), CUDA, torch.bfloat16)
     assert all(decode.is_right(launch) for launch in decode.candidates[::19])
     prefill = prefill_problem(shape, ((200, 300), (150, 150), (3, 90)), CUDA, torch.bfloat16)
-    assert all(prefill.is_right(launch) for launch in prefill.candidates)
+    assert all(prefill.is_right(launch) for launch in prefill.candidates[::5])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

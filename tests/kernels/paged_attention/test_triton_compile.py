@@ -39,6 +39,7 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
         assert (kernel["num_fp8_casts"] > 0) == is_fp8
         assert kernel["stack_bytes"] == 0, "registers are spilled"
         # One program of prefill, whose registers leave no room for two, or two others on a multiprocessor of 228 KiB.
+        # (The 99 KiB of sm_89 hold one of each: wgmma takes more than the products there.)
         assert kernel["shared_bytes"] < (227 if kernel["kernel"] == "_prefill_kernel" else 114) * 1024
 
 
