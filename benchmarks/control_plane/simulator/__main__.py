@@ -1,13 +1,15 @@
 """Run a scenario on the virtual clock and print its figures.
 
-    python -m benchmarks.control_plane.simulator scale|policies|fairness|failures [--charts DIR] [--json FILE]
+    python -m benchmarks.control_plane.simulator SCENARIO [--charts DIR] [--json FILE]
 
-scale     many workers, adapters and requests under the default policy
-policies  one trace at several rates under each policy: goodput and queueing
-fairness  two tenants, one of them flooding, with fair shares and first come first served
-failures  workers that die and come back: every request still gets each of its tokens once
+scale       many workers, adapters and requests under the default policy
+policies    one trace at several rates under each policy: goodput and queueing
+fairness    two tenants, one of them flooding, with fair shares and first come first served
+preemption  a KV cache that is too small, by recompute alone and with host memory to swap to
+failures    workers that die and come back: every request still gets each of its tokens once
 
-Times in the figures are those of the simulated fleet (costs.py says what is assumed); wall_s alone is real.
+Every token of every run is compared with the one that is due. Times in the figures are those of the simulated fleet
+(costs.py says what is assumed); wall_s alone is real.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="requests, a count (default: the scenario's)")
     parser.add_argument("--rate", type=float, help="requests per second and worker (default: the scenario's)")
     parser.add_argument("--seed", type=int, default=1, help="of everything (default 1)")
+    parser.add_argument("--link-ms", type=float, help="one way between control plane and worker (default 0.2)")
     parser.add_argument("--charts", type=Path, help="draw the charts into this folder (needs make setup-bench)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     return parser.parse_args(argv)

@@ -22,6 +22,7 @@ class Costs:
     flops_per_s: float = 450e12
     step_s: float = 0.5e-3  # launches and the host's part
     link_s: float = 0.2e-3  # one way between control plane and worker
+    host_bytes_per_s: float = 50e9  # KV blocks to and from host memory
     load_bytes_per_s: float = 1.5e9  # adapter weights from the host cache
     load_s: float = 5e-3  # beside the bytes
     store_s: float = 50e-3  # more, where the host cache does not hold the adapter
@@ -31,6 +32,10 @@ class Costs:
         """Seconds of one step; context_tokens are those that its decoding rows read."""
         read = self.weight_bytes + context_tokens * self.kv_bytes_per_token + adapter_bytes
         return self.step_s + read / self.bytes_per_s + prefill_tokens * self.flops_per_token / self.flops_per_s
+
+    def move(self, num_tokens: int) -> float:
+        """Seconds that the KV of so many tokens takes to host memory, or back. The step waits for it."""
+        return num_tokens * self.kv_bytes_per_token / self.host_bytes_per_s
 
     def load(self, num_bytes: int, *, is_cached: bool) -> float:
         """Seconds from the command until the slot is ready."""

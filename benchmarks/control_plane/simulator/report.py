@@ -28,7 +28,7 @@ def summary(outcome: Outcome, num_workers: int, objective: Objective) -> dict[st
     queue = np.array(outcome.scheduled_s) - arrival
     ttft = first - arrival
     num_output = np.array(outcome.num_output)
-    itl = (end - first) / np.maximum(num_output - 1, 1)
+    itl = (end - first) / np.maximum(num_output / np.array(outcome.num_answers) - 1, 1)
     is_good = (ttft <= objective.ttft_s) & (itl <= objective.itl_s)
     last_arrival_s = max(float(arrival.max()), 1e-9)
     lookups = outcome.host_cache_hits + outcome.host_cache_misses
@@ -50,6 +50,7 @@ def summary(outcome: Outcome, num_workers: int, objective: Objective) -> dict[st
         "host_cache_hit_rate": outcome.host_cache_hits / lookups if lookups else float("nan"),
         "prefix_hit_rate": outcome.prefix_hit_tokens / max(outcome.prefix_query_tokens, 1),
         "preemptions": outcome.num_preemptions,
+        "swapped_out": outcome.num_swapped_out,
         "failures": outcome.num_failures,
         "migrations": outcome.num_migrations,
     }

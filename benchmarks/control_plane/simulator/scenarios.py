@@ -18,6 +18,7 @@ from control_plane.scheduler.types import WorkerLimits
 
 LIMITS = WorkerLimits(
     num_blocks=32_768,  # 64 GiB of KV of an 8B model
+    num_host_blocks=16_384,
     block_size=16,
     max_rows=256,
     max_step_tokens=8192,
@@ -39,7 +40,7 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
         output_median=12,
         seed=options.seed,
     )
-    outcome = simulate(workload, FleetShape(num_workers=num_workers), SchedulerSettings())
+    outcome = simulate(workload, FleetShape(num_workers=num_workers), SchedulerSettings(), options)
     return {"scale": summary(outcome, num_workers, OBJECTIVE)}
 
 
@@ -55,8 +56,27 @@ def failures(options: argparse.Namespace) -> dict[str, Any]:
     rows = {}
     for per_hour in (0.0, 30.0, 120.0):
         shape = FleetShape(num_workers=num_workers, failures_per_hour=per_hour, restart_s=10.0)
-        outcome = simulate(workload, shape, SchedulerSettings())
+        outcome = simulate(workload, shape, SchedulerSettings(), options)
         rows[f"{per_hour:g} failures an hour and worker"] = summary(outcome, num_workers, OBJECTIVE)
+    return rows
+
+
+def preemption(options: argparse.Namespace) -> dict[str, Any]:
+    """A KV cache too small for what is asked, half of it four answers at once, without and with host blocks."""
+    num_workers = options.workers or 1
+    workload = Workload(
+        num_requests=options.requests or 3000,
+        num_adapters=options.adapters or 50,
+        requests_per_s=(options.rate or 20.0) * num_workers,
+        output_median=128,  # requests grow long after they were admitted
+        group_share=0.5,
+        seed=options.seed,
+    )
+    rows = {}
+    for name, num_host_blocks in (("recompute", 0), ("swap", 8192)):
+        limits = replace(LIMITS, num_blocks=768, num_host_blocks=num_host_blocks)
+        outcome = simulate(workload, FleetShape(num_workers=num_workers), SchedulerSettings(), options, limits=limits)
+        rows[name] = summary(outcome, num_workers, OBJECTIVE)
     return rows
 
 
@@ -75,7 +95,7 @@ def policies(options: argparse.Namespace) -> dict[str, Any]:
     for policy in Policy:
         for rate in (options.rate,) if options.rate else (10.0, 20.0, 30.0, 40.0, 50.0, 60.0):
             workload = replace(base, requests_per_s=rate * num_workers)
-            outcome = simulate(workload, shape, SchedulerSettings(policy=policy))
+            outcome = simulate(workload, shape, SchedulerSettings(policy=policy), options)
             figures = summary(outcome, num_workers, OBJECTIVE)
             rows.setdefault(policy.value, []).append((rate * num_workers, figures))
     if options.charts is not None:
@@ -99,7 +119,7 @@ def fairness(options: argparse.Namespace) -> dict[str, Any]:
     outcomes, rows = {}, {}
     for policy in (Policy.CHUNKED_PREFILL, Policy.FCFS):
         settings = SchedulerSettings(policy=policy)
-        outcome = simulate(workload, FleetShape(num_workers=num_workers), settings, until_s=until_s)
+        outcome = simulate(workload, FleetShape(num_workers=num_workers), settings, options, until_s=until_s)
         totals = {name: served(outcome, name) for name in names}
         # The first windows fill the rows of an idle worker: whoever comes first is served, there is nothing to share.
         begin = int(5 / WINDOW_S)
@@ -112,11 +132,18 @@ def fairness(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def simulate(
-    workload: Workload, shape: FleetShape, settings: SchedulerSettings, *, until_s: float | None = None
+    workload: Workload,
+    shape: FleetShape,
+    settings: SchedulerSettings,
+    options: argparse.Namespace,
+    *,
+    limits: WorkerLimits = LIMITS,
+    until_s: float | None = None,
 ) -> Outcome:
     """One run over the production scheduler and placement."""
     counters = VirtualCounters()
-    simulation = Simulation(shape, Costs(), lambda: Scheduler(LIMITS, settings, counters), workload.seed)
+    costs = Costs() if options.link_ms is None else Costs(link_s=options.link_ms / 1000)
+    simulation = Simulation(shape, costs, lambda: Scheduler(limits, settings, counters), workload.seed)
     return simulation.run(workload.requests(), until_s=until_s)
 
 
@@ -124,5 +151,6 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "scale": scale,
     "policies": policies,
     "fairness": fairness,
+    "preemption": preemption,
     "failures": failures,
 }

@@ -1,7 +1,8 @@
 """The event loop of the simulation: arrivals, step results, slot reports and failures in order of virtual time.
 
-Placement, scheduling, admission and preemption are the production code; this file only moves time and writes down. What
-belongs to the fleet around them is left out: the bound of the queue, quotas, levelling, trials of suspects, run-ahead.
+Placement, scheduling, admission, preemption and the number of steps that plans run ahead are the production code; this
+file only moves time, compares every token with the one that is due, and writes down. What belongs to the fleet around
+them is left out: the bound of the queue, quotas, levelling, the bound of migrations and trials of suspects.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.control_plane.simulator.costs import Costs
-from benchmarks.control_plane.simulator.worker import HostCache, SimulatedWorker, token_at
+from benchmarks.control_plane.simulator.worker import HostCache, SimulatedWorker, answer_key, token_at
 from control_plane.fleet import placement
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.fleet.shortlist import Shortlist
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.scheduler.types import LoadSlot, Outputs, Request, RequestId, SlotCommand
+from control_plane.scheduler.types import LoadSlot, Outputs, Request, RequestId, SlotCommand, sample_seed
 
 WINDOW_S = 1.0  # of the tenants' service
 
@@ -42,7 +43,11 @@ class LiveRequest:
     worker: SimulatedWorker | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
-    num_output: int = 0
+    num_output: list[int] = field(default_factory=list)  # tokens by answer
+    num_ended: int = 0  # answers
+
+    def __post_init__(self) -> None:
+        self.num_output = [0] * self.request.num_samples
 
 
 @dataclass(slots=True)
@@ -54,7 +59,8 @@ class Outcome:
     first_token_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
     num_prompt: list[int] = field(default_factory=list)
-    num_output: list[int] = field(default_factory=list)
+    num_output: list[int] = field(default_factory=list)  # of all its answers
+    num_answers: list[int] = field(default_factory=list)
     tenant: list[str] = field(default_factory=list)
     # tenant -> window -> [prompt tokens begun, output tokens]
     service: dict[str, dict[int, list[int]]] = field(default_factory=dict)
@@ -63,6 +69,7 @@ class Outcome:
     num_failures: int = 0
     num_migrations: int = 0
     num_preemptions: int = 0
+    num_swapped_out: int = 0  # of them
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     host_cache_hits: int = 0
@@ -154,25 +161,30 @@ class Simulation:
                 record.first_token_s = now_s
                 record.scheduled_s = output.first_scheduled_s
                 served[0] += len(record.request.prompt_token_ids)
-            for token_id in output.token_ids:
-                position = len(record.request.prompt_token_ids) + record.num_output
-                assert token_id == token_at(output.request_id, position), f"{output.request_id}: not its token"
-                record.num_output += 1
+            request, index = record.request, output.index
+            behind = len(request.prompt_token_ids) + record.num_output[index]
+            key = answer_key(request.request_id, sample_seed(request.sampling.seed, index))
+            for position, token_id in enumerate(output.token_ids, start=behind):
+                assert token_id == token_at(key, position), f"{request.request_id}: not the token of answer {index}"
+            record.num_output[index] += len(output.token_ids)
             served[1] += len(output.token_ids)
             if output.finish_reason is not None:
-                self._end(record)
+                record.num_ended += 1
+                if record.num_ended == request.num_samples:
+                    self._end(record)
 
     def _end(self, record: LiveRequest) -> None:
         request, outcome = record.request, self.outcome
         assert record.first_token_s is not None and record.scheduled_s is not None, f"{request.request_id} never ran"
-        assert record.num_output == request.max_tokens, f"request {request.request_id} lost or repeated a token"
+        assert set(record.num_output) == {request.max_tokens}, f"request {request.request_id} ended too early"
         del self._live[request.request_id]
         outcome.arrival_s.append(request.arrival_s)
         outcome.scheduled_s.append(record.scheduled_s)
         outcome.first_token_s.append(record.first_token_s)
         outcome.end_s.append(self.now_s)
         outcome.num_prompt.append(len(request.prompt_token_ids))
-        outcome.num_output.append(record.num_output)
+        outcome.num_output.append(sum(record.num_output))
+        outcome.num_answers.append(request.num_samples)
         outcome.tenant.append(request.tenant)
 
     # ---- workers ----
@@ -202,7 +214,7 @@ class Simulation:
         """Everything that the worker's scheduler has to say by now."""
         scheduler, now_s = worker.scheduler, self.now_s
         self._send_commands(worker)
-        while (plan := scheduler.plan(now_s)) is not None:
+        while (plan := scheduler.plan(now_s, worker.max_steps)) is not None:
             self._send_commands(worker)
             for ends_s in worker.execute(plan, now_s):
                 self._at(ends_s, lambda: self._answer(worker))
@@ -214,7 +226,7 @@ class Simulation:
 
     def _answer(self, worker: SimulatedWorker) -> None:
         if worker.is_up:
-            outputs = worker.scheduler.apply(worker.steps.popleft(), self.now_s)
+            outputs = worker.scheduler.apply(worker.take_result(self.now_s), self.now_s)
             self._pump(worker)
             self._book(outputs)
 
@@ -227,6 +239,7 @@ class Simulation:
     def _count(self, worker: SimulatedWorker) -> None:
         stats = worker.scheduler.stats()
         self.outcome.num_preemptions += stats.num_preemptions
+        self.outcome.num_swapped_out += stats.num_swapped_out
         self.outcome.prefix_query_tokens += stats.prefix_query_tokens
         self.outcome.prefix_hit_tokens += stats.prefix_hit_tokens
         self.outcome.num_steps += worker.num_steps

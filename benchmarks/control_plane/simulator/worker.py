@@ -1,7 +1,8 @@
 """One simulated worker: the production scheduler of its session, and an engine that only takes time.
 
-It executes plans in order on a virtual clock. A token follows from its request and its position, so that one that is
-lost, repeated or told to another request is noticed; every request ends with its max_tokens. It has no host blocks.
+It executes plans in order on a virtual clock. A token follows from its request, the seed of the answer and its
+position, so that one that is lost, repeated or told to another is noticed; every answer ends with max_tokens. Of blocks
+it only counts those that are moved: what lies in them is for the tests' workers to watch.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.control_plane.simulator.costs import Costs
+from control_plane.fleet.round_trip import MIN_STEPS, RoundTrip
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import EvictSlot, LoadSlot, SlotCommand, StepPlan, StepResult
 
 AnyInt = TypeVar("AnyInt", int, npt.NDArray[np.int64])
 
 
-def token_at(request_id: AnyInt, position: AnyInt) -> AnyInt:
-    """The token of a request behind its first `position` tokens; for arrays, of each."""
-    return (request_id * 7919 + position * 31) & 255
+def answer_key(request_id: int, seed: int) -> int:
+    """What the tokens of one answer follow from: 32 bits of its request and its seed."""
+    return (request_id * 0x9E3779B1 ^ seed * 0x85EBCA6B ^ seed >> 32) & 0xFFFFFFFF
+
+
+def token_at(key: AnyInt, position: AnyInt) -> AnyInt:
+    """The token of an answer behind its first `position` tokens, the prompt's included; for arrays, of each."""
+    mixed = ((key ^ position * 0x9E3779B1 & 0xFFFFFFFF) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return mixed >> 15 & 0x7FFF
 
 
 class HostCache:
@@ -67,7 +75,8 @@ class SimulatedWorker:
         self._context = np.zeros(num_rows, dtype=np.int64)  # tokens that each row has computed
         self._left = np.zeros(num_rows, dtype=np.int64)  # known tokens that its prefill has not computed
         self._slot = np.full(num_rows, -1, dtype=np.int64)
-        self._request = np.zeros(num_rows, dtype=np.int64)
+        self._key = np.zeros(num_rows, dtype=np.int64)
+        self._round_trip = RoundTrip(scheduler.limits.plan_depth)
         self._slot_bytes = np.zeros(scheduler.limits.num_slots + 1, dtype=np.int64)  # by slot; the last is no adapter
 
     def execute(self, plan: StepPlan, now_s: float) -> list[float]:
@@ -76,7 +85,7 @@ class SimulatedWorker:
             self._context[new.row] = new.num_computed_tokens
             self._left[new.row] = len(new.token_ids) - new.num_computed_tokens
             self._slot[new.row] = -1 if new.slot is None else new.slot
-            self._request[new.row] = new.request_id
+            self._key[new.row] = answer_key(new.request_id, new.sampling.seed)
         decodes = plan.decode_rows
         sampled = list(decodes)
         for row, num_tokens in plan.prefills:
@@ -86,7 +95,8 @@ class SimulatedWorker:
                 sampled.append(row)
         rows = decodes + [row for row, _ in plan.prefills]
         prefill_tokens = sum(num_tokens for _, num_tokens in plan.prefills)
-        ends_s = [self._step(plan.step_id, sampled, decodes, rows, prefill_tokens, now_s)]
+        num_moved = len(plan.swap_outs) + len(plan.swap_ins)
+        ends_s = [self._step(plan.step_id, sampled, decodes, rows, prefill_tokens, now_s, num_moved)]
         decodes = sorted(sampled)
         for further in range(1, plan.num_steps):
             ends_s.append(self._step(plan.step_id + further, decodes, decodes, decodes, 0, now_s))
@@ -101,8 +111,28 @@ class SimulatedWorker:
         assert isinstance(command, EvictSlot), f"{command} is no slot command"
         return self._costs.evict_s
 
+    @property
+    def max_steps(self) -> int:
+        """Steps that a plan may stand for, so that the link is hidden."""
+        return self._round_trip.max_steps
+
+    def take_result(self, now_s: float) -> StepResult:
+        """The oldest result, which arrives now."""
+        result = self.steps.popleft()
+        self._round_trip.step(result.step_time_us, 0.0)
+        if result.step_id == MIN_STEPS:  # the link is the same all the time: one ping says all
+            self._round_trip.pong(self._round_trip.ping(now_s - 2 * self._costs.link_s), now_s)
+        return result
+
     def _step(
-        self, step_id: int, sampled: list[int], decodes: list[int], rows: list[int], prefill_tokens: int, now_s: float
+        self,
+        step_id: int,
+        sampled: list[int],
+        decodes: list[int],
+        rows: list[int],
+        prefill_tokens: int,
+        now_s: float,
+        num_moved: int = 0,
     ) -> float:
         """Take the time of one step and queue its result; returns when that is back."""
         self._context[decodes] += 1
@@ -111,9 +141,20 @@ class SimulatedWorker:
             context_tokens=int(self._context[decodes].sum()),
             adapter_bytes=int(self._slot_bytes[np.unique(self._slot[rows])].sum()),
         )
+        move_s = self._costs.move(num_moved * self.scheduler.limits.block_size)
+        duration_s += move_s
         self._free_at_s = max(self._free_at_s, now_s + self._costs.link_s) + duration_s
         self.busy_s += duration_s
         self.num_steps += 1
-        tokens = token_at(self._request[sampled], self._context[sampled]).tolist()
-        self.steps.append(StepResult(step_id, sampled, tokens))
+        tokens = token_at(self._key[sampled], self._context[sampled]).tolist()
+        self.steps.append(
+            StepResult(
+                step_id,
+                sampled,
+                tokens,
+                step_time_us=round(duration_s * 1e6),
+                num_moved_blocks=num_moved,
+                move_time_us=round(move_s * 1e6),
+            )
+        )
         return self._free_at_s + self._costs.link_s

@@ -42,6 +42,8 @@ class Workload:
     prefix_tokens: int = 32  # that all requests of an adapter share
     long_share: float = 0.0  # of the requests whose prompt has long_tokens
     long_tokens: int = 4096
+    group_share: float = 0.0  # of the requests that ask for group_size answers
+    group_size: int = 4
     adapter_bytes: tuple[int, ...] = (42 << 20, 84 << 20, 168 << 20)  # by rank, in turn over the adapters
     tenants: tuple[TenantLoad, ...] = (TenantLoad("default", 1.0),)
     seed: int = 1
@@ -68,8 +70,11 @@ class Workload:
             prompts = _lengths(rng, count, self.prompt_median, self.sigma, self.prompt_tokens)
             prompts[rng.random(count) < self.long_share] = self.long_tokens
             outputs = _lengths(rng, count, self.output_median, self.sigma, self.output_tokens).tolist()
-            for arrival_s, adapter_idx, tenant, num_prompt, num_output in zip(
-                arrivals.tolist(), adapters, tenants, prompts.tolist(), outputs, strict=True
+            answers = [1] * count
+            if self.group_share:
+                answers = np.where(rng.random(count) < self.group_share, self.group_size, 1).tolist()
+            for arrival_s, adapter_idx, tenant, num_prompt, num_output, num_answers in zip(
+                arrivals.tolist(), adapters, tenants, prompts.tolist(), outputs, answers, strict=True
             ):
                 request_id += 1
                 ref = refs.get(adapter_idx)
@@ -84,6 +89,7 @@ class Workload:
                     adapter=ref,
                     arrival_s=arrival_s,
                     tenant=self.tenants[tenant].name,
+                    num_samples=num_answers,
                 )
 
 
