@@ -24,7 +24,12 @@ PROMPT_LENGTHS = (1, 6, 23)
 
 
 def check_forms(
-    directory: Path, arch: str, forms: dict[str, dict[str, Any]], *, sizes: dict[str, Any] | None = None
+    directory: Path,
+    arch: str,
+    forms: dict[str, dict[str, Any]],
+    *,
+    sizes: dict[str, Any] | None = None,
+    device: str = "cpu",
 ) -> None:
     """Every adapter and the base answer in two mixed batches what transformers and PEFT answer alone."""
     checkpoint = make_checkpoint(directory / "model", arch, **(sizes or {}))
@@ -34,7 +39,7 @@ def check_forms(
         for seed, (name, form) in enumerate(forms.items())
     }
     adapters = {name: ingested(path, base_model) for name, path in paths.items()}
-    engine = build_engine(worker_config(checkpoint))
+    engine = build_engine(worker_config(checkpoint, device=device))
     prompts = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
     oracle = Oracle(checkpoint, paths)
     answers: dict[tuple[int, str | None], GreedyAnswer] = {
@@ -64,6 +69,36 @@ def check_forms(
             assert job.tokens == answer.token_ids, (name, len(job.prompt), generation)
 
 
+def vector_forms(arch: str) -> dict[str, dict[str, Any]]:
+    """LoRA bias and DoRA beside plain adapters."""
+    some = {"phi3": ["qkv_proj"], "opt": ["v_proj", "fc1"]}.get(arch, ["v_proj", "gate_proj"])
+    return {
+        "plain": {"rank": 8},
+        "dora": {"rank": 4, "alpha": 8, "use_dora": True},
+        "bias": {"rank": 5, "lora_bias": True},
+        "rsdora": {
+            "rank": 9,
+            "alpha": 4,
+            "rslora": True,
+            "use_dora": True,
+            "targets": [*some, "o_proj" if arch != "opt" else "out_proj"],
+            "rank_pattern": {some[0]: 3},
+            "alpha_pattern": {some[0]: 7},
+        },
+        "some": {"rank": 16, "alpha": 16, "targets": some},
+    }
+
+
+def outer_forms(embedding: str, linear: str) -> dict[str, dict[str, Any]]:
+    """The head with and without the embedding, DoRA of both, beside a plain adapter."""
+    return {
+        "plain": {"rank": 8},
+        "head": {"rank": 5, "targets": ["lm_head"], "scale_b": 0.6},
+        "embedding": {"rank": 9, "targets": [embedding, linear], "rslora": True},
+        "dora": {"rank": 4, "targets": [embedding, "lm_head", linear], "use_dora": True},
+    }
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -85,32 +120,13 @@ def reads_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.filterwarnings("ignore:.*merging LoRA weights won't be possible", "ignore:.*have invalid shape")
 def test_lora_bias_and_dora_answer_as_peft(arch: str, tmp_path: Path) -> None:
     """Without and with biases of the base, over linears that were fused, and over those of the checkpoint."""
-    some = {"phi3": ["qkv_proj"], "opt": ["v_proj", "fc1"]}.get(arch, ["v_proj", "gate_proj"])
-    check_forms(
-        tmp_path,
-        arch,
-        {
-            "plain": {"rank": 8},
-            "dora": {"rank": 4, "alpha": 8, "use_dora": True},
-            "bias": {"rank": 5, "lora_bias": True},
-            "rsdora": {
-                "rank": 9,
-                "alpha": 4,
-                "rslora": True,
-                "use_dora": True,
-                "targets": [*some, "o_proj" if arch != "opt" else "out_proj"],
-                "rank_pattern": {some[0]: 3},
-                "alpha_pattern": {some[0]: 7},
-            },
-            "some": {"rank": 16, "alpha": 16, "targets": some},
-        },
-    )
+    check_forms(tmp_path, arch, vector_forms(arch))
 
 
-# The vocabulary of the third is no whole number of pages' columns.
+# Odd vocabularies are no whole number of pages' columns.
 OUTER_CASES = {
     "untied": ("llama", {}, "embed_tokens"),
-    "tied, scaled": ("gemma3", {}, "embed_tokens"),
+    "tied, scaled": ("gemma3", {"vocab_size": 259}, "embed_tokens"),
     "tied, odd": ("opt", {"vocab_size": 259}, "embed_tokens"),
     "bias": ("qwen2", {"tie_word_embeddings": True}, "embed_tokens"),
     "other names": ("gpt_neox", {"vocab_size": 257}, "embed_in"),
@@ -126,17 +142,6 @@ OUTER_CASES = {
 @pytest.mark.filterwarnings("ignore:.*save_embedding_layers", "ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 def test_head_and_embedding_answer_as_peft(case: str, tmp_path: Path) -> None:
-    """The head with and without the embedding, DoRA of both, beside plain adapters."""
     arch, sizes, embedding = OUTER_CASES[case]
     linear = {"gpt_neox": "dense_h_to_4h"}.get(arch, "v_proj")
-    check_forms(
-        tmp_path,
-        arch,
-        {
-            "plain": {"rank": 8},
-            "head": {"rank": 5, "targets": ["lm_head"], "scale_b": 0.6},
-            "embedding": {"rank": 9, "targets": [embedding, linear], "rslora": True},
-            "dora": {"rank": 4, "targets": [embedding, "lm_head", linear], "use_dora": True},
-        },
-        sizes=sizes,
-    )
+    check_forms(tmp_path, arch, outer_forms(embedding, linear), sizes=sizes)
