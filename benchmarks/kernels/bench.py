@@ -8,7 +8,7 @@ GPU the host's time to queue the call, and how many times as long each peer take
 GPU, it sets the pace of a step without graphs. torch's own functions are always among the peers, as far as this
 version and device have them; what did not run is told below the table. --peer adds another project's kernels: DIR holds
 a `motet_peer.py` that defines NAME and call(op, arguments), see peer_module.py. With --limit-s rows that would begin
-later are left out, the last line says how many, and the exit status is 3.
+later are left out, the last line says how many, and the exit status is 75.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.kernels.peer_module import PeerModule, PeerRefused, load_peer
 from benchmarks.kernels.work import Work
 from benchmarks.kernels.works import works
 
-INCOMPLETE = 3  # exit status where rows were left out
+INCOMPLETE = 75  # exit status where rows were left out
 
 HEADER = (
     f"{'op':<18} {'shape':<34} {'us':>9} {'+-':>7} {'host':>7} {'MB':>8} {'GFLOP':>8} {'GB/s':>7} {'TFLOP/s':>8} "

@@ -20,13 +20,13 @@ from kernels.buckets import bucket
 class Splits:
     """Programs for sequences with one query, those of sequences with several first, and -1 behind them.
 
-    With D sequences and E splits beyond the first of each there are P = D + bucket(E) programs. Each may leave a part
-    unless E is zero, and at most D or bucket(E) sequences have parts to join.
+    With D sequences and E splits beyond the first of each there are D + bucket(E) programs. At most J = min(D,
+    bucket(E)) sequences have several, whose programs are among the first J + bucket(E): these leave parts to join.
     """
 
-    programs: torch.Tensor  # int32 [P, 2]: (sequence, split)
-    joins: torch.Tensor  # int32 [min(D, bucket(E)), 2]: (sequence with several programs, its first one)
-    num_parts: int  # P, or 0 where E is
+    programs: torch.Tensor  # int32 [D + bucket(E), 2]: (sequence, split)
+    joins: torch.Tensor  # int32 [J, 2]: (sequence with several programs, its first one)
+    num_parts: int  # J + bucket(E)
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class DeviceBatch:
             programs = np.stack([np.repeat(decodes, counts), within], axis=1)
             joins = np.stack([decodes, first], axis=1)[counts > 1]
             num_more = bucket(len(programs) - len(decodes))
-            num_programs = len(decodes) + num_more
+            most_joins = min(len(decodes), num_more)
             programs_there, joins_there = upload(
-                self.query_start.device, _fill(programs, num_programs), _fill(joins, min(len(decodes), num_more))
+                self.query_start.device, _fill(programs, len(decodes) + num_more), _fill(joins, most_joins)
             )
-            self._splits[key] = Splits(programs_there, joins_there, num_programs if num_more else 0)
+            self._splits[key] = Splits(programs_there, joins_there, most_joins + num_more)
         return self._splits[key]
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:

@@ -238,6 +238,7 @@ def test_a_long_sequence_brings_programs_for_itself_alone() -> None:
     assert work.num_parts == 13
     assert on_device.splits(512, 4, None) is work
     assert on_device.splits(512, 4, 700).joins.tolist() == [[0, 0], [3, 2], [4, 4], nobody]
+    assert work.num_parts == len(work.joins) + 8 >= len(several)
     short = on_device.splits(512, 4, 300)
     assert (len(short.programs), len(short.joins), short.num_parts) == (5, 0, 0)
 
