@@ -34,11 +34,18 @@ class DecodeBatch:
         return Counter(map(_tenant, self.sequences))
 
 
-def is_open(sequence: Sequence) -> bool:
-    """Whether the next plan may decode a sequence that holds a row."""
-    return (
-        sequence.is_decoding
-        and sequence.state is SequenceState.RUNNING
-        and not sequence.group.is_paused
-        and sequence.num_planned < sequence.max_planned  # else all is planned, or the next token is not chosen yet
-    )
+def by_progress(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Of those that hold a row: who may decode in the next plan, and who is before the end of its prefill."""
+    decoding: list[Sequence] = []
+    prefilling: list[Sequence] = []
+    is_running = SequenceState.RUNNING
+    for sequence in running:
+        if not sequence.is_decoding:
+            prefilling.append(sequence)
+        elif (
+            sequence.num_planned < sequence.max_planned  # else all is planned, or the next token is not chosen yet
+            and sequence.state is is_running
+            and not sequence.group.is_paused
+        ):
+            decoding.append(sequence)
+    return decoding, prefilling

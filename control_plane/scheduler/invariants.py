@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from control_plane.scheduler.decode_batch import is_open
+from control_plane.scheduler.decode_batch import by_progress
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
@@ -168,11 +168,11 @@ def _check_flights(scheduler: Scheduler) -> None:
 def _check_batch(scheduler: Scheduler) -> None:
     """What is kept of who decodes and who prefills is so, and nobody is looked at too late."""
     batch, prefilling = scheduler.roster.group_rows()
-    decoding = [sequence for sequence in scheduler.running if is_open(sequence)]
+    decoding, not_decoding = by_progress(scheduler.running)
     assert batch.sequences == decoding, "the next plan would decode other rows than it may"
     assert batch.by_row == sorted(decoding, key=lambda sequence: sequence.row), "the batch is not by row"
     assert batch.rows == [sequence.row for sequence in batch.by_row], "the batch has other rows than its sequences"
-    assert prefilling == [s for s in scheduler.running if not s.is_decoding], "a prefill would not be planned on"
+    assert prefilling == not_decoding, "a prefill would not be planned on"
     for sequence in decoding:
         num_tokens = len(sequence.block_ids) * scheduler.limits.block_size
         assert sequence.plan_closely_at <= min(num_tokens, sequence.max_planned - 1), "a row would outgrow its table"

@@ -13,7 +13,7 @@ from operator import attrgetter
 from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.arrival_queue import ArrivalQueue
 from control_plane.scheduler.block_pool import BlockPool
-from control_plane.scheduler.decode_batch import DecodeBatch, is_open
+from control_plane.scheduler.decode_batch import DecodeBatch, by_progress
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.prefix_cache import PrefixCache
 from control_plane.scheduler.row_pool import RowPool
@@ -163,10 +163,8 @@ class Roster:
         """Those that the next plan may decode, and those before the end of their prefill, in order of arrival."""
         batch = self._decode_batch
         if batch is None:
-            batch = self._decode_batch = DecodeBatch([sequence for sequence in self.running if is_open(sequence)])
-            self._prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
-            for sequence in batch.sequences:
-                sequence.plan_on(self.block_size)
+            decoding, self._prefilling = by_progress(self.running)
+            batch = self._decode_batch = DecodeBatch(decoding)
         return batch, self._prefilling
 
     def take_row(self, sequence: Sequence, state: SequenceState) -> None:
