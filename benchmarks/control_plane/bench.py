@@ -4,8 +4,8 @@
 
 No worker: tokens come from a seeded generator, adapters load at once. A step is the scheduler's plan and apply, and the
 plan's encoding and the result's decoding on the wire. Prints CPU time of the thread per step over the number of waiting
-requests and over the number of adapters, the time to queue 10 000 requests, the memory that each takes beside its
-tokens, and the targets. Exits with 1 where a target is missed.
+requests, over the number of adapters, and where requests end and begin; the time to queue 10 000 requests, the memory
+that each takes beside its tokens, and the targets. Exits with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from control_plane.scheduler.types import (
 VOCAB_SIZE = 32_000
 NUM_SLOTS = 256
 WARM_UP_STEPS = 40
+STEADY = range(1024, 1025)  # tokens that a request generates: none ends while steps are measured
 
 MEDIAN_TARGET_MS = 1.0  # of a step with 256 rows, 1 000 waiting requests, 200 adapters
 P99_TARGET_MS = 3.0
@@ -99,14 +100,14 @@ def make_scheduler(num_rows: int) -> Scheduler:
     return Scheduler(limits)
 
 
-def make_requests(count: int, num_adapters: int, rng: random.Random) -> list[Request]:
-    """Requests of 96 to 159 tokens, each with one of the adapters, 1 ms apart."""
+def make_requests(count: int, num_adapters: int, rng: random.Random, num_generated: range = STEADY) -> list[Request]:
+    """Requests of 96 to 159 tokens that generate so many, each with one of the adapters, 1 ms apart."""
     adapters = [AdapterRef(hashlib.sha256(b"%d" % i).hexdigest(), 1 << 20) for i in range(num_adapters)]
     return [
         Request(
             request_id=RequestId(idx + 1),
             prompt_token_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(96, 160))),
-            max_tokens=1024,
+            max_tokens=rng.choice(num_generated),
             adapter=rng.choice(adapters) if adapters else None,
             arrival_s=idx * 1e-3,
         )
@@ -114,13 +115,15 @@ def make_requests(count: int, num_adapters: int, rng: random.Random) -> list[Req
     ]
 
 
-def time_steps(num_rows: int, num_waiting: int, num_adapters: int, num_steps: int, seed: int) -> StepTimes:
-    """Steps of steady decode with so many rows running and requests waiting."""
+def time_steps(
+    num_rows: int, num_waiting: int, num_adapters: int, num_steps: int, seed: int, num_generated: range = STEADY
+) -> StepTimes:
+    """Steps with so many rows running and requests waiting; nothing but decodes where every request is a long one."""
     rng = random.Random(seed)
     scheduler = make_scheduler(num_rows)
     # With more adapters than slots the first rows take the first adapters, so that all rows run.
-    running = make_requests(num_rows, min(num_adapters, NUM_SLOTS), rng)
-    waiting = make_requests(num_rows + num_waiting, num_adapters, rng)[num_rows:]
+    running = make_requests(num_rows, min(num_adapters, NUM_SLOTS), rng, num_generated)
+    waiting = make_requests(num_rows + num_waiting, num_adapters, rng, num_generated)[num_rows:]
     for request in running + waiting:
         scheduler.add(request, request.arrival_s)
     obey(scheduler)
@@ -154,8 +157,9 @@ def time_steps(num_rows: int, num_waiting: int, num_adapters: int, num_steps: in
             times.scheduler.append(spent_s)
             times.wire.append(wire_s)
     gc.unfreeze()
-    num_running = scheduler.stats().num_running
-    assert num_running == num_rows, f"{num_running} rows run, {num_rows} should"
+    stats = scheduler.stats()
+    assert stats.num_waiting > 0 or num_waiting == 0, "requests ran out"
+    assert stats.num_running == num_rows or num_generated != STEADY, f"{stats.num_running} rows run, not {num_rows}"
     return times
 
 
@@ -185,14 +189,16 @@ def queued_bytes(count: int, seed: int) -> float:
     return (after - before - num_tokens * (TOKEN_BYTES + sys.getsizeof(VOCAB_SIZE))) / count
 
 
-def curve(args: argparse.Namespace, title: str, points: list[tuple[int, int]]) -> list[tuple[int, int, float, float]]:
+def curve(
+    args: argparse.Namespace, title: str, points: list[tuple[int, int]], num_generated: range = STEADY
+) -> list[tuple[int, int, float, float]]:
     """Print a line per (waiting, adapters) and return them with median and p99 in microseconds."""
     print(
         f"\n{title}\n{'waiting':>8} {'adapters':>8} {'scheduler':>10} {'wire':>8} {'both':>8} {'p99':>8}  us, CPU time"
     )
     rows = []
     for num_waiting, num_adapters in points:
-        times = time_steps(args.rows, num_waiting, num_adapters, args.steps, args.seed)
+        times = time_steps(args.rows, num_waiting, num_adapters, args.steps, args.seed, num_generated)
         both = times.both()
         median_us, p99_us = statistics.median(both) * 1e6, both[int(len(both) * 0.99)] * 1e6
         print(
@@ -239,6 +245,9 @@ def main() -> int:
     print(f"{args.rows} rows, {args.steps} steps a line, plan depth 2")
     by_waiting = curve(args, "over the waiting requests", [(n, 200) for n in (0, 1_000, 10_000, 50_000)])
     by_adapters = curve(args, "over their adapters", [(10_000, n) for n in (1, 200, 2_000, 10_000)])
+    # As many tokens as rows on average.
+    changing = range(1, 2 * args.rows)
+    curve(args, "where one request ends and one begins in each step", [(10_000, 200)], changing)
     if args.chart is not None:
         draw(args.chart, by_waiting, by_adapters)
     queue_s, request_bytes = time_queueing(10_000, args.seed), queued_bytes(10_000, args.seed)
