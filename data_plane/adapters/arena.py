@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from data_plane.adapters.base_weights import BaseWeights
-from data_plane.adapters.dora import GainStream
 from data_plane.adapters.manifest import Manifest, read_manifest
-from data_plane.adapters.packed import TORCH_DTYPES, ModuleTensors, read_chunk
+from data_plane.adapters.packed import TORCH_DTYPES
 from data_plane.adapters.pages import PagePool
 from data_plane.adapters.placement import Placement, place
 from data_plane.adapters.site_groups import SiteGroups
@@ -27,7 +26,8 @@ from data_plane.adapters.sites import Site, SiteKind
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
 from data_plane.adapters.step import LoraStep, PagedStep, SiteNeeds, StackedStep
 from data_plane.adapters.working_set import WorkingSet
-from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable, ArenaFull, StaleSlot
+from data_plane.adapters.writing import AdapterWriter
+from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
 from kernels.devices import runs_triton
 from kernels.lora import PagedSite, Route, lora_route
@@ -66,8 +66,7 @@ class AdapterArena:
         self._working_set = WorkingSet(sites, self._pool, base, arena_bytes)
         self._reads_pages = runs_triton(self._pool.pages) if reads_pages is None else reads_pages
         self._groups = SiteGroups(sites, self._table, base)
-        self._base = base
-        self._gains = GainStream(self._device)
+        self._writer = AdapterWriter(self._pool, base)
         # What these adapters need at each site that they target; a step mostly has the adapters of the last.
         self._needs: tuple[frozenset[ResidentAdapter], dict[str, SiteNeeds]] = (frozenset(), {})
         # Guards the pool's free list, _loads, _ready and _unlisted.
@@ -92,7 +91,7 @@ class AdapterArena:
             placement = self._plan(manifest)
             page_ids = self._reserve(load, placement.num_pages)
             self._pool.zero(page_ids)
-            size_bytes = self._write(load, manifest, chunks, placement, page_ids)
+            size_bytes = self._writer.write(load, manifest, chunks, placement, page_ids)
             self._publish(load, page_ids, placement, size_bytes)
         except BaseException as error:
             self._abandon(load)
@@ -158,48 +157,6 @@ class AdapterArena:
                 )
             self._reserved[load] = page_ids
         return page_ids
-
-    def _write(
-        self,
-        load: Load,
-        manifest: Manifest,
-        chunks: Iterator[bytes],
-        placement: Placement,
-        page_ids: npt.NDArray[np.int64],
-    ) -> int:
-        """Copy every chunk into the pages; the bytes of the matrices and vectors."""
-        size_bytes = 0
-        vectors = torch.zeros(placement.num_values)
-        for chunk in manifest.chunks:
-            if load.is_cancelled:
-                raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
-            data = next(chunks, None)
-            if data is None:
-                raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
-            for part in read_chunk(manifest, chunk, data):
-                entry = placement.weights[part.module.name]
-                middle = entry.first + entry.num_a_pages
-                self._pool.write(page_ids[entry.first : middle], part.a)
-                self._pool.write(page_ids[middle : middle + entry.num_b_pages], part.b)
-                self._put_vector(vectors, entry, part, manifest.digest)
-                size_bytes += part.a.nbytes + part.b.nbytes
-        if placement.num_values:
-            self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors)
-        return size_bytes + vectors.nbytes
-
-    def _put_vector(self, vectors: torch.Tensor, entry: SiteWeights, part: ModuleTensors, digest: str) -> None:
-        """The module's LoRA bias, or its gains, into its place among the adapter's vectors."""
-        if part.vector is None:
-            return
-        if entry.lora_bias_at is not None:
-            vectors[entry.lora_bias_at :][: len(part.vector)] = part.vector
-        if entry.gain_at is not None:
-            try:
-                weight = self._base.weight(part.module.name)
-                gain = self._gains.gain(weight, part.a, part.b, entry.scaling, part.vector)
-            except ValueError as error:
-                raise AdapterMismatch(f"adapter {digest}: {part.module.name}: {error}") from error
-            vectors[entry.gain_at :][: len(gain)] = gain
 
     def _publish(self, load: Load, page_ids: npt.NDArray[np.int64], placement: Placement, size_bytes: int) -> None:
         on_device = torch.from_numpy(page_ids).to(self._device)

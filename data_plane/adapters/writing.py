@@ -1,0 +1,72 @@
+"""Copies the chunks of a packed adapter into the pages that were reserved for it. Runs on loader threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from data_plane.adapters.base_weights import BaseWeights
+from data_plane.adapters.dora import GainStream
+from data_plane.adapters.manifest import Manifest
+from data_plane.adapters.packed import ModuleTensors, read_chunk
+from data_plane.adapters.pages import PagePool
+from data_plane.adapters.placement import Placement
+from data_plane.adapters.slots import Load, SiteWeights
+from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable
+
+
+class AdapterWriter:
+    """Of one arena. Pages that a load has reserved are nobody else's, so that nothing is locked."""
+
+    def __init__(self, pool: PagePool, base: BaseWeights) -> None:
+        self._pool = pool
+        self._base = base
+        self._gains = GainStream(pool.pages.device)
+
+    def write(
+        self,
+        load: Load,
+        manifest: Manifest,
+        chunks: Iterator[bytes],
+        placement: Placement,
+        page_ids: npt.NDArray[np.int64],
+    ) -> int:
+        """Copy every chunk into page_ids as placed; the bytes of the matrices and vectors.
+
+        Raises AdapterLoadError for what cannot be used, and for a load that is cancelled on the way.
+        """
+        size_bytes = 0
+        vectors = torch.zeros(placement.num_values)
+        for chunk in manifest.chunks:
+            if load.is_cancelled:
+                raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
+            data = next(chunks, None)
+            if data is None:
+                raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
+            for part in read_chunk(manifest, chunk, data):
+                entry = placement.weights[part.module.name]
+                middle = entry.first + entry.num_a_pages
+                self._pool.write(page_ids[entry.first : middle], part.a)
+                self._pool.write(page_ids[middle : middle + entry.num_b_pages], part.b)
+                self._put_vector(vectors, entry, part, manifest.digest)
+                size_bytes += part.a.nbytes + part.b.nbytes
+        if placement.num_values:
+            self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors)
+        return size_bytes + vectors.nbytes
+
+    def _put_vector(self, vectors: torch.Tensor, entry: SiteWeights, part: ModuleTensors, digest: str) -> None:
+        """The module's LoRA bias, or its gains, into its place among the adapter's vectors."""
+        if part.vector is None:
+            return
+        if entry.lora_bias_at is not None:
+            vectors[entry.lora_bias_at :][: len(part.vector)] = part.vector
+        if entry.gain_at is not None:
+            try:
+                weight = self._base.weight(part.module.name)
+                gain = self._gains.gain(weight, part.a, part.b, entry.scaling, part.vector)
+            except ValueError as error:
+                raise AdapterMismatch(f"adapter {digest}: {part.module.name}: {error}") from error
+            vectors[entry.gain_at :][: len(gain)] = gain
