@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div
+
 CHUNK = 1024  # words
 WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))  # by size in bytes
 
@@ -40,7 +42,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     table = [(cache.data_ptr(), num_bytes // size) for cache, num_bytes in zip(caches, block_bytes, strict=True)]
     device = caches[0].device
     most_words = max(block_bytes) // size
-    _copy_blocks_kernel[(len(pairs), len(caches), triton.cdiv(most_words, CHUNK))](
+    _copy_blocks_kernel[(len(pairs), len(caches), ceil_div(most_words, CHUNK))](
         torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True),
         pairs.to(device, non_blocking=True).contiguous(),
         WORD=word,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div, round_up
+
 BLOCK = 1024
 
 
@@ -40,8 +42,8 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     y = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    block = min(triton.next_power_of_2(width), BLOCK)
-    _gated_activation_kernel[(num_tokens, triton.cdiv(width, block))](
+    block = min(round_up(width), BLOCK)
+    _gated_activation_kernel[(num_tokens, ceil_div(width, block))](
         y, x, x.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation
     )
     return y

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div
 from kernels.lora.layout import PAGE_RANKS, PagedSite
 from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens
@@ -67,7 +68,7 @@ def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: Devi
     width = h.shape[1]
     if route.num_blocks == 0 or width == 0:
         return
-    embed_kernel[(route.num_blocks, triton.cdiv(width, RANKS))](
+    embed_kernel[(route.num_blocks, ceil_div(width, RANKS))](
         token_ids,
         h,
         site.pages,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, SiteGroup
@@ -156,7 +157,7 @@ def expand(
     if route.num_blocks == 0:
         return
     launch = launch or expand_launch(device_name(y), Sizes.of_expand(y, h, group))
-    grid = (route.num_blocks, triton.cdiv(max(group.out_features), launch.out_columns), num_sites)
+    grid = (route.num_blocks, ceil_div(max(group.out_features), launch.out_columns), num_sites)
     expand_kernel[grid](
         h,
         y,
@@ -174,7 +175,7 @@ def expand(
         route.block_start,
         route.block_end,
         route.num_slots,
-        triton.cdiv(group.in_features, group.pages.shape[2]),
+        ceil_div(group.in_features, group.pages.shape[2]),
         width,
         h.stride(0),
         h.stride(1),

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import round_up
 from kernels.lora.route import DeviceRoute, empty_route
 
 BLOCK = 1024  # token slots per load
@@ -92,6 +93,6 @@ def route(token_slots: torch.Tensor, num_slots: int, block_tokens: int, *, block
         out.num_blocks,
         block_tokens,
         BLOCK=block,
-        SLOTS=triton.next_power_of_2(num_slots),
+        SLOTS=round_up(num_slots),
     )
     return out

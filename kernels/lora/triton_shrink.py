@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
 from kernels.lora.layout import PAGE_RANKS, SiteGroup
@@ -122,7 +123,7 @@ def shrink(
     if route.num_blocks == 0 or width == 0:
         return
     launch = launch or shrink_launch(device_name(x), Sizes.of_shrink(x, h, group))
-    grid = (route.num_blocks, triton.cdiv(width, launch.ranks) * planes, num_sites)
+    grid = (route.num_blocks, ceil_div(width, launch.ranks) * planes, num_sites)
     shrink_kernel[grid](
         x,
         h,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div
 from kernels.paged_attention.device_batch import DeviceBatch
 from kernels.paged_attention.launch import DecodeLaunch
 from kernels.paged_attention.triton_loop import attend, decode_range, finish
@@ -252,7 +253,7 @@ def run_decode(
     num_heads, value_dim = output.shape[1:]
     group = arguments["GROUP"]
     heads = 1 if arguments["HEAD_STEP"] > 0 else min(group, launch.block_m)
-    head_tiles = triton.cdiv(group, heads)
+    head_tiles = ceil_div(group, heads)
     every = {
         **arguments,
         "part_ptr": torch.empty(work.num_parts, num_heads, value_dim, dtype=torch.float32, device=output.device),

@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 import torch
-import triton
 
+from kernels.buckets import round_up
 from kernels.devices import device_name
 from kernels.paged_attention.batch import AttentionBatch
 from kernels.paged_attention.device_batch import DeviceBatch
@@ -50,8 +50,8 @@ def paged_attention(
         "GROUP": num_heads // num_kv_heads,
         "KEY_DIM": dim,
         "VALUE_DIM": value_dim,
-        "BLOCK_D": max(triton.next_power_of_2(dim), 16),
-        "BLOCK_DV": max(triton.next_power_of_2(value_dim), 16),
+        "BLOCK_D": max(round_up(dim), 16),
+        "BLOCK_DV": max(round_up(value_dim), 16),
         "BLOCK_SIZE": block_size,
     }
     name, sizes = device_name(query), Sizes.of(query, key_cache, value_cache)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div
 from kernels.paged_attention.device_batch import DeviceBatch
 from kernels.paged_attention.launch import PrefillLaunch
 from kernels.paged_attention.triton_loop import attend, finish, sparse_range
@@ -166,7 +167,7 @@ def run_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[str
     work = batch.tiles(queries)
     if len(work) == 0:
         return
-    head_tiles = triton.cdiv(group, heads)
+    head_tiles = ceil_div(group, heads)
     _prefill_kernel[(len(work), output.shape[1] // group * head_tiles)](
         **arguments,
         tiles_ptr=work,

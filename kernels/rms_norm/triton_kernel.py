@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import round_up
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -54,7 +56,7 @@ def rms_norm(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return y
-    block = triton.next_power_of_2(hidden)
+    block = round_up(hidden)
     _rms_norm_kernel[(num_tokens,)](
         y,
         x,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div, round_up
 from kernels.rope.reference import HeadNorm
 
 # Of one token, in one program of one warp. The same for every number of tokens: the order of the norm's sums follows
@@ -165,8 +166,8 @@ def apply_rope(
     num_kv_heads, half = key.shape[1], cos.shape[1]
     # What is not there is given as some other pointer, which is read by nobody.
     value, key_cache, value_cache, slot_mapping = store or (key, key, key, key)
-    query_tiles = triton.cdiv(num_heads, BLOCK_HEADS)
-    _rope_kernel[(num_tokens, query_tiles + triton.cdiv(num_kv_heads, BLOCK_HEADS))](
+    query_tiles = ceil_div(num_heads, BLOCK_HEADS)
+    _rope_kernel[(num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS))](
         query,
         key,
         value,
@@ -194,9 +195,9 @@ def apply_rope(
         VALUE_DIM=value.shape[2],
         HALF=half,
         BLOCK_HEADS=BLOCK_HEADS,
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        BLOCK_DV=triton.next_power_of_2(value.shape[2]),
+        BLOCK_HALF=round_up(half),
+        BLOCK_REST=round_up(max(dim - 2 * half, 1)),
+        BLOCK_DV=round_up(value.shape[2]),
         QUERY_TILES=query_tiles,
         HAS_NORM=norm is not None,
         HAS_POSITIONS=positions is not None,

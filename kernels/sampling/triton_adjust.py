@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.buckets import bucket
+from kernels.buckets import bucket, ceil_div
 from kernels.sampling.rows import Adjustments
 
 BLOCK = 1024  # tokens of one program
@@ -111,11 +111,11 @@ def adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
         adjustments.history,
     )
     # No a * b + c in one rounding: the CPU rounds twice.
-    _penalise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+    _penalise_kernel[(num_rows, ceil_div(vocab_size, BLOCK))](
         *shared, vocab_size, *logits.stride(), BLOCK=BLOCK, enable_fp_fusion=False
     )
     if num_biases > 0:
-        _bias_kernel[(bucket(triton.cdiv(num_biases, BLOCK_BIASES)),)](
+        _bias_kernel[(bucket(ceil_div(num_biases, BLOCK_BIASES)),)](
             *shared,
             adjustments.bias_row,
             adjustments.bias_token,

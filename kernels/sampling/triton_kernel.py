@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div, round_up
 from kernels.devices import device_name
 from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
 from kernels.sampling.rows import Adjustments, SamplingRows
@@ -118,7 +119,7 @@ def sample(
         source[adjustments.rows] = torch.arange(len(adjusted), dtype=torch.int32, device=device)
     rows = rows if rows is not None else _greedy(num_rows, device)
     parameters = parameters or sample_launch(device_name(logits), Sizes.of(logits))
-    num_parts = triton.cdiv(vocab_size, parameters.part)
+    num_parts = ceil_div(vocab_size, parameters.part)
     launch = Launch(
         logits,
         adjusted,
@@ -165,7 +166,7 @@ def sample(
         enable_fp_fusion=False,
     )
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    _pick_kernel[(num_rows,)](tokens, best, best_id, num_parts, PARTS=triton.next_power_of_2(num_parts))
+    _pick_kernel[(num_rows,)](tokens, best, best_id, num_parts, PARTS=round_up(num_parts))
     return tokens
 
 

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import round_up
 from kernels.sampling.reference import MASS_OF_ONE
 from kernels.sampling.triton_values import Launch, highest_of, load_values, ordered, scaled_scores
 
@@ -191,5 +192,5 @@ def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
         launch.num_parts,
         LAST_PASS=NUM_PASSES - 1,
         OF_MASS=of_mass,
-        PARTS=triton.next_power_of_2(launch.num_parts),
+        PARTS=round_up(launch.num_parts),
     )

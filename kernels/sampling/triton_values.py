@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import round_up
 from kernels.sampling.launch import SampleLaunch
 from kernels.sampling.rows import SamplingRows
 
@@ -35,7 +36,7 @@ class Launch:
     @property
     def sizes(self) -> dict[str, int]:
         return {
-            "PARTS": triton.next_power_of_2(self.num_parts),
+            "PARTS": round_up(self.num_parts),
             "PART": self.parameters.part,
             "TILE": self.parameters.tile,
         }

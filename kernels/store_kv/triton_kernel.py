@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.buckets import ceil_div, round_up
 from kernels.fp8 import FP8, MIN_SCALE, KVScale
 
 MAX_CHUNK = 2048
@@ -181,14 +182,14 @@ def store_kv(
             MIN_SCALE=MIN_SCALE,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
-            BLOCK_D=triton.next_power_of_2(key_dim),
-            BLOCK_DV=triton.next_power_of_2(value_dim),
+            BLOCK_D=round_up(key_dim),
+            BLOCK_DV=round_up(value_dim),
             num_warps=1,
         )
         return
     assert not isinstance(value_scale, torch.Tensor), "check_scales lets no mixture pass"
-    chunk = min(triton.next_power_of_2(width), MAX_CHUNK)
-    _store_kv_kernel[(num_tokens, triton.cdiv(width, chunk))](
+    chunk = min(round_up(width), MAX_CHUNK)
+    _store_kv_kernel[(num_tokens, ceil_div(width, chunk))](
         key,
         value,
         key_cache,
