@@ -9,7 +9,7 @@ STUBS_VENV := .venv-stubs
 BIN := $(abspath $(VENV))/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2
 TESTS ?= tests
 
 # The server runs from the checkout; child processes find motet and redis-server in the environment.

@@ -19,8 +19,6 @@ NUM_TOKENS = 12
 WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "512", "--token-budget", "64"]
 WORKER_FLAGS += ["--max-model-len", "256"]
 
-pytestmark = pytest.mark.xdist_group("adapter identity")  # one process: the system starts once
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

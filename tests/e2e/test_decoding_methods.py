@@ -30,8 +30,6 @@ TOLERANCE = 1e-4  # sums of another order differ by 1e-5 here
 WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "20", "--max-rows", "12"]
 WORKER_FLAGS += ["--max-model-len", "64", "--num-slots", "2", "--arena-bytes", "64MiB", "--token-budget", "7"]
 
-pytestmark = pytest.mark.xdist_group("decoding methods")  # one process: the system starts once
-
 
 @dataclass(frozen=True)
 class Served:

@@ -23,8 +23,6 @@ WORKER_FLAGS = ["--dtype", "float32", "--block-size", "4", "--num-blocks", "60",
 WORKER_FLAGS += ["--max-model-len", "128", "--arena-bytes", "64MiB", "--host-kv-bytes", "4MiB"]
 CONTROL_FLAGS = ["--swap-us-per-block", "0.1"]
 
-pytestmark = pytest.mark.xdist_group("served decoding")  # one process: the system starts once
-
 
 @dataclass(frozen=True)
 class Served:
