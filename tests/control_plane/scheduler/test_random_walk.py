@@ -1,6 +1,6 @@
 """The scheduler against a worker that turns every mistake into a wrong token, over random walks from seeds.
 
-Out of CI, millions of steps from other seeds, every book checked at each third move, and each walk four times as long:
+Out of CI, millions of steps from other seeds, every book checked at each third move:
 
     MOTET_WALK_STEPS=2000000 MOTET_WALK_SEED=1000000 make test TESTS=tests/control_plane/scheduler/test_random_walk.py
 """
@@ -25,7 +25,7 @@ STEPS_OF_CI = 200_000
 STEPS = int(os.environ.get("MOTET_WALK_STEPS", STEPS_OF_CI))
 FIRST_SEED = int(os.environ.get("MOTET_WALK_SEED", "0"))
 IS_LONG = STEPS > STEPS_OF_CI
-STEPS_PER_SEED = 2000 if IS_LONG else 500
+STEPS_PER_SEED = 500
 CHECK_EVERY = 3 if IS_LONG else 40  # moves between two checks of every book
 # Every policy is walked; the default one most, for it has most to decide.
 SHARES = {Policy.CHUNKED_PREFILL: 0.6, Policy.PREFILL_FIRST: 0.25, Policy.FCFS: 0.15}
