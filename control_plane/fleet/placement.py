@@ -7,7 +7,7 @@ kind keeps its row and its blocks:
     cost    = max(wait, adapter) + prefill + decode
     wait    = max(rows short / rows, blocks short / blocks) * n * T     until others have ended
     adapter = 0 in a slot, half a load while it is loading, else a load; n * T / 2 more where every slot is leased
-    load    = load_ms + MiB * slot_ms_per_mib, as a share of that for the worker's mean load times their mean time,
+    load    = load_ms + MiB * slot_ms_per_mib, as a share of that for the worker's usual load times what that takes,
               and MiB * store_ms_per_mib beside it unless the host cache has the adapter
     prefill = (tokens that are not in the worker's prefix cache
                + the same number for each request that waits there) * time of a prefill token
@@ -71,8 +71,8 @@ class Offer:
     block_size: int  # tokens
     tier: AdapterTier  # where the request's adapter is; READY for the base model
     num_hit_tokens: int  # of the request, in the prefix cache
-    load_ms: float = 0.0  # mean of the worker's loads from the host cache; 0 before the first
-    load_bytes: float = 0.0  # mean of these adapters
+    load_ms: float = 0.0  # of the worker's usual load from the host cache; 0: not known yet
+    load_bytes: float = 0.0  # of that adapter
 
 
 def cost_ms(offer: Offer, need: Need, costs: PlacementCosts) -> float:
@@ -100,12 +100,12 @@ def cost_ms(offer: Offer, need: Need, costs: PlacementCosts) -> float:
 
 def _load_ms(offer: Offer, num_bytes: float, costs: PlacementCosts) -> float:
     """Of an adapter of this size from the host cache."""
-    stated, stated_of_mean = (
+    stated, stated_of_usual = (
         costs.load_ms + size / 2**20 * costs.slot_ms_per_mib for size in (num_bytes, offer.load_bytes)
     )
     if offer.load_ms == 0:
         return stated
-    return offer.load_ms * (stated / stated_of_mean if stated_of_mean > 0 else 1.0)
+    return offer.load_ms * (stated / stated_of_usual if stated_of_usual > 0 else 1.0)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ class Tenant:
     weight: float  # share of service, against the others' weights
     counter: float = 0.0  # virtual: weighted tokens over weight, lifts included; never falls
     num_waiting: int = 0  # requests that wait to be admitted, over all workers
-    num_running: int = 0  # requests that hold rows, over all workers: they are charged for
+    num_running: int = 0  # requests that hold rows or host blocks, over all workers: they are charged for
     is_listed: bool = False  # among those whose counters are compared
     num_prefill_tokens: int = 0  # service in all, tokens
     num_decode_tokens: int = 0
@@ -111,13 +111,13 @@ class VirtualCounters:
             self._last_tenant = tenant
 
     def run(self, tenant: str) -> None:
-        """One of its requests took rows."""
+        """One of its requests took rows, or went to host memory."""
         self._tenant(tenant).num_running += 1
 
     def stop_running(self, tenant: str) -> None:
-        """One of its requests gave its rows back, or its worker was lost."""
+        """One of its requests gave its rows back, left host memory, or lost its worker."""
         account = self._tenants[tenant]
-        assert account.num_running > 0, f"tenant {tenant} stops running but has no request that holds rows"
+        assert account.num_running > 0, f"tenant {tenant} stops running but has no request that holds any"
         account.num_running -= 1
 
     def charge_prefill(self, tenant: str, num_tokens: int) -> None:

@@ -101,10 +101,12 @@ class Roster:
         if not group.is_paused:
             self._want(group)
         self.swap.add(group)
+        self._counters.run(group.request.tenant)  # its account is kept: it returns by it
 
     def leave_swapped(self, group: SequenceGroup) -> None:
         """It waits there no more; the caller says what it does instead."""
         self.swap.remove(group)
+        self._counters.stop_running(group.request.tenant)
         if not group.is_paused:
             self._unwant(group)
 
@@ -328,7 +330,8 @@ class Roster:
         """The worker is lost: for their tenants nobody waits or runs here any more. Nothing else may follow."""
         for group in self.waiting:
             self._counters.stop_waiting(group.request.tenant)
-        for group in {id(sequence.group): sequence.group for sequence in self.running}.values():
+        with_rows = {id(sequence.group): sequence.group for sequence in self.running}.values()
+        for group in (*with_rows, *self.swap):
             self._counters.stop_running(group.request.tenant)
 
     # ---- adapters on their way out ----

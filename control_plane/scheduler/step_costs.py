@@ -6,13 +6,19 @@ adapter in the step costs more than it gives. Placement takes step times, and ti
 
 from __future__ import annotations
 
+from collections import deque
+
 from control_plane.scheduler.settings import SchedulerSettings
 
 SMOOTHING = 1 / 16  # share of the newest measurement in the running mean
 MIN_PREFILL_TOKENS = 64  # fewer in a step say little about the price of one
 # Moves of so many blocks count as much as what is known before them: 32 MiB of a 8B model's, where starting a copy is
-# no longer most of its time.
+# no longer most of its time. One step's moves are never more than a quarter of what is known.
 USUAL_MOVED_BLOCKS = 16
+MOST_OF_MOVES = 1 / 4
+# The price of a load is the middle one of so many; before, there is none. One slow load would else keep adapters away
+# from a worker, and with them the loads that could correct the price.
+NUM_LOADS = 9
 
 
 class StepCosts:
@@ -22,7 +28,8 @@ class StepCosts:
         self.prefill_us_per_token = settings.prefill_us_per_token
         self.swap_us_per_block = settings.swap_us_per_block  # one way
         self.decode_step_us = settings.step_us
-        self.load_us = self.load_bytes = 0.0  # means of an adapter's loads from the host cache; 0 before the first
+        self.load_us = self.load_bytes = 0.0  # of the middle one of the latest loads from the host cache; 0: unknown
+        self._loads: deque[tuple[int, int]] = deque(maxlen=NUM_LOADS)  # (microseconds, bytes)
         self._adapter_us_per_byte = settings.adapter_us_per_mib / 2**20
         self._has_measured_prefill = self._has_measured_decode = False
 
@@ -39,14 +46,14 @@ class StepCosts:
 
     def observe_moves(self, num_blocks: int, time_us: int) -> None:
         """Learn from moves to or from host memory that the worker timed; a few blocks say little about many."""
-        share = num_blocks / (num_blocks + USUAL_MOVED_BLOCKS)
+        share = min(MOST_OF_MOVES, num_blocks / (num_blocks + USUAL_MOVED_BLOCKS))
         self.swap_us_per_block += share * (time_us / num_blocks - self.swap_us_per_block)
 
     def observe_load(self, num_bytes: int, time_us: int) -> None:
         """Learn from the load of an adapter that was in the host cache, which the worker timed."""
-        share = SMOOTHING if self.load_us else 1.0
-        self.load_us += share * (time_us - self.load_us)
-        self.load_bytes += share * (num_bytes - self.load_bytes)
+        self._loads.append((time_us, num_bytes))
+        if len(self._loads) == NUM_LOADS:
+            self.load_us, self.load_bytes = sorted(self._loads)[NUM_LOADS // 2]
 
     def is_swap_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether moving so many blocks out and in again costs less than computing so many tokens once more."""

@@ -150,14 +150,17 @@ async def test_loads_from_the_host_cache_alone_teach_what_a_load_takes(clock: Fa
     weights = fleet._weights
     assert isinstance(weights, FakeWeights)
     costs = worker.session.scheduler.costs
-    for name, is_cached, load_us in (("a", False, 0.0), ("b", True, 7000.0)):
+    loads = [("cold", False, 1000)] + [(f"a{i}", True, 200_000 if i == 0 else 7000 + i) for i in range(9)]
+    for name, is_cached, load_time_us in loads:
+        assert costs.load_us == 0
         adapter = weights.add(name)
         if is_cached:
             await weights.ensure_cached(adapter.digest)
-        worker.load_time_us = 7000
+        worker.load_time_us = load_time_us
         reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1], 2, adapter))))
         await worker.run(reader.done)
-        assert (costs.load_us, costs.load_bytes) == (load_us, adapter.arena_bytes if is_cached else 0)
+    # The middle one of nine: the first, which was slow, does not keep adapters away for ever.
+    assert (costs.load_us, costs.load_bytes) == (7005, adapter.arena_bytes)
 
 
 @pytest.fixture
