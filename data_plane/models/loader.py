@@ -203,7 +203,10 @@ def _read_weights(model_dir: Path, config: PretrainedConfig, dtype: torch.dtype)
             output_loading_info=True,
         )
     except Exception as error:
-        raise UnsupportedModel(f"model type {config.model_type}: cannot be loaded: {error}") from error
+        reason = f"cannot be loaded: {error}"
+        if isinstance(error, KeyError) and error.args == (PROBE_NAME,):
+            reason = "its code does not call transformers' attention interface, so that its attention cannot be paged"
+        raise UnsupportedModel(f"model type {config.model_type}: {reason}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
             raise ConfigError(

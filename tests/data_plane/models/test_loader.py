@@ -99,6 +99,7 @@ def test_dtype_is_the_checkpoints_or_what_was_asked(tmp_path: Path, asked: str, 
     [
         ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "bloom"),
         ("falcon", SIZES | {"alibi": True}, "falcon: ALiBi"),
+        ("falcon", SIZES | {"alibi": False}, "falcon: its code does not call transformers' attention interface"),
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64}, "mpt"),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}, "mamba"),
     ],
