@@ -129,7 +129,7 @@ def read_adapter_config(raw: bytes) -> AdapterConfig:
         alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
         is_dora=is_dora,
         has_lora_bias=has_lora_bias,
-        is_rslora=_bool("use_rslora", config.get("use_rslora", False)),
+        is_rslora=_flag(config, "use_rslora"),
         rank_pattern={name: _rank("rank_pattern", value) for name, value in _pattern(config, "rank_pattern")},
         alpha_pattern={name: _number("alpha_pattern", value) for name, value in _pattern(config, "alpha_pattern")},
         target_modules=_target_modules(config.get("target_modules")),
@@ -225,14 +225,11 @@ def _number(field: str, value: Any) -> float:
 
 
 def _flag(config: dict[str, Any], field: str) -> bool:
+    """Off where it is left out or null."""
     value = config.get(field)
-    return value is not None and _bool(field, value)
-
-
-def _bool(field: str, value: Any) -> bool:
-    if type(value) is not bool:
+    if value is not None and type(value) is not bool:
         raise refuse(field, f"is {_show(value)}; true or false is expected")
-    return value
+    return bool(value)
 
 
 def _is_suffix(name: str, module: str) -> bool:

@@ -108,6 +108,11 @@ def test_unknown_fields_without_a_value_pass(tmp_path: Path) -> None:
     assert ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None).max_rank == 4
 
 
+def test_a_switch_that_is_null_is_off(tmp_path: Path) -> None:
+    files = write_adapter(tmp_path, use_rslora=None, use_dora=None, lora_bias=None)
+    assert ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None).kind == "lora"
+
+
 def test_every_field_of_peft_is_known() -> None:
     from peft import LoraConfig
 
