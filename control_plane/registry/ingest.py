@@ -60,7 +60,11 @@ def ingest(files: Mapping[str, Path], base_model: BaseModel, *, max_adapter_byte
     with files[WEIGHTS_FILE].open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_adapter_bytes:
-            raise refuse(WEIGHTS_FILE, f"{size} bytes, limit {max_adapter_bytes}; raise --max-adapter-bytes")
+            raise refuse(
+                WEIGHTS_FILE,
+                f"{size} bytes, limit {max_adapter_bytes}; raise --max-adapter-bytes, or save with "
+                "save_embedding_layers=False: PEFT else stores the base's weight beside adapters on embedding and head",
+            )
         # Room for other kinds of adapters too: they are refused by their tensors' names, not by a count.
         max_tensors = 4 * len(base_model.linear_shapes) + 64
         entries = read_header(file, size, max_tensors=max_tensors)

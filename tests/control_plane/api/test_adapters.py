@@ -17,7 +17,7 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
 from control_plane.api.operations import OperationBook
 from control_plane.api.request_memory import RequestMemory
-from control_plane.api.upload import UploadReceiver
+from control_plane.api.upload import UploadReceiver, check_header
 from control_plane.errors import DeadlineExceeded, Exhausted, InvalidAdapter, InvalidRequest
 from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, Api, details
 
@@ -137,6 +137,14 @@ BAD_UPLOADS: dict[str, tuple[Messages, str]] = {
     "cut between files": (messages()[:2], f"{HEADER}[1].size_bytes"),
     "over-long": ([*messages(), messages()[-1]], "chunk"),
 }
+
+
+def test_an_upload_that_is_too_large_is_told_what_to_do() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_header(messages()[0].header, max_adapter_bytes=1)
+    (violation,) = caught.value.violations
+    assert "at most 1 (the server's --max-adapter-bytes): raise it" in violation.description
+    assert "save with save_embedding_layers=False" in violation.description
 
 
 @pytest.mark.parametrize("what", BAD_UPLOADS)

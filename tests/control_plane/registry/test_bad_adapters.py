@@ -295,7 +295,9 @@ def test_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:
     files = write_adapter(tmp_path)
     with files[WEIGHTS_FILE].open("r+b") as file:
         file.truncate(1 << 34)
-    assert "limit 1048576" in refused(files)[1]
+    description = refused(files)[1]
+    assert "limit 1048576; raise --max-adapter-bytes" in description
+    assert "save with save_embedding_layers=False" in description
 
 
 def test_a_value_too_large_for_the_served_type_is_refused(tmp_path: Path) -> None:
