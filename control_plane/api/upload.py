@@ -166,8 +166,8 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
         violations.add(
             "header.files",
             f"{total} bytes in all; at most {max_adapter_bytes} (the server's --max-adapter-bytes): raise it, or save "
-            "with save_embedding_layers=False, without which PEFT stores the base's weight beside adapters on embedding "
-            "and head",
+            "with save_embedding_layers=False, without which PEFT stores the base's weight beside adapters on "
+            "embedding and head",
         )
     violations.raise_if_any()
 
