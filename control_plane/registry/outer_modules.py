@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,24 +59,33 @@ def find_outer_modules(
 
 
 def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor, dtype: str) -> bool:
-    """Whether a tensor of an adapter's file is the base model's own, both as they would be served in `dtype`."""
+    """Whether a tensor of an adapter's file is the base model's own, both as they would be served in `dtype`.
+
+    Equal bytes of one type are, whatever they hold; only where they differ are values looked at.
+    """
     if entry.shape != weight.shape or weight.dtype not in _ITEMSIZE:
         return False
-    num_values = weight.shape[0] * weight.shape[1]
+    num_values = math.prod(weight.shape)
     with weight.path.open("rb") as base:
         for begin in range(0, num_values, _SLICE_VALUES):
             count = min(_SLICE_VALUES, num_values - begin)
-            sides = []
-            for source, start, source_dtype in ((file, entry.start, entry.dtype), (base, weight.start, weight.dtype)):
-                itemsize = _ITEMSIZE[source_dtype]
-                source.seek(start + begin * itemsize)
-                raw = source.read(count * itemsize)
-                if len(raw) != count * itemsize:
-                    return False
-                sides.append(encode(decode(raw, source_dtype, (count,)), dtype))
-            if sides[0] is None or sides[0] != sides[1]:
+            ours = _read_slice(file, entry.start, entry.dtype, begin, count)
+            theirs = _read_slice(base, weight.start, weight.dtype, begin, count)
+            if ours is None or theirs is None:
+                return False
+            if entry.dtype == weight.dtype and ours == theirs:
+                continue
+            served = encode(decode(ours, entry.dtype, (count,)), dtype)
+            if served is None or served != encode(decode(theirs, weight.dtype, (count,)), dtype):
                 return False
     return True
+
+
+def _read_slice(file: BinaryIO, start: int, dtype: str, begin: int, count: int) -> bytes | None:
+    """The bytes of `count` values from the `begin`th, or None if the file ends before."""
+    file.seek(start + begin * _ITEMSIZE[dtype])
+    raw = file.read(count * _ITEMSIZE[dtype])
+    return raw if len(raw) == count * _ITEMSIZE[dtype] else None
 
 
 _ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2}

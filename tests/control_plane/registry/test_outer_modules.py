@@ -12,6 +12,8 @@ import pytest
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.base_model import BaseModel
 from control_plane.registry.ingest import PackedInfo, ingest
+from control_plane.registry.outer_modules import CheckpointTensor, is_same_weight
+from control_plane.registry.safetensors_header import TensorEntry
 from tests.control_plane.registry.rig import safetensors_bytes, write_adapter
 
 VOCAB, HIDDEN, RANK = 37, 16, 3
@@ -99,6 +101,27 @@ def test_the_bases_own_weight_beside_an_adapter_changes_nothing(
     assert (field, "not the base model's own" in words) == ("lm_head.base_layer.weight", True)
     field, words = refusal(tmp_path, base, adapter(lm_head__base_layer__weight=head[1:]))
     assert (field, "shape [36, 16], expected [37, 16]" in words) == ("lm_head.base_layer.weight", True)
+
+
+def test_equal_bytes_are_the_same_weight_whatever_they_hold(tmp_path: Path) -> None:
+    values = np.array([[1.0, 0.0], [np.nan, 1e6]], "<f4")
+    paths = [tmp_path / name for name in ("ours", "base")]
+    paths[1].write_bytes(values.tobytes())
+    weight = CheckpointTensor(paths[1], "F32", (2, 2), 0)
+
+    def is_same(ours: np.ndarray[Any, Any]) -> bool:
+        paths[0].write_bytes(ours.tobytes())
+        entry = TensorEntry("a", {2: "F16", 4: "F32"}[ours.itemsize], (2, 2), 0, ours.nbytes)
+        with paths[0].open("rb") as file:
+            return is_same_weight(file, entry, weight, "bfloat16")
+
+    assert is_same(values)
+    assert not is_same(values[::-1].copy())
+    assert not is_same(values[:1])  # the file ends before the tensor does
+    values[1] = 0.5, 0.25
+    paths[1].write_bytes(values.tobytes())
+    assert is_same(values.astype("<f2"))  # other bytes, same values
+    assert not is_same(np.array([[1.0, -0.0], [0.5, 0.25]], "<f4"))
 
 
 def test_what_peft_would_not_load_is_refused(tmp_path: Path, checkpoint: Tensors) -> None:
