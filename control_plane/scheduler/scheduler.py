@@ -101,12 +101,12 @@ class Scheduler:
         return 0 if group is None else group.num_searched
 
     def withdraw(self, request_id: RequestId) -> Request | None:
-        """Give a request that waits for a row back with every accepted token, to go on elsewhere.
+        """Give a request that waits for a row, or for its reader without one, back with every accepted token.
 
         None, and nothing changes, if it is none such.
         """
         group = self.groups.get(request_id)
-        if group is None or group.state is not GroupState.WAITING:
+        if group is None or group.state not in (GroupState.WAITING, GroupState.HELD):
             return None
         request = group.request_so_far()
         self.roster.end(group)
