@@ -54,7 +54,7 @@ class Fleet:
         self._weights = weights
         self._incarnation = incarnation  # of the control plane; counts up at every start
         self._clock = clock
-        self._dispatcher = Dispatcher(settings.placement, weights.is_cached, self._fail)
+        self._dispatcher = Dispatcher(settings, weights.is_cached, self._fail, clock)
         self._sessions = self._dispatcher.sessions  # at hand; by worker id
         self._quotas = TenantQuotas(settings.tenants, clock)
         self._counters = VirtualCounters(

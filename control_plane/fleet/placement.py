@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from control_plane.fleet.jobs import num_indices_of
+from control_plane.fleet.jobs import Job, num_indices_of
+from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.scheduler.adapter_slots import AdapterTier
 from control_plane.scheduler.prefix_cache import PrefixCache, chain_next, chain_root
@@ -179,6 +180,13 @@ def offer_of(session: Candidate, need: Need) -> Offer:
         load_ms=scheduler.costs.load_us / 1000,
         load_bytes=scheduler.costs.load_bytes,
     )
+
+
+def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
+    """Sessions that the job fits; if its adapter did not fail yet on some of them, only these."""
+    fitting = [session for session in sessions if session.refusal(job.request) is None]
+    untried = [session for session in fitting if session.epoch not in job.failed_load_epochs]
+    return untried or fitting
 
 
 def price(session: Candidate, need: Need, costs: PlacementCosts) -> float:

@@ -121,13 +121,13 @@ class WorkerSession:
         self.scheduler.add(request, self._clock())
         self._pump_soon()
 
-    def fits(self, request: Request) -> bool:
-        """Whether `add` would take it."""
+    def refusal(self, request: Request) -> RequestNeverFits | None:
+        """What `add` would raise."""
         try:
             make_group(request, self.scheduler.limits, 0)
-        except RequestNeverFits:
-            return False
-        return True
+        except RequestNeverFits as refusal:
+            return refusal
+        return None
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> None:
         """Drop a request, or one of its answers; its blocks and slot are free once no plan in flight uses them."""
@@ -135,7 +135,7 @@ class WorkerSession:
         self._pump_soon()
 
     def withdraw(self, request_id: RequestId) -> Request | None:
-        """Take back a request that waits for a row, with every accepted token; None if it does not."""
+        """Take back a request that waits for a row or its reader, with every accepted token; None if it does not."""
         request = self.scheduler.withdraw(request_id)
         self._pump_soon()
         return request

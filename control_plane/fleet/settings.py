@@ -41,6 +41,8 @@ class FleetSettings:
     dead_after_ms: int = 2000  # a peer that was silent for so long is dead, milliseconds
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
+    # How long a worker may take to be empty for a request that may be killing workers, seconds; trials.py.
+    emptying_timeout_s: float = 10.0
     quarantine_s: float = 5.0  # how long a worker that sent garbage stays out, seconds
     scheduler: SchedulerSettings = DEFAULT_SETTINGS  # of every worker
     placement: PlacementCosts = PlacementCosts()
@@ -54,7 +56,7 @@ class FleetSettings:
             raise ValueError(
                 f"dead_after_ms: {self.dead_after_ms} is below two heartbeat intervals of {self.heartbeat_interval_ms}"
             )
-        for name in ("worker_grace_s", "slow_reader_timeout_s", "quarantine_s"):
+        for name in ("worker_grace_s", "slow_reader_timeout_s", "emptying_timeout_s", "quarantine_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 0")
 

@@ -5,17 +5,28 @@ requests that were cleared before it, and is on trial there: until that is over 
 cleared when it has gained more tokens than can be in flight: what killed a worker once does so again at the re-prefill
 or at the token after it. A worker that dies while it computes the suspect convicts it, and acquits all others there.
 
-Where no worker is empty, the one with the least to do takes nothing more until it is. Where there is one worker only,
-nothing can be kept apart for long: a suspect is tried alone if nothing runs there, else beside what does, and those
-that waited for the end of a trial go before the next suspect.
+- At most half of the workers are closed by trials, but one of them may always be.
+- Whoever waited for the end of a trial goes before the next suspect.
+- Where no worker is empty and no trial is under way, the one with the least to do is emptied: it takes nothing more,
+  and what has no row there moves away. What still runs after `emptying_timeout_s` stays, and the suspect is tried
+  beside it.
+- Where there is one worker only, and none was lost within `worker_grace_s` that may come back, nothing can be kept
+  apart: a suspect is tried beside what runs there.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from control_plane.fleet.jobs import Job, num_indices_of
+from control_plane.fleet.placement import suited
 from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.settings import FleetSettings
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.types import RequestId
+
+logger = logging.getLogger(__name__)
 
 DEATHS_TO_SUSPECT = 2
 
@@ -35,11 +46,15 @@ def is_cleared(job: Job, plan_depth: int) -> bool:
 class Trials:
     """Which workers are closed, and to whom. `sessions` are the dispatcher's own, read only."""
 
-    def __init__(self, sessions: dict[str, WorkerSession]) -> None:
+    def __init__(self, sessions: dict[str, WorkerSession], settings: FleetSettings, clock: Callable[[], float]) -> None:
         self._sessions = sessions
+        self._settings = settings
+        self._clock = clock
         self._suspects: dict[int, Job] = {}  # epoch -> the suspect on trial there
         self._cleared: set[RequestId] = set()  # unfinished requests that stood a trial
-        self._emptied: WorkerSession | None = None  # takes nothing until nothing runs there, for a suspect that waits
+        self._emptied: WorkerSession | None = None  # takes nothing but a suspect
+        self._emptied_since_s = 0.0  # meaningful while there is one
+        self._lost_s: dict[str, float] = {}  # worker id -> when it was lost, within the grace
 
     def open_to(self, job: Job) -> dict[str, WorkerSession]:
         """Sessions that may take the job, by worker id."""
@@ -47,38 +62,42 @@ class Trials:
             if not self._suspects and self._emptied is None:
                 return self._sessions  # of maybe a thousand: not copied for every request
             return {i: s for i, s in self._sessions.items() if self.is_open(s)}
-        free = {i: s for i, s in self._sessions.items() if s.epoch not in self._suspects}
-        if not _is_due(job):
+        if not _is_due(job) or len(self._suspects) >= max(1, len(self._sessions) // 2):
             return {}
-        return free if len(self._sessions) == 1 else {i: s for i, s in free.items() if self._is_empty(s)}
+        free = {i: s for i, s in self._sessions.items() if s.epoch not in self._suspects}
+        return free if self._is_only_worker() else {i: s for i, s in free.items() if self._is_empty(s)}
 
-    def in_turn(self, jobs: list[Job]) -> list[Job]:
-        """Jobs that wait for a worker, in the order in which they may take one. Opens what no suspect waits for."""
+    def in_turn(self, jobs: list[Job], *, is_trial_over: bool) -> list[Job]:
+        """Jobs that wait for a worker, in the order in which they may take one."""
         suspects = [job for job in jobs if _is_due(job)]
-        if not suspects:
-            self._emptied = None
         others = [job for job in jobs if not _is_due(job)]
-        is_only_busy = len(self._sessions) == 1 and all(s.scheduler.groups for s in self._sessions.values())
-        return others + suspects if is_only_busy else suspects + others
+        return others + suspects if is_trial_over else suspects + others
 
     def to_empty(self, jobs: list[Job]) -> WorkerSession | None:
-        """The session that takes nothing more from here on, so that a suspect among those that wait can be tried.
+        """The session that takes nothing more until a suspect among those that wait is tried there.
 
-        None if there is none such, if one is being emptied already, or if a trial is under way: its worker is next.
+        None if there is none such, or if a trial is under way: its worker is next. To be asked at every tick.
         """
-        if self._emptied is not None and not self._emptied.ended.is_set():
-            return None
-        suspect = next(filter(_is_due, jobs), None)
-        if suspect is None or self._suspects or len(self._sessions) < 2:
-            return None
-        fitting = [session for session in self._sessions.values() if session.fits(suspect.request)]
-        self._emptied = min(fitting, key=lambda s: (len(s.scheduler.groups), s.worker_id), default=None)
+        suspects = [job for job in jobs if _is_due(job)]
+        if self._suspects or len(self._sessions) < 2:
+            suspects = []
+        fitting = next((found for job in suspects if (found := suited(job, self._sessions.values()))), [])
+        if self._emptied not in fitting:
+            self._emptied = min(fitting, key=lambda s: (len(s.scheduler.groups), s.worker_id), default=None)
+            self._emptied_since_s = self._clock()
+            if self._emptied is not None:
+                logger.info(
+                    "worker is being emptied for a suspect worker_id=%s epoch=%d",
+                    self._emptied.worker_id,
+                    self._emptied.epoch,
+                )
         return self._emptied
 
-    @property
-    def is_emptying(self) -> bool:
-        """Whether some session takes nothing until a suspect can be tried there."""
-        return self._emptied is not None
+    def note_lost(self, session: WorkerSession) -> None:
+        """The session is over, and its worker may come back."""
+        now_s = self._clock()
+        self._lost_s = {i: lost_s for i, lost_s in self._lost_s.items() if self._may_come_back(lost_s, now_s)}
+        self._lost_s[session.worker_id] = now_s
 
     def is_open(self, session: WorkerSession) -> bool:
         """Whether the session takes requests that are no suspects."""
@@ -88,8 +107,7 @@ class Trials:
         """A suspect was given to a session."""
         assert job.session is not None, "a trial without a worker"
         self._suspects[job.session.epoch] = job
-        if self._emptied is job.session:
-            self._emptied = None
+        self._emptied = None
 
     def end(self, job: Job) -> None:
         """The suspect is cleared, or over."""
@@ -115,7 +133,18 @@ class Trials:
         self._cleared.discard(job.request.request_id)
 
     def _is_empty(self, session: WorkerSession) -> bool:
+        if session is self._emptied and self._clock() - self._emptied_since_s >= self._settings.emptying_timeout_s:
+            return True
         return session.scheduler.groups.keys() <= self._cleared
+
+    def _is_only_worker(self) -> bool:
+        now_s = self._clock()
+        return len(self._sessions) == 1 and not any(
+            self._may_come_back(lost_s, now_s) for i, lost_s in self._lost_s.items() if i not in self._sessions
+        )
+
+    def _may_come_back(self, lost_s: float, now_s: float) -> bool:
+        return now_s - lost_s < self._settings.worker_grace_s
 
 
 def _is_due(job: Job) -> bool:

@@ -767,6 +767,22 @@ async def test_adapter_that_no_worker_can_load_fails_after_one_try_on_each(clock
         assert sum(worker.num_answered for worker in workers) - before == min(num_attached, 4)
 
 
+async def test_levelling_passes_over_what_failed_on_the_idle_worker(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    small = replace(CAPACITIES, max_rows=1)
+    first = LoopbackWorker(fleet, "w0", capacities=small)
+    adapter = weights_of(fleet).add("a")
+    requests = [make_request(fleet, [i], 200) for i in range(6)] + [make_request(fleet, [99], 200, adapter)]
+    for request in requests:
+        fleet.submit(request)
+    await first.turn()
+    idle = LoopbackWorker(fleet, "w1", capacities=small)
+    fleet._jobs[requests[-1].request_id].failed_load_epochs.add(idle.session.epoch)
+    fleet.tick()
+    assert requests[-1].request_id in first.session.scheduler.groups
+    assert set(idle.session.scheduler.groups) == {requests[-2].request_id}
+
+
 async def test_tokens_from_before_a_failed_reload_are_kept_elsewhere(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     first = LoopbackWorker(fleet, "w0", capacities=replace(CAPACITIES, num_slots=1))

@@ -8,9 +8,10 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from control_plane.errors import ContextTooLong, PoisonedRequest
+from control_plane.errors import ContextTooLong, MotetError, PoisonedRequest
+from control_plane.fleet import placement
 from control_plane.fleet.fleet import Fleet
-from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
 from control_plane.scheduler.types import BeamSearch, Request
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -30,6 +31,21 @@ def clock() -> FakeClock:
 
 def lose(worker: LoopbackWorker) -> None:
     worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+
+
+def submit_suspect(fleet: Fleet, request: Request) -> JobStream:
+    """Hand in a request as if it had come from elsewhere with two deaths; where no worker is empty, it waits."""
+    add = fleet._dispatcher.add
+
+    def add_suspect(job: Job) -> MotetError | None:
+        job.num_deaths = 2
+        return add(job)
+
+    fleet._dispatcher.add = add_suspect  # type: ignore[method-assign]
+    try:
+        return fleet.submit(request)
+    finally:
+        fleet._dispatcher.add = add  # type: ignore[method-assign]
 
 
 def worker_of(fleet: Fleet, request: Request) -> str | None:
@@ -85,26 +101,59 @@ async def test_suspects_are_tried_one_after_the_other_among_those_that_were_clea
     fleet = make_fleet(clock)
     suspects = [make_request(fleet, [i], 40) for i in range(1, 5)]
     streams = await see_two_deaths(fleet, suspects)
-    busy = LoopbackWorker(fleet, "busy")  # the only one: a suspect runs there
-    empty = LoopbackWorker(fleet, "empty")
+    workers = [LoopbackWorker(fleet, name) for name in ("w0", "w1")]
     readers = [asyncio.create_task(read_all(stream)) for stream in streams]
-    newcomer = make_request(fleet, [9], 30)
-    await asyncio.sleep(0)
-    assert [worker_of(fleet, request) for request in suspects] == ["busy", "empty", None, None]
-    readers.append(asyncio.create_task(read_all(fleet.submit(newcomer))))
-    await asyncio.sleep(0)
-    assert worker_of(fleet, newcomer) is None  # it waits for the end of a trial
-    most = 0
+    tried: list[int] = []
     for _ in range(400):
-        for worker in (busy, empty):
+        for worker in workers:
             await worker.turn()
-            on_trial = [job for job in fleet._jobs.values() if fleet._dispatcher.is_on_trial(job)]
-            most = max(most, len(on_trial))
-            for job in on_trial:
-                assert job.session is not None
-                assert newcomer.request_id not in job.session.scheduler.groups
+        on_trial = {job.request.request_id: job for job in fleet._dispatcher._trials.on_trial()}
+        assert len(on_trial) <= 1
+        tried += [request_id for request_id in on_trial if request_id not in tried]
+        for job in on_trial.values():
+            assert job.session is not None
+            assert job.session.scheduler.groups.keys() <= set(tried)
+    assert tried == [request.request_id for request in suspects]
+    assert [await reader for reader in readers] == [expected(request) for request in suspects]
+
+
+async def test_suspects_close_at_most_half_of_the_workers_to_others(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    suspects = [make_request(fleet, [i], 40) for i in range(1, 9)]
+    streams = await see_two_deaths(fleet, suspects)
+    workers = [LoopbackWorker(fleet, f"w{i}") for i in range(5)]
+    readers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    most = 0
+    for prompt in range(20, 60):
+        for worker in workers:
+            await worker.turn()
+        fleet.tick()
+        is_open = [fleet._dispatcher._trials.is_open(worker.session) for worker in workers]
+        most = max(most, is_open.count(False))
+        newcomer = make_request(fleet, [prompt], 5)
+        readers.append(asyncio.create_task(read_all(fleet.submit(newcomer))))
+        assert worker_of(fleet, newcomer) is not None
     assert most == 2
-    assert [await reader for reader in readers] == [expected(request) for request in [*suspects, newcomer]]
+    await until_done(workers, *readers)
+
+
+async def test_who_waited_for_the_end_of_a_trial_goes_before_the_next_suspect(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    suspects = [make_request(fleet, [i], 40) for i in range(1, 9)]
+    streams = await see_two_deaths(fleet, suspects)
+    large = LoopbackWorker(fleet, "large")
+    small = LoopbackWorker(fleet, "small", capacities=replace(CAPACITIES, max_model_len=64))
+    readers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    long = make_request(fleet, [*range(100)], 10)
+    readers.append(asyncio.create_task(read_all(fleet.submit(long))))
+    assert worker_of(fleet, long) is None and worker_of(fleet, suspects[0]) == "large"
+    await large.run(lambda: fleet._jobs[suspects[0].request_id].num_deaths == 0)
+    assert worker_of(fleet, long) == "large"
+    for _ in range(400):
+        await large.turn()
+        await small.turn()
+        fleet.tick()
+    assert all(reader.done() for reader in readers)
 
 
 async def test_a_busy_worker_is_emptied_for_a_suspect(clock: FakeClock) -> None:
@@ -145,7 +194,7 @@ async def test_beside_the_suspect_of_an_only_worker_nobody_starts_who_may_wait(c
     fleet = make_fleet(clock)
     suspects = [make_request(fleet, [i], 40) for i in (1, 2)]
     readers = [asyncio.create_task(read_all(stream)) for stream in await see_two_deaths(fleet, suspects)]
-    worker = LoopbackWorker(fleet, "only")
+    worker = LoopbackWorker(fleet, "first")  # the only one
     newcomers = [make_request(fleet, [i, 7], 20) for i in range(10, 13)]
     readers += [asyncio.create_task(read_all(fleet.submit(request))) for request in newcomers]
     await worker.receive()
@@ -168,7 +217,7 @@ async def test_a_death_that_convicts_a_suspect_is_not_held_against_the_others(cl
     lose(worker)
     with pytest.raises(PoisonedRequest):
         await read_all(streams[1])
-    assert (jobs[0].num_deaths, jobs[0].num_migrations) == (0, 3)
+    assert (jobs[0].num_deaths, jobs[0].num_migrations) == (0, 2)
     back = LoopbackWorker(fleet, "w0")
     reader = asyncio.create_task(read_all(streams[0]))
     await back.run(reader.done)
@@ -274,3 +323,185 @@ async def test_what_fits_only_a_worker_that_is_closed_waits_for_it(clock: FakeCl
     assert await reader == expected(long)
     with pytest.raises(ContextTooLong):
         fleet.submit(make_request(fleet, [1] * 3000, 10))
+
+
+async def two_busy_workers(fleet: Fleet) -> list[LoopbackWorker]:
+    """w0 with two long requests, w1 with one."""
+    workers = [LoopbackWorker(fleet, name) for name in ("w0", "w1")]
+    for i in range(3):
+        fleet.submit(make_request(fleet, [i], 900))
+    for worker in workers:
+        await worker.turn()
+    assert [len(worker.session.scheduler.groups) for worker in workers] == [2, 1]
+    return workers
+
+
+async def test_a_suspect_does_not_go_back_where_its_adapter_failed(clock: FakeClock) -> None:
+    """The other worker is busy: it is emptied."""
+    fleet = make_fleet(clock)
+    adapter = fleet._weights.add("a")  # type: ignore[attr-defined]  # FakeWeights
+    good = LoopbackWorker(fleet, "good")
+    readers = [asyncio.create_task(read_all(fleet.submit(make_request(fleet, [i], 60)))) for i in range(3)]
+    await good.turn()
+    bad = LoopbackWorker(fleet, "bad")
+    bad.engine.hash_slots.failing[adapter.digest] = False
+    suspect = make_request(fleet, [1], 40, adapter)
+    readers.append(asyncio.create_task(read_all(submit_suspect(fleet, suspect))))
+    job = fleet._jobs[suspect.request_id]
+    assert worker_of(fleet, suspect) == "bad"
+    await bad.run(lambda: bool(job.failed_load_epochs))
+    assert worker_of(fleet, suspect) is None and fleet._dispatcher._trials.is_open(bad.session)
+    fleet.tick()
+    assert not fleet._dispatcher._trials.is_open(good.session)
+    for _ in range(200):
+        await good.turn()
+        await bad.turn()
+        assert suspect.request_id not in bad.session.scheduler.groups
+        fleet.tick()
+    assert await readers[-1] == expected(suspect)
+
+
+async def test_what_failed_to_load_waits_for_the_worker_that_did_not_try(clock: FakeClock) -> None:
+    """That is closed by a trial meanwhile."""
+    fleet = make_fleet(clock)
+    adapter = fleet._weights.add("a")  # type: ignore[attr-defined]  # FakeWeights
+    suspect = make_request(fleet, [1], 40)
+    [stream] = await see_two_deaths(fleet, [suspect])
+    good = LoopbackWorker(fleet, "good")
+    bad = LoopbackWorker(fleet, "bad")
+    bad.engine.hash_slots.failing[adapter.digest] = False
+    request = make_request(fleet, [2], 10, adapter)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    assert (worker_of(fleet, suspect), worker_of(fleet, request)) == ("good", "bad")
+    await bad.run(lambda: bool(fleet._jobs[request.request_id].failed_load_epochs))
+    for _ in range(20):
+        await bad.turn()
+        fleet.tick()
+        assert worker_of(fleet, request) is None
+    await until_done([good], reader, asyncio.create_task(read_all(stream)))
+    assert await reader == expected(request)
+
+
+async def test_a_suspect_that_fits_no_worker_fails_and_stops_nobody(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    large, fitting = make_request(fleet, [*range(100)], 60), make_request(fleet, [3], 40)
+    streams = await see_two_deaths(fleet, [large, fitting])
+    worker = LoopbackWorker(fleet, "small", capacities=replace(CAPACITIES, max_model_len=64))
+    assert worker_of(fleet, fitting) == "small"
+    with pytest.raises(ContextTooLong):
+        await read_all(streams[0])
+    await until_done([worker], reader := asyncio.create_task(read_all(streams[1])))
+    assert await reader == expected(fitting)
+
+
+async def test_a_suspect_for_which_no_worker_is_large_enough_any_more_fails(clock: FakeClock) -> None:
+    """The workers that are left are busy, so that it could not be tried there anyway."""
+    fleet = make_fleet(clock)
+    workers = [LoopbackWorker(fleet, name, capacities=replace(CAPACITIES, max_model_len=64)) for name in ("w0", "w1")]
+    large_worker = LoopbackWorker(fleet, "large")
+    for i in range(6):
+        fleet.submit(make_request(fleet, [i], 60))
+    for worker in (*workers, large_worker):
+        await worker.turn()
+        assert worker.session.scheduler.groups
+    large, fitting = make_request(fleet, [*range(100)], 60), make_request(fleet, [3], 40)
+    streams = [submit_suspect(fleet, request) for request in (large, fitting)]
+    assert worker_of(fleet, large) is worker_of(fleet, fitting) is None
+    lose(large_worker)
+    assert streams[0].has_ended
+    with pytest.raises(ContextTooLong):
+        await read_all(streams[0])
+    fleet.tick()
+    assert [fleet._dispatcher._trials.is_open(worker.session) for worker in workers].count(False) == 1
+
+
+async def test_a_worker_is_emptied_for_a_bounded_time(clock: FakeClock) -> None:
+    """Its reader does not read: it would never be empty."""
+    fleet = make_fleet(clock, emptying_timeout_s=3.0)
+    workers = await two_busy_workers(fleet)
+    suspect = make_request(fleet, [9], 40)
+    reader = asyncio.create_task(read_all(submit_suspect(fleet, suspect)))
+    fleet.tick()
+    assert [fleet._dispatcher._trials.is_open(worker.session) for worker in workers] == [True, False]
+    for _ in range(29):
+        clock.advance(0.1)
+        fleet.tick()
+        for worker in workers:
+            await worker.turn()
+        assert worker_of(fleet, suspect) is None
+    clock.advance(0.2)
+    fleet.tick()
+    assert worker_of(fleet, suspect) == "w1" and fleet._dispatcher.is_on_trial(fleet._jobs[suspect.request_id])
+    await until_done(workers, reader)
+    assert await reader == expected(suspect)
+    assert all(fleet._dispatcher._trials.is_open(worker.session) for worker in workers)
+
+
+async def test_a_worker_that_nobody_waits_for_any_more_is_open_again(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    workers = await two_busy_workers(fleet)
+    stream = submit_suspect(fleet, make_request(fleet, [9], 40))
+    fleet.tick()
+    assert not fleet._dispatcher._trials.is_open(workers[1].session)
+    stream.cancel()
+    fleet.tick()
+    assert all(fleet._dispatcher._trials.is_open(worker.session) for worker in workers)
+
+
+async def test_what_waits_or_is_held_moves_away_from_a_worker_that_is_emptied(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    workers = [LoopbackWorker(fleet, name, capacities=replace(CAPACITIES, max_rows=1)) for name in ("w0", "w1")]
+    requests = [make_request(fleet, [i], 60) for i in range(4)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    for worker in workers:
+        await worker.turn()
+    for worker in workers:
+        [held] = worker.session.scheduler.groups.keys() - worker.session.running_request_ids()
+        worker.session.pause(held)
+    suspect = make_request(fleet, [9], 40)
+    readers.append(asyncio.create_task(read_all(submit_suspect(fleet, suspect))))
+    fleet.tick()
+    assert [len(worker.session.scheduler.groups) for worker in workers] == [1, 3]
+    await until_done(workers[:1], readers[requests.index(next(r for r in requests if worker_of(fleet, r) == "w0"))])
+    fleet.tick()
+    assert worker_of(fleet, suspect) == "w0"
+
+
+async def test_a_suspect_waits_for_the_lost_one_of_two_workers(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, worker_grace_s=10.0)
+    workers = await two_busy_workers(fleet)
+    suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
+    suspect.num_deaths = 1
+    lose(workers[1])
+    clock.advance(5.0)
+    fleet.tick()
+    assert suspect.num_deaths == 2 and suspect.session is None
+    back = LoopbackWorker(fleet, "w1")
+    assert suspect.session is back.session
+
+
+async def test_a_suspect_runs_beside_others_where_the_lost_one_of_two_workers_stays_away(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, worker_grace_s=10.0, dead_after_ms=60_000)
+    workers = await two_busy_workers(fleet)
+    suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
+    suspect.num_deaths = 1
+    lose(workers[1])
+    clock.advance(9.9)
+    fleet.tick()
+    assert suspect.session is None
+    clock.advance(0.2)
+    fleet.tick()
+    assert suspect.session is workers[0].session
+
+
+async def test_those_that_wait_while_every_worker_is_closed_are_not_priced(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock)
+    await see_two_deaths(fleet, [make_request(fleet, [1], 40)])
+    LoopbackWorker(fleet, "first")
+    for i in range(20):
+        fleet.submit(make_request(fleet, [i], 20))
+    monkeypatch.setattr(placement, "need_of", None)
+    fleet._dispatcher.place_waiting()
+    assert len(fleet._dispatcher.waiting) == 20
