@@ -55,6 +55,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _GEMMA),
     "phi3": ("phi3", _GATED | {"sliding_window": SLIDING_WINDOW}),
     "gpt_neox": ("gpt_neox", _COMMON | {"intermediate_size": 128}),
+    "phi": ("phi", _GATED | {"partial_rotary_factor": 0.5}),
     "opt": ("opt", _COMMON | {"ffn_dim": 128, "word_embed_proj_dim": 64}),
     "olmo2": ("olmo2", _GATED),
     "granite": (

@@ -74,16 +74,17 @@ def ingest(files: Mapping[str, Path], base_model: BaseModel, *, max_adapter_byte
 
 
 def _check_base_weights(file: BinaryIO, modules: list[ModulePlan], base_model: BaseModel) -> None:
-    """PEFT puts a saved weight in the place of the base's: nothing may come of that."""
+    """PEFT puts a saved weight or bias in the place of the base's: nothing may come of that."""
     for plan in modules:
-        if plan.base_weight is None:
+        outer = base_model.outer_modules.get(plan.name)
+        if outer is None:
             continue
-        weight = base_model.outer_modules[plan.name].weight
-        if not is_same_weight(file, plan.base_weight, weight, base_model.dtype):
-            raise refuse(
-                f"{plan.name}.base_layer.weight",
-                "is not the base model's own; an embedding or head that was trained or resized is not served",
-            )
+        for part, entry, own in (("weight", plan.base_weight, outer.weight), ("bias", plan.base_bias, outer.bias)):
+            if entry is not None and (own is None or not is_same_weight(file, entry, own, base_model.dtype)):
+                raise refuse(
+                    f"{plan.name}.base_layer.{part}",
+                    "is not the base model's own; an embedding or head that was trained or resized is not served",
+                )
 
 
 def _pack(

@@ -23,6 +23,7 @@ _PARTS = {
     ".lora_magnitude_vector": "lora_magnitude_vector",
     ".lora_magnitude_vector.weight": "lora_magnitude_vector",  # as PEFT reads it too
     ".base_layer.weight": "base_layer.weight",
+    ".base_layer.bias": "base_layer.bias",
 }
 _LINEAR = ("lora_A", "lora_B")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
@@ -52,6 +53,7 @@ class ModulePlan:
     bias: TensorEntry | None  # LoRA bias
     magnitude: TensorEntry | None  # DoRA
     base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and head
+    base_bias: TensorEntry | None  # and its bias, which some heads have
 
     @property
     def has_vector(self) -> bool:
@@ -146,9 +148,11 @@ def _plan_module(
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("lora_A", "lora_embedding_A"), (rank, in_features)),
         **dict.fromkeys(("lora_B", "lora_embedding_B"), (out_features, rank)),
-        **dict.fromkeys(("lora_B.bias", "lora_magnitude_vector"), (out_features,)),
+        **dict.fromkeys(("lora_B.bias", "lora_magnitude_vector", "base_layer.bias"), (out_features,)),
         "base_layer.weight": (in_features, out_features) if is_embedding else (out_features, in_features),
     }
+    if "base_layer.bias" in parts and (outer is None or outer.bias is None):
+        raise refuse(f"{name}.base_layer.bias", "is there, the base model has no such bias; is it another model's?")
     for part, entry in parts.items():
         if entry.shape != shapes[part]:
             raise refuse(
@@ -170,4 +174,5 @@ def _plan_module(
         parts.get("lora_B.bias"),
         parts.get("lora_magnitude_vector"),
         parts.get("base_layer.weight"),
+        parts.get("base_layer.bias"),
     )

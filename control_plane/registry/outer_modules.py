@@ -13,7 +13,7 @@ from control_plane.registry.safetensors_header import TensorEntry
 from control_plane.registry.tensor_codec import decode, encode
 
 _EMBEDDING = re.compile(r"^(?:[a-z_0-9]+\.)*(?P<name>embed_tokens|embed_in|word_embeddings|wte)\.weight$")
-_HEAD = re.compile(r"^(?:[a-z_0-9]+\.)*(?:lm_head|embed_out)\.weight$")
+_HEAD = re.compile(r"^(?:[a-z_0-9]+\.)*(?:lm_head|embed_out)\.(?P<part>weight|bias)$")
 _HEAD_MODULE = "lm_head"  # in transformers' tree, whatever the checkpoint calls it
 _SLICE_VALUES = 4 << 20  # compared at a time
 
@@ -34,6 +34,7 @@ class OuterModule:
 
     is_embedding: bool
     weight: CheckpointTensor  # [vocabulary, hidden]; the embedding's where the head is tied to it
+    bias: CheckpointTensor | None = None  # [vocabulary]; of some heads
 
     @property
     def linear_shape(self) -> tuple[int, int]:
@@ -47,14 +48,15 @@ def find_outer_modules(
 ) -> dict[str, OuterModule]:
     """Both by module path, or only what is known for certain."""
     embeddings = [(match["name"], tensors[name]) for name in tensors if (match := _EMBEDDING.match(name))]
-    heads = [tensors[name] for name in tensors if _HEAD.match(name)]
-    if len(embeddings) != 1 or len(heads) > 1 or len(embeddings[0][1].shape) != 2:
+    found = [(match["part"], tensors[name]) for name in tensors if (match := _HEAD.match(name))]
+    heads, biases = ([tensor for part, tensor in found if part == wanted] for wanted in ("weight", "bias"))
+    if len(embeddings) != 1 or len(heads) > 1 or len(biases) > 1 or len(embeddings[0][1].shape) != 2:
         return {}
     name, weight = embeddings[0]
     is_tied = config.get("tie_word_embeddings") is True or not heads
     return {
         f"{layers_path.rpartition('.')[0]}.{name}": OuterModule(True, weight),
-        _HEAD_MODULE: OuterModule(False, weight if is_tied else heads[0]),
+        _HEAD_MODULE: OuterModule(False, weight if is_tied else heads[0], biases[0] if biases else None),
     }
 
 

@@ -103,6 +103,21 @@ def test_the_bases_own_weight_beside_an_adapter_changes_nothing(
     assert (field, "shape [36, 16], expected [37, 16]" in words) == ("lm_head.base_layer.weight", True)
 
 
+def test_the_bases_own_bias_of_the_head_changes_nothing(tmp_path: Path, checkpoint: Tensors) -> None:
+    bias = np.linspace(-1, 1, VOCAB).astype("<f4")
+    saved = adapter(lm_head__base_layer__bias=bias)
+    field, words = refusal(tmp_path, base_model(tmp_path, checkpoint), saved)
+    assert (field, "the base model has no such bias" in words) == ("lm_head.base_layer.bias", True)
+    checkpoint["lm_head.bias"] = bias
+    base = base_model(tmp_path, checkpoint)
+    assert pack(tmp_path, base, saved)[0].digest == pack(tmp_path, base, adapter())[0].digest
+    for wrong, expected in ((bias * 2, "not the base model's own"), (bias[1:], "shape [36], expected [37]")):
+        field, words = refusal(tmp_path, base, adapter(lm_head__base_layer__bias=wrong))
+        assert (field, expected in words) == ("lm_head.base_layer.bias", True)
+    field, words = refusal(tmp_path, base, adapter(model__embed_tokens__base_layer__bias=bias[:HIDDEN]))
+    assert (field, "no such bias" in words) == ("model.embed_tokens.base_layer.bias", True)
+
+
 def test_equal_bytes_are_the_same_weight_whatever_they_hold(tmp_path: Path) -> None:
     values = np.array([[1.0, 0.0], [np.nan, 1e6]], "<f4")
     paths = [tmp_path / name for name in ("ours", "base")]

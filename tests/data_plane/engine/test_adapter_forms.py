@@ -130,12 +130,14 @@ OUTER_CASES = {
     "tied, odd": ("opt", {"vocab_size": 259}, "embed_tokens"),
     "bias": ("qwen2", {"tie_word_embeddings": True}, "embed_tokens"),
     "other names": ("gpt_neox", {"vocab_size": 257}, "embed_in"),
+    "bias of the head": ("phi", {}, "embed_tokens"),
 }
 
 
 @pytest.mark.parametrize(
     ("case", "reads_pages"),
-    [(case, index % 2 == 0) for index, case in enumerate(OUTER_CASES)] + [("untied", False)],
+    [(case, index % 2 == 0) for index, case in enumerate(OUTER_CASES)]
+    + [("untied", False), ("bias of the head", True)],
     indirect=["reads_pages"],
 )
 @pytest.mark.usefixtures("reads_pages")
