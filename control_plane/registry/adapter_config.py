@@ -56,6 +56,10 @@ _DEFAULTS: dict[str, Any] = {
     "use_qalora": False,
     "velora_config": None,
 }
+# What to do about some of them.
+_NEXT_STEPS = dict.fromkeys(
+    ("layers_pattern", "layers_to_transform"), "list the layers' full module names in target_modules"
+)
 _HANDLED = {
     "alpha_pattern",
     "exclude_modules",
@@ -166,7 +170,8 @@ def _refuse_other_kinds(config: dict[str, Any]) -> None:
                 shorten(key), "is not a field that we know, and it carries a value; remove it or set it to null"
             )
         if type(value) is not type(_DEFAULTS[key]) or value != _DEFAULTS[key]:
-            raise refuse(key, f"is {_show(value)}, which is not served; only {_show(_DEFAULTS[key])} is")
+            next_step = f"; {_NEXT_STEPS[key]}" if key in _NEXT_STEPS else ""
+            raise refuse(key, f"is {_show(value)}, which is not served; only {_show(_DEFAULTS[key])} is{next_step}")
 
 
 def _is_empty(value: Any) -> bool:

@@ -108,6 +108,16 @@ def test_unknown_fields_without_a_value_pass(tmp_path: Path) -> None:
     assert ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None).max_rank == 4
 
 
+def test_a_choice_of_layers_is_told_what_to_do_and_that_works(tmp_path: Path) -> None:
+    """With the names that the message asks for, the adapter of one layer is taken."""
+    weights = safetensors_bytes(tensors(modules=MODULES[:2]))
+    for fields in ({"layers_to_transform": [0]}, {"layers_pattern": "layers"}, {"layers_pattern": ["layers"]}):
+        assert "full module names in target_modules" in refused(write_adapter(tmp_path, weights=weights, **fields))[1]
+    files = write_adapter(tmp_path, weights=weights, target_modules=MODULES[:2])
+    info = ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None)
+    assert list(info.target_modules) == MODULES[:2]
+
+
 def test_a_switch_that_is_null_is_off(tmp_path: Path) -> None:
     files = write_adapter(tmp_path, use_rslora=None, use_dora=None, lora_bias=None)
     assert ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None).kind == "lora"
