@@ -41,12 +41,12 @@ class AdapterWriter:
         size_bytes = 0
         vectors = torch.zeros(placement.num_values)
         for chunk in manifest.chunks:
-            if load.is_cancelled:
-                raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")
+            _check_wanted(load)
             data = next(chunks, None)
             if data is None:
                 raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
             for part in read_chunk(manifest, chunk, data):
+                _check_wanted(load)  # a chunk may be all of the adapter, and gains take long
                 entry = placement.weights[part.module.name]
                 middle = entry.first + entry.num_a_pages
                 self._pool.write(page_ids[entry.first : middle], part.a)
@@ -70,3 +70,9 @@ class AdapterWriter:
             except ValueError as error:
                 raise AdapterMismatch(f"adapter {digest}: {part.module.name}: {error}") from error
             vectors[entry.gain_at :][: len(gain)] = gain
+
+
+def _check_wanted(load: Load) -> None:
+    """Raises AdapterLoadError if the load was cancelled."""
+    if load.is_cancelled:
+        raise AdapterLoadError(f"adapter {load.digest}: the load of slot {load.slot} was cancelled")

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save
 
 from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.base_weights import BaseWeights
 from data_plane.adapters.sites import Site
 from data_plane.errors import AdapterUnavailable
 
@@ -169,6 +170,7 @@ def make_arena(
     dtype: torch.dtype = torch.float32,
     reads_pages: bool | None = None,
     device: str = "cpu",
+    base: BaseWeights | None = None,
 ) -> AdapterArena:
     """An arena whose memory is NaN before it is written."""
     arena = AdapterArena(
@@ -177,7 +179,7 @@ def make_arena(
         arena_bytes=arena_bytes,
         dtype=dtype,
         device=device,
-        base=RandomBase(),
+        base=base or RandomBase(),
         base_fingerprint=BASE,
         reads_pages=reads_pages,
     )

@@ -17,6 +17,7 @@ from data_plane.errors import (
 from tests.data_plane.adapters.factories import (
     DictSource,
     Packed,
+    RandomBase,
     assert_nothing_left,
     load,
     make_arena,
@@ -88,6 +89,23 @@ def test_source_that_breaks_in_an_unforeseen_way_leaves_the_slot_empty() -> None
     arena = make_arena()
     with pytest.raises(AdapterLoadError, match="KeyError"):
         arena.load(0, 1, "0" * 64, Broken())
+    assert_nothing_left(arena)
+
+
+def test_a_cancelled_load_stops_within_a_chunk() -> None:
+    """The slot is emptied while the first gains are computed; the layer's other modules are left."""
+    read: list[str] = []
+
+    class EmptiesTheSlot(RandomBase):
+        def weight(self, site_name: str) -> torch.Tensor:
+            read.append(site_name)
+            arena.evict(0, 1)
+            return super().weight(site_name)
+
+    arena = make_arena(base=EmptiesTheSlot())
+    with pytest.raises(AdapterLoadError, match="was cancelled"):
+        load(arena, 0, 1, pack(8, vectors="magnitude"))
+    assert len(read) == 1
     assert_nothing_left(arena)
 
 
