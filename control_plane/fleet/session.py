@@ -21,7 +21,7 @@ from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
 from control_plane.fleet.wire import PROTOCOL, GarbageResult, PlanEncoder, limits_of
-from control_plane.scheduler.admission import make_group
+from control_plane.scheduler.admission import check_fits
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
@@ -124,7 +124,7 @@ class WorkerSession:
     def refusal(self, request: Request) -> RequestNeverFits | None:
         """What `add` would raise."""
         try:
-            make_group(request, self.scheduler.limits, 0)
+            check_fits(request, self.scheduler.limits)
         except RequestNeverFits as refusal:
             return refusal
         return None

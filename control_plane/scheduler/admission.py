@@ -13,13 +13,10 @@ from control_plane.scheduler.types import Answer, BeamSearch, Request, Sampling,
 from control_plane.scheduler.verdict import Verdict, judge_blocks
 
 
-def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceGroup:
-    """A group for the request; `serial` orders those that arrived at one time.
-
-    Raises RequestNeverFits (or its subclasses for context and adapter) if it could not run there even alone.
-    """
+def check_fits(request: Request, limits: WorkerLimits) -> None:
+    """Raise RequestNeverFits (or its subclasses for context and adapter) if it could not run there even alone."""
     num_prompt = len(request.prompt_token_ids)
-    answers = request.answers or (Answer(request.generated_token_ids),) * request.num_samples
+    answers = _answers_of(request)
     live = [answer for answer in answers if not answer.is_ended]
     assert num_prompt > 0, f"request {request.request_id} has no prompt"
     assert len(answers) == request.num_samples, f"request {request.request_id} has answers for other indices"
@@ -54,6 +51,12 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
             f"the adapter takes {adapter.arena_bytes} bytes, the worker's arena has {limits.arena_bytes} in "
             f"{limits.num_slots} slots; raise arena_bytes or lower the adapter's rank",
         )
+
+
+def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceGroup:
+    """A group for the request; `serial` orders those that arrived at one time. Raises what `check_fits` does."""
+    check_fits(request, limits)
+    max_generated = min(request.max_tokens, limits.max_model_len - len(request.prompt_token_ids))
     group = SequenceGroup(
         request=request,
         order=(request.arrival_s, serial),
@@ -62,7 +65,7 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
     if request.beam is not None:
         _add_beams(group, request.beam, max_generated)
         return group
-    for index, answer in enumerate(answers):
+    for index, answer in enumerate(_answers_of(request)):
         sampling = _sampling_of(request.sampling, index)
         tells_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
         sequence = _make_sequence(group, index, max_generated, sampling, tells_logprobs=tells_logprobs)
@@ -70,6 +73,10 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
         sequence.is_ended = answer.is_ended
         group.members.append(sequence)
     return group
+
+
+def _answers_of(request: Request) -> tuple[Answer, ...]:
+    return request.answers or (Answer(request.generated_token_ids),) * request.num_samples
 
 
 def _add_beams(group: SequenceGroup, beam: BeamSearch, max_generated: int) -> None:
