@@ -246,6 +246,10 @@ class LoopbackWorker:
             self.num_answered += 1
             self.session.receive(message)
 
+    def lose(self) -> None:
+        """It dies: its stream breaks."""
+        self.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+
     async def run(self, until: Callable[[], bool], max_turns: int = 5000) -> None:
         """Turn until the condition holds."""
         for _ in range(max_turns):

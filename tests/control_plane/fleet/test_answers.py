@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import grpc
 import pytest
 from motet.v1 import plan_pb2
 
@@ -19,11 +18,6 @@ from tests.fakes.fleet_rig import CAPACITIES, FINGERPRINT, FakeClock, LoopbackWo
 from tests.fakes.hash_model import oracle
 
 PROMPT = [1, 2, 3, 4, 5, 6]
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 def expected(request: Request, index: int) -> list[int]:
@@ -62,7 +56,7 @@ async def test_answers_go_on_elsewhere_without_a_lost_or_doubled_token(clock: Fa
     stream = fleet.submit(request)
     for _ in range(num_turns):
         await first.turn()
-    first.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+    first.lose()
     second = LoopbackWorker(fleet, "w1")
     answers = await run_to_the_end(second, stream)
     assert answers == {index: expected(request, index) for index in range(3)}
@@ -77,7 +71,7 @@ async def test_one_answer_given_up_frees_what_it_held_and_is_not_run_again(clock
     stream = fleet.submit(request)
     await worker.run(lambda: stream.num_unread_tokens >= 9)
     if not is_attached:  # the fleet itself has to remember
-        worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+        worker.lose()
     stream.cancel_index(1)
     if not is_attached:
         worker = LoopbackWorker(fleet)
@@ -107,7 +101,7 @@ async def beams_of(fleet: Fleet, worker: LoopbackWorker, *, num_turns_before_a_l
     if num_turns_before_a_loss is not None:
         for _ in range(num_turns_before_a_loss):
             await worker.turn()
-        worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+        worker.lose()
         worker = LoopbackWorker(fleet)
 
     async def read() -> list[JobEvent]:

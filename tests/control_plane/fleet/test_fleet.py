@@ -47,11 +47,6 @@ from tests.fakes.fleet_rig import (
 )
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
 def weights_of(fleet: Fleet) -> FakeWeights:
     weights = fleet._weights
     assert isinstance(weights, FakeWeights)
@@ -63,11 +58,6 @@ async def run_all(worker: LoopbackWorker, streams: list[JobStream]) -> list[list
     readers = [asyncio.create_task(read_all(stream)) for stream in streams]
     await worker.run(lambda: all(reader.done() for reader in readers))
     return [await reader for reader in readers]
-
-
-def lose(worker: LoopbackWorker) -> None:
-    """The worker dies: its stream breaks."""
-    worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
 
 
 def assert_nothing_held(worker: LoopbackWorker) -> None:
@@ -176,7 +166,7 @@ async def test_a_worker_lost_amid_a_repeated_plan_loses_and_repeats_no_token(clo
         worker.answer()
     await worker.receive()
     worker.answer(2)  # of the four steps
-    lose(worker)
+    worker.lose()
     other = LoopbackWorker(fleet, "w1")
     await other.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
@@ -222,7 +212,7 @@ async def test_requests_of_a_lost_worker_go_on_elsewhere_without_losing_or_repea
         await first.turn()
         await second.turn()
     await first.receive()  # executed and never answered
-    lose(first)
+    first.lose()
     await second.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
     assert fleet.queue_snapshot().num_migrated == 6
@@ -238,7 +228,7 @@ async def test_requests_wait_for_a_worker_after_the_last_one_is_lost(clock: Fake
         for worker in workers:
             await worker.turn()
     for worker in workers:
-        lose(worker)
+        worker.lose()
     clock.advance(29)
     fleet.tick()
     assert fleet.queue_snapshot().num_waiting == 8
@@ -254,7 +244,7 @@ async def test_grace_without_workers_ends_in_no_worker_or_worker_lost(clock: Fak
     running = fleet.submit(make_request(fleet, [1], 40))
     for _ in range(3):
         await worker.turn()
-    lose(worker)
+    worker.lose()
     waiting = fleet.submit(make_request(fleet, [1], 40))
     clock.advance(5)
     fleet.tick()
@@ -396,7 +386,7 @@ async def test_an_end_that_was_not_told_when_the_worker_was_lost_is_told_then(cl
     await worker.turn()
     clock.advance(1.5)
     worker.session.scheduler._end_expired(clock.now_s)  # as in a plan; the fleet is told after it
-    lose(worker)
+    worker.lose()
     with pytest.raises(DeadlineExceeded):
         await read_all(stream)
     await LoopbackWorker(fleet, "w1").run(reader.done)
@@ -416,7 +406,7 @@ async def test_a_request_that_kills_its_workers_is_convicted_and_the_others_fini
             break
         if any(row.tokens[:2] == [1, 66] for row in worker.engine._rows.values()):
             kills += 1
-            lose(worker)
+            worker.lose()
             worker = LoopbackWorker(fleet)
         await worker.turn()
     assert kills == 3
@@ -436,7 +426,7 @@ async def test_a_request_is_moved_three_times_and_then_lost(clock: FakeClock) ->
         worker = LoopbackWorker(fleet)
         for _ in range(8):  # far enough to be beyond suspicion
             await worker.turn()
-        lose(worker)
+        worker.lose()
     with pytest.raises(WorkerLost, match="4 times"):
         await reader
 
@@ -490,7 +480,7 @@ async def test_full_stream_stays_paused_on_the_worker_it_moves_to(clock: FakeClo
     for _ in range(300):
         await first.turn()
     num_unread = stream.num_unread_tokens
-    lose(first)
+    first.lose()
     second = LoopbackWorker(fleet, "w1")
     for _ in range(10):
         await second.turn()
@@ -758,7 +748,7 @@ async def test_adapter_that_no_worker_can_load_fails_after_one_try_on_each(clock
         worker.engine.hash_slots.failing[adapter.digest] = False
     for num_attached in (6, 2):  # the limit of migrations first, then too few workers
         for worker in workers[num_attached:]:
-            lose(worker)
+            worker.lose()
         before = sum(worker.num_answered for worker in workers)
         reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1, 2], 5, adapter))))
         await pass_time(clock, fleet, workers[:num_attached], 2.0)

@@ -163,11 +163,6 @@ async def test_loads_from_the_host_cache_alone_teach_what_a_load_takes(clock: Fa
     assert (costs.load_us, costs.load_bytes) == (7005, adapter.arena_bytes)
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
 def name_of(workers: list[LoopbackWorker], request: Request) -> str:
     """The worker that has the request."""
     [name] = [w.session.worker_id for w in workers if request.request_id in w.session.scheduler.groups]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import grpc
 import pytest
 
 from control_plane.errors import ContextTooLong, MotetError, PoisonedRequest
@@ -22,15 +21,6 @@ from tests.fakes.fleet_rig import (
     make_request,
     read_all,
 )
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-def lose(worker: LoopbackWorker) -> None:
-    worker.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
 
 
 def submit_suspect(fleet: Fleet, request: Request) -> JobStream:
@@ -62,7 +52,7 @@ async def see_two_deaths(fleet: Fleet, requests: list[Request]) -> list[JobStrea
         await worker.receive()
         worker.answer()
         assert worker.session.scheduler.stats().num_running == len(requests)
-        lose(worker)
+        worker.lose()
     return streams
 
 
@@ -214,7 +204,7 @@ async def test_a_death_that_convicts_a_suspect_is_not_held_against_the_others(cl
     jobs = [fleet._jobs[request.request_id] for request in suspects]
     await worker.run(lambda: fleet._dispatcher.is_on_trial(jobs[1]))
     await worker.turn()
-    lose(worker)
+    worker.lose()
     with pytest.raises(PoisonedRequest):
         await read_all(streams[1])
     assert (jobs[0].num_deaths, jobs[0].num_migrations) == (0, 2)
@@ -230,7 +220,7 @@ async def test_a_worker_that_dies_before_it_computes_the_suspect_convicts_nobody
     [stream] = await see_two_deaths(fleet, [suspect])
     worker = LoopbackWorker(fleet, "w0")
     assert worker_of(fleet, suspect) == "w0"
-    lose(worker)  # before the loop turned: no plan was made
+    worker.lose()  # before the loop turned: no plan was made
     back = LoopbackWorker(fleet, "w0")
     reader = asyncio.create_task(read_all(stream))
     await back.run(reader.done)
@@ -245,7 +235,7 @@ async def test_a_trial_is_seen_through_although_the_reader_falls_behind(clock: F
     for num_tokens in (100, MAX_UNREAD_TOKENS - 4):
         worker = LoopbackWorker(fleet)
         await worker.run(lambda least=num_tokens: job.num_generated >= least)
-        lose(worker)
+        worker.lose()
     assert fleet._dispatcher._trials.on_trial() == [] and job.num_deaths == 2 and job.full_since_s is None
     worker = LoopbackWorker(fleet)
     other = make_request(fleet, [2], 20)
@@ -264,7 +254,7 @@ async def test_a_full_suspect_waits_for_its_reader(clock: FakeClock) -> None:
     worker = LoopbackWorker(fleet)
     await worker.run(lambda: job.full_since_s is not None)
     job.num_deaths = 1
-    lose(worker)
+    worker.lose()
     assert job.num_deaths == 2
     worker = LoopbackWorker(fleet)
     assert worker_of(fleet, suspect) is None
@@ -291,7 +281,7 @@ async def see_two_deaths_of_one(fleet: Fleet, request: Request) -> None:
     for _ in range(2):
         worker = LoopbackWorker(fleet, "first")
         await worker.receive()
-        lose(worker)
+        worker.lose()
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
@@ -407,7 +397,7 @@ async def test_a_suspect_for_which_no_worker_is_large_enough_any_more_fails(cloc
     large, fitting = make_request(fleet, [*range(100)], 60), make_request(fleet, [3], 40)
     streams = [submit_suspect(fleet, request) for request in (large, fitting)]
     assert worker_of(fleet, large) is worker_of(fleet, fitting) is None
-    lose(large_worker)
+    large_worker.lose()
     assert streams[0].has_ended
     with pytest.raises(ContextTooLong):
         await read_all(streams[0])
@@ -472,7 +462,7 @@ async def test_a_suspect_waits_for_the_lost_one_of_two_workers(clock: FakeClock)
     workers = await two_busy_workers(fleet)
     suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
     suspect.num_deaths = 1
-    lose(workers[1])
+    workers[1].lose()
     clock.advance(5.0)
     fleet.tick()
     assert suspect.num_deaths == 2 and suspect.session is None
@@ -485,7 +475,7 @@ async def test_a_suspect_runs_beside_others_where_the_lost_one_of_two_workers_st
     workers = await two_busy_workers(fleet)
     suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
     suspect.num_deaths = 1
-    lose(workers[1])
+    workers[1].lose()
     clock.advance(9.9)
     fleet.tick()
     assert suspect.session is None
