@@ -22,6 +22,7 @@ from kernels.sampling import Adjustments, SamplingRows, sample, token_logprobs
 from kernels.store_kv import cases as store_cases
 from kernels.store_kv import store_kv
 from kernels.swap_blocks import swap_blocks
+from tests.gpu.rope_check import check_rope_and_store_kv
 from tests.kernels.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -90,13 +91,7 @@ def test_gated_activation(dtype: torch.dtype, activation: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", rope_cases.CASES, **by_name)
 def test_rope_and_store_kv(case: rope_cases.Case, dtype: torch.dtype) -> None:
-    here = rope_cases.make(case, dtype)
-    there = to_device(here, CUDA)
-    for inputs in (here, there):
-        apply_rope_and_store_kv(**{item.name: getattr(inputs, item.name) for item in fields(inputs)})
-    for tensor, other in zip(here.changed(), there.changed(), strict=True):
-        assert torch.equal(other.cpu().isnan(), tensor.isnan())
-        assert_close(other.cpu().nan_to_num(), tensor.nan_to_num(), magnitude=4.0 if case.has_norm else 1.0)
+    check_rope_and_store_kv(case, dtype, CUDA, magnitude=4.0 if case.has_norm else 1.0)
 
 
 def test_norm_gate_and_rotation_replay_in_a_cuda_graph() -> None:

@@ -18,6 +18,7 @@ from kernels.rope import apply_rope_and_store_kv
 from kernels.rope import cases as rope_cases
 from kernels.store_kv import cases as store_cases
 from kernels.store_kv import store_kv
+from tests.gpu.rope_check import check_rope_and_store_kv
 from tests.kernels.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -56,13 +57,7 @@ def test_gates_of_a_models_rows(width: int, dtype: torch.dtype) -> None:
     ids=lambda case: case.name,
 )
 def test_rotation_and_cache_write_of_a_models_heads(case: rope_cases.Case, dtype: torch.dtype) -> None:
-    here = rope_cases.make(case, dtype)
-    there = to_device(here, CUDA)
-    for inputs in (here, there):
-        apply_rope_and_store_kv(**{item.name: getattr(inputs, item.name) for item in fields(inputs)})
-    for tensor, other in zip(here.changed(), there.changed(), strict=True):
-        assert torch.equal(other.cpu().isnan(), tensor.isnan())
-        assert_close(other.cpu().nan_to_num(), tensor.nan_to_num(), magnitude=4.0)
+    check_rope_and_store_kv(case, dtype, CUDA, magnitude=4.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
