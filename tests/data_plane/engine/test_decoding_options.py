@@ -5,6 +5,7 @@ Forks, stepwise rows and swapped rows must go on with the tokens that they would
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,23 @@ from tests.data_plane.engine.test_engine import PROMPT, new_row
 
 SAMPLED = RowSampling(temperature=0.9, top_k=50, top_p=0.95, seed=11)
 NUM_TOKENS = 12
+ChangeLogits = Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
 
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+@pytest.fixture
+def change_logits(monkeypatch: pytest.MonkeyPatch) -> ChangeLogits:
+    """Has every model's logits changed by a function from here on."""
+    logits_of = LoadedModel.logits
+
+    def use(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        monkeypatch.setattr(LoadedModel, "logits", lambda model, *inputs: change(logits_of(model, *inputs)))
+
+    return use
 
 
 def answer(engine: TorchEngine, sampling: RowSampling, **settings: Any) -> list[int]:
@@ -160,16 +173,10 @@ def test_logprobs_of_prompt_and_answer_are_the_models(engine: TorchEngine, model
 
 
 def test_tokens_less_likely_than_float32_can_say_are_told_with_its_lowest_number(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+    engine: TorchEngine, change_logits: ChangeLogits
 ) -> None:
     """Finite logits of -3e38 and 3e38: the difference of two of them is not finite. No row fails for that."""
-    logits_of = LoadedModel.logits
-
-    def far_apart(model: LoadedModel, *inputs: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(model, *inputs)
-        return torch.where(logits > logits.median(dim=-1, keepdim=True).values, 3e38, -3e38)
-
-    monkeypatch.setattr(LoadedModel, "logits", far_apart)
+    change_logits(lambda logits: torch.where(logits > logits.median(dim=-1, keepdim=True).values, 3e38, -3e38))
     sampling = RowSampling(3e38, 0, 1.0, 1, num_logprobs=256, num_prompt_logprobs=256)  # so hot that all are drawn
     row = new_row(block_ids=array([3, 4]), sampling=sampling)
     outputs = [engine.execute(make_plan(1, new=[row], prefills=[(0, 7)]))]
@@ -182,17 +189,8 @@ def test_tokens_less_likely_than_float32_can_say_are_told_with_its_lowest_number
         assert np.isfinite(part.top_logprobs).all() and (part.top_logprobs[:, -1] == LEAST_LOGPROB).all()
 
 
-def test_prompt_whose_logits_are_not_finite_is_not_told_of(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits_of = LoadedModel.logits
-
-    def infinite(model: LoadedModel, *inputs: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(model, *inputs)
-        logits[:, 250] = float("inf")
-        return logits
-
-    monkeypatch.setattr(LoadedModel, "logits", infinite)
+def test_prompt_whose_logits_are_not_finite_is_not_told_of(engine: TorchEngine, change_logits: ChangeLogits) -> None:
+    change_logits(lambda logits: logits.index_fill(1, torch.tensor([250]), float("inf")))
     sampling = replace(GREEDY, num_logprobs=0, num_prompt_logprobs=0)
     output = engine.execute(make_plan(1, new=[new_row(sampling=sampling)], prefills=[(0, 7)]))
     assert output.failed_rows.tolist() == [0] and output.prompt_logprobs == output.sampled_logprobs == []
