@@ -32,13 +32,14 @@ OBJECTIVE = Objective(ttft_s=1.0, itl_s=0.05)
 def scale(options: argparse.Namespace) -> dict[str, Any]:
     """Many workers, adapters and requests under the default settings."""
     num_workers = options.workers or 1000
-    workload = Workload(
-        num_requests=options.requests or 1_000_000,
-        num_adapters=options.adapters or 100_000,
-        requests_per_s=(options.rate or 400.0) * num_workers,
+    workload = workload_of(
+        options,
+        num_workers,
+        requests=1_000_000,
+        adapters=100_000,
+        rate=400.0,
         output_tokens=(1, 64),
         output_median=12,
-        seed=options.seed,
     )
     outcome = simulate(workload, FleetShape(num_workers=num_workers), SchedulerSettings(), options)
     return {"scale": summary(outcome, num_workers, OBJECTIVE)}
@@ -47,11 +48,12 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
 def failures(options: argparse.Namespace) -> dict[str, Any]:
     """Workers that die and come back; the simulation asserts that each request gets each of its tokens once."""
     num_workers = options.workers or 20
-    workload = Workload(
-        num_requests=options.requests or 20_000,
-        num_adapters=options.adapters or 1000,
-        requests_per_s=(options.rate or 60.0) * num_workers,
-        seed=options.seed,
+    workload = workload_of(
+        options,
+        num_workers,
+        requests=20_000,
+        adapters=1000,
+        rate=60.0,
     )
     rows = {}
     for per_hour in (0.0, 30.0, 120.0):
@@ -64,13 +66,14 @@ def failures(options: argparse.Namespace) -> dict[str, Any]:
 def preemption(options: argparse.Namespace) -> dict[str, Any]:
     """A KV cache too small for what is asked, half of it four answers at once, without and with host blocks."""
     num_workers = options.workers or 1
-    workload = Workload(
-        num_requests=options.requests or 3000,
-        num_adapters=options.adapters or 50,
-        requests_per_s=(options.rate or 20.0) * num_workers,
+    workload = workload_of(
+        options,
+        num_workers,
+        requests=3000,
+        adapters=50,
+        rate=20.0,
         output_median=128,  # requests grow long after they were admitted
         group_share=0.5,
-        seed=options.seed,
     )
     rows = {}
     for name, num_host_blocks in (("recompute", 0), ("swap", 8192)):
@@ -83,13 +86,7 @@ def preemption(options: argparse.Namespace) -> dict[str, Any]:
 def policies(options: argparse.Namespace) -> dict[str, Any]:
     """The same trace at rising rates under each policy. A tenth of the prompts is long."""
     num_workers = options.workers or 1
-    base = Workload(
-        num_requests=options.requests or 3000,
-        num_adapters=options.adapters or 2000,
-        requests_per_s=1.0,
-        long_share=0.1,
-        seed=options.seed,
-    )
+    base = workload_of(options, num_workers, requests=3000, adapters=2000, rate=1.0, long_share=0.1)
     shape = FleetShape(num_workers=num_workers)
     rows: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for policy in Policy:
@@ -107,12 +104,13 @@ def fairness(options: argparse.Namespace) -> dict[str, Any]:
     """Two tenants of equal weight who both ask for more than their half, one of them ten times as much."""
     num_workers = options.workers or 1
     tenants = (TenantLoad("flooding", 10.0), TenantLoad("steady", 1.0))
-    workload = Workload(
-        num_requests=options.requests or 40_000,
-        num_adapters=options.adapters or 50,
-        requests_per_s=(options.rate or 1600.0) * num_workers,
+    workload = workload_of(
+        options,
+        num_workers,
+        requests=40_000,
+        adapters=50,
+        rate=1600.0,
         tenants=tenants,
-        seed=options.seed,
     )
     names = [tenant.name for tenant in tenants]
     until_s = workload.num_requests / workload.requests_per_s  # both ask all the time
@@ -129,6 +127,19 @@ def fairness(options: argparse.Namespace) -> dict[str, Any]:
     if options.charts is not None:
         draw_service(outcomes, names, options.charts / "fairness.png")
     return rows
+
+
+def workload_of(
+    options: argparse.Namespace, num_workers: int, *, requests: int, adapters: int, rate: float, **more: Any
+) -> Workload:
+    """So many requests, adapters, and requests per second and worker, where the options do not say how many."""
+    return Workload(
+        num_requests=options.requests or requests,
+        num_adapters=options.adapters or adapters,
+        requests_per_s=(options.rate or rate) * num_workers,
+        seed=options.seed,
+        **more,
+    )
 
 
 def simulate(
