@@ -1,10 +1,12 @@
-"""Which kernels serve a tensor: the Triton ones on an NVIDIA GPU, those of plain torch everywhere else."""
+"""Which kernels serve a tensor, Triton's on an NVIDIA GPU and plain torch elsewhere, and how arrays reach a device."""
 
 from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,3 +43,14 @@ def device_name(tensor: torch.Tensor) -> str | None:
 @cache
 def _gpu_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array as a tensor on the device. Nothing waits for a GPU: the bytes go through pinned memory.
+
+    On the CPU the tensor may share the array's memory.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

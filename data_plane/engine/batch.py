@@ -9,9 +9,9 @@ import torch
 
 from data_plane.engine.logprobs import Asked
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
-from data_plane.engine.upload import upload
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array
+from kernels.devices import upload
 from kernels.paged_attention import AttentionBatch
 
 

@@ -15,10 +15,10 @@ from data_plane.engine.kv_cache import KVCache
 from data_plane.engine.logprobs import Asked, joined, tell_logprobs
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampler import Sampler
-from data_plane.engine.upload import upload
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import AdapterSlots, Capacities, Int32Array, RowLogprobs, StepOutput, StepPlan
+from kernels.devices import upload
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import torch
 
 from data_plane.engine.rows import Int64Array
 from data_plane.engine.token_history import TokenHistory
-from data_plane.engine.upload import upload
 from data_plane.errors import PlanRefused
 from data_plane.plan import Float32Array, Int32Array, NewRow, RowSampling
+from kernels.devices import upload
 from kernels.sampling import Adjustments, SamplingRows, sample
 
 # Token ids and what is added to their logits; -inf bans.

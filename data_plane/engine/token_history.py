@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from data_plane.engine.upload import upload
 from data_plane.plan import Int32Array
+from kernels.devices import upload
 from kernels.sampling import IN_ANSWER, IN_PROMPT
 
 _FIRST_PLACES = 8

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.buckets import bucket
+from kernels.devices import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class DeviceBatch:
         host_tables = np.pad(host_tables, ((0, 0), (0, bucket(num_blocks) - num_blocks)))
         start = np.array(query_start, dtype=np.int32)
         lens = np.array(context_lens, dtype=np.int32)
-        tables, starts, lengths = upload(device, host_tables, start, lens)
+        tables, starts, lengths = upload_all(device, host_tables, start, lens)
         return cls(tables, starts, lengths, is_causal, start, lens)
 
     def splits(self, split_keys: int, max_splits: int, most_keys: int | None) -> Splits:
@@ -81,7 +82,7 @@ class DeviceBatch:
             joins = np.stack([decodes, first], axis=1)[counts > 1]
             num_more = bucket(len(programs) - len(decodes))
             most_joins = min(len(decodes), num_more)
-            programs_there, joins_there = upload(
+            programs_there, joins_there = upload_all(
                 self.query_start.device, _fill(programs, len(decodes) + num_more), _fill(joins, most_joins)
             )
             self._splits[key] = Splits(programs_there, joins_there, most_joins + num_more)
@@ -103,9 +104,9 @@ class DeviceBatch:
             last_key = (self._host_lens - counts)[sequences] + first if self.is_causal else self._host_lens[sequences]
             order = np.argsort(-last_key, kind="stable")
             tiles = np.stack([sequences[order], first[order]], axis=1)
-            num_several = int((counts > 1).sum())
-            most_tiles = num_several + (int(counts[counts > 1].sum()) - num_several) // queries_per_tile
-            (self._tiles[queries_per_tile],) = upload(self.query_start.device, _fill(tiles, most_tiles))
+            several = counts[counts > 1]
+            most_tiles = len(several) + (int(several.sum()) - len(several)) // queries_per_tile
+            (self._tiles[queries_per_tile],) = upload_all(self.query_start.device, _fill(tiles, most_tiles))
         return self._tiles[queries_per_tile]
 
 
@@ -116,8 +117,8 @@ def _fill(pairs: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int32]:
     return filled
 
 
-def upload(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-    """The arrays on the device by one copy; through pinned memory to a GPU, so that nothing waits for it.
+def upload_all(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
+    """The arrays on the device by one copy.
 
     Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
     """
@@ -125,6 +126,5 @@ def upload(device: torch.device, *arrays: npt.NDArray[np.int32]) -> list[torch.T
     packed = np.zeros(places[-1], dtype=np.int32)
     for place, array in zip(places, arrays, strict=False):
         packed[place : place + array.size] = array.reshape(-1)
-    tensor = torch.from_numpy(packed)
-    there = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    there = upload(packed, device)
     return [there[place : place + array.size].view(array.shape) for place, array in zip(places, arrays, strict=False)]
