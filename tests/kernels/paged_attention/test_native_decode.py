@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -89,18 +89,15 @@ def test_random_cases_equal_the_definition(case: Case, dtype: torch.dtype, num_t
         assert_same(run(inputs), define(inputs))
 
 
-class threads:  # noqa: N801  # reads as a word of the with statement
+@contextmanager
+def threads(count: int) -> Iterator[None]:
     """So many of torch's threads, within."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __enter__(self) -> None:
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(self.count)
-
-    def __exit__(self, *_: Any) -> None:
-        torch.set_num_threads(self.before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 MANY = Case("many", ((1, 300), (1, 17), (4, 40), (1, 1), (1, 256), (1, 257), (1, 512)), 8, 4, 32, 32)
