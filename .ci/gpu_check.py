@@ -3,7 +3,7 @@ served system, and the kernels' times.
 
 Called by `make gpu-check`. Installs nothing, needs no redis-py. Each part has a budget of seconds, is ended when it is
 spent, and leaves the other parts theirs; times come last. Prints tables. Exit status 0 only if there is a GPU and
-everything was checked and passed, 3 if all that was checked passed but something was left out, 1 otherwise.
+everything was checked and passed, 75 if all that was checked passed but something was left out, 1 otherwise.
 """
 
 from __future__ import annotations

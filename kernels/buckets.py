@@ -14,7 +14,7 @@ def bucket(count: int) -> int:
     if count <= 64:
         return round_up(count)
     step = round_up(count) // 16
-    return -(-count // step) * step
+    return ceil_div(count, step) * step
 
 
 def round_up(count: int) -> int:
@@ -27,3 +27,9 @@ def round_up(count: int) -> int:
 def ceil_div(count: int, size: int) -> int:
     """How many of a size hold the count."""
     return -(-count // size)
+
+
+def check_power_of_two(name: str, value: int, least: int, most: int) -> None:
+    """Raise ValueError, by name, for a value that is none, or is out of range."""
+    if not least <= value <= most or value & (value - 1):
+        raise ValueError(f"{name} is {value}, want a power of two from {least} to {most}")

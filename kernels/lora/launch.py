@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from kernels.buckets import round_up
+from kernels.buckets import check_power_of_two, round_up
 from kernels.lora.layout import SiteGroup
 from kernels.tuning import tuned
 
@@ -29,9 +29,9 @@ class ShrinkLaunch:
     num_stages: int = 3
 
     def __post_init__(self) -> None:
-        _check("ranks", self.ranks, 16, 128)
-        _check("in_columns", self.in_columns, 16, MAX_IN_COLUMNS)
-        _check("num_warps", self.num_warps, 1, 16)
+        check_power_of_two("ranks", self.ranks, 16, 128)
+        check_power_of_two("in_columns", self.in_columns, 16, MAX_IN_COLUMNS)
+        check_power_of_two("num_warps", self.num_warps, 1, 16)
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
 
@@ -49,8 +49,8 @@ class ExpandLaunch:
     num_warps: int = 4
 
     def __post_init__(self) -> None:
-        _check("out_columns", self.out_columns, 16, 512)
-        _check("num_warps", self.num_warps, 1, 16)
+        check_power_of_two("out_columns", self.out_columns, 16, 512)
+        check_power_of_two("num_warps", self.num_warps, 1, 16)
 
     @classmethod
     def default(cls, page: int) -> ExpandLaunch:
@@ -119,8 +119,3 @@ def _page_columns(page: int) -> int:
     """Columns of one page at a time if pages are wide enough."""
     columns = min(MAX_IN_COLUMNS, page & -page)
     return columns if columns >= 16 else 64
-
-
-def _check(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most or value & (value - 1):
-        raise ValueError(f"{name} is {value}, want a power of two from {least} to {most}")

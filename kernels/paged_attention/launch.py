@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from kernels.buckets import check_power_of_two
 from kernels.tuning import tuned
 
 
@@ -32,10 +33,10 @@ class DecodeLaunch:
     max_splits: int = 64
 
     def __post_init__(self) -> None:
-        _check("block_m", self.block_m, 16, 32)
-        _check("block_n", self.block_n, 16, 256)
-        _check("num_warps", self.num_warps, 1, 16)
-        _check("max_splits", self.max_splits, 1, 1024)
+        check_power_of_two("block_m", self.block_m, 16, 32)
+        check_power_of_two("block_n", self.block_n, 16, 256)
+        check_power_of_two("num_warps", self.num_warps, 1, 16)
+        check_power_of_two("max_splits", self.max_splits, 1, 1024)
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
         if self.split_keys < 1 or self.split_keys % self.block_n:
@@ -70,9 +71,9 @@ class PrefillLaunch:
     num_stages: int = 3  # from 3 on the next tile's keys and values are on their way while one is computed
 
     def __post_init__(self) -> None:
-        _check("block_m", self.block_m, 16, 256)
-        _check("block_n", self.block_n, 16, 256)
-        _check("num_warps", self.num_warps, 1, 16)
+        check_power_of_two("block_m", self.block_m, 16, 256)
+        check_power_of_two("block_n", self.block_n, 16, 256)
+        check_power_of_two("num_warps", self.num_warps, 1, 16)
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages}, want 1 to 8")
 
@@ -116,8 +117,3 @@ def decode_launch(device_name: str | None, sizes: Sizes) -> DecodeLaunch:
 def prefill_launch(device_name: str | None, sizes: Sizes) -> PrefillLaunch:
     """What was measured for such a model on the device, or the default."""
     return tuned("paged_attention_prefill", PrefillLaunch.default(sizes), device_name, **asdict(sizes))
-
-
-def _check(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most or value & (value - 1):
-        raise ValueError(f"{name} is {value}, want a power of two from {least} to {most}")

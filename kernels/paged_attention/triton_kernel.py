@@ -65,6 +65,8 @@ def _options(options: Options, output: torch.Tensor) -> dict[str, Any]:
     softcap, sparsity = options.softcap, options.sparsity
     has_token_scales = isinstance(options.key_scale, torch.Tensor)
     score_scale = options.scale * (1.0 if isinstance(options.key_scale, torch.Tensor) else options.key_scale)
+    # Those of the keys and of the values are contiguous and of one shape.
+    stride_sb, stride_sp = options.key_scale.stride()[:2] if isinstance(options.key_scale, torch.Tensor) else (0, 0)
     return {
         "score_scale": score_scale * LOG2E if softcap is None else score_scale / softcap,
         "softcap": 0.0 if softcap is None else softcap * LOG2E,
@@ -74,9 +76,8 @@ def _options(options: Options, output: torch.Tensor) -> dict[str, Any]:
         "slopes_ptr": output if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
         "key_scale_ptr": options.key_scale if isinstance(options.key_scale, torch.Tensor) else output,
         "value_scale_ptr": options.value_scale if isinstance(options.value_scale, torch.Tensor) else output,
-        # Those of the keys and of the values are contiguous and of one shape.
-        "stride_sb": options.key_scale.stride(0) if isinstance(options.key_scale, torch.Tensor) else 0,
-        "stride_sp": options.key_scale.stride(1) if isinstance(options.key_scale, torch.Tensor) else 0,
+        "stride_sb": stride_sb,
+        "stride_sp": stride_sp,
         "HAS_WINDOW": options.sliding_window is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": options.sinks is not None,

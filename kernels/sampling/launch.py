@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from kernels.buckets import check_power_of_two
 from kernels.tuning import tuned
 
 
@@ -23,10 +24,10 @@ class SampleLaunch:
     search_warps: int = 8  # of the passes of a limit, which hold 16 sums per token of a tile
 
     def __post_init__(self) -> None:
-        _check("part", self.part, 256, 1 << 16)
-        _check("tile", self.tile, 128, min(4096, self.part))
-        _check("num_warps", self.num_warps, 1, 16)
-        _check("search_warps", self.search_warps, 1, 16)
+        check_power_of_two("part", self.part, 256, 1 << 16)
+        check_power_of_two("tile", self.tile, 128, min(4096, self.part))
+        check_power_of_two("num_warps", self.num_warps, 1, 16)
+        check_power_of_two("search_warps", self.search_warps, 1, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,3 @@ class Sizes:
 def sample_launch(device_name: str | None, sizes: Sizes) -> SampleLaunch:
     """What was measured for such a call on the device, or the default."""
     return tuned("sample", SampleLaunch(), device_name, **asdict(sizes))
-
-
-def _check(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most or value & (value - 1):
-        raise ValueError(f"{name} is {value}, want a power of two from {least} to {most}")
