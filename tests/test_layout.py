@@ -107,3 +107,9 @@ def test_markdown_links_lead_somewhere() -> None:
             if not (path.parent / target).exists():
                 broken.append(f"{relative(path)}: {target}")
     assert not broken
+
+
+def test_every_test_has_a_time_limit(pytestconfig: pytest.Config) -> None:
+    """Without pytest-timeout a test that hangs would hold the whole run, and show no stack."""
+    assert pytestconfig.pluginmanager.hasplugin("timeout")
+    assert 0 < float(pytestconfig.getini("timeout")) <= 300
