@@ -96,6 +96,12 @@ class TokenizerUnavailable(MotetError):
     reason = "TOKENIZER_UNAVAILABLE"
 
 
+class PreconditionFailed(MotetError):
+    """The request relies on a model or a prompt that is not the one here."""
+
+    reason = "PRECONDITION_FAILED"
+
+
 class EtagMismatch(MotetError):
     """The resource changed since the caller read it."""
 
@@ -220,6 +226,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
     TokenizerUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     EtagMismatch: grpc.StatusCode.ABORTED,
     DigestMismatch: grpc.StatusCode.DATA_LOSS,

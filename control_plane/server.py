@@ -142,7 +142,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         memory=RequestMemory(),
     )
     generation_service = generation.GenerationService(
-        model=generation.ModelFacts(base_model.vocab_size, base_model.max_model_len, base_model.eos_token_ids),
+        model=generation.ModelFacts(
+            base_model.vocab_size, base_model.max_model_len, base_model.eos_token_ids, base_model.fingerprint
+        ),
         codec=codec,
         registry=registry,
         fleet=fleet,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from motet.channel import RetryPolicy
 from motet.errors import Cancelled, DataLoss, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable
-from motet.requests import continuation, is_resumable
+from motet.requests import continuation, is_resumable, what_changed
 from motet.types import Answer, Chunk, Finished, Generation, Started, TokenLogprobs
 from motet.v1 import generation_pb2
 from motet.wire import finished_from, logprobs_from, started_from
@@ -145,10 +145,9 @@ class GenerationState:
                 raise _broken_promise(f"{started.n} answers where {num_asked} were asked for")
             self._started_message, self.started = message, started
             self._answers = [_AnswerState(index) for index in range(self.started.n)]
-        elif message.adapter_digest != first.adapter_digest:
-            raise _broken_promise(f"continued with version {message.adapter_digest}, not {first.adapter_digest}")
-        elif message.sampling.seed != first.sampling.seed:
-            raise _broken_promise(f"continued with seed {message.sampling.seed}, not {first.sampling.seed}")
+        elif (change := what_changed(first, message)) is not None:
+            name, value, before = change
+            raise _broken_promise(f"continued with {name} {value}, not {before}")
 
 
 class _AnswerState:

@@ -9,12 +9,14 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, TypedDict
 
+from google.protobuf.message import Message
+
 from motet.errors import invalid_field
 from motet.types import BeamSearch, ChatMessage
 from motet.v1 import generation_pb2, types_pb2
 
-Message: TypeAlias = ChatMessage | Mapping[str, str]
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+ChatTurn: TypeAlias = ChatMessage | Mapping[str, str]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
 
 TENANT_KEY = "motet-tenant"  # metadata
 _UINT32_MAX = 2**32 - 1
@@ -115,21 +117,51 @@ def continuation(
 ) -> generation_pb2.GenerateRequest:
     """The request that goes on behind `token_ids` with the same tokens as the unbroken stream.
 
-    What the server chose is pinned: version, seed, and every default that a restarted server could choose anew.
+    What the server chose is pinned: version, seed, every default that a restarted server could choose anew, and the
+    date that a chat template prints. A server with another model, or that makes another prompt of the input, refuses.
     """
     resumed = generation_pb2.GenerateRequest()
     resumed.CopyFrom(request)
     resumed.request_id = started.request_id
     resumed.adapter_digest = started.adapter_digest
-    resumed.sampling.seed = started.sampling.seed
+    _pin_unset(resumed.sampling, started.sampling)
+    _pin_unset(resumed.stopping, started.stopping)
     resumed.sampling.ClearField("prompt_logprobs")  # told already
-    for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if not request.sampling.HasField(field) and started.sampling.HasField(field):
-            setattr(resumed.sampling, field, getattr(started.sampling, field))
-    if not request.stopping.HasField("max_tokens") and started.stopping.HasField("max_tokens"):
-        resumed.stopping.max_tokens = started.stopping.max_tokens
+    if request.HasField("chat") and started.HasField("render_time"):
+        resumed.chat.render_time.CopyFrom(started.render_time)
+    resumed.preconditions.model_fingerprint = started.model_fingerprint
+    resumed.preconditions.prompt_sha256 = started.prompt_sha256
     resumed.resume_from.ids.extend(token_ids)
     return resumed
+
+
+def what_changed(
+    first: generation_pb2.GenerationStarted, later: generation_pb2.GenerationStarted
+) -> tuple[str, object, object] | None:
+    """The first thing that a continuation does not have in common with its beginning: name, later value, first value.
+
+    None if they can be one stream.
+    """
+    for field in ("adapter_digest", "model_fingerprint", "prompt_sha256", "prompt_tokens"):
+        if getattr(later, field) != getattr(first, field):
+            return field, getattr(later, field), getattr(first, field)
+    for part in ("sampling", "stopping", "decoding"):
+        settings, before = getattr(later, part), getattr(first, part)
+        for descriptor in before.DESCRIPTOR.fields:
+            name = descriptor.name
+            # Prompt log-probabilities were told at the start, a continuation does not ask for them.
+            if name != "prompt_logprobs" and getattr(settings, name) != getattr(before, name):
+                return f"{part}.{name}", getattr(settings, name), getattr(before, name)
+    return None
+
+
+def _pin_unset(settings: Message, effective: Message) -> None:
+    """Give every optional field of `settings` that is unset the value in effect."""
+    for field in settings.DESCRIPTOR.fields:
+        if not field.has_presence or field.message_type is not None or settings.HasField(field.name):
+            continue
+        if effective.HasField(field.name):
+            setattr(settings, field.name, getattr(effective, field.name))
 
 
 def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOptions) -> None:

@@ -97,6 +97,9 @@ class Started:
     best_of: int = 1  # answers that are sampled
     beam_search: BeamSearch | None = None
     tenant: str = ""  # who the request is counted for; empty: the server has no tenants
+    model_fingerprint: str = ""  # base model that answers, as in status(): 64 hexadecimal digits
+    prompt_sha256: str = ""  # of the prompt's token ids, each as 4 bytes, least significant first
+    render_time: datetime | None = None  # for a conversation: when its chat template was rendered, UTC
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: the prompt's tokens from the second on
 
 

@@ -65,6 +65,9 @@ def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
             else None
         ),
         tenant=message.tenant,
+        model_fingerprint=message.model_fingerprint,
+        prompt_sha256=message.prompt_sha256,
+        render_time=_time(message.render_time),
         prompt_logprobs=logprobs_from(message.prompt_logprobs),
     )
 

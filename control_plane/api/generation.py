@@ -25,6 +25,7 @@ from control_plane.api.generation_request import (
     effective_max_tokens,
 )
 from control_plane.api.parts import Fleet, Registry
+from control_plane.api.preconditions import require_model, require_prompt
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stream import TextStream
 from control_plane.api.validation import refuse, tenant_of
@@ -44,6 +45,7 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int  # prompt and completion together, tokens
     eos_token_ids: tuple[int, ...]
+    fingerprint: str  # names the checkpoint, 64 lower-case hexadecimal digits
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -58,6 +60,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         fleet: Fleet,
         gate: DrainGate,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         self._model = model
@@ -66,6 +69,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._fleet = fleet
         self._gate = gate
         self._clock = clock
+        self._wall_clock = wall_clock
         self._draw_seed = draw_seed
 
     async def Generate(  # noqa: N802 - the stub's name
@@ -79,8 +83,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         checked = check_request(request, vocab_size=self._model.vocab_size, draw_seed=self._draw_seed)
         if checked.stop:
             self._codec.require_stop_strings()
+        require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._registry.resolve(checked.adapter_id, checked.adapter_digest) if checked.adapter_id else None
-        prompt = await self._prompt_token_ids(checked)
+        render_time_s = self._render_time_s(checked)
+        prompt = await self._prompt_token_ids(checked, render_time_s)
+        require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), self._model.max_model_len)
         check_prompt_logprobs(checked, len(prompt))
         eos = frozenset() if checked.ignore_eos else frozenset(self._model.eos_token_ids)
@@ -106,6 +113,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
             tenant=tenant,
             checked=checked,
+            model_fingerprint=self._model.fingerprint,
+            render_time_s=render_time_s,
             work=work,
             vocab_size=self._model.vocab_size,
             make_text=lambda: TextStream(self._codec.detokenizer(), checked.stop, checked.sampling.min_tokens),
@@ -127,14 +136,20 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             job.cancel()
         raise MotetError(f"the stream of request {work.request_id} ended without a finish reason")
 
-    async def _prompt_token_ids(self, checked: CheckedRequest) -> Sequence[int]:
+    def _render_time_s(self, checked: CheckedRequest) -> float | None:
+        """When the conversation is rendered, seconds since 1970; None for another input."""
+        if checked.messages is None:
+            return None
+        return self._wall_clock() if checked.render_time_s is None else checked.render_time_s
+
+    async def _prompt_token_ids(self, checked: CheckedRequest, render_time_s: float | None) -> Sequence[int]:
         if checked.token_ids is not None:
             return checked.token_ids
         if checked.text is not None:
             ids = await self._codec.encode_text(checked.text)
         else:
             assert checked.messages is not None
-            ids = await self._codec.encode_chat(checked.messages)
+            ids = await self._codec.encode_chat(checked.messages, render_time_s)
         if not ids:
             raise refuse(checked.input_field, "no token is left after tokenisation; a prompt needs at least one")
         if max(ids) >= self._model.vocab_size:

@@ -14,9 +14,10 @@ from motet.v1 import generation_pb2, types_pb2
 
 from control_plane.api.generation_request import CheckedRequest
 from control_plane.api.parts import JobEvent
+from control_plane.api.preconditions import prompt_sha256
 from control_plane.api.sampling_params import decoding_message, sampling_message
 from control_plane.api.text.stream import TextStream
-from control_plane.api.wire import FINISH_REASONS, duration, logprobs_message
+from control_plane.api.wire import FINISH_REASONS, duration, logprobs_message, timestamp
 from control_plane.scheduler.types import FinishReason, Request, TokenLogprobs, sample_seed
 
 MAX_KEPT_DELTA_TOKENS = 256  # of answers that are told at the end
@@ -110,6 +111,8 @@ class GenerationEvents:
         adapter_name: str,
         tenant: str,
         checked: CheckedRequest,
+        model_fingerprint: str,
+        render_time_s: float | None,
         work: Request,
         vocab_size: int,
         make_text: Callable[[], TextStream],
@@ -119,6 +122,8 @@ class GenerationEvents:
         self._adapter_name = adapter_name
         self._tenant = tenant
         self._checked = checked
+        self._model_fingerprint = model_fingerprint
+        self._render_time_s = render_time_s
         self._work = work
         self._vocab_size = vocab_size
         self._clock = clock
@@ -223,6 +228,9 @@ class GenerationEvents:
                 decoding=decoding_message(self._decoding),
                 prompt_logprobs=map(logprobs_message, self._prompt_logprobs),
                 tenant=self._tenant,
+                model_fingerprint=self._model_fingerprint,
+                prompt_sha256=prompt_sha256(self._work.prompt_token_ids),
+                render_time=None if self._render_time_s is None else timestamp(self._render_time_s),
             )
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from motet.v1 import generation_pb2, types_pb2
 
+from control_plane.api.preconditions import check_preconditions
 from control_plane.api.sampling_params import Decoding, check_decoding, check_sampling
 from control_plane.api.validation import Violations, check_adapter_id, check_digest, check_request_id, quoted, refuse
 from control_plane.errors import ContextTooLong, FieldViolation
@@ -25,6 +26,7 @@ MAX_CACHE_SALT_BYTES = 128
 MAX_MESSAGES = 1024
 MAX_ROLE_CHARS = 64
 MAX_PRIORITY = 100  # either sign
+MAX_RENDER_TIME_S = 32_503_680_000  # the year 3000
 MAX_PROMPT_LOGPROB_ENTRIES = 1 << 18  # about 3 MB; a gRPC client takes messages of up to 4 MB by default
 
 
@@ -38,6 +40,7 @@ class CheckedRequest:
     text: str | None
     token_ids: tuple[int, ...] | None
     messages: tuple[dict[str, str], ...] | None  # exactly one of text, token_ids and messages is set
+    render_time_s: float | None  # when a conversation is rendered, seconds since 1970; None: at present
     sampling: Sampling
     decoding: Decoding
     max_tokens: int | None  # None: the default
@@ -47,6 +50,8 @@ class CheckedRequest:
     cache_salt: bytes
     resume_from: tuple[int, ...]
     priority: int
+    model_fingerprint: str  # the model that the request relies on; empty: any
+    prompt_sha256: str  # the prompt that the request relies on; empty: any
 
     @property
     def input_field(self) -> str:
@@ -84,6 +89,8 @@ def check_request(
         violations.add(
             "resume_from.ids", f"{len(request.resume_from.ids)} tokens; at most stopping.max_tokens, {max_tokens}"
         )
+    render_time_s = _checked_render_time_s(request, violations)
+    check_preconditions(request.preconditions, violations)
     violations.raise_if_any()
     return CheckedRequest(
         request_id=request.request_id,
@@ -92,6 +99,7 @@ def check_request(
         text=text,
         token_ids=token_ids,
         messages=messages,
+        render_time_s=render_time_s,
         sampling=replace(sampling, min_tokens=min_tokens),
         decoding=decoding,
         max_tokens=max_tokens,
@@ -101,6 +109,8 @@ def check_request(
         cache_salt=request.cache_salt.encode(),
         resume_from=tuple(request.resume_from.ids),
         priority=request.priority,
+        model_fingerprint=request.preconditions.model_fingerprint,
+        prompt_sha256=request.preconditions.prompt_sha256,
     )
 
 
@@ -189,6 +199,17 @@ def _check_messages(messages: Sequence[types_pb2.ChatMessage], violations: Viola
             violations.add(
                 f"chat.messages[{index}].role", f"{len(message.role)} characters; from 1 to {MAX_ROLE_CHARS}"
             )
+
+
+def _checked_render_time_s(request: generation_pb2.GenerateRequest, violations: Violations) -> float | None:
+    if request.WhichOneof("input") != "chat" or not request.chat.HasField("render_time"):
+        return None
+    moment = request.chat.render_time
+    if not (0 <= moment.seconds <= MAX_RENDER_TIME_S and 0 <= moment.nanos < 10**9):
+        violations.add(
+            "chat.render_time", f"{moment.seconds} s and {moment.nanos} ns since 1970; a time from 1970 to 3000"
+        )
+    return moment.seconds + moment.nanos / 1e9
 
 
 def _check_token_ids(ids: Sequence[int], field: str, vocab_size: int, violations: Violations) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from motet import (
     AsyncClient,
@@ -18,11 +20,13 @@ from motet import (
     Client,
     DataLoss,
     DeadlineExceeded,
+    FailedPrecondition,
     FinishReason,
     InvalidArgument,
     ResourceExhausted,
     Unavailable,
 )
+from motet.v1 import generation_pb2, types_pb2
 
 from tests.client.conftest import Driver
 from tests.client.scripted_server import (
@@ -254,13 +258,66 @@ def test_a_stream_that_contradicts_itself_is_data_loss(
         driver.generate()
 
 
-@pytest.mark.parametrize("second", [started(digest="cd" * 32), started(seed=12)])
-def test_continuation_by_another_version_or_seed_is_refused(
-    server: ScriptedServer, driver: Driver, second: Response
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"adapter_digest": "cd" * 32}, "adapter_digest"),
+        ({"model_fingerprint": "cd" * 32}, "model_fingerprint"),
+        ({"prompt_sha256": "cd" * 32}, "prompt_sha256"),
+        ({"prompt_tokens": 9}, "prompt_tokens"),
+        ({"sampling": {"seed": 12}}, "sampling.seed"),
+        ({"sampling": {"temperature": 0.5}}, "sampling.temperature"),
+        ({"sampling": {"logit_bias": {3: 1.0}}}, "sampling.logit_bias"),
+        ({"stopping": {"max_tokens": 7}}, "stopping.max_tokens"),
+        ({"stopping": {"stop": ["x"]}}, "stopping.stop"),
+    ],
+)
+def test_continuation_of_another_stream_is_refused(
+    server: ScriptedServer, driver: Driver, change: dict[str, Any], name: str
 ) -> None:
-    server.scripts.extend([playing(TOKENS, break_after=2), sending(second)])
-    with pytest.raises(DataLoss, match="continued with"):
+    second = started()
+    second.started.MergeFrom(generation_pb2.GenerationStarted(**change))
+    server.scripts.extend([playing(TOKENS, break_after=2), sending(second, delta(2, [7], "<7>"), finished(3))])
+    with pytest.raises(DataLoss, match=f"continued with {name} "):
         driver.generate()
+
+
+def test_continuation_pins_what_the_server_chose_and_the_model_and_prompt_it_told(
+    server: ScriptedServer, driver: Driver
+) -> None:
+    first = started(
+        model_fingerprint="12" * 32, prompt_sha256="34" * 32, render_time=Timestamp(seconds=77), max_tokens=3
+    )
+    first.started.sampling.MergeFrom(types_pb2.SamplingParams(temperature=0.25, top_k=300, min_p=0.5, logprobs=2))
+    first.started.sampling.logit_bias[3] = 1.0
+    first.started.stopping.MergeFrom(types_pb2.StoppingParams(min_tokens=2, stop=["z"]))
+
+    def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
+        yield first
+        yield delta(0, [5], "<5>")
+        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+
+    server.scripts.extend([breaking, sending(first, delta(1, [6, 7], "<6><7>"), finished(3))])
+    _, result = driver.generate(
+        [ChatMessage("user", "hi")], min_p=0.5, logit_bias={3: 1.0}, stop=["z"], logprobs=2, prompt_logprobs=1
+    )
+    assert result.text == "<5><6><7>"
+    assert (result.started.model_fingerprint, result.started.prompt_sha256) == ("12" * 32, "34" * 32)
+    assert result.started.render_time == datetime(1970, 1, 1, 0, 1, 17, tzinfo=UTC)
+    begun, resumed = server.requests
+    assert not begun.HasField("preconditions") and not begun.chat.HasField("render_time")
+    assert resumed.preconditions == generation_pb2.Preconditions(model_fingerprint="12" * 32, prompt_sha256="34" * 32)
+    assert resumed.chat.render_time.seconds == 77
+    assert resumed.sampling == first.started.sampling and resumed.stopping == first.started.stopping
+
+
+def test_refusal_to_continue_on_another_model_is_raised_as_it_is(server: ScriptedServer, driver: Driver) -> None:
+    info = error_details_pb2.ErrorInfo(reason="PRECONDITION_FAILED")
+    server.scripts.append(playing(TOKENS, break_after=2))
+    server.scripts.append(refusing(grpc.StatusCode.FAILED_PRECONDITION, "another model", info))
+    with pytest.raises(FailedPrecondition, match="another model") as caught:
+        driver.generate()
+    assert caught.value.reason == "PRECONDITION_FAILED"
 
 
 def test_deadline_reaches_the_server_and_ends_the_call(server: ScriptedServer, driver: Driver) -> None:

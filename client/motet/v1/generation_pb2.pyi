@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from motet.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -11,7 +12,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "text", "token_ids", "chat", "sampling", "stopping", "cache_salt", "resume_from", "decoding", "priority", "preconditions")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +25,7 @@ class GenerateRequest(_message.Message):
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PRECONDITIONS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
     adapter_digest: str
@@ -36,7 +38,16 @@ class GenerateRequest(_message.Message):
     resume_from: _types_pb2.TokenIds
     decoding: _types_pb2.DecodingParams
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    preconditions: Preconditions
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_types_pb2.ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., resume_from: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., priority: _Optional[int] = ..., preconditions: _Optional[_Union[Preconditions, _Mapping]] = ...) -> None: ...
+
+class Preconditions(_message.Message):
+    __slots__ = ("model_fingerprint", "prompt_sha256")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    prompt_sha256: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., prompt_sha256: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -49,7 +60,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerationStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerationDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerationFinished, _Mapping]] = ...) -> None: ...
 
 class GenerationStarted(_message.Message):
-    __slots__ = ("request_id", "adapter", "adapter_digest", "sampling", "stopping", "prompt_tokens", "cached_tokens", "queue_time", "decoding", "prompt_logprobs", "tenant")
+    __slots__ = ("request_id", "adapter", "adapter_digest", "sampling", "stopping", "prompt_tokens", "cached_tokens", "queue_time", "decoding", "prompt_logprobs", "tenant", "model_fingerprint", "prompt_sha256", "render_time")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +72,9 @@ class GenerationStarted(_message.Message):
     DECODING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    RENDER_TIME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter: str
     adapter_digest: str
@@ -72,7 +86,10 @@ class GenerationStarted(_message.Message):
     decoding: _types_pb2.DecodingParams
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    model_fingerprint: str
+    prompt_sha256: str
+    render_time: _timestamp_pb2.Timestamp
+    def __init__(self, request_id: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoding: _Optional[_Union[_types_pb2.DecodingParams, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., prompt_sha256: _Optional[str] = ..., render_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GenerationDelta(_message.Message):
     __slots__ = ("index", "token_offset", "token_ids", "text", "completion_tokens", "logprobs")

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14motet/v1/types.proto\x12\x08motet.v1\x1a\x1egoogle/protobuf/duration.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.motet.v1.ChatMessage\"\x97\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.motet.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"y\n\x0e\x44\x65\x63odingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x02 \x01(\rH\x01\x88\x01\x01\x12/\n\x0b\x62\x65\x61m_search\x18\x03 \x01(\x0b\x32\x1a.motet.v1.BeamSearchParamsB\x04\n\x02_nB\n\n\x08_best_of\"\x81\x01\n\x10\x42\x65\x61mSearchParams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"e\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.motet.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xae\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x9f\x01\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14motet/v1/types.proto\x12\x08motet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"h\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.motet.v1.ChatMessage\x12/\n\x0brender_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x97\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.motet.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"y\n\x0e\x44\x65\x63odingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x02 \x01(\rH\x01\x88\x01\x01\x12/\n\x0b\x62\x65\x61m_search\x18\x03 \x01(\x0b\x32\x1a.motet.v1.BeamSearchParamsB\x04\n\x02_nB\n\n\x08_best_of\"\x81\x01\n\x10\x42\x65\x61mSearchParams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"e\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.motet.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xae\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x9f\x01\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,30 +35,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1563
-  _globals['_FINISHREASON']._serialized_end=1695
-  _globals['_TOKENIDS']._serialized_start=66
-  _globals['_TOKENIDS']._serialized_end=89
-  _globals['_CHATMESSAGE']._serialized_start=91
-  _globals['_CHATMESSAGE']._serialized_end=135
-  _globals['_CHATMESSAGES']._serialized_start=137
-  _globals['_CHATMESSAGES']._serialized_end=192
-  _globals['_SAMPLINGPARAMS']._serialized_start=195
-  _globals['_SAMPLINGPARAMS']._serialized_end=730
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=528
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=576
-  _globals['_DECODINGPARAMS']._serialized_start=732
-  _globals['_DECODINGPARAMS']._serialized_end=853
-  _globals['_BEAMSEARCHPARAMS']._serialized_start=856
-  _globals['_BEAMSEARCHPARAMS']._serialized_end=985
-  _globals['_TOKENLOGPROBS']._serialized_start=987
-  _globals['_TOKENLOGPROBS']._serialized_end=1088
-  _globals['_TOKENLOGPROB']._serialized_start=1090
-  _globals['_TOKENLOGPROB']._serialized_end=1139
-  _globals['_STOPPINGPARAMS']._serialized_start=1142
-  _globals['_STOPPINGPARAMS']._serialized_end=1316
-  _globals['_USAGE']._serialized_start=1318
-  _globals['_USAGE']._serialized_end=1398
-  _globals['_TIMINGS']._serialized_start=1401
-  _globals['_TIMINGS']._serialized_end=1560
+  _globals['_FINISHREASON']._serialized_start=1645
+  _globals['_FINISHREASON']._serialized_end=1777
+  _globals['_TOKENIDS']._serialized_start=99
+  _globals['_TOKENIDS']._serialized_end=122
+  _globals['_CHATMESSAGE']._serialized_start=124
+  _globals['_CHATMESSAGE']._serialized_end=168
+  _globals['_CHATMESSAGES']._serialized_start=170
+  _globals['_CHATMESSAGES']._serialized_end=274
+  _globals['_SAMPLINGPARAMS']._serialized_start=277
+  _globals['_SAMPLINGPARAMS']._serialized_end=812
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=610
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=658
+  _globals['_DECODINGPARAMS']._serialized_start=814
+  _globals['_DECODINGPARAMS']._serialized_end=935
+  _globals['_BEAMSEARCHPARAMS']._serialized_start=938
+  _globals['_BEAMSEARCHPARAMS']._serialized_end=1067
+  _globals['_TOKENLOGPROBS']._serialized_start=1069
+  _globals['_TOKENLOGPROBS']._serialized_end=1170
+  _globals['_TOKENLOGPROB']._serialized_start=1172
+  _globals['_TOKENLOGPROB']._serialized_end=1221
+  _globals['_STOPPINGPARAMS']._serialized_start=1224
+  _globals['_STOPPINGPARAMS']._serialized_end=1398
+  _globals['_USAGE']._serialized_start=1400
+  _globals['_USAGE']._serialized_end=1480
+  _globals['_TIMINGS']._serialized_start=1483
+  _globals['_TIMINGS']._serialized_end=1642
 # @@protoc_insertion_point(module_scope)

@@ -44,12 +44,15 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for the assistant's next turn. Raises ChatTemplateError."""
+    def render(self, messages: Sequence[Mapping[str, str]], time_s: float | None = None) -> str:
+        """The prompt for the assistant's next turn. Raises ChatTemplateError.
+
+        `time_s`: the moment, in seconds since 1970, that `strftime_now` prints in local time; None: now.
+        """
+        moment = datetime.datetime.now() if time_s is None else datetime.datetime.fromtimestamp(time_s)
         parts: list[str] = []
         num_chars = 0
         try:
@@ -58,6 +61,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
+                strftime_now=moment.strftime,
                 **self._special_tokens,
             ):
                 num_chars += len(part)

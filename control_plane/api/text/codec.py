@@ -76,13 +76,16 @@ class TextCodec:
         except _Unencodable as error:
             raise InvalidRequest(FieldViolation("text", str(error))) from error
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers. Raises InvalidRequest on field "chat"."""
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], time_s: float | None = None) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers. Raises InvalidRequest on field "chat".
+
+        `time_s`: the moment that the template prints as today's date, in seconds since 1970; None: now.
+        """
         self._require_tokenizer()
         if self._chat is None:
             raise TokenizerUnavailable("the checkpoint has no chat template; send text or token_ids instead")
         try:
-            return await self._run(MAX_INLINE_CHARS + 1, self._encode_chat, messages)
+            return await self._run(MAX_INLINE_CHARS + 1, self._encode_chat, messages, time_s)
         except (ChatTemplateError, _Unencodable) as error:
             raise InvalidRequest(FieldViolation("chat", str(error))) from error
 
@@ -100,10 +103,10 @@ class TextCodec:
             return function(*args)  # type: ignore[no-any-return]
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]], time_s: float | None) -> list[int]:
         assert self._chat is not None
         # The template writes the special tokens itself.
-        return self._encode(self._chat.render(messages), False)
+        return self._encode(self._chat.render(messages, time_s), False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert self._tokenizer is not None

@@ -399,17 +399,19 @@ class Api:
         self.book = operations.OperationBook(wall_clock=lambda: 7.0)
         self.pins = Pins(self.registry, self.weights, self.fleet)
         self.now_s = 100.0
+        self.wall_s = 1e9  # September 2001
         self.uploads_dir = directory / "uploads"
         self.root = directory / "root"
         self.root.mkdir()
         self.uploads = UploadReceiver(self.uploads_dir, max_adapter_bytes=4 << 20, max_open=2, idle_timeout_s=5.0)
         self.generation = generation.GenerationService(
-            model=generation.ModelFacts(vocab_size, max_model_len, (1,)),
+            model=generation.ModelFacts(vocab_size, max_model_len, (1,), "f" * 64),
             codec=codec,
             registry=self.registry,
             fleet=self.fleet,
             gate=self.gate,
             clock=lambda: self.now_s,
+            wall_clock=lambda: self.wall_s,
             draw_seed=lambda: 1234,
         )
         self.adapters = adapters.AdapterService(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +13,8 @@ import grpc.aio
 import pytest
 from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
+from control_plane.api.text.chat_template import ChatTemplate
+from control_plane.api.text.codec import TextCodec
 from control_plane.errors import NoWorker, QueueFull
 from control_plane.scheduler.types import FinishReason, Request, Sampling
 from tests.control_plane.api.fakes import DIGEST, Api, FakeEvent, ScriptedJob, byte_level_tokenizer, details
@@ -160,6 +164,23 @@ BAD: dict[str, tuple[generation_pb2.GenerateRequest, str]] = {
         "resume_from.ids",
     ),
     "resume token": (request(resume_from=types_pb2.TokenIds(ids=[300])), "resume_from.ids[0]"),
+    "model fingerprint": (
+        request(preconditions={"model_fingerprint": "f" * 63}),
+        "preconditions.model_fingerprint",
+    ),
+    "prompt hash": (request(preconditions={"prompt_sha256": "F" * 64}), "preconditions.prompt_sha256"),
+    "render time before 1970": (
+        request(chat={"messages": [{"role": "user"}], "render_time": {"seconds": -1}}),
+        "chat.render_time",
+    ),
+    "render time after 3000": (
+        request(chat={"messages": [{"role": "user"}], "render_time": {"seconds": 2**62}}),
+        "chat.render_time",
+    ),
+    "nanoseconds of the render time": (
+        request(chat={"messages": [{"role": "user"}], "render_time": {"nanos": 10**9}}),
+        "chat.render_time",
+    ),
 }
 
 
@@ -411,6 +432,54 @@ async def test_stream_that_lost_only_its_end_gets_it_without_work(
     assert responses[1].finished.reason == reason
     assert responses[1].finished.usage.completion_tokens == 2
     assert not api.fleet.requests
+
+
+async def test_started_names_the_model_and_the_prompt(api: Api) -> None:
+    script(api, FakeEvent([5], FinishReason.LENGTH))
+    ids = [5, 6, 299]
+    started = (await generate(api, request(token_ids={"ids": ids})))[0].started
+    words = b"".join(token.to_bytes(4, "little") for token in ids)
+    assert (started.model_fingerprint, started.prompt_sha256) == ("f" * 64, hashlib.sha256(words).hexdigest())
+    assert not started.HasField("render_time")
+
+
+@pytest.mark.parametrize("fields", [{"model_fingerprint": "0" * 64}, {"prompt_sha256": "0" * 64}])
+async def test_resume_on_another_model_or_prompt_is_refused(api: Api, fields: dict[str, str]) -> None:
+    script(api, FakeEvent([5], FinishReason.LENGTH))
+    started = (await generate(api, request()))[0].started
+    told = {"model_fingerprint": started.model_fingerprint, "prompt_sha256": started.prompt_sha256}
+    resume_from = types_pb2.TokenIds(ids=[5])
+    await generate(api, request(preconditions=told, resume_from=resume_from))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(api, request(preconditions=told | fields, resume_from=resume_from))
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert details(caught.value)[0].reason == "PRECONDITION_FAILED"
+    (field,) = fields
+    message = caught.value.details() or ""
+    assert message.startswith(f"preconditions.{field}: ") and message.endswith(
+        "send the request anew, without resume_from and preconditions"
+    )
+    assert len(api.fleet.requests) == 2
+
+
+async def test_conversation_that_prints_the_date_is_the_same_prompt_at_the_time_that_was_told(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%d %H:%M:%S') }}{{ messages[0].content }}"
+    codec = TextCodec(byte_level_tokenizer(), ChatTemplate(template, {}))
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "he"}]}
+    async with Api(tmp_path, codec).running() as api:
+        script(api, FakeEvent([5], FinishReason.LENGTH))
+        started = (await generate(api, request(chat=chat)))[0].started
+        assert started.render_time.ToSeconds() == api.wall_s
+        api.wall_s += 24 * 3600.0
+        told = {"model_fingerprint": started.model_fingerprint, "prompt_sha256": started.prompt_sha256}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request(chat=chat, preconditions=told))
+        assert details(caught.value)[0].reason == "PRECONDITION_FAILED"
+        again = (await generate(api, request(chat=chat | {"render_time": started.render_time}, preconditions=told)))[0]
+        assert again.started.render_time == started.render_time
+        first, second = api.fleet.requests
+        assert first.prompt_token_ids == second.prompt_token_ids
+    codec.close()
 
 
 async def test_token_ids_work_without_a_tokenizer(api_without_tokenizer: Api) -> None:
