@@ -5,10 +5,6 @@ The only place that knows all parts. Whatever was started is ended in reverse or
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before grpc is imported: a fork of this process is refused
-
 import argparse
 import asyncio
 import contextlib

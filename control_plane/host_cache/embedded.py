@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 
+from control_plane.child_process import ChildProcess
+
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
@@ -70,7 +72,7 @@ class EmbeddedRedis:
         self._password = secrets.token_hex(24)
         self._worker_password = secrets.token_hex(24)
         self._socket_dir: Path | None = None  # a short one of our own, where the data directory's path is too long
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self.socket = directory.absolute() / "redis.sock"
         if len(os.fsencode(self.socket)) > _LONGEST_SOCKET_PATH:
@@ -115,8 +117,7 @@ class EmbeddedRedis:
             await asyncio.wait([self._supervisor])
             self._supervisor = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
             await self._process.wait()
         for leftover in (self.socket, self._config_path, self._pid_path):
             leftover.unlink(missing_ok=True)
@@ -167,15 +168,7 @@ class EmbeddedRedis:
         # The kernel ends it with us, even if we are killed; without setpriv the next start does.
         setpriv = shutil.which("setpriv")
         prefix = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
-        self._process = await asyncio.create_subprocess_exec(
-            *prefix,
-            str(self._binary),
-            str(self._config_path.absolute()),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for us to handle
-        )
+        self._process = ChildProcess([*prefix, str(self._binary), str(self._config_path.absolute())])
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not await self._accepts():

@@ -1,0 +1,54 @@
+"""Children of the control plane start without a fork and are waited for on its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from control_plane.child_process import ChildProcess
+from control_plane.host_cache.embedded import EmbeddedRedis
+
+
+def test_embedded_redis_starts_without_a_fork(tmp_path: Path) -> None:
+    """gRPC's fork handlers would run in the child and kill it before it is redis-server."""
+    forks: list[int] = []
+    os.register_at_fork(before=lambda: forks.append(1))
+
+    async def start_twice() -> None:
+        async with EmbeddedRedis(tmp_path) as server:
+            first = server.pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while server.pid in (None, first):
+                    await asyncio.sleep(0.01)
+
+    uvloop.run(start_twice())
+    assert forks == []
+
+
+async def test_exit_status_is_told_once_the_child_ended() -> None:
+    child = ChildProcess([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=subprocess.PIPE)
+    assert child.returncode is None
+    assert child._popen.stdin is not None
+    child._popen.stdin.close()
+    assert await asyncio.wait_for(child.wait(), 30) == 3 == child.returncode
+
+
+async def test_killed_child_is_told_by_its_signal() -> None:
+    child = ChildProcess([sys.executable, "-c", "import time; time.sleep(600)"])
+    child.kill()
+    assert await asyncio.wait_for(child.wait(), 30) == -signal.SIGKILL
+    child.kill()  # gone already
+
+
+async def test_program_that_cannot_be_run_is_an_error() -> None:
+    with pytest.raises(OSError):
+        ChildProcess(["/no/such/program"])
