@@ -125,7 +125,7 @@ class Fleet:
         limit = self.settings.max_waiting_requests
         if self._num_waiting() >= limit:
             for session in list(self._sessions.values()):
-                session.pump()  # what arrived in this turn of the loop may run already
+                session.pump_if_due()  # what arrived in this turn of the loop may run already
             if self._num_waiting() >= limit:
                 self._check_share(tenant, limit)
 

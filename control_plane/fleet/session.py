@@ -316,9 +316,10 @@ class WorkerSession:
         """Pump once after everything that happens in this turn of the loop: a burst of requests makes one plan."""
         if not self._is_pump_due:
             self._is_pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump_if_due)
+            asyncio.get_running_loop().call_soon(self.pump_if_due)
 
-    def _pump_if_due(self) -> None:
+    def pump_if_due(self) -> None:
+        """What `_pump_soon` put off, at once; nothing where nothing changed since the last plan."""
         if self._is_pump_due:
             self.pump()
 

@@ -32,7 +32,7 @@ from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.sequence import Sequence
-from control_plane.scheduler.types import AdapterRef, BeamSearch, FinishReason
+from control_plane.scheduler.types import AdapterRef, BeamSearch, FinishReason, StepPlan
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -565,6 +565,29 @@ async def test_full_queue_refuses_and_the_next_request_works(clock: FakeClock) -
     assert await run_all(worker, streams) == [expected(request) for request in requests]
     again = make_request(fleet, [9], 10)
     assert await run_all(worker, [fleet.submit(again)]) == [expected(again)]
+
+
+async def test_a_refused_request_plans_nothing(clock: FakeClock) -> None:
+    """A full queue that is asked time and again costs no session a look at its books."""
+    fleet = make_fleet(clock, max_waiting_requests=3)
+    worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, max_rows=2))
+    for index in range(5):
+        fleet.submit(make_request(fleet, [index], 10))
+    with pytest.raises(QueueFull):
+        fleet.submit(make_request(fleet, [9], 10))  # plans those that came in this turn
+    num_plans = 0
+    plan = worker.session.scheduler.plan
+
+    def counted(now_s: float, max_steps: int = 1) -> StepPlan | None:
+        nonlocal num_plans
+        num_plans += 1
+        return plan(now_s, max_steps)
+
+    worker.session.scheduler.plan = counted  # type: ignore[method-assign]  # to see whether it is asked
+    for _ in range(10):
+        with pytest.raises(QueueFull):
+            fleet.submit(make_request(fleet, [9], 10))
+    assert num_plans == 0
 
 
 async def test_a_request_that_placing_breaks_on_leaves_nothing_behind(clock: FakeClock) -> None:
