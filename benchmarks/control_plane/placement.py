@@ -14,6 +14,7 @@ import time
 
 from motet.v1 import plan_pb2
 
+from control_plane.awake import AwakeClock
 from control_plane.fleet import placement
 from control_plane.fleet.session import SessionOwner, WorkerSession
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
@@ -39,7 +40,7 @@ def make_session(idx: int, adapters: list[AdapterRef], rng: random.Random) -> Wo
     )
     hello.arena_bytes, hello.max_model_len, hello.vocab_size = 1 << 30, 8192, 32000
     owner: SessionOwner = _Nobody()  # type: ignore[assignment]  # it has whatever is called
-    session = WorkerSession(hello, idx + 1, FleetSettings(), owner, "", time.monotonic, VirtualCounters())
+    session = WorkerSession(hello, idx + 1, FleetSettings(), owner, "", time.monotonic, AwakeClock(), VirtualCounters())
     scheduler = session.scheduler
     for number in range(rng.randint(1, 12)):
         prompt = PROMPT if number == 0 and idx % 2 else tuple(rng.randrange(32000) for _ in range(64))

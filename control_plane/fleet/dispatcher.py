@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from control_plane.awake import AwakeClock
 from control_plane.errors import MotetError
 from control_plane.fleet import placement
 from control_plane.fleet.failures import lost, never_fits, poisoned
@@ -31,14 +32,14 @@ class Dispatcher:
         settings: FleetSettings,
         is_cached: Callable[[str], bool],
         fail: Callable[[Job, MotetError], None],
-        clock: Callable[[], float],
+        awake: AwakeClock,
     ) -> None:
         self.sessions: dict[str, WorkerSession] = {}  # by worker id
         # Invariant: a job is here exactly if it is unfinished and has no session. Arrival order.
         self.waiting: dict[RequestId, Job] = {}
         self.num_migrated = 0  # in all
         self._shortlist = Shortlist()
-        self._trials = Trials(self.sessions, settings, clock)
+        self._trials = Trials(self.sessions, settings, awake)
         self._costs = settings.placement
         self._is_cached = is_cached  # whether the host cache has an adapter
         self._fail = fail  # ends a job; calls `forget` for it

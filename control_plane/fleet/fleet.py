@@ -17,6 +17,7 @@ from collections.abc import Callable
 import grpc
 from motet.v1 import plan_pb2
 
+from control_plane.awake import AwakeClock
 from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer, Unavailable
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.dispatcher import Dispatcher
@@ -54,7 +55,8 @@ class Fleet:
         self._weights = weights
         self._incarnation = incarnation  # of the control plane; counts up at every start
         self._clock = clock
-        self._dispatcher = Dispatcher(settings, weights.is_cached, self._fail, clock)
+        self._awake = AwakeClock(clock)  # for all that is judged by silence
+        self._dispatcher = Dispatcher(settings, weights.is_cached, self._fail, self._awake)
         self._sessions = self._dispatcher.sessions  # at hand; by worker id
         self._quotas = TenantQuotas(settings.tenants, clock)
         self._counters = VirtualCounters(
@@ -66,7 +68,7 @@ class Fleet:
         self._quarantined_until_s: dict[str, float] = {}  # worker id -> monotonic seconds
         self._request_ids = itertools.count(1)
         self._session_ids = itertools.count(1)
-        self._no_worker_since_s = clock()  # meaningful while there is no session
+        self._no_worker_since_s = self._awake()  # meaningful while there is no session
         self._pinned: set[str] = set()  # digests
         self._retirement = Retirement(self._sessions, self._jobs)
         self._cache_warmer = CacheWarmer(weights)
@@ -75,7 +77,6 @@ class Fleet:
         self._idle = asyncio.Event()
         self._drain_until_s: float | None = None
         self._num_accepted = self._num_finished = self._num_rejected = 0
-        self._last_tick_s = clock()
         self._tick_handle: asyncio.TimerHandle | None = None
         if ticks_by_itself:
             self._tick_later()
@@ -120,7 +121,7 @@ class Fleet:
     def _check_admission(self, tenant: str) -> None:
         if self._is_draining:
             raise Draining("the server is shutting down; try another one or try again in a moment")
-        if not self._sessions and self._clock() - self._no_worker_since_s >= self.settings.worker_grace_s:
+        if not self._sessions and self._awake() - self._no_worker_since_s >= self.settings.worker_grace_s:
             raise NoWorker("no worker is attached; try again in a moment")
         limit = self.settings.max_waiting_requests
         if self._num_waiting() >= limit:
@@ -196,7 +197,7 @@ class Fleet:
         """Schedule a job no more until its reader, who is far behind, has read."""
         if job.full_since_s is None and not self._dispatcher.is_on_trial(job):
             request_id = job.request.request_id
-            job.full_since_s = self._clock()
+            job.full_since_s = self._awake()
             self._full[request_id] = job
             assert job.session is not None, "tokens of a request without a session"
             job.session.pause(request_id)
@@ -272,7 +273,7 @@ class Fleet:
             raise Unavailable(f"worker {hello.worker_id} sent garbage; it may attach in {wait_s:.1f} s")
         epoch = (self._incarnation << 32) | next(self._session_ids)
         session = WorkerSession(
-            hello, epoch, self.settings, self, self._weights.worker_url, self._clock, self._counters
+            hello, epoch, self.settings, self, self._weights.worker_url, self._clock, self._awake, self._counters
         )
         for digest in self._pinned:
             session.pin(digest)
@@ -296,7 +297,7 @@ class Fleet:
         jobs = [job for job in self._jobs.values() if job.session is session]
         self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
         if not self._sessions:
-            self._no_worker_since_s = self._clock()
+            self._no_worker_since_s = self._awake()
         self._retirement.check_soon()
         self._tell_workers_changed()
 
@@ -355,25 +356,22 @@ class Fleet:
 
     def tick(self) -> None:
         """Do what is due: heartbeats, deadlines, slow readers, the grace without workers, the end of a drain."""
-        now_s = self._clock()
-        # A process that was stopped must not take its own absence for its workers' silence.
-        was_asleep = now_s - self._last_tick_s > self.settings.dead_after_ms / 2000 + TICK_S
-        self._last_tick_s = now_s
+        now_s, awake_s = self._clock(), self._awake()
         for session in list(self._sessions.values()):
-            session.tick(now_s, was_asleep=was_asleep)
+            session.tick()
         self._dispatcher.judge(self.settings.plan_depth)  # a beam search gains tokens without an output
         self._dispatcher.empty_for_suspects(self._jobs)
         self._dispatcher.level(self._jobs)
         for job in list(self._dispatcher.waiting.values()):
             if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
                 self._fail(job, DeadlineExceeded("the deadline passed before a worker could take the request"))
-        if not self._sessions and now_s - self._no_worker_since_s >= self.settings.worker_grace_s:
+        if not self._sessions and awake_s - self._no_worker_since_s >= self.settings.worker_grace_s:
             for job in list(self._dispatcher.waiting.values()):
                 error = lost(job) if job.has_run else NoWorker("no worker attached in time; try again in a moment")
                 self._fail(job, error)
         for job in list(self._full.values()):
             assert job.full_since_s is not None, "a full stream without a time"
-            if now_s - job.full_since_s >= self.settings.slow_reader_timeout_s:
+            if awake_s - job.full_since_s >= self.settings.slow_reader_timeout_s:
                 self._end_slow_reader(job)
         if self._drain_until_s is not None and now_s >= self._drain_until_s:
             self._idle.set()

@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 from motet.v1 import plan_pb2
 
+from control_plane.awake import AwakeClock
 from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
@@ -63,6 +64,7 @@ class WorkerSession:
         owner: SessionOwner,
         host_cache_url: str,
         clock: Callable[[], float],
+        awake: AwakeClock,
         counters: VirtualCounters,
     ) -> None:
         self.worker_id = hello.worker_id
@@ -74,6 +76,7 @@ class WorkerSession:
         self._settings = settings
         self._owner = owner
         self._clock = clock
+        self._awake = awake
         self._encoder = PlanEncoder(epoch, hello.vocab_size)
         self._request_by_row: dict[int, RequestId] = {}
         self._is_pump_due = False
@@ -86,7 +89,7 @@ class WorkerSession:
         self.end_reason = ""
         self.is_death = False  # the worker broke off, fell silent or sent garbage
 
-        self._last_heard_s = clock()
+        self._last_heard_s = awake()
         self._round_trip = RoundTrip(settings.plan_depth)
         self._num_plans = self._num_steps = 0
         self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
@@ -104,7 +107,7 @@ class WorkerSession:
                 )
             )
         )
-        self._ping(self._last_heard_s)
+        self._ping(clock())
 
     def __repr__(self) -> str:
         return f"WorkerSession(worker_id={self.worker_id}, epoch={self.epoch}, end={self.end_reason or None})"
@@ -169,14 +172,10 @@ class WorkerSession:
         """Requests that hold a row of the worker, just ended ones included."""
         return set(self._request_by_row.values())
 
-    def tick(self, now_s: float, *, was_asleep: bool = False) -> None:
-        """Send a ping that is due, do what else is due by time, notice a silent worker.
-
-        `was_asleep`: this process did not run for a while, so that silence proves nothing.
-        """
-        if was_asleep:
-            self._last_heard_s = now_s
-        silent_s = now_s - self._last_heard_s
+    def tick(self) -> None:
+        """Send a ping that is due, do what else is due by time, notice a silent worker."""
+        now_s, awake_s = self._clock(), self._awake()
+        silent_s = awake_s - self._last_heard_s
         if silent_s >= self._settings.dead_after_ms / 1000:
             self.end(grpc.StatusCode.UNAVAILABLE, f"silent for {silent_s:.1f} s", is_death=True)
             return
@@ -185,7 +184,7 @@ class WorkerSession:
         with self._edge():
             self._deliver_ends()  # deadlines, and loads that are to be tried again, need no message to come up
             self._pump()
-            if self._progress.look(self.scheduler, now_s):
+            if self._progress.look(self.scheduler, awake_s):
                 self._owner.on_stall_changed()
 
     def end(self, code: grpc.StatusCode | None, reason: str, *, is_death: bool = False) -> None:
@@ -216,7 +215,7 @@ class WorkerSession:
         """Take one message of the worker; whatever follows from it is in `outgoing` on return."""
         if self.ended.is_set():
             return
-        self._last_heard_s = self._clock()
+        self._last_heard_s = self._awake()
         with self._edge():
             self._handle(message)
 

@@ -17,8 +17,8 @@ or at the token after it. A worker that dies while it computes the suspect convi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
+from control_plane.awake import AwakeClock
 from control_plane.fleet.jobs import Job, num_indices_of
 from control_plane.fleet.placement import suited
 from control_plane.fleet.session import WorkerSession
@@ -46,10 +46,10 @@ def is_cleared(job: Job, plan_depth: int) -> bool:
 class Trials:
     """Which workers are closed, and to whom. `sessions` are the dispatcher's own, read only."""
 
-    def __init__(self, sessions: dict[str, WorkerSession], settings: FleetSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, sessions: dict[str, WorkerSession], settings: FleetSettings, awake: AwakeClock) -> None:
         self._sessions = sessions
         self._settings = settings
-        self._clock = clock
+        self._awake = awake
         self._suspects: dict[int, Job] = {}  # epoch -> the suspect on trial there
         self._cleared: set[RequestId] = set()  # unfinished requests that stood a trial
         self._emptied: WorkerSession | None = None  # takes nothing but a suspect
@@ -84,7 +84,7 @@ class Trials:
         fitting = next((found for job in suspects if (found := suited(job, self._sessions.values()))), [])
         if self._emptied not in fitting:
             self._emptied = min(fitting, key=lambda s: (len(s.scheduler.groups), s.worker_id), default=None)
-            self._emptied_since_s = self._clock()
+            self._emptied_since_s = self._awake()
             if self._emptied is not None:
                 logger.info(
                     "worker is being emptied for a suspect worker_id=%s epoch=%d",
@@ -95,7 +95,7 @@ class Trials:
 
     def note_lost(self, session: WorkerSession) -> None:
         """The session is over, and its worker may come back."""
-        now_s = self._clock()
+        now_s = self._awake()
         self._lost_s = {i: lost_s for i, lost_s in self._lost_s.items() if self._may_come_back(lost_s, now_s)}
         self._lost_s[session.worker_id] = now_s
 
@@ -133,12 +133,12 @@ class Trials:
         self._cleared.discard(job.request.request_id)
 
     def _is_empty(self, session: WorkerSession) -> bool:
-        if session is self._emptied and self._clock() - self._emptied_since_s >= self._settings.emptying_timeout_s:
+        if session is self._emptied and self._awake() - self._emptied_since_s >= self._settings.emptying_timeout_s:
             return True
         return session.scheduler.groups.keys() <= self._cleared
 
     def _is_only_worker(self) -> bool:
-        now_s = self._clock()
+        now_s = self._awake()
         return len(self._sessions) == 1 and not any(
             self._may_come_back(lost_s, now_s) for i, lost_s in self._lost_s.items() if i not in self._sessions
         )

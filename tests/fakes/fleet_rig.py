@@ -19,7 +19,7 @@ import numpy as np
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from control_plane.errors import StoreUnavailable
-from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.fleet import TICK_S, Fleet
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
@@ -64,6 +64,13 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         self.now_s += seconds
+
+
+def let_time_pass(clock: FakeClock, fleet: Fleet, seconds: float) -> None:
+    """Let time pass in ticks, as in a process that runs; `clock.advance` alone is a process that was stopped."""
+    for _ in range(round(seconds / TICK_S)):
+        clock.advance(TICK_S)
+        fleet.tick()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from motet.v1 import types_pb2
 from control_plane import errors
 from control_plane.api import listeners
 from control_plane.api.error_status import MAX_MESSAGE_BYTES
+from control_plane.api.interceptor import ErrorInterceptor
 from tests.control_plane.api.fakes import details
+from tests.fakes.fleet_rig import FakeClock
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 GOOD = types_pb2.TokenIds(ids=[1, 2]).SerializeToString()
@@ -219,3 +221,33 @@ async def test_client_that_does_not_read_holds_no_handler(served: tuple[Handlers
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details(caught.value)[0].reason == "SLOW_CONSUMER"
     assert await call(channel, "unary_unary") == [GOOD]
+
+
+async def test_time_in_which_the_process_was_stopped_is_not_held_against_a_reader() -> None:
+    """The interceptor's clock says that nothing but an absence passed, however long the client does not read."""
+    clock = FakeClock()
+    handlers = Handlers()
+    handlers.floods = True
+    looks = asyncio.Semaphore(0)
+
+    def stopped_between_readings() -> float:
+        clock.advance(60.0)
+        looks.release()
+        return clock()
+
+    interceptor = ErrorInterceptor(write_timeout_s=0.02, clock=stopped_between_readings)
+    server = grpc.aio.server(interceptors=[interceptor])
+    method = grpc.unary_stream_rpc_method_handler(
+        handlers.unary_stream, types_pb2.TokenIds.FromString, types_pb2.TokenIds.SerializeToString
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"unary_stream": method}),))
+    address = listeners.bind(server, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stream: Any = channel.unary_stream("/t.T/unary_stream")(GOOD)
+        for _ in range(250):  # of some 40 writes that pass, then of the one that does not
+            await asyncio.wait_for(looks.acquire(), 60)
+        for _ in range(200):  # more than lies in buffers
+            await asyncio.wait_for(stream.read(), 60)
+        stream.cancel()
+    await server.stop(None)

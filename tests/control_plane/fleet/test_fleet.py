@@ -41,6 +41,7 @@ from tests.fakes.fleet_rig import (
     FakeWeights,
     LoopbackWorker,
     expected,
+    let_time_pass,
     make_fleet,
     make_request,
     read_all,
@@ -246,8 +247,7 @@ async def test_grace_without_workers_ends_in_no_worker_or_worker_lost(clock: Fak
         await worker.turn()
     worker.lose()
     waiting = fleet.submit(make_request(fleet, [1], 40))
-    clock.advance(5)
-    fleet.tick()
+    let_time_pass(clock, fleet, 5.1)
     with pytest.raises(WorkerLost):
         await read_all(running)
     with pytest.raises(NoWorker):
@@ -284,9 +284,51 @@ async def test_silent_worker_is_dead_after_two_seconds_and_its_late_result_is_dr
 async def test_a_sleep_of_the_control_plane_is_not_taken_for_its_workers_silence(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     LoopbackWorker(fleet)
+    let_time_pass(clock, fleet, 1.5)
+    clock.advance(60)  # its process is stopped
+    let_time_pass(clock, fleet, 0.3)
+    assert fleet.num_workers == 1
+    let_time_pass(clock, fleet, 0.4)
+    assert fleet.num_workers == 0
+
+
+async def test_a_sleep_of_the_control_plane_is_not_held_against_readers(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, slow_reader_timeout_s=4.0)
+    worker = LoopbackWorker(fleet)
+    request = make_request(fleet, [1], 700)
+    stream = fleet.submit(request)
+    for _ in range(400):
+        await worker.turn()
+    assert worker.session.scheduler.stats().num_paused == 1
+    clock.advance(10)
+    fleet.tick()
+    assert not stream.has_ended
+    assert await run_all(worker, [stream]) == [expected(request)]
+
+
+async def test_a_sleep_of_the_control_plane_does_not_use_up_the_time_to_wait_for_a_worker(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, worker_grace_s=5)
+    request = make_request(fleet, [1], 20)
+    stream = fleet.submit(request)
     clock.advance(60)
     fleet.tick()
-    assert fleet.num_workers == 1
+    assert not stream.has_ended
+    assert await run_all(LoopbackWorker(fleet), [stream]) == [expected(request)]
+
+
+async def test_a_sleep_of_the_control_plane_does_not_move_a_clients_deadline(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    streams = [fleet.submit(make_request(fleet, [1], 500, deadline_s=clock() + 5))]
+    await worker.turn()
+    worker.lose()
+    streams.append(fleet.submit(make_request(fleet, [2], 500, deadline_s=clock() + 5)))
+    clock.advance(60)
+    fleet.tick()
+    for stream in streams:
+        assert stream.has_ended
+        with pytest.raises(DeadlineExceeded):
+            await read_all(stream)
 
 
 async def test_pings_go_out_at_once_and_every_interval(clock: FakeClock) -> None:

@@ -17,6 +17,7 @@ from tests.fakes.fleet_rig import (
     FakeClock,
     LoopbackWorker,
     expected,
+    let_time_pass,
     make_fleet,
     make_request,
     read_all,
@@ -476,11 +477,9 @@ async def test_a_suspect_runs_beside_others_where_the_lost_one_of_two_workers_st
     suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
     suspect.num_deaths = 1
     workers[1].lose()
-    clock.advance(9.9)
-    fleet.tick()
+    let_time_pass(clock, fleet, 9.8)
     assert suspect.session is None
-    clock.advance(0.2)
-    fleet.tick()
+    let_time_pass(clock, fleet, 0.3)
     assert suspect.session is workers[0].session
 
 
