@@ -1,6 +1,7 @@
-"""Starts Motet's processes for the demo, the benchmarks and the tests, and ends them again.
+"""Starts Motet's processes for the demo, the benchmarks and the tests, and ends, kills and restarts them.
 
-The control plane brings its embedded Redis. Ports are the system's choice, read from the ready lines.
+Ports are the operating system's choice, read from the ready lines; a restarted control plane gets the ports it had.
+The control plane brings its embedded Redis.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -77,6 +77,11 @@ class Child:
         lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
     def send(self, signum: int) -> None:
         """Send a signal, if it still runs."""
         self._process.send_signal(signum)
@@ -105,50 +110,90 @@ class Child:
         self._lines.put(None)
 
 
-@dataclass
 class System:
-    """A control plane and one worker. A context manager: leaving it ends both; `exit_codes` tells how."""
+    """A control plane and any number of workers. A context manager: entering it starts the control plane.
 
-    model_dir: Path
-    data_dir: Path
-    control_plane_args: Sequence[str] = ()
-    worker_args: Sequence[str] = ()
-    worker_command: Sequence[str] = ("-m", "data_plane")  # after the interpreter
-    timeout_s: float = 120.0  # to be ready, each process
-    clients: str = ""  # HOST:PORT of the client services, once started
-    exit_codes: dict[str, int] = field(default_factory=dict)
-    children: list[Child] = field(default_factory=list)
+    Leaving it ends every process, workers first; `exit_codes` then has the exit status of each by its name.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        work_dir: Path,
+        *,
+        control_flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """`timeout_s` is the time that each process has to get ready; `environment` is added to this process's own."""
+        self.model_dir = model_dir
+        self.work_dir = work_dir
+        self.control_plane: Child
+        self.workers: dict[str, Child] = {}  # by worker id
+        self.address = ""  # HOST:PORT of the client services, once started
+        self.worker_address = ""  # HOST:PORT for workers, once started
+        self.exit_codes: dict[str, int] = {}
+        self._control_flags = list(control_flags)
+        self._environment = dict(environment or {})
+        self._timeout_s = timeout_s
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            self.start_control_plane()
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _start(self) -> None:
-        listen = ["--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]
-        model = ["--model", str(self.model_dir)]
-        command = ["-m", "control_plane", *model, "--data-dir", str(self.data_dir), *listen]
-        control_plane = Child(
-            "control plane", [*command, *self.control_plane_args], self.data_dir / "logs" / "control-plane.log"
-        )
-        self.children.append(control_plane)
-        ready = control_plane.wait_ready(CONTROL_PLANE_READY, self.timeout_s)
-        self.clients, workers = ready.group(1), ready.group(2)
-        command = [*self.worker_command, "--control-plane", workers, *model]
-        worker = Child("worker", [*command, *self.worker_args], self.data_dir / "logs" / "worker.log")
-        self.children.append(worker)
-        worker.wait_ready(WORKER_READY, self.timeout_s)
-
-    def stop(self) -> None:
-        """End the worker, then the control plane. Idempotent."""
-        while self.children:
-            child = self.children.pop()
-            self.exit_codes[child.name] = child.stop()
-
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def data_dir(self) -> Path:
+        """The control plane's --data-dir."""
+        return self.work_dir / "data"
+
+    def start_control_plane(self) -> None:
+        """Start it, or start it again on the ports it had."""
+        listen, worker_listen = self.address or "127.0.0.1:0", self.worker_address or "127.0.0.1:0"
+        self.control_plane = self._child(
+            "control-plane",
+            [
+                *("-m", "control_plane", "--model", str(self.model_dir), "--data-dir", str(self.data_dir)),
+                *("--listen", listen, "--worker-listen", worker_listen),
+                *self._control_flags,
+            ],
+        )
+        match = self.control_plane.wait_ready(CONTROL_PLANE_READY, self._timeout_s)
+        self.address, self.worker_address = match.group(1), match.group(2)
+
+    def start_worker(
+        self,
+        worker_id: str = "worker",
+        flags: Sequence[str] = (),
+        *,
+        command: Sequence[str] = ("-m", "data_plane"),
+        wait: bool = True,
+    ) -> Child:
+        """Start a worker, in place of one of the same id. `command` follows the interpreter; `wait`: until ready."""
+        if worker_id in self.workers:
+            self.workers.pop(worker_id).kill()
+        addresses = ["--worker-id", worker_id, "--control-plane", self.worker_address]
+        worker = self._child(worker_id, [*command, "--model", str(self.model_dir), *addresses, *flags])
+        self.workers[worker_id] = worker
+        if wait:
+            worker.wait_ready(WORKER_READY, self._timeout_s)
+        return worker
+
+    def stop(self) -> None:
+        """End the workers, then the control plane. Idempotent."""
+        for worker_id, worker in self.workers.items():
+            self.exit_codes[worker_id] = worker.stop()
+        self.workers.clear()
+        if hasattr(self, "control_plane"):
+            self.exit_codes["control plane"] = self.control_plane.stop()
+
+    def _child(self, name: str, arguments: Sequence[str]) -> Child:
+        return Child(name, arguments, self.work_dir / "logs" / f"{name}.log", environment=self._environment)

@@ -63,20 +63,20 @@ def main() -> None:
         system = System(
             make_base("tiny", cache),
             Path(data_dir),
-            control_plane_args=["--max-streams-per-connection", "4096", "--log-level", "warning"],
-            worker_command=("-m", "tests.fakes.hash_worker"),
-            worker_args=["--max-rows", str(args.streams), "--num-blocks", str(args.streams * 16)],
+            control_flags=["--max-streams-per-connection", "4096", "--log-level", "warning"],
         )
         with system:
+            worker_flags = ["--max-rows", str(args.streams), "--num-blocks", str(args.streams * 16)]
+            system.start_worker(flags=worker_flags, command=("-m", "tests.fakes.hash_worker"))
             names = [f"bench-{idx}" for idx in range(args.adapters)]
-            with Client(system.clients) as client:
+            with Client(system.address) as client:
                 for name, directory in zip(names, make_adapters("tiny", args.adapters, cache), strict=True):
                     client.adapters.register(name, directory)
-            process = psutil.Process(system.children[0].pid)
+            process = psutil.Process(system.control_plane.pid)
             rounds = []
             for seed in range(args.rounds + 1):
                 cpu, began_s = process.cpu_times(), time.perf_counter()
-                num_tokens, num_messages = uvloop.run(measure(system.clients, names, args, seed))
+                num_tokens, num_messages = uvloop.run(measure(system.address, names, args, seed))
                 wall_s, cpu_after = time.perf_counter() - began_s, process.cpu_times()
                 cpu_s = cpu_after.user + cpu_after.system - cpu.user - cpu.system
                 if seed > 0:  # the first one warms up

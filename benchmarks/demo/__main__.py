@@ -39,11 +39,10 @@ def main() -> int:
             _train(trained)
         with tempfile.TemporaryDirectory(prefix="motet-demo-") as data_dir:
             console.print("starting Redis, a control plane and a worker")
-            system = System(
-                trained / "base", Path(data_dir), worker_args=["--arena-bytes", "64MiB", "--num-blocks", "512"]
-            )
+            system = System(trained / "base", Path(data_dir))
             with system:
-                asyncio.run(_show(console, system.clients, trained, args.prompt, args.max_tokens))
+                system.start_worker(flags=["--arena-bytes", "64MiB", "--num-blocks", "512"])
+                asyncio.run(_show(console, system.address, trained, args.prompt, args.max_tokens))
             unclean = {name: code for name, code in system.exit_codes.items() if code != 0}
     except StartFailed as error:
         console.print(str(error), markup=False, soft_wrap=True)

@@ -145,11 +145,14 @@ def _start(stack: ExitStack, args: argparse.Namespace, model_dir: Path) -> str:
     system = System(
         model_dir,
         data_dir,
-        control_plane_args=["--max-streams-per-connection", "4096", "--log-level", "warning"],
-        worker_args=args.worker_arg if args.control_plane_only else ["--threads", str(args.threads), *args.worker_arg],
-        worker_command=HASH_WORKER if args.control_plane_only else ("-m", "data_plane"),
+        control_flags=["--max-streams-per-connection", "4096", "--log-level", "warning"],
     )
-    return stack.enter_context(system).clients
+    stack.enter_context(system)
+    if args.control_plane_only:
+        system.start_worker(flags=args.worker_arg, command=HASH_WORKER)
+    else:
+        system.start_worker(flags=["--threads", str(args.threads), *args.worker_arg])
+    return system.address
 
 
 def _register(target: str, adapter_dirs: Sequence[Path]) -> list[str]:

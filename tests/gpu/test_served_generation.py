@@ -39,14 +39,13 @@ def test_base_and_adapters_in_one_batch_answer_as_alone(
     system = System(
         checkpoint,
         tmp_path / "data",
-        control_plane_args=["--host-cache", "memory"],
-        worker_args=[
-            *("--device", "cuda", "--num-blocks", "128", "--arena-bytes", "16MiB", "--token-budget", "64"),
-            *("--warm-up", "off"),  # for the time that three small models have
-        ],
+        control_flags=["--host-cache", "memory"],
         timeout_s=180.0,
     )
-    with system, Client(system.clients) as client:
+    worker_flags = ["--device", "cuda", "--num-blocks", "128", "--arena-bytes", "16MiB", "--token-budget", "64"]
+    worker_flags += ["--warm-up", "off"]  # for the time that three small models have
+    with system, Client(system.address) as client:
+        system.start_worker(flags=worker_flags)
         for name, directory in adapters.items():
             client.adapters.register(name, directory)
 
