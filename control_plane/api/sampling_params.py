@@ -81,7 +81,7 @@ def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violati
         if params.HasField(name) and not 1 <= value <= MAX_ANSWERS:
             violations.add(f"decoding.{name}", f"{value}; from 1 to {MAX_ANSWERS}")
     if not params.HasField("beam_search"):
-        if best_of < n:
+        if 1 <= best_of < n:
             violations.add(
                 "decoding.best_of", f"{best_of} is below decoding.n, {n}; at least as many, or leave it unset"
             )

@@ -61,13 +61,13 @@ def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
         raise InvalidRequest(*violations)
     if hello.model_fingerprint != base_model.fingerprint:
         raise BaseModelMismatch(
-            f"worker {hello.worker_id} holds checkpoint {hello.model_fingerprint[:12]}, this control plane serves "
-            f"{base_model.fingerprint[:12]}; start both with the same checkpoint"
+            f"worker {hello.worker_id} holds checkpoint {hello.model_fingerprint[:12]!r}, this control plane serves "
+            f"{base_model.fingerprint[:12]!r}; start both with the same checkpoint"
         )
     if hello.dtype != base_model.dtype:
         raise BaseModelMismatch(
-            f"worker {hello.worker_id} computes in {hello.dtype!r}, this control plane serves {base_model.dtype!r}; "
-            "start both with the same --dtype"
+            f"worker {hello.worker_id} computes in {hello.dtype[:20]!r}, this control plane serves "
+            f"{base_model.dtype!r}; start both with the same --dtype"
         )
     if hello.vocab_size != base_model.vocab_size:
         raise BaseModelMismatch(
