@@ -1,0 +1,160 @@
+"""The unary RPCs of AdapterService: names, digests, etags, pages, labels, masks, sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from google.protobuf import field_mask_pb2
+from google.protobuf.message import Message
+from motet.v1 import adapters_pb2 as pb
+
+from tests.hostile.bad_inputs import names
+from tests.hostile.bad_inputs.case import INVALID, OK, Case, set_path, short
+from tests.hostile.bad_inputs.facts import ROOT_NAME, Facts
+
+SERVICE = "/motet.v1.AdapterService/"
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+GOOD = "adapters/good"  # is registered
+
+# RPCs that take a resource name, with a request that is otherwise good; the name's field.
+NAMED: dict[str, tuple[Message, str]] = {
+    "GetAdapter": (pb.GetAdapterRequest(), "name"),
+    "ListAdapterVersions": (pb.ListAdapterVersionsRequest(), "name"),
+    "ActivateAdapterVersion": (pb.ActivateAdapterVersionRequest(digest=names.UNKNOWN_DIGEST), "name"),
+    "PinAdapter": (pb.PinAdapterRequest(), "name"),
+    "UnpinAdapter": (pb.UnpinAdapterRequest(), "name"),
+    "DeleteAdapter": (pb.DeleteAdapterRequest(), "name"),
+    "UpdateAdapter": (
+        pb.UpdateAdapterRequest(update_mask=field_mask_pb2.FieldMask(paths=["labels"])),
+        "adapter.name",
+    ),
+}
+
+
+def cases(facts: Facts) -> Iterator[Case]:
+    """All of them."""
+    yield from _names()
+    yield from _pages()
+    yield from _changes(facts.good_digest)
+    yield from _sources()
+
+
+def call(
+    rpc: str, message: Message, changes: dict[str, Any], name: str = "", *, code: grpc.StatusCode = INVALID, **due: Any
+) -> Case:
+    """A request with some fields replaced; without `fields` in `due`, the one that was replaced last is at fault."""
+    changed = type(message)()
+    changed.CopyFrom(message)
+    for path, value in changes.items():
+        set_path(changed, path, value)
+    if code is INVALID:
+        due.setdefault("fields", (list(changes)[-1],))
+    what = name or ", ".join(f"{path} = {short(value)}" for path, value in changes.items())
+    return Case(name=f"{rpc}: {what}", method=SERVICE + rpc, messages=(changed.SerializeToString(),), code=code, **due)
+
+
+def _names() -> Iterator[Case]:
+    for rpc, (message, field) in NAMED.items():
+        for name in names.BAD_RESOURCES:
+            yield call(rpc, message, {field: name})
+        for adapter_id in names.BAD_IDS:
+            yield call(rpc, message, {field: f"adapters/{adapter_id}"})
+        for adapter_id in names.GOOD_IDS[:4]:
+            yield call(rpc, message, {field: f"adapters/{adapter_id}"}, code=NOT_FOUND, reason="ADAPTER_NOT_FOUND")
+    create = pb.CreateAdapterRequest(source=f"{ROOT_NAME}/good", validate_only=True)
+    for adapter_id in [*names.BAD_IDS, "adapters/a"]:
+        yield call("CreateAdapter", create, {"adapter_id": adapter_id})
+    for digest in ["", *names.BAD_DIGESTS]:
+        yield call("ActivateAdapterVersion", pb.ActivateAdapterVersionRequest(name=GOOD), {"digest": digest})
+    unknown = pb.ActivateAdapterVersionRequest(name=GOOD, digest=names.UNKNOWN_DIGEST)
+    yield call("ActivateAdapterVersion", unknown, {}, "an unknown version", code=NOT_FOUND)
+
+
+def _pages() -> Iterator[Case]:
+    for rpc, message in {
+        "ListAdapters": pb.ListAdaptersRequest(),
+        "ListAdapterVersions": pb.ListAdapterVersionsRequest(name=GOOD),
+    }.items():
+        for size in names.BAD_PAGE_SIZES:
+            yield call(rpc, message, {"page_size": size}, says="1000")
+        for size in names.GOOD_PAGE_SIZES:
+            yield call(rpc, message, {"page_size": size}, code=OK)
+        for token in names.BAD_PAGE_TOKENS:
+            yield call(rpc, message, {"page_token": token})
+    yield call("ListAdapters", pb.ListAdaptersRequest(), {"page_token": "zzz"}, "a token behind the last", code=OK)
+    token = {"page_token": names.UNKNOWN_DIGEST}
+    yield call("ListAdapterVersions", pb.ListAdapterVersionsRequest(name=GOOD), token)
+
+
+def _changes(good_digest: str) -> Iterator[Case]:
+    update = pb.UpdateAdapterRequest(adapter=pb.Adapter(name=GOOD))
+    for paths in ([], ["name"], ["labels", "name"], ["labels.a"], ["*"], [""], ["Labels"], ["etag"], ["x" * 100_000]):
+        yield call("UpdateAdapter", update, {"update_mask.paths": paths}, fields=("update_mask",))
+    for paths in (["labels"], ["display_name"], ["labels", "display_name"], ["labels", "labels"]):
+        yield call("UpdateAdapter", update, {"update_mask.paths": paths}, code=OK)
+    mask = pb.UpdateAdapterRequest(
+        adapter=pb.Adapter(name=GOOD), update_mask=field_mask_pb2.FieldMask(paths=["labels", "display_name"])
+    )
+    create = pb.CreateAdapterRequest(adapter_id="valid", source=f"{ROOT_NAME}/good", validate_only=True)
+    for rpc, message, prefix in (("UpdateAdapter", mask, "adapter."), ("CreateAdapter", create, "")):
+        yield from described(rpc, message, prefix)
+    for etag in ("x", "\0", "e" * 100_000, "é"):
+        due = {"code": grpc.StatusCode.ABORTED, "reason": "ETAG_MISMATCH"}
+        yield call("UpdateAdapter", mask, {"adapter.etag": etag}, **due)
+        activate = pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest)
+        yield call("ActivateAdapterVersion", activate, {"etag": etag}, **due)
+        yield call("DeleteAdapter", pb.DeleteAdapterRequest(name=GOOD), {"etag": etag}, **due)
+    for request_id in names.BAD_REQUEST_IDS:
+        yield call("CreateAdapter", create, {"request_id": request_id})
+    for request_id in names.GOOD_REQUEST_IDS:
+        yield call("CreateAdapter", create, {"request_id": request_id}, code=OK)
+    again = {"request_id": names.GOOD_REQUEST_IDS[0], "display_name": "another"}
+    yield call("CreateAdapter", create, again, "a request_id of another request", fields=("request_id",))
+
+
+def described(rpc: str, message: Message, prefix: str) -> Iterator[Case]:
+    """Labels and display names."""
+    labels, display_name = f"{prefix}labels", f"{prefix}display_name"
+    at_limit = names.MAX_TEXT_BYTES
+    for key in names.BAD_LABEL_KEYS:
+        yield call(rpc, message, {labels: {key: "x"}})
+    for value in ("v" * (at_limit + 1), "é" * (at_limit // 2) + "x", "v" * 100_000):
+        yield call(rpc, message, {labels: {"key": value}}, fields=(f"{labels}['key']",), says=str(at_limit))
+    for text in ("d" * (at_limit + 1), "\U0001f642" * (at_limit // 4) + "x", "d" * 100_000):
+        yield call(rpc, message, {display_name: text}, says=str(at_limit))
+    many = {f"k{index}": "" for index in range(names.MAX_LABELS + 1)}
+    yield call(rpc, message, {labels: many}, says=str(names.MAX_LABELS))
+    most = dict(list(many.items())[: names.MAX_LABELS])
+    for good in ({labels: {key: "v" * at_limit}} for key in names.GOOD_LABEL_KEYS):
+        yield call(rpc, message, good, code=OK)
+    yield call(rpc, message, {labels: most}, code=OK)
+    for text in ("d" * at_limit, "\U0001f642" * (at_limit // 4), "\0\n\x1b[31m", ""):
+        yield call(rpc, message, {display_name: text}, code=OK)
+
+
+def _sources() -> Iterator[Case]:
+    create = pb.CreateAdapterRequest(adapter_id="valid", validate_only=True)
+    for source in (
+        *("", "/", "good", "nobody/good", "/etc", "/etc/passwd", "..", "../good", "file:///etc", "s3://bucket/x", "\0"),
+        *(f"{ROOT_NAME}", f"{ROOT_NAME}/", f"{ROOT_NAME}//good", f"{ROOT_NAME}/../good", f"{ROOT_NAME}/good/.."),
+        *(f"{ROOT_NAME}/./good", f"{ROOT_NAME}/good/", f"{ROOT_NAME}/a\0b", f"{ROOT_NAME}\\good", f"{ROOT_NAME}/a\\b"),
+        *(f"{ROOT_NAME}/out", f"{ROOT_NAME}/" + "a/" * 600 + "a", f" {ROOT_NAME}/good", f"{ROOT_NAME.upper()}/good"),
+    ):
+        yield call("CreateAdapter", create, {"source": source}, code=DENIED, reason="PATH_NOT_ALLOWED")
+    for source in (
+        "missing",
+        "empty",
+        "half",
+        "folder",
+        "loop",
+        "good/adapter_config.json",
+        "x" * 300,
+        "é",
+        "a\nb",
+        "*",
+    ):
+        yield call("CreateAdapter", create, {"source": f"{ROOT_NAME}/{source}"})
+    yield call("CreateAdapter", create, {"source": f"{ROOT_NAME}/good"}, code=OK)

@@ -1,0 +1,378 @@
+"""The worker port: Hello, every message that a worker may send, FetchAdapter. A worker is not trusted with our books.
+
+A conversation is what a worker says after its Hello, given the epoch that it was welcomed with and, where the case
+needs one, a plan: the plan of a request that no other worker of the corpus' server has rows for.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from motet.v1 import plan_pb2 as pb
+
+from tests.hostile.bad_inputs import generation, names
+from tests.hostile.bad_inputs.case import INVALID, OK, TIMEOUT_S, Case, Outcome, short, wording_problems
+from tests.hostile.bad_inputs.facts import BLOCK_SIZE, MAX_MODEL_LEN, MAX_ROWS, VOCAB_SIZE, Facts
+from tests.hostile.bad_inputs.wire import chunk, nested
+
+ATTACH = "/motet.v1.WorkerService/Attach"
+FETCH = "/motet.v1.WorkerService/FetchAdapter"
+PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+ABORTED = grpc.StatusCode.ABORTED
+U32, U64 = 2**32 - 1, 2**64 - 1
+NUM_ANSWERS = MAX_ROWS + 1  # of the request whose plan a conversation gets: more rows than the other worker has
+Build = Callable[[int, pb.StepPlan], list[pb.AttachRequest] | list[bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a worker says and what the control plane answers."""
+
+    name: str
+    hello: pb.Hello
+    build: Build | None = None  # None: the Hello alone decides
+    needs_plan: bool = False
+    code: grpc.StatusCode = ABORTED
+    says: str = ""
+
+    @property
+    def method(self) -> str:
+        return ATTACH
+
+
+def cases(facts: Facts) -> Iterator[Case]:
+    """Calls that need no conversation."""
+    hello = hello_of(facts, "first")
+    for name, messages, says in (
+        ("no message", (), "hello"),
+        ("an empty message", (b"",), "hello"),
+        ("a heartbeat first", (pb.AttachRequest(heartbeat=pb.Heartbeat()).SerializeToString(),), "hello"),
+        ("a result first", (pb.AttachRequest(step_result=pb.StepResult(step_id=1)).SerializeToString(),), "hello"),
+    ):
+        yield Case(name=f"Attach: {name}", method=ATTACH, messages=messages, code=INVALID, says=says, has_details=False)
+    for name, data in {
+        "malformed protobuf": b"\x0a\xff\xff\xff\xff\x0f",
+        "a worker_id that is not UTF-8": nested((1, 3), b"\xff\xfe"),
+        "a device that is not UTF-8": hello.SerializeToString() + nested((1, 6), b"\xff"),
+    }.items():
+        yield Case(name=f"Attach: {name}", method=ATTACH, messages=(data,), fields=("request",))
+    for digest in ["", *names.BAD_DIGESTS]:
+        data = pb.FetchAdapterRequest(digest=digest, worker_id="w").SerializeToString()
+        name = f"FetchAdapter: digest = {short(digest)}"
+        yield Case(name=name, method=FETCH, messages=(data,), code=INVALID, says="digest", has_details=False)
+    for worker_id in ("", "w", "x" * 100_000, "a\nb", "\x1b[31m", "é"):
+        data = pb.FetchAdapterRequest(digest=names.UNKNOWN_DIGEST, worker_id=worker_id).SerializeToString()
+        name = f"FetchAdapter: unknown digest, worker_id = {short(worker_id)}"
+        yield Case(name=name, method=FETCH, messages=(data,), code=grpc.StatusCode.NOT_FOUND, has_details=False)
+    for name, data in {"digest": nested((1,), b"\xff\xfe"), "worker_id": nested((2,), b"\xff")}.items():
+        yield Case(name=f"FetchAdapter: {name} is not UTF-8", method=FETCH, messages=(data,), fields=("request",))
+
+
+def hello_of(facts: Facts, worker_id: str, **changes: Any) -> pb.Hello:
+    """A Hello that is taken."""
+    fields: dict[str, Any] = {
+        "protocol_min": 1,
+        "protocol_max": 1,
+        "worker_id": worker_id,
+        "model_fingerprint": facts.fingerprint,
+        "dtype": "float32",
+        "device": "hostile",
+        "num_blocks": 1024,
+        "block_size": BLOCK_SIZE,
+        "max_rows": 4 * NUM_ANSWERS,
+        "max_step_tokens": 256,
+        "arena_bytes": 1 << 30,
+        "num_slots": 4,
+        "max_model_len": MAX_MODEL_LEN,
+        "vocab_size": VOCAB_SIZE,
+    }
+    return pb.Hello(**{**fields, **changes})
+
+
+def conversations(facts: Facts) -> Iterator[Conversation]:
+    """All of them, each by a worker of its own name."""
+    for index, conversation in enumerate(_conversations(facts)):
+        if conversation.hello.worker_id == "any":
+            conversation.hello.worker_id = f"hostile-{index}"
+        yield conversation
+
+
+def _conversations(facts: Facts) -> Iterator[Conversation]:
+    yield from _hellos(facts)
+    yield from _without_plan(facts)
+    yield from _results(facts)
+
+
+def _hellos(facts: Facts) -> Iterator[Conversation]:
+    def refused(code: grpc.StatusCode, says: str, **changes: Any) -> Conversation:
+        worker_id = changes.pop("worker_id", "any")
+        what = ", ".join(f"{name} = {short(value)}" for name, value in {"worker_id": worker_id, **changes}.items())
+        return Conversation(name=f"Hello: {what}", hello=hello_of(facts, worker_id, **changes), code=code, says=says)
+
+    bad_ids = ["", "A", "a b", "a/b", "a\nb", "\0", "\x1b[31m", "é", "\uff41", "a\u202e", "x" * 64, "x" * 100_000]
+    yield from (refused(INVALID, "hello.worker_id", worker_id=worker_id) for worker_id in bad_ids)
+    bounds: dict[str, list[int]] = {
+        "num_blocks": [0, 2**31, U32],
+        "block_size": [0, (1 << 16) + 1, U32],
+        "max_rows": [0, (1 << 20) + 1, U32],
+        "max_step_tokens": [0, 2**31, U32],
+        "arena_bytes": [(1 << 50) + 1, U64],
+        "num_slots": [0, (1 << 20) + 1, U32],
+        "max_model_len": [0, 1, 2**31, U32],
+        "vocab_size": [0, 2**31, U32],
+    }
+    for field, values in bounds.items():
+        yield from (refused(INVALID, f"hello.{field}", **{field: value}) for value in values)
+    yield from (refused(PRECONDITION, str(VOCAB_SIZE), vocab_size=size) for size in (1, VOCAB_SIZE - 1, VOCAB_SIZE + 1))
+    for lowest, highest in ((0, 0), (2, 3), (2, 1), (U32, U32), (1, 0)):
+        yield refused(PRECONDITION, "protocol", protocol_min=lowest, protocol_max=highest)
+    fingerprints = ["", "0" * 64, facts.fingerprint.upper(), facts.fingerprint[:-1], "\0", "é", "x" * 100_000]
+    yield from (refused(PRECONDITION, "checkpoint", model_fingerprint=value) for value in fingerprints)
+    for dtype in ("", "float64", "FLOAT32", "float32\0", "bfloat16", "x" * 100_000):
+        yield refused(PRECONDITION, "--dtype", dtype=dtype)
+
+    def taken(name: str, **changes: Any) -> Conversation:
+        hello = hello_of(facts, "any", **changes)
+        return Conversation(name=f"Hello: {name}", hello=hello, build=lambda *_: [], code=OK)
+
+    yield taken("as it should be")
+    yield taken("all protocols", protocol_min=0, protocol_max=U32)
+    yield taken("one block, one row", num_blocks=1, block_size=1, max_rows=1, max_step_tokens=1, num_slots=1)
+    yield taken("no arena", arena_bytes=0)
+    yield taken("an arena at the limit", arena_bytes=1 << 50)
+    yield taken("a device of any text", device="\x1b[31m\n\0é")
+    yield taken("ranks", parallel=pb.ParallelLayout(tensor=U32, pipeline=U32))
+
+
+def _without_plan(facts: Facts) -> Iterator[Conversation]:
+    """After the Hello, with nothing to do."""
+    hello = hello_of(facts, "any")
+
+    def said(name: str, build: Build, code: grpc.StatusCode = ABORTED, says: str = "") -> Conversation:
+        copy = pb.Hello()
+        copy.CopyFrom(hello)
+        return Conversation(name=name, hello=copy, build=build, code=code, says=says)
+
+    def one(**message: Any) -> Build:
+        return lambda *_: [pb.AttachRequest(**message)]
+
+    yield said("a second Hello", one(hello=hello), says="hello")
+    yield said("an empty message", one())
+    for sequence in (0, 2, 3, U64):
+        yield said(f"pong {sequence}", one(pong=pb.Pong(sequence=sequence)), says="pong")
+    for step_id in (1, 2, U64):
+        result = pb.StepResult(step_id=step_id)
+        yield said(f"result {step_id} of no plan", lambda epoch, _, r=result: [_result(epoch, r)], says="step")
+        yield said(f"result {step_id} of another epoch", one(step_result=result), OK)
+    slot_states = {
+        "of a slot that nothing was loaded into": {"slot": 0, "generation": 1, "state": 1},
+        "of a slot that is not there": {"slot": U32, "generation": 1, "state": 1},
+        "of generation 2^32 - 1": {"slot": 0, "generation": U32, "state": 1},
+        "empty, of an empty slot": {"slot": 0, "generation": 1, "state": 2},
+        "failed, of an empty slot": {"slot": 0, "generation": 1, "state": 3, "reason": "x" * 100_000},
+        "without a state": {"slot": 0, "generation": 1},
+        "of a state that is not known": {"slot": 0, "generation": 1, "state": 77},
+    }
+    for name, fields in slot_states.items():
+        state = pb.SlotState(**fields)
+        yield said(f"a slot state {name}", lambda epoch, _, s=state: [_slot_state(epoch, s)])
+        yield said(f"a slot state {name}, of another epoch", one(slot_state=state), OK)
+    beat = pb.Heartbeat(num_steps=U64, num_plans_waiting=U32, arena_used_bytes=U64, resident_bytes=U64)
+    yield said("a heartbeat of the largest numbers", one(heartbeat=beat), OK)
+    yield said("1000 heartbeats", lambda *_: [pb.AttachRequest(heartbeat=beat)] * 1000, OK)
+    yield said("an unknown message", lambda *_: [chunk(77, b"x")])
+    for reason in ("", "x" * 100_000, "\x1b[31m\n\0é"):
+        fault = pb.Fault(reason=reason, step_id=U64)
+        yield said(f"a fault {short(reason)}", one(fault=fault), OK)
+
+
+def _results(facts: Facts) -> Iterator[Conversation]:
+    """Answers to a plan that samples one row, whose request wants two candidates."""
+
+    def answered(name: str, says: str = "", code: grpc.StatusCode = ABORTED, **changes: Any) -> Conversation:
+        def build(epoch: int, plan: pb.StepPlan) -> list[pb.AttachRequest]:
+            return [_result(epoch, _answer(plan, **changes))]
+
+        return Conversation(
+            name=f"result: {name}",
+            hello=hello_of(facts, "any"),
+            build=build,
+            needs_plan=True,
+            code=code,
+            says=says,
+        )
+
+    yield answered("of step 2", "step 2", step_id=2)
+    yield answered("of step 2^64 - 1", "step", step_id=U64)
+    yield answered("without rows", "rows", rows=b"", token_ids=b"", sampled_logprobs=[])
+    yield answered("of another row", "rows", rows=_packed(7))
+    yield answered("of a row twice", "rows", rows=_packed(0, 0), token_ids=_packed(1, 1))
+    yield answered("of row -1", "rows", rows=_packed(-1))
+    yield answered("of three bytes of rows", "", rows=b"abc", token_ids=b"abc")
+    yield answered("of more tokens than rows", "", token_ids=_packed(1, 2))
+    yield answered("without tokens", "", token_ids=b"")
+    yield answered("of a token above the vocabulary", str(VOCAB_SIZE - 1), token_ids=_packed(VOCAB_SIZE))
+    yield answered("of token -1", str(VOCAB_SIZE - 1), token_ids=_packed(-1))
+    yield answered("of token 2^31 - 1", str(VOCAB_SIZE - 1), token_ids=_packed(2**31 - 1))
+    yield answered("with a failed row that did not run", "row 9", failed_rows=_packed(9))
+    yield answered("with a failed row twice", "row", failed_rows=_packed(0, 0), rows=b"", token_ids=b"")
+    yield answered("with three bytes of failed rows", "", failed_rows=b"abc")
+    told = pb.RowLogprobs
+    for name, entry in {
+        "of another row": _logprobs(row=5),
+        "of row 2^32 - 1": _logprobs(row=U32),
+        "with one candidate": _logprobs(num_top=1, top_token_ids=_packed(1), top_logprobs=_floats(-1.0)),
+        "with 2^32 - 1 candidates": _logprobs(num_top=U32),
+        "of no token": _logprobs(token_ids=b"", logprobs=b"", ranks=b"", top_token_ids=b"", top_logprobs=b""),
+        "with three bytes": _logprobs(logprobs=b"abc"),
+        "with NaN": _logprobs(logprobs=_floats(float("nan"))),
+        "with infinity": _logprobs(top_logprobs=_floats(float("inf"), -1.0)),
+        "with -infinity": _logprobs(logprobs=_floats(float("-inf"))),
+        "of a token above the vocabulary": _logprobs(token_ids=_packed(VOCAB_SIZE)),
+        "with a candidate above the vocabulary": _logprobs(top_token_ids=_packed(1, VOCAB_SIZE)),
+        "with a candidate below zero": _logprobs(top_token_ids=_packed(1, -1)),
+        "with nothing at all": told(),
+    }.items():
+        yield answered(f"log-probabilities {name}", "", sampled_logprobs=[entry])
+    yield answered("prompt log-probabilities that nobody asked for", "row 0", prompt_logprobs=[_logprobs()])
+    yield answered("as it should be", code=OK)
+    yield answered("with a time of 2^64 - 1", code=OK, step_time_us=U64, move_time_us=U64, num_moved_blocks=U32)
+
+
+def _answer(plan: pb.StepPlan, **changes: Any) -> pb.StepResult:
+    fields: dict[str, Any] = {
+        "step_id": plan.step_id,
+        "rows": _packed(0),
+        "token_ids": _packed(1),
+        "sampled_logprobs": [_logprobs()],
+        "step_time_us": 1000,
+    }
+    return pb.StepResult(**{**fields, **changes})
+
+
+def _logprobs(**changes: Any) -> pb.RowLogprobs:
+    fields: dict[str, Any] = {
+        "row": 0,
+        "token_ids": _packed(1),
+        "logprobs": _floats(-0.5),
+        "ranks": _packed(1),
+        "num_top": 2,
+        "top_token_ids": _packed(1, 2),
+        "top_logprobs": _floats(-0.5, -1.0),
+    }
+    return pb.RowLogprobs(**{**fields, **changes})
+
+
+def _packed(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def _floats(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def _result(epoch: int, result: pb.StepResult) -> pb.AttachRequest:
+    message = pb.AttachRequest(step_result=result)
+    message.step_result.epoch = epoch
+    return message
+
+
+def _slot_state(epoch: int, state: pb.SlotState) -> pb.AttachRequest:
+    message = pb.AttachRequest(slot_state=state)
+    message.slot_state.epoch = epoch
+    return message
+
+
+class Worker:
+    """The worker's end of one plan stream, written by hand."""
+
+    def __init__(self, channel: grpc.Channel, timeout_s: float = TIMEOUT_S) -> None:
+        self._outgoing: queue.Queue[bytes | None] = queue.Queue()
+        self._call: Any = channel.stream_stream(ATTACH)(iter(self._outgoing.get, None), timeout=timeout_s)
+
+    def say(self, message: pb.AttachRequest | bytes) -> None:
+        self._outgoing.put(message if isinstance(message, bytes) else message.SerializeToString())
+
+    def hear(self, kind: str) -> Any:
+        """The next message of a kind; others are passed over. Raises grpc.RpcError, StopIteration."""
+        while True:
+            message = pb.AttachResponse.FromString(next(self._call))
+            if message.WhichOneof("message") == kind:
+                return getattr(message, kind)
+
+    def end(self) -> Outcome:
+        """Say no more, and wait for the end of the stream."""
+        self._outgoing.put(None)
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError:
+            return Outcome(self._call.code(), self._call.details() or "")
+        return Outcome(OK)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._call.cancel()
+
+
+def converse(
+    worker_channel: grpc.Channel, client_channel: grpc.Channel, conversation: Conversation, timeout_s: float = TIMEOUT_S
+) -> Outcome:
+    """How the plan stream of one conversation ends."""
+    worker = Worker(worker_channel, timeout_s)
+    asked: _Asked | None = None
+    try:
+        worker.say(pb.AttachRequest(hello=conversation.hello))
+        if conversation.build is None:
+            return worker.end()
+        epoch = worker.hear("welcome").epoch
+        plan = pb.StepPlan()
+        if conversation.needs_plan:
+            asked = _Asked(client_channel, timeout_s)
+            plan = worker.hear("step_plan")
+        for message in conversation.build(epoch, plan):
+            worker.say(message)
+        return worker.end()
+    except grpc.RpcError:
+        return worker.end()
+    finally:
+        worker.close()
+        if asked is not None:
+            asked.cancel()
+
+
+class _Asked:
+    """A request for more answers than the other worker has rows, until it is cancelled."""
+
+    def __init__(self, channel: grpc.Channel, timeout_s: float) -> None:
+        request = generation.request(decoding__n=NUM_ANSWERS, sampling__logprobs=2).SerializeToString()
+        self._call: Any = channel.unary_stream(generation.GENERATE)(request, timeout=timeout_s)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._thread.join()
+
+    def _read(self) -> None:
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError:
+            pass  # it has no worker any more, or was cancelled
+
+
+def problems(conversation: Conversation, outcome: Outcome) -> list[str]:
+    """What is wrong with the end of a plan stream."""
+    if outcome.code is not conversation.code:
+        return [f"{outcome.code.name} where {conversation.code.name} is due: {outcome.message}"]
+    found = wording_problems(outcome)
+    if conversation.says not in outcome.message:
+        found.append(f"the message does not say {conversation.says!r}: {outcome.message}")
+    return found
