@@ -1,0 +1,96 @@
+"""Runs the artifact store's blocking calls in threads of their own, and bounds how long anybody waits for one.
+
+A call that hangs keeps its thread: nothing can end it. Once `MAX_HUNG_CALLS` hang, further calls are refused at once.
+Used by the registry for changes and by the host cache for reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from control_plane.daemon_threads import DaemonThreads
+from control_plane.errors import StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 10.0
+MAX_HUNG_CALLS = 8
+_NUM_THREADS = 32  # a start reads many small files; more than may hang, so that a store that returns is noticed
+_BYTES_PER_S = 1 << 20  # a large file has a second more for every so many bytes
+_T = TypeVar("_T")
+
+# Set when a call hangs that belongs to the change which runs in this context; see registry.changes.
+HANG: contextvars.ContextVar[asyncio.Event | None] = contextvars.ContextVar("store_hang", default=None)
+
+
+class StoreCalls:
+    """The way to a store from the event loop."""
+
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._threads = DaemonThreads(_NUM_THREADS, name="motet-store")
+        self._num_hung = 0
+
+    @property
+    def num_hung(self) -> int:
+        """Calls that run longer than their time limit at this moment."""
+        return self._num_hung
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest time for a call, seconds; writes of large files have more."""
+        return self._timeout_s
+
+    async def read(self, call: Callable[..., _T], *arguments: Any, extra_s: float = 0.0) -> _T:
+        """A call whose outcome nobody needs later. Raises StoreUnavailable once its time is over; the call goes on."""
+        task = self._start(call, arguments)
+        try:
+            await asyncio.wait([task], timeout=self._timeout_s + extra_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not task.done():
+            self._count_hung(task, call)
+            raise unavailable(self._timeout_s)
+        return task.result()
+
+    async def change(self, call: Callable[..., _T], *arguments: Any, size_bytes: int = 0) -> _T:
+        """A call that changes the store: waited for until it ends, so that memory follows the store in order.
+
+        Once its time is over, HANG is set for who waits for the change.
+        """
+        task = self._start(call, arguments)
+        await asyncio.wait([task], timeout=self._timeout_s + size_bytes / _BYTES_PER_S)
+        if not task.done():
+            self._count_hung(task, call)
+            if (hang := HANG.get()) is not None:
+                hang.set()
+        return await task
+
+    def close(self) -> None:
+        """Let the threads end; a hung one does not keep the process."""
+        self._threads.close()
+
+    def _start(self, call: Callable[..., _T], arguments: tuple[Any, ...]) -> asyncio.Task[_T]:
+        if self._num_hung >= MAX_HUNG_CALLS:
+            raise unavailable(self._timeout_s)
+        return asyncio.get_running_loop().create_task(self._threads.run(call, *arguments))
+
+    def _count_hung(self, task: asyncio.Task[Any], call: Callable[..., Any]) -> None:
+        self._num_hung += 1
+        logger.error("artifact store hangs call=%s num_hung=%d", call.__qualname__, self._num_hung)
+        task.add_done_callback(self._came_back)
+
+    def _came_back(self, task: asyncio.Task[Any]) -> None:
+        self._num_hung -= 1
+        error = None if task.cancelled() else task.exception()  # taken, so that asyncio does not report it as lost
+        logger.warning("artifact store came back num_hung=%d error=%r", self._num_hung, error)
+
+
+def unavailable(timeout_s: float) -> StoreUnavailable:
+    """The error for a store that does not answer in time."""
+    return StoreUnavailable(f"the artifact store did not answer within {timeout_s:g} s; try again", retry_after_s=5.0)
