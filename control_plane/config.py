@@ -24,6 +24,7 @@ POLICIES = tuple(policy.value for policy in Policy)
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ROOT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _LOWEST: dict[str, float] = {
+    "store_timeout_s": 0.1,
     "host_cache_bytes": 0,
     "max_waiting_requests": 1,
     "plan_depth": 1,
@@ -49,6 +50,8 @@ class ServerConfig:
     model_dir: Path  # Hugging Face checkpoint directory
     data_dir: Path = Path("motet-data")  # store, embedded Redis, uploads under way
     store: str | None = None  # fsspec URL of the artifact store; None: DATA_DIR/store
+    store_timeout_s: float = 10.0  # longest time for one call of the store, seconds; large writes have more
+    exclusive_store: bool = False  # the operator says that no other control plane uses the store
     listen: str = "127.0.0.1:50051"  # HOST:PORT for clients; port 0 takes a free one
     worker_listen: str = "127.0.0.1:50052"  # HOST:PORT for workers; port 0 takes a free one
     redis_url: str | None = None  # None: an embedded Redis
@@ -195,6 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", Path, None, "checkpoint directory (required)", metavar="DIR", dest="model_dir", required=True)
     add("--data-dir", Path, "motet-data", "state of this server (default ./motet-data)", metavar="DIR")
     add("--store", str, None, "artifact store, a directory or fsspec URL (default DATA_DIR/store)", metavar="URL")
+    add("--store-timeout-s", float, "10", "longest time for one call of the artifact store, seconds (default 10)")
     add("--listen", str, "127.0.0.1:50051", "clients' address (default 127.0.0.1:50051)", metavar="HOST:PORT")
     add("--worker-listen", str, "127.0.0.1:50052", "workers' address (default 127.0.0.1:50052)", metavar="HOST:PORT")
     add("--redis-url", str, None, "host cache (default: an embedded Redis)", metavar="URL")
@@ -253,12 +257,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory that CreateAdapter may read, by name; repeatable, in the environment separated by commas "
         "(default none)",
     )
-    parser.add_argument(
-        "--no-reflection",
-        action="store_true",
-        default=os.environ.get("MOTET_NO_REFLECTION", "").lower() in ("1", "true", "yes"),
-        help="leave the gRPC reflection service out (default: it is there)",
+    switches = (
+        ("--exclusive-store", "no other control plane uses the remote store: wait for no lease (default: off)"),
+        ("--no-reflection", "leave the gRPC reflection service out (default: it is there)"),
     )
+    for flag, text in switches:
+        variable = "MOTET_" + flag.strip("-").upper().replace("-", "_")
+        is_set = os.environ.get(variable, "").lower() in ("1", "true", "yes")
+        parser.add_argument(flag, action="store_true", default=is_set, help=text)
 
 
 def _add_scheduling(add: Callable[..., None]) -> None:

@@ -78,6 +78,18 @@ class AdapterNotActive(MotetError):
     reason = "ADAPTER_NOT_ACTIVE"
 
 
+class AdapterVersionActive(MotetError):
+    """The version is the one that new requests get, so it cannot be deleted."""
+
+    reason = "VERSION_ACTIVE"
+
+
+class AdapterDamaged(MotetError):
+    """The stored weights of the adapter are not those that were registered."""
+
+    reason = "ADAPTER_DAMAGED"
+
+
 class AdapterTooLarge(MotetError):
     """The adapter does not fit the adapter memory of any worker."""
 
@@ -224,6 +236,8 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterNotFound: grpc.StatusCode.NOT_FOUND,
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
+    AdapterVersionActive: grpc.StatusCode.FAILED_PRECONDITION,
+    AdapterDamaged: grpc.StatusCode.DATA_LOSS,
     AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,

@@ -36,6 +36,7 @@ from control_plane.api.request_memory import RequestMemory
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
+from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
@@ -44,7 +45,9 @@ from control_plane.host_cache.base import HostCache
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.base_model import BaseModel
 from control_plane.registry.registry import Registry
+from control_plane.registry.remote_files import StoreUrlError
 from control_plane.registry.store import ArtifactStore
+from control_plane.store_calls import StoreCalls
 from control_plane.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -103,7 +106,7 @@ class ControlPlane:
 
 async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> ControlPlane:
     """Everything, started and listening; `stack` ends it."""
-    config.data_dir.mkdir(parents=True, exist_ok=True)
+    _lock_data_dir(config.data_dir, stack)
     uploads_dir = config.data_dir / "uploads"
     base_model = await asyncio.to_thread(BaseModel.load, config.model_dir, config.dtype, config.max_model_len)
     logger.info("base model name=%s fingerprint=%s dtype=%s", base_model.name, base_model.fingerprint, base_model.dtype)
@@ -194,26 +197,43 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     return ControlPlane(client_address, worker_address, fleet, drain)
 
 
+def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:
+    """Before anything in it is touched: another server may be running on it. Raises ConfigError."""
+    lock = DirectoryLock(directory, "server.lock")
+    try:
+        lock.acquire()
+    except DirectoryInUse as error:
+        raise ConfigError(f"--data-dir: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--data-dir: {directory} cannot be made or locked: {error.strerror}") from error
+    stack.callback(lock.release)
+
+
 async def _open_storage(
     config: ServerConfig, base_model: BaseModel, uploads_dir: Path, stack: contextlib.AsyncExitStack
 ) -> tuple[Registry, AdapterWeights]:
     """The store with its registry, locked for this server, and the host cache in front of it."""
-    store = ArtifactStore(config.store_url)
+    try:
+        store = ArtifactStore(config.store_url, is_exclusive=config.exclusive_store)
+    except StoreUrlError as error:
+        raise ConfigError(f"--store: {error}") from error
+    calls = StoreCalls(timeout_s=config.store_timeout_s)
+    stack.callback(calls.close)
     scratch_dir = config.data_dir / "scratch"
     registry = await Registry.open(
         store=store,
         base_model=base_model,
+        calls=calls,
         max_adapter_bytes=config.max_adapter_bytes,
         clock=time.time,
         scratch_dir=scratch_dir,
     )
     stack.push_async_callback(registry.close)
-    # Only now, that the store is locked: another server on this directory may be running until then.
     for directory in (uploads_dir, scratch_dir):
         shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
         directory.mkdir()
     cache = await _host_cache(config, stack)
-    return registry, AdapterWeights(cache, store)
+    return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
 
 
 def _fleet_settings(config: ServerConfig) -> FleetSettings:

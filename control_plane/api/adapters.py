@@ -241,6 +241,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             )
             if not asked.validate_only:
                 self._fleet.keep(record.active_digest)
+                self._weights.stored_anew(record.active_digest)
             return record
         finally:  # cancelled, it may be registered all the same
             if not asked.validate_only:
@@ -264,16 +265,19 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             raise
 
     async def clear(self, adapter_id: str, digests: Sequence[str]) -> None:
-        """Take a name that is being deleted out of every tier; `digests` are those that no other name used then."""
+        """Take a name that is being deleted, and its versions, out of every tier."""
         await self._pins.forget(adapter_id)
         for digest in digests:
-            # Another name may register the same weights at any time, also while they are being retired.
-            if not self._registry.is_shared(digest):
-                await self._fleet.retire(digest)
-            if not self._registry.is_shared(digest):
-                await self._weights.drop(digest)
+            await self._clear_digest(digest)
         await self._registry.finish_delete(adapter_id)
         logger.info("adapter deleted adapter_id=%s num_digests=%d", adapter_id, len(digests))
+
+    async def _clear_digest(self, digest: str) -> None:
+        """Take weights out of arenas and host cache, unless a name has them: one may, at any time."""
+        if not self._registry.is_named(digest):
+            await self._fleet.retire(digest)
+        if not self._registry.is_named(digest):
+            await self._weights.drop(digest)
 
     def _placements(self, record: Record) -> list[adapters_pb2.AdapterPlacement]:
         digest = record.active_digest

@@ -34,8 +34,8 @@ class PackedAdapterLike(Protocol):
     def manifest(self) -> bytes:
         """Canonical JSON; its SHA-256 is the digest."""
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """Whole chunks in the manifest's order."""
+    def parts(self) -> AsyncIterator[bytes]:
+        """The bytes of the chunks in the manifest's order, in parts that cross no chunk."""
 
 
 class WeightsSourceLike(Protocol):
@@ -104,9 +104,9 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         try:
             packed = await self._weights.open_packed(request.digest)
             await context.write(plan_pb2.FetchAdapterResponse(manifest=packed.manifest))
-            async for chunk in packed.chunks():
-                for start in range(0, len(chunk), PIECE_BYTES):
-                    await context.write(plan_pb2.FetchAdapterResponse(data=chunk[start : start + PIECE_BYTES]))
+            async for part in packed.parts():
+                for start in range(0, len(part), PIECE_BYTES):
+                    await context.write(plan_pb2.FetchAdapterResponse(data=part[start : start + PIECE_BYTES]))
         except MotetError as error:
             logger.warning("adapter not served worker_id=%s digest=%s: %s", request.worker_id, request.digest, error)
             await context.abort(status_of(error), str(error))

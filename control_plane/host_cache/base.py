@@ -15,6 +15,7 @@ class HostCacheStats:
     used_bytes: int
     budget_bytes: int
     is_available: bool
+    trouble: str  # why it is not available, for people; empty when it is
     num_hits: int  # adapters opened from the cache
     num_misses: int  # adapters opened from the store
     num_corrupt: int  # cached chunks or manifests whose hash was wrong
@@ -25,15 +26,20 @@ class HostCache(Protocol):
 
     worker_url: str  # where workers read by themselves; "": they cannot
     budget_bytes: int
-    on_emptied: Callable[[], None] | None  # called when the cache turns out to have lost what it held
+    # Called when the cache became available, after all that it holds was read: some may be lost, some may be unwanted.
+    on_available: Callable[[], None] | None
 
     @property
     def is_available(self) -> bool:
         """Whether the cache answers."""
 
     @property
-    def num_adapters(self) -> int:
-        """Whole adapters held."""
+    def trouble(self) -> str:
+        """Why the cache is not available, for people; empty when it is."""
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """The whole adapters held."""
 
     @property
     def used_bytes(self) -> int:
@@ -45,13 +51,13 @@ class HostCache(Protocol):
     async def read_manifest(self, digest: str) -> bytes | None:
         """The manifest, unverified, or None."""
 
-    async def read_chunk(self, digest: str, index: int) -> bytes | None:
-        """One chunk, unverified, or None."""
+    async def read_part(self, digest: str, index: int, part: int) -> bytes | None:
+        """One part of a chunk (see packed.PART_BYTES), unverified, or None."""
 
-    async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], chunks: AsyncIterator[bytes]) -> bool:
+    async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], parts: AsyncIterator[bytes]) -> bool:
         """Take the adapter in, evicting others; all or nothing. False: it is not cached.
 
-        What `chunks` raises comes through.
+        `sizes`: of the chunks, bytes. `parts`: all parts of all chunks in order; what it raises comes through.
         """
 
     async def drop(self, digest: str) -> None:

@@ -6,21 +6,36 @@ from collections import OrderedDict
 
 from control_plane.errors import PinBudgetExceeded
 
+Sizes = tuple[int, ...]  # of one adapter: manifest, then chunks; bytes
+
 
 class Ledger:
     """LRU by bytes over digests that nobody pinned."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        # Invariants: no digest is in both; their sizes together are at most the budget.
-        self._held: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # least recently used first; sizes: see reserve
-        self._reserved: dict[str, tuple[int, ...]] = {}
+        # Invariants: no digest is in two of these three; used_bytes is the sum of their sizes.
+        self._held: OrderedDict[str, Sizes] = OrderedDict()  # least recently used first
+        self._reserved: dict[str, Sizes] = {}  # being written
+        self._leaving: dict[str, Sizes] = {}  # given up; their bytes are there until `left`
+        self._used_bytes = 0
         self._pins: dict[str, int] = {}  # digest -> bytes; a pinned digest need not be held
+        self._pinned_bytes = 0  # the sum of _pins
 
     @property
     def used_bytes(self) -> int:
-        """Bytes held and reserved."""
-        return sum(map(sum, self._held.values())) + sum(map(sum, self._reserved.values()))
+        """Bytes held, reserved, and not removed yet."""
+        return self._used_bytes
+
+    @property
+    def digests(self) -> list[str]:
+        """The adapters held, least recently used first."""
+        return list(self._held)
+
+    @property
+    def leaving(self) -> list[tuple[str, Sizes]]:
+        """Adapters whose bytes are still to be removed."""
+        return list(self._leaving.items())
 
     def __len__(self) -> int:
         return len(self._held)
@@ -28,8 +43,8 @@ class Ledger:
     def __contains__(self, digest: str) -> bool:
         return digest in self._held
 
-    def sizes(self, digest: str) -> tuple[int, ...] | None:
-        """Sizes of a held adapter (manifest, then chunks; bytes), or None."""
+    def sizes(self, digest: str) -> Sizes | None:
+        """Sizes of a held adapter, or None."""
         return self._held.get(digest)
 
     def touch(self, digest: str) -> None:
@@ -37,51 +52,62 @@ class Ledger:
         if digest in self._held:
             self._held.move_to_end(digest)
 
-    def reserve(self, digest: str, sizes: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]] | None:
-        """Make room for an adapter of `sizes` (manifest, then chunks; bytes): what was evicted for it, least recently
-        used first, with its sizes. None, and nothing evicted, if it does not fit or is being written already."""
-        if digest in self._reserved:
-            return None
-        need = sum(sizes) + self.used_bytes - sum(self._held.get(digest, ())) - self.budget_bytes
+    def reserve(self, digest: str, sizes: Sizes) -> bool:
+        """Make room for an adapter: what has to go for it, and what there is of it, is `leaving` then.
+
+        False, and nothing changes, if it does not fit, is being written, or is leaving.
+        """
+        if digest in self._reserved or digest in self._leaving:
+            return False
+        free_bytes = self.budget_bytes - self._used_bytes + sum(self._held.get(digest, ()))
         victims: list[str] = []
         for candidate, held in self._held.items():
-            if need <= 0:
+            if free_bytes >= sum(sizes):
                 break
             if candidate not in self._pins and candidate != digest:
                 victims.append(candidate)
-                need -= sum(held)
-        if need > 0:
-            return None
-        self._held.pop(digest, None)
+                free_bytes += sum(held)
+        if free_bytes < sum(sizes):
+            return False
+        for victim in victims:
+            self.remove(victim)
+        self._used_bytes += sum(sizes) - sum(self._held.pop(digest, ()))
         self._reserved[digest] = sizes
-        return [(victim, self._held.pop(victim)) for victim in victims]
+        return True
 
     def commit(self, digest: str) -> None:
         """The reserved adapter is whole."""
         self._held[digest] = self._reserved.pop(digest)
 
     def release(self, digest: str) -> None:
-        """The reserved adapter did not come to be."""
-        self._reserved.pop(digest, None)
+        """The reserved adapter did not come to be: what was written of it is `leaving`."""
+        if digest in self._reserved:
+            self._leaving[digest] = self._reserved.pop(digest)
 
-    def remove(self, digest: str) -> tuple[int, ...] | None:
-        """Forget a held adapter; its sizes, or None if it is not held. A pin stays."""
-        return self._held.pop(digest, None)
+    def remove(self, digest: str) -> None:
+        """Give up a held adapter: it is `leaving` then. One that is not held is fine; a pin stays."""
+        if digest in self._held:
+            self._leaving[digest] = self._held.pop(digest)
 
-    def replace_all(self, found: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
-        """Hold exactly `found`, less what exceeds the budget, which is returned. Reservations end."""
+    def left(self, digest: str) -> None:
+        """The bytes of an adapter that was leaving are gone."""
+        self._used_bytes -= sum(self._leaving.pop(digest, ()))
+
+    def replace_all(self, found: dict[str, Sizes]) -> None:
+        """Hold exactly `found`; what exceeds the budget is `leaving`. Reservations end."""
         self._held = OrderedDict(found)
         self._reserved.clear()
-        surplus = []
+        self._leaving.clear()
+        self._used_bytes = held_bytes = sum(map(sum, found.values()))
         for digest in sorted(found, key=lambda digest: digest in self._pins):
-            if self.used_bytes <= self.budget_bytes:
+            if held_bytes <= self.budget_bytes:
                 break
-            surplus.append((digest, self._held.pop(digest)))
-        return surplus
+            held_bytes -= sum(found[digest])
+            self.remove(digest)
 
     def pin(self, digest: str, size_bytes: int) -> None:
         """Keep it from eviction. Raises PinBudgetExceeded if all pins together would not fit."""
-        others = sum(size for other, size in self._pins.items() if other != digest)
+        others = self._pinned_bytes - self._pins.get(digest, 0)
         if others + size_bytes > self.budget_bytes:
             raise PinBudgetExceeded(
                 f"pinning {size_bytes} bytes beside {others} pinned ones exceeds the host cache of {self.budget_bytes} "
@@ -89,7 +115,8 @@ class Ledger:
                 retry_after_s=60.0,
             )
         self._pins[digest] = size_bytes
+        self._pinned_bytes = others + size_bytes
 
     def unpin(self, digest: str) -> None:
         """Let it be evicted again; not pinned is fine."""
-        self._pins.pop(digest, None)
+        self._pinned_bytes -= self._pins.pop(digest, 0)

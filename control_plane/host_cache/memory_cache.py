@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from control_plane.host_cache.ledger import Ledger
+from control_plane.host_cache.packed import num_parts
 
 
 class MemoryHostCache:
@@ -13,9 +14,9 @@ class MemoryHostCache:
     def __init__(self, *, budget_bytes: int) -> None:
         self.worker_url = ""
         self.budget_bytes = budget_bytes
-        self.on_emptied: Callable[[], None] | None = None  # never called: it loses nothing
+        self.on_available: Callable[[], None] | None = None  # never called: it is always there, and loses nothing
         self._ledger = Ledger(budget_bytes)
-        self._content: dict[str, tuple[bytes, list[bytes]]] = {}  # digest -> manifest, chunks
+        self._content: dict[str, tuple[bytes, list[list[bytes]]]] = {}  # digest -> manifest, parts of each chunk
 
     @property
     def is_available(self) -> bool:
@@ -23,9 +24,14 @@ class MemoryHostCache:
         return True
 
     @property
-    def num_adapters(self) -> int:
+    def trouble(self) -> str:
         """See base.HostCache."""
-        return len(self._ledger)
+        return ""
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """See base.HostCache."""
+        return self._ledger.digests
 
     @property
     def used_bytes(self) -> int:
@@ -41,31 +47,30 @@ class MemoryHostCache:
         self._ledger.touch(digest)
         return self._content[digest][0] if digest in self._content else None
 
-    async def read_chunk(self, digest: str, index: int) -> bytes | None:
+    async def read_part(self, digest: str, index: int, part: int) -> bytes | None:
         """See base.HostCache."""
         chunks = self._content[digest][1] if digest in self._content else []
-        return chunks[index] if index < len(chunks) else None
+        return chunks[index][part] if index < len(chunks) and part < len(chunks[index]) else None
 
-    async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], chunks: AsyncIterator[bytes]) -> bool:
+    async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], parts: AsyncIterator[bytes]) -> bool:
         """See base.HostCache."""
-        evicted = self._ledger.reserve(digest, (len(manifest), *sizes))
-        if evicted is None:
+        if not self._ledger.reserve(digest, (len(manifest), *sizes)):
             return False
-        for victim, _ in evicted:
-            del self._content[victim]
+        self._forget_leaving()
         try:
-            content = (manifest, [chunk async for chunk in chunks])
+            chunks = [[await anext(parts) for _ in range(num_parts(size))] for size in sizes]
         except BaseException:
             self._ledger.release(digest)
+            self._forget_leaving()
             raise
-        self._content[digest] = content
+        self._content[digest] = (manifest, chunks)
         self._ledger.commit(digest)
         return True
 
     async def drop(self, digest: str) -> None:
         """See base.HostCache."""
         self._ledger.remove(digest)
-        self._content.pop(digest, None)
+        self._forget_leaving()
 
     def touch(self, digest: str) -> None:
         """See base.HostCache."""
@@ -81,3 +86,8 @@ class MemoryHostCache:
 
     async def close(self) -> None:
         """See base.HostCache."""
+
+    def _forget_leaving(self) -> None:
+        for digest, _ in self._ledger.leaving:
+            self._content.pop(digest, None)
+            self._ledger.left(digest)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import random
+import re
 import secrets
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +22,11 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from control_plane.host_cache.ledger import Ledger
+from control_plane.host_cache.ledger import Ledger, Sizes
+from control_plane.host_cache.packed import num_parts, read_layout
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = (4 << 20) - 64  # a power of two costs 25% more memory in Redis
 CALL_TIMEOUT_S = 1.0
 SCAN_TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.25
@@ -57,31 +57,32 @@ class RedisHostCache:
     ) -> None:
         self.worker_url = worker_url
         self.budget_bytes = budget_bytes
-        self.on_emptied: Callable[[], None] | None = None
+        self.on_available: Callable[[], None] | None = None
         self.is_available = False  # until the first look at the keys
         self._call_timeout_s = call_timeout_s
         self._clock = clock  # monotonic, seconds
         self._random = random.Random(seed)
         self._ledger = Ledger(budget_bytes)
-        self._client: Any = redis.Redis.from_url(
-            url,
-            socket_timeout=call_timeout_s / 2,
-            socket_connect_timeout=call_timeout_s / 2,
-            retry=Retry(NoBackoff(), 0),
-            max_connections=2 * _THREADS,
-        )
+        self._client = _client(url, call_timeout_s)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="motet-redis")
         self._marker = b""  # what the marker key held when the keys were last read
         self._scan_count = 0  # a write that spans a scan gives up: the scan has removed its parts
         self._pause_s = FIRST_PAUSE_S
         self._writes_after_s = float("-inf")  # Redis refused to write; reads may go on
+        self._trouble = "no answer yet"  # why it is not available; says nothing while it is
         self._check_lock = asyncio.Lock()
+        self._removal_lock = asyncio.Lock()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     @property
-    def num_adapters(self) -> int:
+    def trouble(self) -> str:
         """See base.HostCache."""
-        return len(self._ledger)
+        return "" if self.is_available else self._trouble
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """See base.HostCache."""
+        return self._ledger.digests
 
     @property
     def used_bytes(self) -> int:
@@ -111,40 +112,34 @@ class RedisHostCache:
             return await self._read(manifest_key(digest))
         return None
 
-    async def read_chunk(self, digest: str, index: int) -> bytes | None:
+    async def read_part(self, digest: str, index: int, part: int) -> bytes | None:
         """See base.HostCache."""
         sizes = self._ledger.sizes(digest)
-        if sizes is None or index + 1 >= len(sizes):
+        if sizes is None or index + 1 >= len(sizes) or part >= num_parts(sizes[index + 1]):
             return None
-        parts = []
         with contextlib.suppress(_CacheDown):
-            for key in chunk_keys(digest, index, sizes[index + 1]):
-                part = await self._read(key)
-                if part is None:
-                    return None
-                parts.append(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            return await self._read(part_key(digest, index, part))
         return None
 
-    async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], chunks: AsyncIterator[bytes]) -> bool:
+    async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], parts: AsyncIterator[bytes]) -> bool:
         """See base.HostCache."""
         if not self.is_available or self._clock() < self._writes_after_s:
             return False
         all_sizes = (len(manifest), *sizes)
-        evicted = self._ledger.reserve(digest, all_sizes)
-        if evicted is None:
+        if not await self._remove_leaving():
             return False
         scan_count = self._scan_count
+        if not self._ledger.reserve(digest, all_sizes):
+            return False
+        if not await self._remove_leaving():
+            self._ledger.release(digest)
+            self._ledger.left(digest)  # nothing of it was written
+            return False
         is_whole = False
         try:
-            for victim, victim_sizes in evicted:
-                await self._unlink(victim, victim_sizes)
-            index = 0
-            async for chunk in chunks:
-                for part_index, key in enumerate(chunk_keys(digest, index, len(chunk))):
-                    part = chunk[part_index * PART_BYTES : (part_index + 1) * PART_BYTES]
-                    await self._call(self._client.set, key, part)
-                index += 1
+            for index, size in enumerate(sizes):
+                for key in chunk_keys(digest, index, size):
+                    await self._call(self._client.set, key, await anext(parts))
             if scan_count == self._scan_count:
                 await self._call(self._client.set, manifest_key(digest), manifest)
             is_whole = scan_count == self._scan_count
@@ -154,20 +149,18 @@ class RedisHostCache:
             if is_whole:
                 self._ledger.commit(digest)
                 self._pause_s = FIRST_PAUSE_S
-            else:
-                if scan_count == self._scan_count:
-                    self._ledger.release(digest)
-                if self.is_available:
-                    with contextlib.suppress(_CacheDown):
-                        await self._unlink(digest, all_sizes)
+            elif scan_count == self._scan_count:
+                self._ledger.release(digest)
+                await self._remove_leaving()
+            else:  # a scan ended the reservation, and removed what was written before it
+                with contextlib.suppress(_CacheDown):
+                    await self._unlink(digest, all_sizes)
         return is_whole
 
     async def drop(self, digest: str) -> None:
         """See base.HostCache."""
-        sizes = self._ledger.remove(digest)
-        if sizes is not None and self.is_available:
-            with contextlib.suppress(_CacheDown):
-                await self._unlink(digest, sizes)
+        self._ledger.remove(digest)
+        await self._remove_leaving()
 
     async def check(self) -> None:
         """See whether Redis is there and still holds our marker; if not so, believe nothing until its keys are read."""
@@ -181,10 +174,11 @@ class RedisHostCache:
             except _CacheDown:
                 return
             self.is_available = True
+            self._trouble = ""
             self._pause_s = FIRST_PAUSE_S
-            logger.info("host cache available num_adapters=%d used_bytes=%d", self.num_adapters, self.used_bytes)
-            if self.on_emptied is not None:
-                self.on_emptied()
+            logger.info("host cache available num_adapters=%d used_bytes=%d", len(self.digests), self.used_bytes)
+            if self.on_available is not None:
+                self.on_available()
 
     async def close(self) -> None:
         """See base.HostCache."""
@@ -200,7 +194,8 @@ class RedisHostCache:
         while True:
             try:
                 await self.check()
-            except Exception:  # the loop's edge
+            except Exception as error:  # the loop's edge
+                self._note_trouble(error)
                 logger.exception("host cache check failed")
             await asyncio.sleep(
                 WATCH_INTERVAL_S if self.is_available else self._pause_s * self._random.uniform(0.8, 1.2)
@@ -230,14 +225,28 @@ class RedisHostCache:
     def _note_trouble(self, error: Exception) -> None:
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
         # Redis answers, and refuses: out of memory, read-only, not permitted. Reads may still work.
-        if isinstance(error, redis.ResponseError):
+        if self.is_available and isinstance(error, redis.ResponseError):
             self._writes_after_s = self._clock() + self._pause_s
-            logger.warning("host cache refuses error=%s pause_s=%.2f", type(error).__name__, self._pause_s)
-        elif self.is_available:
-            self.is_available = False
-            logger.warning("host cache lost error=%s", type(error).__name__)
+            logger.warning("host cache refuses a command reason=%s pause_s=%.2f", _reason(error), self._pause_s)
+            return
+        reason = _reason(error)
+        if self.is_available or reason != self._trouble:  # once for each change: it is tried again every few seconds
+            logger.warning("host cache not available reason=%s error=%s", reason, error)
+        self.is_available = False
+        self._trouble = reason
 
-    async def _unlink(self, digest: str, sizes: tuple[int, ...]) -> None:
+    async def _remove_leaving(self) -> bool:
+        """Remove what the ledger gave up. Whether all of it is gone; what is left is tried again before each write."""
+        try:
+            async with self._removal_lock:  # what another caller removed may be written again by then
+                for digest, sizes in self._ledger.leaving:
+                    await self._unlink(digest, sizes)
+                    self._ledger.left(digest)
+        except _CacheDown:
+            return False
+        return True
+
+    async def _unlink(self, digest: str, sizes: Sizes) -> None:
         """Remove an adapter's keys, the manifest first."""
         await self._call(self._client.unlink, manifest_key(digest))
         keys = [key for index, size in enumerate(sizes[1:]) for key in chunk_keys(digest, index, size)]
@@ -250,10 +259,10 @@ class RedisHostCache:
         marker, found = await self._call(self._scan_keys, is_probe=True)
         self._marker = marker
         self.is_available = True
-        for digest, sizes in self._ledger.replace_all(found):
-            await self._unlink(digest, sizes)
+        self._ledger.replace_all(found)
+        await self._remove_leaving()
 
-    def _scan_keys(self) -> tuple[bytes, dict[str, tuple[int, ...]]]:
+    def _scan_keys(self) -> tuple[bytes, dict[str, Sizes]]:
         """In a thread: the marker, and whole adapters with their sizes. Other keys of ours are removed."""
         self._client.set(_MARKER, secrets.token_hex(16), nx=True)
         marker: bytes = self._client.get(_MARKER)
@@ -270,13 +279,53 @@ class RedisHostCache:
                 self._client.unlink(manifest_key(digest), *keys)
         return marker, found
 
-    def _whole_sizes(self, digest: str, keys: set[str]) -> tuple[int, ...] | None:
+    def _whole_sizes(self, digest: str, keys: set[str]) -> Sizes | None:
         manifest = self._client.get(manifest_key(digest)) if manifest_key(digest) in keys else None
-        if manifest is None or hashlib.sha256(manifest).hexdigest() != digest:
+        layout = read_layout(digest, manifest) if manifest is not None else None
+        if layout is None:
             return None
-        sizes = (len(manifest), *(int(chunk["size_bytes"]) for chunk in json.loads(manifest)["chunks"]))
-        expected = {key for index, size in enumerate(sizes[1:]) for key in chunk_keys(digest, index, size)}
-        return sizes if keys == expected | {manifest_key(digest)} else None
+        expected = {key for index, size in enumerate(layout.sizes) for key in chunk_keys(digest, index, size)}
+        return (len(layout.manifest), *layout.sizes) if keys == expected | {manifest_key(digest)} else None
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError, without the URL's password, if redis-py cannot make a connection of this URL."""
+    try:
+        _client(url, CALL_TIMEOUT_S).connection_pool.make_connection()
+    except TypeError as error:  # options of the query become arguments of a connection
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        raise ValueError(f"has an option that redis-py does not know: {found[1] if found else error}") from error
+    except redis.RedisError as error:
+        raise ValueError(str(error)) from error
+
+
+def _client(url: str, call_timeout_s: float) -> Any:
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=call_timeout_s / 2,
+        socket_connect_timeout=call_timeout_s / 2,
+        retry=Retry(NoBackoff(), 0),
+        max_connections=2 * _THREADS,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong, for people who may see no address: the log has the error itself."""
+    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
+        return f"Redis refuses: {str(error)[:200]}"
+    if isinstance(error, redis.InvalidResponse):
+        return "the server that answers is not a Redis"
+    if isinstance(error, (TimeoutError, redis.TimeoutError)):
+        return "Redis does not answer in time"
+    cause = error.__cause__ or error.__context__
+    for told in (error, cause):
+        if isinstance(told, ssl.SSLError):
+            return f"TLS fails: {getattr(told, 'verify_message', '') or told.reason or 'no reason given'}"
+        if isinstance(told, OSError) and told.strerror:
+            return f"Redis cannot be reached: {told.strerror}"
+    if isinstance(error, redis.ConnectionError):
+        return "Redis cannot be reached, or closes the connection"
+    return f"unexpected {type(error).__name__}"
 
 
 def manifest_key(digest: str) -> str:
@@ -284,6 +333,11 @@ def manifest_key(digest: str) -> str:
     return f"{_PREFIX}{digest}:manifest"
 
 
+def part_key(digest: str, index: int, part: int) -> str:
+    """Where one part of a chunk lies."""
+    return f"{_PREFIX}{digest}:{index}:{part}"
+
+
 def chunk_keys(digest: str, index: int, size_bytes: int) -> list[str]:
     """Where the parts of one chunk lie, in order."""
-    return [f"{_PREFIX}{digest}:{index}:{part}" for part in range(max(1, -(-size_bytes // PART_BYTES)))]
+    return [part_key(digest, index, part) for part in range(num_parts(size_bytes))]

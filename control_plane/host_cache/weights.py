@@ -1,26 +1,40 @@
 """Packed adapters from the host cache or the artifact store, every byte verified; keeps the cache filled.
 
-One fill per digest at a time, four store reads at once. The cache is never trusted and never needed: what it lacks or
-garbles is read from the store.
+One fill per digest at a time, a few store reads at once, a few MiB of an adapter in memory. The cache is never trusted
+and never needed: what it lacks or garbles is read from the store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from control_plane.errors import AdapterNotFound, FieldViolation, InvalidRequest, MotetError, StoreUnavailable
+from control_plane.errors import (
+    AdapterDamaged,
+    AdapterNotFound,
+    FieldViolation,
+    InvalidRequest,
+    StoreUnavailable,
+)
 from control_plane.host_cache.base import HostCache, HostCacheStats
-from control_plane.host_cache.packed import Layout, PackedAdapter, read_layout
+from control_plane.host_cache.packed import PART_BYTES, Layout, PackedAdapter, num_parts, read_layout
+from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
 
-MAX_STORE_READS = 4
+MAX_STORE_READS = 8
+# A chunk up to this size is read once, and held until its hash is known; of a larger one nothing is held, it is read
+# twice. A decoder layer of an 8B model at rank 64 in bf16 takes 11 MB.
+HELD_BYTES = 4 * PART_BYTES
 _DIGEST = re.compile(r"^[0-9a-f]{64}\Z")
+_T = TypeVar("_T")
+_ReadPart = Callable[[Layout, int, int], Awaitable[bytes | None]]
 
 
 class BlobStore(Protocol):
@@ -29,23 +43,31 @@ class BlobStore(Protocol):
     def read_manifest(self, digest: str) -> bytes:
         """The canonical manifest."""
 
-    def read_chunk(self, digest: str, index: int) -> bytes:
-        """One chunk."""
+    def read_range(self, digest: str, index: int, start: int, size_bytes: int) -> bytes:
+        """That part of a chunk, shorter where the chunk ends."""
 
 
 class AdapterWeights:
     """The one way to an adapter's bytes in the control plane."""
 
-    def __init__(self, cache: HostCache, store: BlobStore) -> None:
+    def __init__(
+        self, cache: HostCache, store: BlobStore, calls: StoreCalls, *, is_wanted: Callable[[str], bool]
+    ) -> None:
+        """`is_wanted`: whether a name has a version of that digest. Others are read, but never brought to the cache:
+        they are being deleted."""
         self._cache = cache
         self._store = store
+        self._calls = calls
+        self._is_wanted = is_wanted
         self._reads = asyncio.Semaphore(MAX_STORE_READS)
         self._fills: dict[str, asyncio.Task[Layout]] = {}
+        self._drops: set[asyncio.Task[None]] = set()
         self._pinned: set[str] = set()
+        self._damaged: set[str] = set()  # digests whose stored bytes were wrong when they were read last
         self._num_hits = 0
         self._num_misses = 0
         self._num_corrupt = 0
-        cache.on_emptied = self._refill_pinned
+        cache.on_available = self._reconcile
 
     @property
     def worker_url(self) -> str:
@@ -61,7 +83,7 @@ class AdapterWeights:
             layout = await self._fill(digest)
         else:
             self._num_hits += 1
-        return PackedAdapter(layout.manifest, partial(self._chunks, layout))
+        return PackedAdapter(layout.manifest, partial(self._parts, layout))
 
     async def ensure_cached(self, digest: str) -> None:
         """Have it in the cache, if the cache works and it fits."""
@@ -76,6 +98,7 @@ class AdapterWeights:
         fill = self._fills.get(digest)
         if fill is not None:
             await asyncio.wait([fill])
+        self._damaged.discard(digest)
         if digest not in self._pinned:
             await self._cache.drop(digest)
 
@@ -100,13 +123,22 @@ class AdapterWeights:
         """Whether the cache is thought to hold it."""
         return self._cache.contains(digest)
 
+    def damage(self, digest: str) -> AdapterDamaged | None:
+        """The error for an adapter whose stored bytes were found wrong, until they are read whole or stored anew."""
+        return _damaged_error(digest) if digest in self._damaged else None
+
+    def stored_anew(self, digest: str) -> None:
+        """The adapter was registered just now, and repaired where it was damaged."""
+        self._damaged.discard(digest)
+
     def stats(self) -> HostCacheStats:
         """Counts and sizes."""
         return HostCacheStats(
-            num_adapters=self._cache.num_adapters,
+            num_adapters=len(self._cache.digests),
             used_bytes=self._cache.used_bytes,
             budget_bytes=self._cache.budget_bytes,
             is_available=self._cache.is_available,
+            trouble=self._cache.trouble,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_corrupt=self._num_corrupt,
@@ -114,24 +146,72 @@ class AdapterWeights:
 
     # ---- reading ----
 
-    async def _chunks(self, layout: Layout) -> AsyncIterator[bytes]:
-        """Verified chunks. One that the cache lacks or garbles comes from the store, and the cache is filled again."""
+    async def _parts(self, layout: Layout) -> AsyncIterator[bytes]:
+        """Verified parts. A chunk that the cache lacks or garbles comes from the store; the cache is filled anew."""
         is_lost = False
         for index in range(len(layout.sizes)):
-            chunk = None
+            read: _ReadPart = self._cached_part
+            held = None
             if not is_lost and self._cache.contains(layout.digest):
-                chunk = await self._cache.read_chunk(layout.digest, index)
-                if chunk is not None and not layout.is_chunk(index, chunk):
-                    self._count_corrupt(layout.digest)
-                    chunk = None
-                is_lost = chunk is None
-            if chunk is None:
-                chunk = await self._stored_chunk(layout, index)
-            yield chunk
+                held = await self._checked(layout, index, read)
+                is_lost = held is None
+            if held is None:
+                read = self._stored_part
+                held = await self._checked(layout, index, read)
+            if held is None:
+                raise self._note_damage(layout.digest)
+            if held:
+                for part in held:
+                    yield part
+            else:
+                async for part in self._read_again(layout, index, read):
+                    yield part
         if is_lost:
             await self._cache.drop(layout.digest)
             if self._cache.is_available:
                 self._start_fill(layout.digest)
+
+    async def _checked(self, layout: Layout, index: int, read: _ReadPart) -> list[bytes] | None:
+        """The parts of a chunk whose hash is right, or no parts where it is too large to be held. None: it is wrong."""
+        digest, held = hashlib.sha256(), []
+        for part in range(num_parts(layout.sizes[index])):
+            data = await read(layout, index, part)
+            if data is None:
+                return None
+            await asyncio.to_thread(digest.update, data)
+            if layout.sizes[index] <= HELD_BYTES:
+                held.append(data)
+        if digest.hexdigest() == layout.hashes[index]:
+            return held
+        if read == self._cached_part:
+            self._count_corrupt(layout.digest)
+        return None
+
+    async def _read_again(self, layout: Layout, index: int, read: _ReadPart) -> AsyncIterator[bytes]:
+        """The parts of a large chunk that was found right a moment ago."""
+        digest = hashlib.sha256()
+        for part in range(num_parts(layout.sizes[index])):
+            data = await read(layout, index, part)
+            if data is None:
+                break
+            await asyncio.to_thread(digest.update, data)
+            yield data
+        if digest.hexdigest() != layout.hashes[index]:
+            raise StoreUnavailable(f"the weights of digest {layout.digest} changed while they were read; try again")
+
+    async def _cached_part(self, layout: Layout, index: int, part: int) -> bytes | None:
+        return await self._cache.read_part(layout.digest, index, part)
+
+    async def _stored_part(self, layout: Layout, index: int, part: int) -> bytes | None:
+        """One part from the store; None if the chunk is missing or ends before."""
+        start = part * PART_BYTES
+        size_bytes = min(PART_BYTES, layout.sizes[index] - start)
+        try:
+            data = await self._from_store(self._store.read_range, layout.digest, index, start, size_bytes)
+        except FileNotFoundError:
+            await self._stored_layout(layout.digest)  # says so if the whole adapter is gone
+            return None
+        return data if len(data) == size_bytes else None
 
     async def _cached_layout(self, digest: str) -> Layout | None:
         if not self._cache.contains(digest):
@@ -149,29 +229,25 @@ class AdapterWeights:
         logger.error("host cache gave wrong bytes digest=%s", digest)
 
     async def _stored_layout(self, digest: str) -> Layout:
-        manifest = await self._from_store(digest, self._store.read_manifest, digest)
+        try:
+            manifest = await self._from_store(self._store.read_manifest, digest)
+        except FileNotFoundError as error:
+            raise AdapterNotFound(
+                f"no weights of digest {digest}; register the adapter again", resource=f"digests/{digest}"
+            ) from error
         layout = read_layout(digest, manifest)
         if layout is None:
-            raise _damaged(digest)
+            raise self._note_damage(digest)
         return layout
 
-    async def _stored_chunk(self, layout: Layout, index: int) -> bytes:
-        chunk = await self._from_store(layout.digest, self._store.read_chunk, layout.digest, index)
-        if not layout.is_chunk(index, chunk):
-            raise _damaged(layout.digest)
-        return chunk
-
-    async def _from_store(self, digest: str, read: object, *arguments: object) -> bytes:
-        assert callable(read)
+    async def _from_store(self, read: Callable[..., _T], *arguments: object) -> _T:
         async with self._reads:
-            try:
-                result = await asyncio.to_thread(read, *arguments)
-            except FileNotFoundError as error:
-                raise AdapterNotFound(
-                    f"no weights of digest {digest}; register the adapter again", resource=f"digests/{digest}"
-                ) from error
-        assert isinstance(result, bytes)
-        return result
+            return await self._calls.read(read, *arguments)
+
+    def _note_damage(self, digest: str) -> AdapterDamaged:
+        self._damaged.add(digest)
+        logger.error("artifact store holds wrong bytes digest=%s", digest)
+        return _damaged_error(digest)
 
     # ---- filling ----
 
@@ -195,15 +271,35 @@ class AdapterWeights:
 
     async def _fill_once(self, digest: str) -> Layout:
         layout = await self._stored_layout(digest)
-        if not self._cache.contains(digest):
-            await self._cache.write(digest, layout.manifest, layout.sizes, self._stored_chunks(layout))
+        if not self._cache.contains(digest) and self._is_wanted(digest):
+            async with contextlib.aclosing(self._stored_parts(layout)) as parts:
+                if await self._cache.write(digest, layout.manifest, layout.sizes, parts):
+                    self._damaged.discard(digest)
+            if not self._is_wanted(digest):  # its deletion began meanwhile
+                await self._cache.drop(digest)
         return layout
 
-    async def _stored_chunks(self, layout: Layout) -> AsyncIterator[bytes]:
-        for index in range(len(layout.sizes)):
-            yield await self._stored_chunk(layout, index)
+    async def _stored_parts(self, layout: Layout) -> AsyncGenerator[bytes, None]:
+        """Parts for the cache, which takes an adapter in only after the last one: wrong bytes raise before that."""
+        for index, size in enumerate(layout.sizes):
+            digest = hashlib.sha256()
+            for part in range(num_parts(size)):
+                data = await self._stored_part(layout, index, part)
+                if data is None:
+                    raise self._note_damage(layout.digest)
+                await asyncio.to_thread(digest.update, data)
+                if part == num_parts(size) - 1 and digest.hexdigest() != layout.hashes[index]:
+                    raise self._note_damage(layout.digest)
+                yield data
 
-    def _refill_pinned(self) -> None:
+    def _reconcile(self) -> None:
+        """The cache is there again: forget what nobody wants any more, bring back what is pinned."""
+        for digest in self._cache.digests:
+            if not self._is_wanted(digest):
+                logger.info("forgetting a deleted adapter in the host cache digest=%s", digest)
+                task = asyncio.get_running_loop().create_task(self._cache.drop(digest))
+                self._drops.add(task)
+                task.add_done_callback(self._drops.discard)
         for digest in sorted(self._pinned):
             if not self._cache.contains(digest):
                 self._start_fill(digest)
@@ -214,6 +310,8 @@ def _check_digest(digest: str) -> None:
         raise InvalidRequest(FieldViolation("digest", "is no digest: 64 lower-case hexadecimal digits are expected"))
 
 
-def _damaged(digest: str) -> MotetError:
-    logger.error("artifact store holds wrong bytes digest=%s", digest)
-    return StoreUnavailable(f"the stored weights of digest {digest} are damaged; register the adapter again")
+def _damaged_error(digest: str) -> AdapterDamaged:
+    return AdapterDamaged(
+        f"the stored weights of adapter version {digest} are damaged; register the same adapter files again, which "
+        "repairs them"
+    )

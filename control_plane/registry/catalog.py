@@ -36,7 +36,7 @@ class Catalog:
         self._records: dict[str, AdapterRecord] = {}
         # Invariants: the index holds the keys of _records; a digest's counts are over all records.
         self._names = NameIndex(record.adapter_id for record in records)
-        self._num_names_by_digest: Counter[str] = Counter()
+        self._num_names_by_digest: Counter[str] = Counter()  # names that are being deleted left out
         self._num_pins_by_digest: Counter[str] = Counter()
         for record in records:
             self.keep(self.judged(record))
@@ -113,9 +113,9 @@ class Catalog:
         """Active digests of all pinned names, sorted."""
         return sorted(digest for digest, count in self._num_pins_by_digest.items() if count)
 
-    def num_names(self, digest: str) -> int:
-        """Names that have a version of this digest."""
-        return self._num_names_by_digest[digest]
+    def is_named(self, digest: str) -> bool:
+        """Whether a name that is not being deleted has a version of this digest."""
+        return digest in self._num_names_by_digest
 
     def stats(self) -> RegistryStats:
         """Counts."""
@@ -140,7 +140,10 @@ class Catalog:
 
     def _count(self, record: AdapterRecord, change: int) -> None:
         for counter, digests in (
-            (self._num_names_by_digest, [version.digest for version in record.versions]),
+            (
+                self._num_names_by_digest,
+                [] if record.state is AdapterState.DELETING else [version.digest for version in record.versions],
+            ),
             (self._num_pins_by_digest, [record.active_digest] if record.is_pinned else []),
         ):
             for digest in digests:
@@ -151,7 +154,10 @@ class Catalog:
     # ---- judging ----
 
     def judged(self, record: AdapterRecord) -> AdapterRecord:
-        """The record as ACTIVE or FAILED, by whether its active version can be served here."""
+        """The record as ACTIVE or FAILED, by whether its active version can be served here.
+
+        One without its active version is FAILED already, with the reason.
+        """
         if record.state is AdapterState.DELETING or record.active_version is None:
             return record
         trouble = self.trouble(record.active_version)

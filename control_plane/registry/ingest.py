@@ -33,11 +33,20 @@ ChunkSink = Callable[[int, bytes], None]  # (chunk index, bytes)
 
 
 @dataclass(frozen=True, slots=True)
+class PackedChunk:
+    """One chunk as the manifest has it."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class PackedInfo:
-    """A packed adapter, without its chunks."""
+    """A packed adapter, without the bytes of its chunks."""
 
     digest: str
     manifest: bytes
+    chunks: tuple[PackedChunk, ...]
     kind: str
     max_rank: int
     size_bytes: int  # manifest and chunks
@@ -94,11 +103,12 @@ def _pack(
     for plan in modules:
         groups.setdefault(plan.layer, []).append(plan)
     layers = sorted(layer for layer in groups if layer is not None)
-    chunks = []
+    chunks, packed = [], []
     for index, layer in enumerate([*layers, *([None] if None in groups else [])]):
         data, described = _pack_chunk(file, groups[layer], base_model.dtype)
         sha256, name = hashlib.sha256(data).hexdigest(), "rest" if layer is None else f"layers.{layer}"
         chunks.append({"modules": described, "name": name, "sha256": sha256, "size_bytes": len(data)})
+        packed.append(PackedChunk(len(data), sha256))
         sink(index, data)
     document = {
         "base_fingerprint": base_model.fingerprint,
@@ -111,9 +121,10 @@ def _pack(
     return PackedInfo(
         digest=hashlib.sha256(manifest).hexdigest(),
         manifest=manifest,
+        chunks=tuple(packed),
         kind=config.kind,
         max_rank=max(plan.rank for plan in modules),
-        size_bytes=len(manifest) + sum(int(chunk["size_bytes"]) for chunk in chunks),  # type: ignore[call-overload]
+        size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in packed),
         arena_bytes=_arena_bytes(modules, ITEMSIZE[base_model.dtype]),
         target_modules=tuple(plan.name for plan in modules),
     )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+CHECK_INTERVAL_S = 1.0
 
 
 class KeyedLocks:
-    """One lock for each key that anybody holds or waits for."""
+    """One lock for each key that anybody holds or waits for.
 
-    def __init__(self) -> None:
+    `check` is called every `check_interval_s` by whoever waits for a key, and may raise to end that wait.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None, *, check_interval_s: float = CHECK_INTERVAL_S) -> None:
+        self._check = check
+        self._check_interval_s = check_interval_s
         self._shared: dict[str, _SharedLock] = {}
 
     def __len__(self) -> int:
@@ -22,12 +29,24 @@ class KeyedLocks:
         shared = self._shared.setdefault(key, _SharedLock())
         shared.num_users += 1
         try:
-            async with shared.lock:
+            await self._acquire(shared.lock)
+            try:
                 yield
+            finally:
+                shared.lock.release()
         finally:
             shared.num_users -= 1
             if not shared.num_users:
                 del self._shared[key]
+
+    async def _acquire(self, lock: asyncio.Lock) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._check_interval_s):
+                    await lock.acquire()
+                return
+            except TimeoutError:
+                self._check()
 
 
 class _SharedLock:

@@ -1,22 +1,27 @@
-"""What is known of one adapter, and how it is written down. Immutable: every change makes a new record."""
+"""What is known of one adapter, and how it is written down. Immutable: every change makes a new record.
+
+A record's document names its versions by digest; each version has a document of its own, written once. So a change of
+a name writes little, however many versions it has.
+"""
 
 from __future__ import annotations
 
 import enum
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from control_plane.scheduler.types import AdapterRef
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class AdapterState(enum.Enum):
     """Where an adapter stands in its life."""
 
     ACTIVE = "active"
-    DELETING = "deleting"
+    DELETING = "deleting"  # stored as the record's name
     FAILED = "failed"  # state_reason says why; never stored, found out at every start
 
 
@@ -33,6 +38,7 @@ class AdapterVersion:
     target_modules: tuple[str, ...]  # full names, sorted
     create_time_s: float  # wall clock, seconds since 1970
     base_fingerprint: str = ""  # base checkpoint it was checked against
+    number: int = 0  # counts up from 1 with the versions of the name; never given twice while the name exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class AdapterRecord:
     create_time_s: float  # wall clock, seconds since 1970
     update_time_s: float
     revision: int = field(default=1)  # counts up with every change
+    last_number: int = 0  # of the version that was registered last, deleted ones included
 
     @property
     def etag(self) -> str:
@@ -59,7 +66,7 @@ class AdapterRecord:
 
     @property
     def active_version(self) -> AdapterVersion | None:
-        """The version that new requests get; None if the record could not be read."""
+        """The version that new requests get; None if the record or that version's document could not be read."""
         return self.version(self.active_digest)
 
     def version(self, digest: str) -> AdapterVersion | None:
@@ -76,29 +83,117 @@ class ResolvedAdapter:
     ref: AdapterRef
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A record as its document has it."""
+
+    record: AdapterRecord  # without versions, unless `is_old`
+    digests: tuple[str, ...]  # of its versions, newest first
+    is_old: bool  # of the format that holds the versions: to be written anew
+
+
+# Fields of a record that its document does not have: found out, or in documents of their own.
+_NOT_STORED = {"state", "state_reason", "versions"}
+_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "dict[str, str]": dict,
+    "tuple[str, ...]": list,
+}
+
+
 def encode_record(record: AdapterRecord) -> bytes:
-    """The stored document."""
-    document = asdict(record)
-    is_failed = record.state is AdapterState.FAILED  # found out again at the next start, if it is still so
-    document["state"] = AdapterState.ACTIVE.value if is_failed else record.state.value
-    document["state_reason"] = "" if is_failed else record.state_reason
+    """The stored document of a record."""
+    document = {f.name: getattr(record, f.name) for f in fields(record) if f.name not in _NOT_STORED}
+    document["version_digests"] = [version.digest for version in record.versions]
     document["format"] = _FORMAT
-    return json.dumps(document, sort_keys=True, indent=1).encode()
+    return json.dumps(document, sort_keys=True).encode()
 
 
-def decode_record(raw: bytes) -> AdapterRecord:
-    """Read a stored document. Raises ValueError with what is wrong."""
-    try:
-        document: dict[str, Any] = json.loads(raw)
-        if document.pop("format") != _FORMAT:
-            raise ValueError("written by another version")
-        versions = tuple(
-            AdapterVersion(**(version | {"target_modules": tuple(version["target_modules"])}))
-            for version in document.pop("versions")
-        )
-        record = AdapterRecord(**(document | {"versions": versions, "state": AdapterState(document["state"])}))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("fields are missing or of the wrong type") from error
+def encode_version(version: AdapterVersion) -> bytes:
+    """The stored document of a version."""
+    return json.dumps(asdict(version) | {"format": _FORMAT}, sort_keys=True).encode()
+
+
+def decode_record(raw: bytes) -> StoredRecord:
+    """Read a record's document. Raises ValueError with what is wrong."""
+    document = _object(raw)
+    match document.pop("format", None):
+        case 1:
+            return _decode_with_versions(document)
+        case 2:
+            digests = document.pop("version_digests", None)
+            if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
+                raise ValueError("version_digests is missing or no list")
+            values = _checked(AdapterRecord, document, skip=_NOT_STORED)
+            record = AdapterRecord(**values, state=AdapterState.ACTIVE, state_reason="", versions=())
+            return StoredRecord(record, tuple(digests), is_old=False)
+        case other:
+            raise ValueError(f"it has format {other!r}; it was written by another version of Motet")
+
+
+def decode_version(raw: bytes) -> AdapterVersion:
+    """Read a version's document. Raises ValueError with what is wrong."""
+    document = _object(raw)
+    if (found := document.pop("format", None)) != _FORMAT:
+        raise ValueError(f"it has format {found!r}; it was written by another version of Motet")
+    return _version(document)
+
+
+def with_versions(stored: StoredRecord, found: Mapping[str, AdapterVersion]) -> AdapterRecord:
+    """The record with those of its versions that have a document, by digest. Without its active one it is FAILED."""
+    versions = tuple(found[digest] for digest in stored.digests if digest in found)
+    record = replace(stored.record, versions=versions)
+    if record.active_version is not None:
+        return record
+    reason = "the document of its active version is missing or cannot be read; register it again"
+    return replace(record, state=AdapterState.FAILED, state_reason=reason)
+
+
+def _decode_with_versions(document: dict[str, Any]) -> StoredRecord:
+    listed = document.pop("versions", None)
+    if not isinstance(listed, list) or not all(isinstance(version, dict) for version in listed):
+        raise ValueError("versions is missing or no list")
+    # They had no numbers: counted from the oldest, which is the last.
+    versions = tuple(_version(version | {"number": len(listed) - place}) for place, version in enumerate(listed))
+    state = AdapterState(document.pop("state", None))
+    document.pop("state_reason", None)
+    values = _checked(AdapterRecord, document | {"last_number": len(versions)}, skip=_NOT_STORED)
+    record = AdapterRecord(**values, state=state, state_reason="", versions=versions)
     if record.active_version is None:
         raise ValueError("the active version is none of its versions")
-    return record
+    return StoredRecord(record, tuple(version.digest for version in versions), is_old=True)
+
+
+def _version(document: dict[str, Any]) -> AdapterVersion:
+    values = _checked(AdapterVersion, document)
+    modules = values.pop("target_modules")
+    if not all(isinstance(module, str) for module in modules):
+        raise ValueError("target_modules is no list of names")
+    return AdapterVersion(**values, target_modules=tuple(modules))
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(raw)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(document, dict):
+        raise ValueError("it is not a JSON object")
+    return document
+
+
+def _checked(kind: type[Any], document: dict[str, Any], *, skip: Collection[str] = ()) -> dict[str, Any]:
+    """The document's fields, if they are those of the dataclass, each of its type. Raises ValueError."""
+    known = {f.name: f for f in fields(kind) if f.name not in skip}
+    required = {name for name, f in known.items() if f.default is MISSING}
+    if wrong := sorted((document.keys() - known.keys()) | (required - document.keys())):
+        raise ValueError(f"fields are missing or not known: {', '.join(wrong)[:200]}")
+    for name, value in document.items():
+        expected = _JSON_TYPES[str(known[name].type)]
+        is_right = isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
+        if not is_right or (expected is dict and not all(isinstance(text, str) for text in value.values())):
+            raise ValueError(f"{name} is of the wrong type")
+    return document

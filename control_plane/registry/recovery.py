@@ -1,14 +1,37 @@
-"""Brings a store back into order when it is opened: what a crash left half done is finished or removed."""
+"""Brings a store back into order when it is opened: what a crash left half done is finished or removed.
+
+Small files are read many at a time, since one read of an object store takes tens of milliseconds.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TypeVar
 
-from control_plane.registry.records import AdapterRecord, AdapterState, decode_record
-from control_plane.registry.store import DIGEST, ArtifactStore
+from control_plane.registry.records import (
+    AdapterRecord,
+    AdapterState,
+    AdapterVersion,
+    StoredRecord,
+    decode_record,
+    decode_version,
+    encode_record,
+    encode_version,
+    with_versions,
+)
+from control_plane.registry.store import DIGEST, ArtifactStore, StoredNames
+from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
+
+_AT_ONCE = 128  # calls that wait for a thread; how many run is the threads' affair
+_T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -19,38 +42,25 @@ class Recovered:
     blobs: frozenset[str]  # complete ones
 
 
-def recover(store: ArtifactStore) -> Recovered:
+async def recover(store: ArtifactStore, calls: StoreCalls) -> Recovered:
     """Read all records; finish deletions, remove half-written and unreferenced blobs, set broken records apart.
 
-    Blobs that no readable record names stay while any record is unreadable: it may be theirs.
+    Blobs that no readable record names stay while any record is unreadable: it may be theirs. So do, in a store that
+    others could reach, those that another process may be writing.
     """
-    records: list[AdapterRecord] = []
-    for adapter_id, raw in store.records():
-        try:
-            record = decode_record(raw)
-            if record.adapter_id != adapter_id:
-                raise ValueError("it is another adapter's")
-        except ValueError as error:
-            logger.error("adapter record unreadable adapter_id=%s reason=%s", adapter_id, error)
-            records.append(unreadable(adapter_id, str(error)))
-            continue
-        if record.state is AdapterState.DELETING:
-            logger.info("finishing deletion adapter_id=%s", adapter_id)
-            store.delete_record(adapter_id)
-            continue
-        records.append(record)
-    named = {version.digest for record in records for version in record.versions}
-    is_any_unreadable = any(not record.versions for record in records)
-    complete = set()
-    for name, is_complete in store.blobs().items():
-        if not DIGEST.match(name):
-            logger.warning("directory in the store is no blob, left alone name=%r", name)
-        elif not is_complete or (name not in named and not is_any_unreadable):
-            logger.info("removing stray blob digest=%s is_complete=%s", name, is_complete)
-            store.delete_stray_blob(name)
-        else:
-            complete.add(name)
-    return Recovered(records, frozenset(complete))
+    names = await calls.read(store.list_names)
+    for adapter_id in names.deleting:
+        logger.info("finishing deletion adapter_id=%s", adapter_id)
+        await calls.change(store.delete_record, adapter_id)
+    stored = await _each(calls, partial(_read_record, store), names.records)
+    for adapter_id, found in stored.items():
+        if isinstance(found, StoredRecord) and found.record.state is AdapterState.DELETING:
+            await calls.change(store.mark_deleting, adapter_id)
+            await calls.change(store.delete_record, adapter_id)
+    records = await _whole_records(store, calls, stored)
+    for adapter_id in sorted(set(names.versions) - set(names.records) - set(names.deleting)):
+        await calls.change(store.delete_versions, adapter_id)
+    return Recovered(records, await _blobs_in_order(store, calls, names, records))
 
 
 def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
@@ -68,3 +78,99 @@ def unreadable(adapter_id: str, reason: str) -> AdapterRecord:
         create_time_s=0.0,
         update_time_s=0.0,
     )
+
+
+def _read_record(store: ArtifactStore, adapter_id: str) -> StoredRecord | str:
+    """The record, or why it cannot be read."""
+    try:
+        stored = decode_record(store.read_record(adapter_id))
+        if stored.record.adapter_id != adapter_id:
+            raise ValueError("it is another adapter's")
+        if not all(DIGEST.match(digest) for digest in (*stored.digests, stored.record.active_digest)):
+            raise ValueError("a digest in it is none")
+    except FileNotFoundError:
+        return "it is gone"
+    except ValueError as error:
+        return str(error)
+    return stored
+
+
+async def _whole_records(
+    store: ArtifactStore, calls: StoreCalls, stored: Mapping[str, StoredRecord | str]
+) -> list[AdapterRecord]:
+    """The records with their versions; those that hold the versions themselves are written in the present format."""
+    wanted = [
+        (adapter_id, digest)
+        for adapter_id, found in stored.items()
+        if isinstance(found, StoredRecord) and not found.is_old
+        for digest in found.digests
+    ]
+    documents = await _each(calls, partial(_read_version, store), wanted)
+    records = []
+    for adapter_id, found in stored.items():
+        if isinstance(found, str):
+            logger.error("adapter record unreadable adapter_id=%s reason=%s", adapter_id, found)
+            records.append(unreadable(adapter_id, found))
+        elif found.record.state is AdapterState.DELETING:
+            continue
+        elif found.is_old:
+            await calls.change(_write_anew, store, found.record)
+            records.append(found.record)
+        else:
+            versions: dict[str, AdapterVersion] = {}
+            for digest in found.digests:
+                match documents[adapter_id, digest]:
+                    case AdapterVersion() as version:
+                        versions[digest] = version
+                    case reason:
+                        # A version that was deleted, if the record could not be written after that.
+                        logger.warning("version left out adapter_id=%s digest=%s: %s", adapter_id, digest, reason)
+            records.append(with_versions(found, versions))
+    return records
+
+
+def _read_version(store: ArtifactStore, name: tuple[str, str]) -> AdapterVersion | str:
+    """The version, or why it cannot be read."""
+    try:
+        version = decode_version(store.read_version(*name))
+    except FileNotFoundError:
+        return "its document is gone"
+    except ValueError as error:
+        return str(error)
+    return version if version.digest == name[1] else "it is another version's"
+
+
+def _write_anew(store: ArtifactStore, record: AdapterRecord) -> None:
+    """Versions first: after a crash in between the old record still holds them all."""
+    for version in record.versions:
+        store.write_version(record.adapter_id, version.digest, encode_version(version))
+    store.write_record(record.adapter_id, encode_record(record))
+    logger.info("adapter record written anew adapter_id=%s num_versions=%d", record.adapter_id, len(record.versions))
+
+
+async def _blobs_in_order(
+    store: ArtifactStore, calls: StoreCalls, names: StoredNames, records: list[AdapterRecord]
+) -> frozenset[str]:
+    named = {version.digest for record in records for version in record.versions}
+    is_any_unreadable = any(record.active_version is None for record in records)
+    whole = await _each(calls, store.has_blob, names.blobs)
+    complete = set()
+    for digest, is_complete in whole.items():
+        if is_complete and (digest in named or is_any_unreadable):
+            complete.add(digest)
+        elif await calls.read(store.may_be_written, digest):
+            logger.info("stray blob may be in use, left for a later start digest=%s", digest)
+        else:
+            logger.info("removing stray blob digest=%s is_complete=%s", digest, is_complete)
+            await calls.change(store.delete_blob, digest)
+    return frozenset(complete)
+
+
+async def _each(calls: StoreCalls, read: Callable[[_Item], _T], items: Iterable[_Item]) -> dict[_Item, _T]:
+    """What `read` gives for each item, many at a time, in the order of the items."""
+    found: dict[_Item, _T] = {}
+    remaining = iter(items)
+    while batch := list(islice(remaining, _AT_ONCE)):
+        results = await asyncio.gather(*(calls.read(read, item) for item in batch))
+        found.update(zip(batch, results, strict=True))
+    return found

@@ -13,6 +13,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
 from safetensors.numpy import save, save_file
 
-from control_plane.config import ServerConfig, add_arguments, from_args
+from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
 from control_plane.registry.store_files import StoreLocked
 from control_plane.server import build
 from tests.control_plane.api.fakes import byte_level_tokenizer
@@ -295,13 +296,55 @@ async def test_second_server_on_a_directory_touches_nothing_of_the_first(tmp_pat
         await build(config, stack)
         for file in under_way:
             file.write_bytes(b"half")
+        # Whatever the second one has for a store: the directory itself is the first one's.
+        for other in (config, replace(config, store=str(tmp_path / "other")), replace(config, store="memory://other")):
+            with pytest.raises(ConfigError, match=r"--data-dir: .* in use by another control plane"):
+                async with contextlib.AsyncExitStack() as second:
+                    await build(other, second)
+        elsewhere = replace(config, data_dir=tmp_path / "elsewhere", store=str(tmp_path / "data" / "store"))
         with pytest.raises(StoreLocked):
             async with contextlib.AsyncExitStack() as second:
-                await build(config, second)
+                await build(elsewhere, second)
         assert all(file.read_bytes() == b"half" for file in under_way)
     async with contextlib.AsyncExitStack() as stack:
         await build(config, stack)
         assert not any(file.exists() for file in under_way)  # what a killed server left goes
+
+
+async def test_second_server_on_a_directory_spares_the_redis_of_the_first(tmp_path: Path) -> None:
+    """It was taken for the leftover of a killed server, and killed."""
+    async with control_plane(tmp_path) as (first, _, _):
+        pid = int((tmp_path / "data" / "redis" / "redis.pid").read_text())
+        second = await start(
+            "control_plane",
+            *("--model", str(tmp_path / "model"), "--data-dir", str(tmp_path / "data")),
+            *("--store", str(tmp_path / "other"), "--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"),
+            cwd=tmp_path,
+        )
+        out, err = await asyncio.wait_for(second.communicate(), STEP_S)
+        assert second.returncode == 1 and not out
+        assert b"--data-dir: " in err and b"in use by another control plane" in err and b"Traceback" not in err
+        os.kill(pid, 0)
+        assert first.returncode is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--data-dir", "/proc/nope", "--data-dir: /proc/nope cannot be made or locked"),
+        ("--store", "s3://bucket/path", "--store: s3://: Install s3fs"),
+    ],
+)
+async def test_a_place_that_cannot_be_used_is_named_with_its_flag(
+    tmp_path: Path, flag: str, value: str, words: str
+) -> None:
+    model = checkpoint(tmp_path / "model")
+    flags = ("--model", str(model), "--data-dir", str(tmp_path / "data"), "--host-cache", "memory", flag, value)
+    process = await start("control_plane", *flags, cwd=tmp_path)
+    out, err = await asyncio.wait_for(process.communicate(), STEP_S)
+    last = err.decode().strip().splitlines()[-1]
+    assert process.returncode == 1 and not out
+    assert last.startswith("motet control-plane: ") and words in last and "Traceback" not in err.decode()
 
 
 async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> None:

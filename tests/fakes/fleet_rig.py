@@ -92,7 +92,7 @@ class FakePacked:
         """The adapter as requests name it: one module of rank 8, 16 by 16, float32."""
         return AdapterRef(hashlib.sha256(self.manifest).hexdigest(), arena_bytes=8 * 32 * 4)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def parts(self) -> AsyncIterator[bytes]:
         for chunk in self.chunk_bytes:
             yield chunk
 

@@ -24,7 +24,7 @@ from control_plane.api.pins import Pins
 from control_plane.api.request_memory import RequestMemory
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.upload import UploadReceiver
-from control_plane.errors import AdapterNotFound, PinBudgetExceeded
+from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudgetExceeded
 from control_plane.fleet.quotas import TenantUse
 from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
 from control_plane.fleet.tenants import TenantLimits
@@ -137,7 +137,7 @@ class FakeRegistry:
             self.records[adapter_id] = record
         return record
 
-    def is_shared(self, digest: str) -> bool:
+    def is_named(self, digest: str) -> bool:
         return any(version.digest == digest for record in self.records.values() for version in record.versions)
 
     async def update(
@@ -191,6 +191,20 @@ class FakeRegistry:
         self.calls.append(("finish_delete", adapter_id))
         self.delete_finished.set()
 
+    async def begin_delete_version(self, adapter_id: str, digest: str, etag: str = "") -> None:
+        record = self.get(adapter_id)
+        self.calls.append(("begin_delete_version", adapter_id, digest, etag))
+        if digest == record.active_digest:
+            raise AdapterVersionActive(f"version {digest} is the active one")
+        if self.delete_gate is not None:
+            await self.delete_gate.wait()
+        versions = tuple(version for version in record.versions if version.digest != digest)
+        self.records[adapter_id] = replace(record, versions=versions)
+
+    async def finish_delete_version(self, digest: str) -> None:
+        self.calls.append(("finish_delete_version", digest))
+        self.delete_finished.set()
+
     def stats(self) -> FakeRegistryStats:
         return FakeRegistryStats(len(self.records), len(self.records))
 
@@ -201,6 +215,7 @@ class FakeCacheStats:
     used_bytes: int = 10
     budget_bytes: int = 100
     is_available: bool = True
+    trouble: str = ""
 
 
 class FakeWeights:
@@ -209,6 +224,7 @@ class FakeWeights:
     def __init__(self, calls: list[tuple[object, ...]]) -> None:
         self.calls = calls
         self.pinned: list[str] = []
+        self.stored: list[str] = []  # digests that were registered
         self.max_pinned = 10
         self.pin_gate: asyncio.Event | None = None  # pin waits for it
         self.pin_begun = asyncio.Event()
@@ -231,6 +247,9 @@ class FakeWeights:
 
     def is_cached(self, digest: str) -> bool:
         return digest == DIGEST
+
+    def stored_anew(self, digest: str) -> None:
+        self.stored.append(digest)
 
     def stats(self) -> FakeCacheStats:
         return FakeCacheStats()

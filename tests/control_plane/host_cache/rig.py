@@ -7,11 +7,16 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import redis
 
+from control_plane.host_cache.base import HostCache
 from control_plane.host_cache.embedded import find_redis_server
+from control_plane.host_cache.packed import PackedAdapter
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.store_calls import StoreCalls
 
 
 def make_blob(seed: int, sizes: tuple[int, ...] = (1000, 2000)) -> tuple[str, bytes, list[bytes]]:
@@ -41,6 +46,9 @@ class FakeStore:
         self.blobs[digest] = (manifest, chunks)
         return digest
 
+    def content(self, digest: str) -> bytes:
+        return b"".join(self.blobs[digest][1])
+
     def size(self, digest: str) -> int:
         manifest, chunks = self.blobs[digest]
         return len(manifest) + sum(map(len, chunks))
@@ -51,9 +59,11 @@ class FakeStore:
             raise FileNotFoundError(digest)
         return self.blobs[digest][0]
 
-    def read_chunk(self, digest: str, index: int) -> bytes:
+    def read_range(self, digest: str, index: int, start: int, size_bytes: int) -> bytes:
         self.num_chunk_reads += 1
-        return self.blobs[digest][1][index]
+        if digest not in self.blobs or index >= len(self.blobs[digest][1]):
+            raise FileNotFoundError(digest)
+        return self.blobs[digest][1][index][start : start + size_bytes]
 
 
 class RedisProcess:
@@ -86,13 +96,20 @@ class RedisProcess:
         self._process.wait()
 
 
-async def read_all(packed: object) -> list[bytes]:
-    """All chunks of a PackedAdapter."""
-    return [chunk async for chunk in packed.chunks()]  # type: ignore[attr-defined]
+def make_weights(
+    cache: HostCache, store: FakeStore, *, is_wanted: Callable[[str], bool] | None = None
+) -> AdapterWeights:
+    """Over a fake store, where every digest is wanted unless told otherwise."""
+    return AdapterWeights(cache, store, StoreCalls(), is_wanted=is_wanted or (lambda digest: True))
 
 
-async def settle(weights: object) -> None:
-    """Wait for the fills that run in the background."""
-    while weights._fills:  # type: ignore[attr-defined]
-        await asyncio.wait(list(weights._fills.values()))  # type: ignore[attr-defined]
+async def read_all(packed: PackedAdapter) -> bytes:
+    """All bytes of the chunks of an adapter."""
+    return b"".join([part async for part in packed.parts()])
+
+
+async def settle(weights: AdapterWeights) -> None:
+    """Wait for the fills and drops that run in the background."""
+    while tasks := [*weights._fills.values(), *weights._drops]:
+        await asyncio.wait(tasks)
         await asyncio.sleep(0)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import signal
 from collections.abc import AsyncIterator
 
 import pytest
 
-from control_plane.errors import AdapterNotFound, InvalidRequest, PinBudgetExceeded, StoreUnavailable
-from control_plane.host_cache.redis_cache import PART_BYTES, RedisHostCache
+from control_plane.errors import AdapterDamaged, AdapterNotFound, InvalidRequest, PinBudgetExceeded
+from control_plane.host_cache.packed import PART_BYTES
+from control_plane.host_cache.redis_cache import RedisHostCache
 from control_plane.host_cache.weights import AdapterWeights
-from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, read_all, settle
+from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, make_weights, read_all, settle
 
 BUDGET = 20_000
 
@@ -26,16 +28,16 @@ async def cache(redis_process: RedisProcess) -> AsyncIterator[RedisHostCache]:
 
 @pytest.fixture
 def weights(cache: RedisHostCache, store: FakeStore) -> AdapterWeights:
-    return AdapterWeights(cache, store)
+    return make_weights(cache, store)
 
 
 async def test_a_miss_fills_the_cache_and_the_next_read_is_a_hit(weights: AdapterWeights, store: FakeStore) -> None:
     digest = store.add(1)
     first = await weights.open_packed(digest)
-    assert (first.manifest, await read_all(first)) == store.blobs[digest]
+    assert (first.manifest, await read_all(first)) == (store.blobs[digest][0], store.content(digest))
     reads = store.num_chunk_reads
     second = await weights.open_packed(digest)
-    assert (second.manifest, await read_all(second)) == store.blobs[digest]
+    assert (second.manifest, await read_all(second)) == (store.blobs[digest][0], store.content(digest))
     assert store.num_chunk_reads == reads
     stats = weights.stats()
     assert (stats.num_hits, stats.num_misses, stats.num_adapters, stats.used_bytes) == (1, 1, 1, store.size(digest))
@@ -44,13 +46,13 @@ async def test_a_miss_fills_the_cache_and_the_next_read_is_a_hit(weights: Adapte
 async def test_large_chunks_travel_in_parts(redis_process: RedisProcess, store: FakeStore) -> None:
     cache = RedisHostCache(redis_process.url, budget_bytes=1 << 26)
     await cache.check()
-    weights = AdapterWeights(cache, store)
+    weights = make_weights(cache, store)
     digest = store.add(1, (2 * PART_BYTES + 5, PART_BYTES, 0))
     await weights.ensure_cached(digest)
     assert redis_process.client.strlen(f"motet:a:{digest}:0:1") == PART_BYTES
     assert redis_process.client.strlen(f"motet:a:{digest}:0:2") == 5
     reads = store.num_chunk_reads
-    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert await read_all(await weights.open_packed(digest)) == store.content(digest)
     assert store.num_chunk_reads == reads
     await cache.close()
 
@@ -87,7 +89,7 @@ async def test_an_adapter_larger_than_the_budget_is_served_from_the_store(
     weights: AdapterWeights, store: FakeStore
 ) -> None:
     digest = store.add(1, (BUDGET + 1,))
-    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert await read_all(await weights.open_packed(digest)) == store.content(digest)
     assert not weights.is_cached(digest)
 
 
@@ -109,11 +111,11 @@ async def test_damaged_entries_are_misses_and_are_filled_again(
         client.delete(f"motet:a:{digest}:manifest")
     else:
         client.copy(f"motet:a:{other}:manifest", f"motet:a:{digest}:manifest", replace=True)
-    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert await read_all(await weights.open_packed(digest)) == store.content(digest)
     await settle(weights)
     assert weights.is_cached(digest)
     reads = store.num_chunk_reads
-    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert await read_all(await weights.open_packed(digest)) == store.content(digest)
     assert store.num_chunk_reads == reads
     assert weights.stats().num_corrupt == (1 if damage in ("flip", "swap", "wrong manifest") else 0)
 
@@ -122,7 +124,7 @@ async def test_concurrent_misses_read_the_store_once(weights: AdapterWeights, st
     digest = store.add(1)
     opened = await asyncio.gather(*(weights.open_packed(digest) for _ in range(20)))
     for packed in opened:
-        assert await read_all(packed) == store.blobs[digest][1]
+        assert await read_all(packed) == store.content(digest)
     assert (store.num_manifest_reads, store.num_chunk_reads) == (1, 2)
 
 
@@ -144,7 +146,7 @@ async def test_killed_redis_is_a_miss_and_is_used_again_when_back(
     digest = store.add(1)
     await weights.ensure_cached(digest)
     redis_process.kill()
-    assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+    assert await read_all(await weights.open_packed(digest)) == store.content(digest)
     assert not weights.stats().is_available
     redis_process.start()
     await cache.check()
@@ -161,8 +163,8 @@ async def test_hung_redis_is_given_up_and_the_store_answers(
     await weights.ensure_cached(digest)
     redis_process.signal(signal.SIGSTOP)
     async with asyncio.timeout(30):  # without a bound of its own the read would wait for ever
-        assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
-        assert await read_all(await weights.open_packed(cold)) == store.blobs[cold][1]
+        assert await read_all(await weights.open_packed(digest)) == store.content(digest)
+        assert await read_all(await weights.open_packed(cold)) == store.content(cold)
     redis_process.signal(signal.SIGCONT)
 
 
@@ -172,11 +174,11 @@ async def test_full_redis_refuses_writes_and_reads_go_on(
     cached, cold = store.add(1), store.add(2)
     await weights.ensure_cached(cached)
     redis_process.client.config_set("maxmemory", 1)
-    assert await read_all(await weights.open_packed(cold)) == store.blobs[cold][1]
+    assert await read_all(await weights.open_packed(cold)) == store.content(cold)
     assert weights.stats().is_available
     assert not weights.is_cached(cold)
     reads = store.num_chunk_reads
-    assert await read_all(await weights.open_packed(cached)) == store.blobs[cached][1]
+    assert await read_all(await weights.open_packed(cached)) == store.content(cached)
     assert store.num_chunk_reads == reads
 
 
@@ -196,6 +198,41 @@ async def test_a_new_control_plane_finds_what_is_whole_and_removes_the_rest(
     await second.close()
 
 
+async def test_a_key_that_only_looks_like_a_manifest_is_removed_and_the_cache_goes_on(
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    """Its value hashes to its name, and is none: the scan used to end there, and the cache stayed off."""
+    value = b'{"not": "a manifest"}'
+    poison = f"motet:a:{hashlib.sha256(value).hexdigest()}:manifest"
+    redis_process.client.flushall()
+    redis_process.client.set(poison, value)
+    await cache.check()
+    assert cache.is_available
+    assert not redis_process.client.exists(poison)
+    digest = store.add(1)
+    await weights.ensure_cached(digest)
+    assert weights.is_cached(digest)
+
+
+async def test_what_could_not_be_removed_counts_until_it_is(
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    """Redis refuses to unlink: the bytes of the evicted one are there still, so there is no room for another."""
+    client = redis_process.client
+    old, new = store.add(1, (15_000,)), store.add(2, (15_000,))
+    await weights.ensure_cached(old)
+    client.execute_command("ACL", "SETUSER", "default", "-unlink")
+    await weights.ensure_cached(new)
+    assert (weights.is_cached(old), weights.is_cached(new)) == (False, False)
+    assert sum(client.strlen(key) for key in client.keys("motet:a:*")) <= cache.used_bytes <= BUDGET
+    client.execute_command("ACL", "SETUSER", "default", "+unlink")
+    cache._writes_after_s = float("-inf")  # the pause after a refusal is over
+    await weights.ensure_cached(new)
+    assert weights.is_cached(new)
+    assert not client.keys(f"motet:a:{old}:*")
+    assert cache.used_bytes == store.size(new)
+
+
 async def test_a_cancelled_read_never_mixes_up_answers(weights: AdapterWeights, store: FakeStore) -> None:
     digests = [store.add(seed) for seed in range(3)]
     for digest in digests:
@@ -207,7 +244,7 @@ async def test_a_cancelled_read_never_mixes_up_answers(weights: AdapterWeights, 
         victim.cancel()
         await asyncio.gather(victim, return_exceptions=True)
         digest = digests[(turn + 1) % 3]
-        assert await read_all(await weights.open_packed(digest)) == store.blobs[digest][1]
+        assert await read_all(await weights.open_packed(digest)) == store.content(digest)
     assert weights.stats().num_corrupt == 0
 
 
@@ -229,6 +266,6 @@ async def test_bad_digests_and_damaged_stores_are_told(weights: AdapterWeights, 
         await weights.open_packed("0" * 64)
     digest = store.add(1)
     store.blobs[digest][1][1] = b"x" * 2000
-    with pytest.raises(StoreUnavailable, match="damaged"):
+    with pytest.raises(AdapterDamaged, match="damaged"):
         await weights.open_packed(digest)
     assert not weights.is_cached(digest)

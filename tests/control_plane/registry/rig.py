@@ -1,7 +1,8 @@
-"""Small adapters made by hand, so that every byte of them can be bent."""
+"""Small adapters made by hand, so that every byte of them can be bent, and registries that take them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,12 @@ import numpy as np
 
 from control_plane.registry.base_model import BaseModel
 from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE
+from control_plane.registry.registry import Registry
+from control_plane.registry.store import ArtifactStore
+from control_plane.registry.store_files import StoreFiles
+from control_plane.store_calls import StoreCalls
 
+CALLS = StoreCalls()  # its threads serve all registries of these tests
 HIDDEN = 16
 MODULES = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qv"]
 SHAPES = {module: (8 if module.endswith("v_proj") else HIDDEN, HIDDEN) for module in MODULES}
@@ -23,6 +29,10 @@ CONFIG: dict[str, Any] = {
     "target_modules": ["q_proj", "v_proj"],
     "base_model_name_or_path": "/etc/passwd",
 }
+
+
+class Crash(BaseException):
+    """The process dies here."""
 
 
 def base_model(dtype: str = "float32", fingerprint: str = "ab" * 32) -> BaseModel:
@@ -87,3 +97,22 @@ def write_adapter(directory: Path, config: Any = None, weights: bytes | None = N
     (directory / CONFIG_FILE).write_bytes(raw)
     (directory / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors()) if weights is None else weights)
     return {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+
+
+async def open_registry(
+    place: str | StoreFiles, base: BaseModel | None = None, *, calls: StoreCalls = CALLS
+) -> Registry:
+    """A registry whose clock counts up from 1000."""
+    ticks = itertools.count(1000)
+    return await Registry.open(
+        store=ArtifactStore(place),
+        base_model=base or base_model(),
+        calls=calls,
+        max_adapter_bytes=1 << 20,
+        clock=lambda: float(next(ticks)),
+    )
+
+
+def files(tmp_path: Path, seed: int = 0) -> dict[str, Path]:
+    """The files of a good adapter, another one for each seed."""
+    return write_adapter(tmp_path / f"adapter-{seed}", weights=safetensors_bytes(tensors(seed)))

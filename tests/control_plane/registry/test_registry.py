@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import errno
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from control_plane.errors import (
     AdapterNotActive,
     AdapterNotFound,
+    AdapterVersionActive,
     BaseModelMismatch,
     EtagMismatch,
     Exhausted,
     InvalidRequest,
     StoreUnavailable,
 )
-from control_plane.registry.base_model import BaseModel
 from control_plane.registry.name_index import NameIndex
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
 from control_plane.registry.store import ArtifactStore
 from control_plane.registry.store_files import LocalFiles, StoreLocked
-from tests.control_plane.registry.rig import base_model, safetensors_bytes, tensors, write_adapter
-
-
-class Crash(BaseException):
-    """The process dies here."""
+from tests.control_plane.registry.rig import Crash, base_model, files, open_registry
 
 
 class FailingFiles(LocalFiles):
-    """Fails at one mutation, before or after it took effect."""
+    """Fails at one mutation, before or after it took effect. A move is one, though it writes nothing."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -56,6 +53,12 @@ class FailingFiles(LocalFiles):
     def write(self, path: str, data: bytes) -> None:
         self._step(lambda: LocalFiles.write(self, path, data))
 
+    def write_file(self, path: str, source: Path) -> None:
+        self._step(lambda: LocalFiles.write_file(self, path, source))
+
+    def move(self, path: str, new_path: str) -> None:
+        self._step(lambda: LocalFiles.move(self, path, new_path))
+
     def delete(self, path: str) -> None:
         self._step(lambda: LocalFiles.delete(self, path))
 
@@ -63,14 +66,20 @@ class FailingFiles(LocalFiles):
         self._step(lambda: LocalFiles.delete_tree(self, path))
 
 
-async def open_registry(place: str | LocalFiles, base: BaseModel | None = None) -> Registry:
-    ticks = itertools.count(1000)
-    return await Registry.open(
-        store=ArtifactStore(place),
-        base_model=base or base_model(),
-        max_adapter_bytes=1 << 20,
-        clock=lambda: float(next(ticks)),
-    )
+class WatchedFiles(LocalFiles):
+    """Remembers what was written."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.written: list[str] = []
+
+    def write(self, path: str, data: bytes) -> None:
+        self.written.append(path)
+        super().write(path, data)
+
+    def write_file(self, path: str, source: Path) -> None:
+        self.written.append(path)
+        super().write_file(path, source)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -79,10 +88,6 @@ async def registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     opened = await open_registry(place)
     yield opened
     await opened.close()
-
-
-def files(tmp_path: Path, seed: int = 0) -> dict[str, Path]:
-    return write_adapter(tmp_path / f"adapter-{seed}", weights=safetensors_bytes(tensors(seed)))
 
 
 async def test_a_name_points_to_versions_and_rolls_back(registry: Registry, tmp_path: Path) -> None:
@@ -160,7 +165,8 @@ async def test_deleting_takes_two_steps_and_spares_shared_blobs(registry: Regist
     await registry.register("b", files(tmp_path, 1))
     with pytest.raises(EtagMismatch):
         await registry.begin_delete("a", "stale")
-    assert await registry.begin_delete("a") == [own]
+    assert await registry.begin_delete("a") == sorted([shared, own])
+    assert (registry.is_named(shared), registry.is_named(own)) == (True, False)
     with pytest.raises(AdapterNotFound, match="being deleted"):
         registry.resolve("a")
     for call in (registry.register("a", files(tmp_path, 3)), registry.set_pinned("a"), registry.finish_delete("b")):
@@ -218,7 +224,7 @@ async def test_concurrent_registrations_and_deletions_stay_whole(registry: Regis
     digest = registry.resolve("k0").version.digest
     assert registry.stats().num_registered == 6
     assert registry._store.has_blob(digest)
-    assert not registry._locks
+    assert not registry._changes.locks
 
 
 async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
@@ -229,6 +235,73 @@ async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
     assert len(index) == 100_000
     assert index.page("adapter-050000", 2) == (["adapter-050001", "adapter-050002"], True)
     assert "adapter-012345" in index.nearest("adapter-O12345")
+
+
+# ---- versions ----
+
+
+async def test_versions_are_deleted_but_for_the_active_one(registry: Registry, tmp_path: Path) -> None:
+    first, second, third = [(await registry.register("a", files(tmp_path, seed))).active_digest for seed in range(3)]
+    await registry.register("b", files(tmp_path, 0))
+    etag = registry.get("a").etag
+    with pytest.raises(AdapterVersionActive, match=f"version {third} is the active one .*activate another version"):
+        await registry.begin_delete_version("a", third)
+    with pytest.raises(EtagMismatch):
+        await registry.begin_delete_version("a", first, "stale")
+    with pytest.raises(AdapterNotFound, match="no version"):
+        await registry.begin_delete_version("a", "0" * 64)
+    with pytest.raises(InvalidRequest, match="digest"):
+        await registry.begin_delete_version("a", "../x")
+    await registry.begin_delete_version("a", first, etag)
+    with pytest.raises(AdapterNotFound, match="no version"):
+        registry.resolve("a", first)
+    assert registry._store.has_blob(first)  # until the streams that use it have ended
+    await registry.finish_delete_version(first)
+    assert registry.resolve("b", first) and registry._store.has_blob(first)  # another name has the same weights
+    await registry.begin_delete_version("a", second)
+    await registry.finish_delete_version(second)
+    assert not registry._store.has_blob(second)
+    record = registry.get("a")
+    assert [version.digest for version in record.versions] == [third] and record.etag != etag
+    again = await registry.register("a", files(tmp_path, 1))
+    assert [(version.digest, version.number) for version in again.versions] == [(second, 4), (third, 3)]
+
+
+async def test_a_version_that_is_registered_again_while_it_is_deleted_keeps_its_weights(
+    registry: Registry, tmp_path: Path
+) -> None:
+    first = (await registry.register("a", files(tmp_path, 1))).active_digest
+    await registry.register("a", files(tmp_path, 2))
+    await registry.begin_delete_version("a", first)
+    await registry.register("a", files(tmp_path, 1))
+    await registry.finish_delete_version(first)
+    assert registry.resolve("a").version.digest == first and registry._store.has_blob(first)
+
+
+async def test_a_full_name_says_how_to_make_room_and_takes_its_own_versions(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("control_plane.registry.registry.MAX_VERSIONS", 2)
+    first = (await registry.register("a", files(tmp_path, 1))).active_digest
+    await registry.register("a", files(tmp_path, 2))
+    with pytest.raises(Exhausted, match=r"has 2 versions, the limit; delete .*DeleteAdapterVersion"):
+        await registry.register("a", files(tmp_path, 3))
+    assert (await registry.register("a", files(tmp_path, 1))).active_digest == first
+    await registry.begin_delete_version("a", registry.get("a").versions[0].digest)
+    await registry.register("a", files(tmp_path, 3))
+
+
+async def test_a_change_of_a_name_writes_no_version_anew(tmp_path: Path) -> None:
+    storage = WatchedFiles(tmp_path / "store")
+    registry = await open_registry(storage)
+    for seed in range(5):
+        await registry.register("a", files(tmp_path, seed))
+    storage.written.clear()
+    await registry.update("a", labels={"k": "v"})
+    await registry.activate("a", registry.get("a").versions[3].digest)
+    await registry.set_pinned("a")
+    assert storage.written == ["adapters/a.json"] * 3
+    await registry.close()
 
 
 # ---- what survives ----
@@ -249,8 +322,8 @@ async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_after", [False, True])
 async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_after: bool) -> None:
-    """Register, register anew, delete: after a crash at each mutation the store opens and what is listed is whole."""
-    for step in range(1, 40):
+    """Register, register anew, delete a version, delete: after a crash at any step what is listed is whole."""
+    for step in range(1, 60):
         root = tmp_path / str(step)
         storage = FailingFiles(root)
         registry = await open_registry(storage)
@@ -259,7 +332,10 @@ async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_afte
         has_crashed = False
         try:
             await registry.register("a", files(tmp_path, 1))
-            await registry.register("a", files(tmp_path, 2))
+            deleted = (await registry.register("a", files(tmp_path, 2))).active_digest
+            await registry.register("a", files(tmp_path, 3))
+            await registry.begin_delete_version("a", deleted)
+            await registry.finish_delete_version(deleted)
             await registry.begin_delete("a")
             await registry.finish_delete("a")
         except Crash:
@@ -271,11 +347,11 @@ async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_afte
         for record in again.list_page()[0]:
             assert record.state is AdapterState.ACTIVE
             assert all(again._store.has_blob(version.digest) for version in record.versions)
-        assert set(again._store.blobs()) == named
+        assert set(again._store.list_names().blobs) == named
         await again.register("a", files(tmp_path, 1))
         await again.close()
         if not has_crashed:
-            assert step > 8
+            assert step > 20
             return
     pytest.fail("the sequence has more steps than were tried")
 
@@ -388,5 +464,92 @@ async def test_a_cancelled_registration_leaves_memory_and_store_alike(tmp_path: 
         await asyncio.gather(task, return_exceptions=True)
     await registry.close()
     listed = [record.adapter_id for record in registry.list_page()[0]]
-    stored = [adapter_id for adapter_id, _ in ArtifactStore(str(tmp_path / "store")).records()]
-    assert listed == stored
+    stored = ArtifactStore(str(tmp_path / "store")).list_names().records
+    assert tuple(listed) == stored
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest"])
+async def test_registering_the_same_bytes_again_repairs_a_damaged_blob(
+    registry: Registry, tmp_path: Path, damage: str
+) -> None:
+    digest = (await registry.register("a", files(tmp_path))).active_digest
+    store = registry._store
+    chunk, manifest = f"blobs/{digest}/00001.safetensors", f"blobs/{digest}/manifest.json"
+    good = {path: store._files.read(path) for path in (chunk, manifest)}
+    if damage == "flip":
+        store._files.write(chunk, good[chunk][:-1] + bytes([good[chunk][-1] ^ 1]))
+    elif damage == "cut":
+        store._files.write(chunk, good[chunk][:-1])
+    elif damage == "missing":
+        store._files.delete(chunk)
+    else:
+        store._files.write(manifest, b"{}")
+    record = registry.get("a")
+    assert await registry.register("a", files(tmp_path)) is record  # nothing of the name changes
+    assert {path: store._files.read(path) for path in good} == good
+
+
+async def test_a_whole_blob_is_read_and_not_written_again(tmp_path: Path) -> None:
+    storage = WatchedFiles(tmp_path / "store")
+    registry = await open_registry(storage)
+    await registry.register("a", files(tmp_path))
+    storage.written.clear()
+    await registry.register("b", files(tmp_path))
+    assert [path.split("/")[0] for path in storage.written] == ["versions", "adapters"]
+    await registry.close()
+
+
+async def test_deleting_needs_no_space(tmp_path: Path) -> None:
+    """On a full disk every write fails; deleting is what helps."""
+
+    class FullDisk(LocalFiles):
+        is_full = False
+
+        def _write(self, path: str, fill: Any) -> None:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "no space")
+            super()._write(path, fill)
+
+    storage = FullDisk(tmp_path / "store")
+    registry = await open_registry(storage)
+    first = (await registry.register("a", files(tmp_path, 1))).active_digest
+    second = (await registry.register("a", files(tmp_path, 2))).active_digest
+    await registry.register("b", files(tmp_path, 3))
+    storage.is_full = True
+    with pytest.raises(Exhausted, match="full"):
+        await registry.register("c", files(tmp_path, 4))
+    await registry.begin_delete_version("a", first)
+    await registry.finish_delete_version(first)
+    await registry.begin_delete("b")
+    await registry.finish_delete("b")
+    assert [path.name for path in (tmp_path / "store" / "blobs").iterdir()] == [second]
+    storage.is_full = False
+    await registry.close()
+    again = await open_registry(str(tmp_path / "store"))
+    assert [version.digest for version in again.get("a").versions] == [second]
+    assert again.stats().num_registered == 1
+    await again.close()
+
+
+async def test_a_store_that_is_away_refuses_changes_and_loses_none(tmp_path: Path) -> None:
+    """A volume that is unmounted: what was answered with success is there when it is back."""
+    place = tmp_path / "store"
+    registry = await open_registry(str(place))
+    await registry.register("a", files(tmp_path, 1))
+    place.rename(tmp_path / "away")
+    for change in (
+        registry.register("b", files(tmp_path, 2)),
+        registry.register("a", files(tmp_path, 2)),
+        registry.update("a", display_name="x"),
+        registry.begin_delete("a"),
+    ):
+        with pytest.raises(StoreUnavailable, match="not the one that this server opened"):
+            await change
+    assert not place.exists()
+    assert registry.resolve("a")
+    (tmp_path / "away").rename(place)
+    await registry.register("b", files(tmp_path, 2))
+    await registry.close()
+    again = await open_registry(str(place))
+    assert [record.adapter_id for record in again.list_page()[0]] == ["a", "b"]
+    await again.close()

@@ -1,0 +1,73 @@
+"""Brings packed adapters into the store as blobs, repairs damaged ones, and removes those that no name uses."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from control_plane.errors import MotetError
+from control_plane.registry.catalog import Catalog
+from control_plane.registry.packing import Packed
+from control_plane.registry.store import ArtifactStore
+from control_plane.store_calls import StoreCalls
+
+logger = logging.getLogger(__name__)
+
+
+class BlobWriter:
+    """Writes blobs; keeps the catalog's set of complete ones. The caller holds the blob's lock."""
+
+    def __init__(self, store: ArtifactStore, calls: StoreCalls, catalog: Catalog) -> None:
+        self._store = store
+        self._calls = calls
+        self._catalog = catalog
+
+    async def put(self, packed: Packed) -> None:
+        """Have the whole blob in the store. One that is there already is read in full, and repaired if it is damaged.
+
+        A half-written blob goes again; a damaged one that could not be repaired stays as it is.
+        """
+        digest = packed.info.digest
+        if digest in self._catalog.blobs:
+            await self._repair(packed)
+            return
+        try:
+            for index, path in enumerate(packed.chunk_paths):
+                await self._put_chunk(digest, index, path)
+            await self._calls.change(self._store.put_manifest, digest, packed.info.manifest)
+        except BaseException:
+            await self._delete(digest)
+            raise
+        self._catalog.blobs.add(digest)
+
+    async def delete_unnamed(self, digest: str) -> None:
+        """Remove the blob unless a name uses it. One that cannot be removed is left for the next start."""
+        if not self._catalog.is_named(digest):
+            await self._delete(digest)
+
+    async def _repair(self, packed: Packed) -> None:
+        info = packed.info
+        repaired = []
+        for index, (chunk, path) in enumerate(zip(info.chunks, packed.chunk_paths, strict=True)):
+            check = (info.digest, index, chunk.size_bytes, chunk.sha256)
+            if not await self._calls.change(self._store.is_whole_chunk, *check, size_bytes=chunk.size_bytes):
+                await self._put_chunk(info.digest, index, path)
+                repaired.append(index)
+        try:
+            has_manifest = await self._calls.change(self._store.read_manifest, info.digest) == info.manifest
+        except FileNotFoundError:
+            has_manifest = False
+        if not has_manifest:
+            await self._calls.change(self._store.put_manifest, info.digest, info.manifest)
+        if repaired or not has_manifest:
+            logger.warning("blob repaired digest=%s chunks=%s had_manifest=%s", info.digest, repaired, has_manifest)
+
+    async def _put_chunk(self, digest: str, index: int, path: Path) -> None:
+        await self._calls.change(self._store.put_chunk, digest, index, path, size_bytes=path.stat().st_size)
+
+    async def _delete(self, digest: str) -> None:
+        self._catalog.blobs.discard(digest)
+        try:
+            await self._calls.change(self._store.delete_blob, digest)
+        except MotetError as error:
+            logger.warning("blob left for the next start digest=%s error=%s", digest, error)

@@ -1,0 +1,84 @@
+"""Packs the files of an adapter into a directory that is gone when its registration ends. A few adapters at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane.errors import Exhausted, StoreUnavailable
+from control_plane.registry.base_model import BaseModel
+from control_plane.registry.changes import Abandoned
+from control_plane.registry.ingest import PackedInfo, ingest
+
+logger = logging.getLogger(__name__)
+
+_CONCURRENT_INGESTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed adapter on the disk."""
+
+    info: PackedInfo
+    chunk_paths: tuple[Path, ...]  # in order; none if they were not asked for
+
+
+class Packer:
+    """Packs adapters of one base model."""
+
+    def __init__(self, base_model: BaseModel, *, max_adapter_bytes: int, scratch_dir: Path | None) -> None:
+        """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files."""
+        self._base_model = base_model
+        self._max_adapter_bytes = max_adapter_bytes
+        self._scratch_dir = scratch_dir
+        self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
+
+    @asynccontextmanager
+    async def packed(
+        self, files: Mapping[str, Path], is_abandoned: threading.Event, *, keeps_chunks: bool
+    ) -> AsyncIterator[Packed]:
+        """The adapter, until the block ends. Raises InvalidAdapter; Abandoned soon after `is_abandoned` is set."""
+        async with self._turns:
+            with _disk_errors():
+                scratch = await asyncio.to_thread(
+                    tempfile.TemporaryDirectory, prefix="motet-pack-", dir=self._scratch_dir, ignore_cleanup_errors=True
+                )
+            try:
+                directory = Path(scratch.name) if keeps_chunks else None
+                with _disk_errors():
+                    packed = await asyncio.to_thread(self._pack, dict(files), directory, is_abandoned)
+                yield packed
+            finally:
+                await asyncio.to_thread(scratch.cleanup)
+
+    def _pack(self, files: dict[str, Path], directory: Path | None, is_abandoned: threading.Event) -> Packed:
+        paths: list[Path] = []
+
+        def keep(index: int, chunk: bytes) -> None:
+            if is_abandoned.is_set():
+                raise Abandoned
+            if directory is not None:
+                paths.append(directory / str(index))
+                paths[-1].write_bytes(chunk)
+
+        info = ingest(files, self._base_model, max_adapter_bytes=self._max_adapter_bytes, sink=keep)
+        return Packed(info, tuple(paths))
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Trouble with the files that are read and packed, in a client's words; the log has the rest."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("adapter not packed error=%s", error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Exhausted("the server has too little disk space to pack this adapter", retry_after_s=60.0) from error
+        raise StoreUnavailable("the server could not read and pack the adapter's files; try again") from error

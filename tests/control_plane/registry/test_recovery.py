@@ -1,0 +1,190 @@
+"""Opening a store: what an older control plane, a crash or somebody else left there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+
+from control_plane.errors import AdapterNotActive
+from control_plane.registry.records import AdapterState
+from control_plane.registry.recovery import recover
+from control_plane.registry.store import ArtifactStore
+from control_plane.registry.store_files import LocalFiles
+from tests.control_plane.registry.rig import CALLS, Crash, files, open_registry
+
+
+def make_old(store: Path, adapter_id: str, **fields: Any) -> None:
+    """Write a record and its versions as control planes did when records held their versions."""
+    path = store / "adapters" / f"{adapter_id}.json"
+    document = json.loads(path.read_bytes())
+    versions = []
+    for digest in document.pop("version_digests"):
+        version = json.loads((store / "versions" / adapter_id / f"{digest}.json").read_bytes())
+        del version["format"], version["number"]
+        versions.append(version)
+        (store / "versions" / adapter_id / f"{digest}.json").unlink()
+    (store / "versions" / adapter_id).rmdir()
+    del document["last_number"]
+    old = {"format": 1, "state": "active", "state_reason": "", "versions": versions}
+    path.write_text(json.dumps(document | old | fields))
+
+
+async def test_an_older_store_is_read_and_written_anew(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    registry = await open_registry(str(store))
+    for seed in range(3):
+        await registry.register("a", files(tmp_path, seed), labels={"k": "v"})
+    await registry.register("gone", files(tmp_path, 1))
+    before = registry.get("a")
+    await registry.close()
+    make_old(store, "a")
+    make_old(store, "gone", state="deleting")
+    for _ in range(2):  # as the older one left it, and as this one wrote it
+        registry = await open_registry(str(store))
+        assert registry.list_page()[0] == [before]
+        assert registry.resolve("a", before.versions[2].digest)
+        await registry.close()
+        assert sorted(path.stem for path in (store / "versions" / "a").iterdir()) == sorted(
+            version.digest for version in before.versions
+        )
+    assert [path.name for path in (store / "versions").iterdir()] == ["a"]
+    assert json.loads((store / "adapters" / "a.json").read_bytes())["format"] == 2
+
+
+async def test_a_crash_while_an_older_record_is_written_anew_loses_nothing(tmp_path: Path) -> None:
+    """Versions are written first, and the old record holds them until the last one is there."""
+    store = tmp_path / "store"
+    registry = await open_registry(str(store))
+    for seed in range(2):
+        await registry.register("a", files(tmp_path, seed))
+    before = registry.get("a")
+    await registry.close()
+    for fail_at in (1, 2, 3):
+        make_old(store, "a") if json.loads((store / "adapters" / "a.json").read_bytes())["format"] == 2 else None
+        opened = LocalFiles(store)
+        write, num_writes = opened.write, 0
+
+        def crash(path: str, data: bytes, write: Any = write, fail_at: int = fail_at) -> None:
+            nonlocal num_writes
+            if "incarnation" not in path:
+                num_writes += 1
+                if num_writes == fail_at:
+                    raise Crash
+            write(path, data)
+
+        opened.write = crash  # type: ignore[method-assign]
+        with pytest.raises(Crash):
+            await open_registry(opened)
+        registry = await open_registry(str(store))
+        assert registry.list_page()[0] == [before]
+        await registry.close()
+
+
+async def test_small_files_are_read_many_at_a_time(tmp_path: Path) -> None:
+    """Each read of a record, a version or a blob's manifest waits until eight of them are under way."""
+
+    class SlowFiles(LocalFiles):
+        barrier: threading.Barrier | None = None
+
+        def _meet(self, path: str) -> None:
+            if self.barrier is not None and path != "incarnation.json":
+                self.barrier.wait(60)
+
+        def read(self, path: str) -> bytes:
+            self._meet(path)
+            return super().read(path)
+
+        def exists(self, path: str) -> bool:
+            self._meet(path)
+            return super().exists(path)
+
+    registry = await open_registry(str(tmp_path / "store"))
+    for number in range(16):
+        await registry.register(f"n{number}", files(tmp_path, number))
+    await registry.close()
+    slow = SlowFiles(tmp_path / "store")
+    slow.barrier = threading.Barrier(8)
+    registry = await open_registry(slow)
+    assert registry.stats().num_registered == 16
+    slow.barrier = None
+    await registry.close()
+
+
+async def test_a_lost_document_fails_the_active_version_and_drops_another(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    registry = await open_registry(str(store))
+    first = (await registry.register("a", files(tmp_path, 1))).active_digest
+    second = (await registry.register("a", files(tmp_path, 2))).active_digest
+    await registry.close()
+    documents = {digest: store / "versions" / "a" / f"{digest}.json" for digest in (first, second)}
+    saved = documents[second].read_bytes()
+    documents[second].write_bytes(saved.replace(second.encode(), first.encode()))
+    registry = await open_registry(str(store))
+    assert registry.get("a").state is AdapterState.FAILED
+    with pytest.raises(AdapterNotActive, match="document of its active version"):
+        registry.resolve("a")
+    assert registry.resolve("a", first)
+    assert (await registry.activate("a", first)).state is AdapterState.ACTIVE
+    await registry.close()
+    registry = await open_registry(str(store))
+    assert [version.digest for version in registry.get("a").versions] == [first]
+    assert (await registry.register("a", files(tmp_path, 2))).versions[0].number == 3  # a number is never given twice
+    await registry.close()
+
+
+async def test_a_store_that_others_reach_keeps_what_they_may_be_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second control plane opened the store while the first one wrote a blob: it removed what was there."""
+    place = f"memory://{tmp_path.name}"
+    memory = MemoryFileSystem()
+    memory.pipe_file(f"{tmp_path.name}/blobs/{'a' * 64}/00000.safetensors", b"half")
+    memory.pipe_file(f"{tmp_path.name}/blobs/{'b' * 64}/manifest.json", b"whole, not named yet")
+    registry = await open_registry(place)
+    await registry.close()
+    assert memory.find(f"{tmp_path.name}/blobs") == [
+        f"/{tmp_path.name}/blobs/{'a' * 64}/00000.safetensors",
+        f"/{tmp_path.name}/blobs/{'b' * 64}/manifest.json",
+    ]
+    assert registry.stats().num_stored == 0
+    monkeypatch.setattr(ArtifactStore, "may_be_written", lambda self, digest: False)  # a day later
+    registry = await open_registry(place)
+    await registry.close()
+    assert memory.find(f"{tmp_path.name}/blobs") == []
+
+
+async def test_two_stores_on_one_bucket_do_not_meet(tmp_path: Path) -> None:
+    """The case that lost acknowledged adapters: B recovers between A's first chunk and A's manifest."""
+    place = f"memory://{tmp_path.name}"
+    first = ArtifactStore(place)
+    first.acquire()
+    source = tmp_path / "chunk"
+    source.write_bytes(b"first")
+    digest = "a" * 64
+    first.put_chunk(digest, 0, source)
+    second = ArtifactStore(place, is_exclusive=True)  # the operator was wrong
+    await asyncio.to_thread(second.acquire)
+    await recover(second, CALLS)
+    assert second.read_range(digest, 0, 0, 10) == b"first"
+    second.close()
+    first.close()
+
+
+async def test_a_deeply_nested_document_does_not_end_the_start(tmp_path: Path) -> None:
+    registry = await open_registry(str(tmp_path / "store"))
+    await registry.register("good", files(tmp_path))
+    await registry.register("bad", files(tmp_path))
+    await registry.close()
+    nested = b'{"a":' * 100_000
+    (tmp_path / "store" / "adapters" / "bad.json").write_bytes(nested)
+    (tmp_path / "store" / "incarnation.json").write_bytes(nested)
+    registry = await open_registry(str(tmp_path / "store"))
+    assert registry.resolve("good")
+    assert "nested too deeply" in registry.get("bad").state_reason
+    await registry.close()
