@@ -120,15 +120,22 @@ def _held_blocks(sequence: Sequence) -> list[int]:
 
 
 def _check_host_blocks(scheduler: Scheduler) -> None:
-    """Host blocks are conserved, and whoever is swapped out has there all but its last token and nothing here."""
+    """Host blocks are conserved, and whoever is swapped out has there all but its last token.
+
+    Here it has nothing, but for what no plan moved yet and what an unanswered step writes.
+    """
     swap, size = scheduler.roster.swap, scheduler.limits.block_size
     holders: Counter[int] = Counter()
+    untold = {host_block for _, host_block in swap.outs}
     for group in scheduler.groups.values():
         for sequence in group.members:
             holders.update(sequence.host_block_ids)
             if sequence.host_block_ids:
                 is_out = group.state in (GroupState.SWAPPED, GroupState.DRAINING)
-                assert is_out and not sequence.block_ids, "a request that is swapped out is here"
+                is_here = sequence.block_ids and not sequence.moved_block_ids
+                assert is_out and (not is_here or untold.issuperset(sequence.host_block_ids)), (
+                    "a request that is swapped out is here"
+                )
                 assert not sequence.is_ended, "an answer that ended has blocks in host memory"
             if group.state is GroupState.SWAPPED and not sequence.is_ended:
                 num_blocks = -(-(sequence.num_known - 1) // size)
@@ -151,7 +158,8 @@ def _check_flights(scheduler: Scheduler) -> None:
     running = {id(sequence) for sequence in scheduler.running}
     for flight in flights:
         tokens = [(s, 1) for s in flight.decodes] + [(s, n) for s, n, _ in flight.prefills]
-        assert 0 < sum(n for _, n in tokens) <= scheduler.limits.max_step_tokens, "a plan breaks the token budget"
+        assert sum(n for _, n in tokens) <= scheduler.limits.max_step_tokens, "a plan breaks the token budget"
+        assert tokens or flight.swap_outs, "a plan neither computes nor moves"
         rows = [s.row for s, _ in tokens]
         assert len(set(rows)) == len(rows), "a plan names a row twice"
         assert [s.row for s in flight.decodes] == sorted(s.row for s in flight.decodes), "decodes are not by row"
@@ -163,6 +171,20 @@ def _check_flights(scheduler: Scheduler) -> None:
         assert sequence.num_in_flight == named[id(sequence)], "unanswered plans of a request are miscounted"
         ahead = sequence.num_planned - sequence.num_computed
         assert sequence.is_ended or ahead == planned[id(sequence)], "planned tokens are not those of unanswered plans"
+        if sequence.num_in_flight > 0:
+            _check_written_blocks(scheduler, sequence, planned[id(sequence)])
+
+
+def _check_written_blocks(scheduler: Scheduler, sequence: Sequence, num_tokens: int) -> None:
+    """Blocks that unanswered steps write, for the last `num_tokens` planned, are the sequence's, or were moved out.
+
+    A move that frees such a block is in a plan that follows these steps, so it is not answered either.
+    """
+    size, moved = scheduler.limits.block_size, sequence.moved_block_ids
+    first, end = (sequence.num_planned - num_tokens) // size, -(-sequence.num_planned // size)
+    assert len(moved) + len(sequence.block_ids) >= end, "a row gave back blocks that an unanswered step writes"
+    told = {block_id for flight in scheduler.flights for block_id, _ in flight.swap_outs}
+    assert told.issuperset(moved[first:end]), "a row gave back blocks that an unanswered step writes and no plan moves"
 
 
 def _check_batch(scheduler: Scheduler) -> None:
@@ -187,7 +209,7 @@ def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
         assert is_plain and sequence.group.has_progressed, "an answer that tells more than a token is booked as one"
         assert sequence.book_closely_at <= min(sequence.register_at, sequence.max_planned), "an end would be missed"
     is_reserved = sequence.state is SequenceState.RESERVED or (not sequence.is_begun and not sequence.prefill_end)
-    if not sequence.host_block_ids and not (sequence.is_ended and not sequence.block_ids):
+    if not sequence.moved_block_ids and not (sequence.is_ended and not sequence.block_ids):
         assert sequence.num_planned <= len(sequence.block_ids) * size, "tokens are planned without a block"
         most = 1 if is_reserved else max(sequence.prefill_end, sequence.num_planned)
         assert len(sequence.block_ids) == -(-most // size), "a request holds blocks that it does not need"

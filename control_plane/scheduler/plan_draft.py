@@ -24,6 +24,7 @@ class Flight:
     sampled_rows: list[int]  # rows that the result must name, in its order
     ends_plan: bool = True  # the last or only step of its plan
     logprob_rows: list[int] = field(default_factory=list)  # of sampled_rows: log-probabilities are to come with them
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (block, host block) moved out before it
     spent_host_blocks: list[int] = field(default_factory=list)  # swapped in, free once it is answered
 
 
@@ -79,7 +80,7 @@ class PlanDraft:
             num_steps=num_steps,
         )
         flights = [Flight(step_id, decodes, self.prefills, sampled_rows, num_steps == 1)]
-        flights[0].spent_host_blocks = self.spent_host_blocks
+        flights[0].swap_outs, flights[0].spent_host_blocks = self.swap_outs, self.spent_host_blocks
         for idx in range(1, num_steps):
             flights.append(Flight(step_id + idx, decodes, [], sampled_rows, idx == num_steps - 1))
         return plan, flights

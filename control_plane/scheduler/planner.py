@@ -123,7 +123,7 @@ class Planner:
         if sequence.state is not SequenceState.RUNNING:
             return False  # preempted for one before it
         if sequence.num_planned == len(sequence.block_ids) * self._block_size:
-            block_id = self._block_for(sequence)
+            block_id = self._block_for(sequence, draft)
             if block_id is None:
                 return False
             sequence.block_ids.append(block_id)
@@ -139,7 +139,7 @@ class Planner:
         else:
             draft.prefill(sequence)
 
-    def _block_for(self, sequence: Sequence) -> int | None:
+    def _block_for(self, sequence: Sequence, draft: PlanDraft) -> int | None:
         """A block for a decode, by preemption if need be, or None if it has to wait for some result."""
         counters = None if self._settings.policy is Policy.FCFS else self._counters
         while True:
@@ -150,7 +150,12 @@ class Planner:
             victim = choose_victim(self._roster.running, sequence, counters)
             if victim is None:
                 return None
-            self._roster.preempt(victim)
+            self._preempt(victim, draft)
+
+    def _preempt(self, victim: SequenceGroup, draft: PlanDraft) -> None:
+        """Let a request give way; blocks that it moves to host memory are free for the draft's plan."""
+        self._roster.preempt(victim)
+        self._roster.swap.tell_outs(draft)
 
     # ---- those who wait ----
 
@@ -168,7 +173,7 @@ class Planner:
             has_rows = roster.rows.num_free >= len(members)
             if has_rows and self._judge(num_needed, num_unheld) is Verdict.OK:
                 self._return(group, draft)
-            elif not self._free_paused():
+            elif not self._free_paused(draft):
                 return False
         return True
 
@@ -181,12 +186,12 @@ class Planner:
             draft.new_rows.append(begin_row(member, self._roster.slot_generation(member)))
             draft.prefill(member)
 
-    def _free_paused(self) -> bool:
+    def _free_paused(self, draft: PlanDraft) -> bool:
         """Whether a request whose reader is slow gave way; what is not free at once is after some result."""
         roster = self._roster
         victim = choose_paused(roster.running) if roster.num_paused > 0 and roster.num_draining == 0 else None
         if victim is not None:
-            roster.preempt(victim)
+            self._preempt(victim, draft)
         return victim is not None
 
     def _admit(self, draft: PlanDraft, now_s: float, num_long: int = 0) -> None:
@@ -203,7 +208,7 @@ class Planner:
                 return
             num_hits = self._fitting_hits(group)
             if num_hits is None:
-                if not self._free_paused():
+                if not self._free_paused(draft):
                     return
                 continue
             num_left = group.live_members()[0].num_known - num_hits * self._block_size

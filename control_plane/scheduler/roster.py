@@ -149,8 +149,8 @@ class Roster:
             self.waiting.offer(digest)
 
     def register(self, sequence: Sequence) -> None:
-        """Offer its computed full blocks to the prefix cache, unless they were swapped out meanwhile."""
-        if sequence.host_block_ids:
+        """Offer its computed full blocks to the prefix cache, unless a plan moved them to host memory meanwhile."""
+        if sequence.moved_block_ids:
             return
         self.cache.register(sequence, keep=not self._purged or sequence.digest not in self._purged)
         sequence.register_at = (sequence.num_registered + 1) * self.block_size

@@ -3,7 +3,8 @@
 Pure and deterministic: no I/O, and the time is an argument. The fleet calls it from one task. What a step
 holds is the planner's to say. Plans may be made ahead of results; whoever leaves (ended, cancelled, preempted) keeps
 row, blocks and slot until the last unanswered plan that names it is answered, so nothing that a worker may still touch
-is ever given away. Only blocks that a plan moves to host memory are free for that plan already.
+is ever given away. Only blocks that a plan moves to host memory are free for that plan already. A plan may
+consist of such moves alone.
 """
 
 # Every entry takes the time, whether its rules need it today or not: callers need not know.
@@ -221,10 +222,10 @@ class Scheduler:
             return None
         self._end_expired(now_s)
         draft = PlanDraft(self.limits.max_step_tokens)
+        self.roster.swap.tell_outs(draft)
         self._planner.fill(draft, now_s)
-        if draft.is_empty:
+        if draft.is_empty and not draft.swap_outs:
             return None
-        draft.swap_outs = self.roster.swap.tell_outs()
         num_steps = repeat(draft, self.roster, max_steps)
         if self.roster.num_telling > 0:
             draft.feed()

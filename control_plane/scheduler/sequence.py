@@ -56,6 +56,7 @@ class Sequence:
     is_begun: bool = False  # the worker knows its row
     slot_idx: int | None = None  # leased adapter slot; None: no adapter
     block_ids: list[int] = field(default_factory=list)  # block table
+    moved_block_ids: list[int] = field(default_factory=list)  # the table's beginning, moved to host memory by a plan
     forks_from: Sequence | None = None  # while FORKING: computes what it shares, in plans that come before
     copied_block: int | None = None  # held until the plan that copies it is answered
     prefill_end: int = 0  # known tokens when it took the row; it decodes from there
@@ -125,6 +126,7 @@ class Sequence:
         self.row = 0
         self.slot_idx = None
         self.block_ids = []
+        self.moved_block_ids = []
         self.prefill_end = self.num_planned = self.num_computed = self.num_registered = self.register_at = 0
         self.look_closely()
         self.is_decoding = self.is_begun = False

@@ -1,7 +1,8 @@
 """Preempted requests whose KV blocks lie in the worker's host memory, and the moves of blocks there and back.
 
-A request goes out as a whole: its next plan carries copies of its blocks to host memory, each block once however many
-of its sequences share it, and its device blocks are free for that very plan, since the worker moves before it computes.
+A request goes out as a whole: the next plan carries copies of its blocks to host memory, each block once however many
+of its sequences share it. Its device blocks are free for that very plan, since the worker moves before it computes, and
+not before: until the moves are in a plan, the request keeps the blocks that unanswered steps write.
 It comes back as new rows that lack only the key and value of their last known token. Host blocks are given back when
 the plan that swaps in is answered.
 """
@@ -53,6 +54,7 @@ class SwapSpace:
         self._max_step_tokens = limits.max_step_tokens
         self._queue: list[SequenceGroup] = []  # in order of arrival; short, for host memory bounds it
         self.outs: list[tuple[int, int]] = []  # (block, host block) that the next plan moves
+        self._leaving: list[Sequence] = []  # whose blocks these are
 
     # ---- out ----
 
@@ -73,7 +75,7 @@ class SwapSpace:
         return len(members) > 1 or self._costs.is_swap_cheaper(len(blocks), members[0].num_planned)
 
     def move_out(self, group: SequenceGroup) -> None:
-        """Let the next plan move the blocks of a request that `is_better` said so of, and give them back."""
+        """Let the next plan move the blocks of a request that `is_better` said so of."""
         host_by_block: dict[int, int] = {}
         for member in group.live_members():
             for block_id in self._moved_blocks(member):
@@ -84,17 +86,20 @@ class SwapSpace:
                 else:
                     self.host.share(host_block)
                 member.host_block_ids.append(host_block)
-            self._pool.release(member.block_ids)
-            member.block_ids = []
-            if member.copied_block is not None and not member.is_begun:
-                self._pool.release([member.copied_block])
-                member.copied_block = None
+            self._leaving.append(member)
         self.num_swapped_out += 1
 
-    def tell_outs(self) -> list[tuple[int, int]]:
-        """Moves for the plan that is made; forgotten here."""
-        outs, self.outs = self.outs, []
-        return outs
+    def tell_outs(self, draft: PlanDraft) -> None:
+        """Put the moves into the plan that is made, and free the blocks that they move: it may use them.
+
+        A member that is named by an unanswered step still has blocks. A beam's last one is not moved: it keeps that.
+        """
+        draft.swap_outs += self.outs
+        for member in self._leaving:
+            num_moved = len(member.host_block_ids) if member.block_ids else 0
+            member.moved_block_ids, member.block_ids = member.block_ids[:num_moved], member.block_ids[num_moved:]
+            self._pool.release(member.moved_block_ids)
+        self.outs, self._leaving = [], []
 
     # ---- the queue ----
 
@@ -124,12 +129,13 @@ class SwapSpace:
         return self._counters.counter(group.request.tenant), queue_key(group)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence ended: its host blocks are not needed."""
+        """The sequence ended: its host blocks are not needed. Blocks that no plan moved yet stay its own."""
         if sequence.host_block_ids:
             self.host.release(sequence.host_block_ids)
             sequence.host_block_ids = []
             # A move that was not told yet must not land where another's block goes.
             self.outs = [(block, host) for block, host in self.outs if self.host.ref_counts[host] > 0]
+            self._leaving = [member for member in self._leaving if member is not sequence]
 
     # ---- in ----
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.step_costs import StepCosts
-from control_plane.scheduler.types import FinishReason, Request, RequestId, StepResult
+from control_plane.scheduler.types import BeamSearch, FinishReason, Request, RequestId, StepPlan, StepResult
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
 
@@ -169,6 +171,108 @@ def test_a_move_that_was_not_told_yet_is_forgotten_with_its_request() -> None:
             assert bench.scheduler.stats().num_swapped == 1
             bench.scheduler.cancel(RequestId(1), 0.0)
             assert bench.scheduler.roster.swap.outs == []
+
+
+def bench_before_a_swap(*, num_in_flight: int = 1, **fields: Any) -> Bench:
+    """8 blocks. Request 1 is to be swapped out by the next plan, for request 2 needs its slot. Three of its tokens are
+    known, and so many steps that go on from there are unanswered."""
+    one, two = make_adapter("one"), make_adapter("two")
+    bench = Bench(CHEAP, num_blocks=8, num_slots=1, plan_depth=2, num_host_blocks=8)
+    bench.add(make_request(1, prompt=6, max_tokens=10, adapter=one, **fields))
+    for _ in range(3):
+        bench.step()
+    for _ in range(num_in_flight):
+        assert bench.plan() is not None
+    bench.scheduler.pause(RequestId(1))
+    bench.add(make_request(2, prompt=2, max_tokens=2, adapter=two))
+    assert bench.scheduler.slot_commands() == []
+    assert bench.scheduler.roster.swap.outs, "no move is to come"
+    bench.scheduler.check_invariants()
+    return bench
+
+
+def tables(plans: Iterable[StepPlan | None]) -> list[set[int]]:
+    """Blocks that the plans give to rows, by row."""
+    blocks: dict[int, set[int]] = {}
+    for plan in plans:
+        assert plan is not None
+        for new in plan.new_rows:
+            blocks[new.row] = set(new.block_ids)
+        for row, block_id in plan.appended_blocks:
+            blocks.setdefault(row, set()).add(block_id)
+    return [blocks[row] for row in sorted(blocks)]
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_blocks_of_a_request_that_ends_before_its_swap_is_planned_wait_for_its_steps(is_cancelled: bool) -> None:
+    bench = bench_before_a_swap(deadline_s=50.0)
+    (written,) = tables(bench.plans)
+    assert len(written) == 3
+    if is_cancelled:
+        bench.scheduler.cancel(RequestId(1), 0.0)
+    else:
+        bench.keep(bench.scheduler.expire(50.0))
+    bench.scheduler.check_invariants()
+    bench.add(make_request(3, prompt=26, max_tokens=1))
+    assert bench.plan() is None, "it takes 7 blocks, and a step that is not answered writes 3 of the 8"
+    bench.scheduler.cancel(RequestId(3), 0.0)
+    bench.add(make_request(4, prompt=16, max_tokens=1))
+    plan = bench.plan()
+    assert tables([plan])[0].isdisjoint(written)
+    assert plan is not None and plan.swap_outs == [], "nobody wants what the request computed"
+    bench.run()
+    assert bench.scheduler.pool.num_held == 0
+
+
+def test_blocks_of_an_answer_that_ends_before_its_swap_is_planned_wait_for_its_steps() -> None:
+    bench = bench_before_a_swap(num_samples=2)
+    first, second = tables(bench.plans)
+    assert len(first - second) == 2, "the block of the first four tokens is shared"
+    bench.scheduler.cancel(RequestId(1), 0.0, index=0)
+    bench.scheduler.check_invariants()
+    bench.add(make_request(4, prompt=12, max_tokens=1))
+    plan = bench.plan()
+    assert tables([plan])[0].isdisjoint(first - second)
+    assert plan is not None
+    assert {block_id for block_id, _ in plan.swap_outs} == second, "the other answer goes on"
+
+
+def test_blocks_of_a_request_that_samples_a_stop_token_before_its_swap_is_planned_wait_for_its_next_step() -> None:
+    request = make_request(1, prompt=6, max_tokens=10, adapter=make_adapter("one"))
+    bench = bench_before_a_swap(num_in_flight=2, stop_token_ids=frozenset([oracle(request, 64)[3]]))
+    (written,) = tables(bench.plans)
+    bench.answer()
+    assert 1 in bench.ends and len(bench.sent) == 1
+    bench.add(make_request(4, prompt=16, max_tokens=1))
+    assert tables([bench.plan()])[0].isdisjoint(written)
+
+
+def test_a_beams_last_block_is_not_moved_and_waits_for_the_step_that_writes_it() -> None:
+    bench = Bench(CHEAP, num_blocks=20, num_host_blocks=20, plan_depth=2)
+    bench.add(make_request(1, prompt=6, max_tokens=10, beam=BeamSearch(2)))
+    for _ in range(3):
+        bench.step()
+    assert bench.plan() is not None, "it computes the ninth token, the first in its block"
+    written = {sequence.block_ids[-1] for sequence in bench.scheduler.running}
+    bench.scheduler.roster.preempt(bench.scheduler.groups[RequestId(1)])
+    bench.add(make_request(2, prompt=56, max_tokens=1))
+    plan = bench.plan()
+    assert plan is not None and plan.swap_outs
+    assert written.isdisjoint(block_id for block_id, _ in plan.swap_outs)
+    assert written.isdisjoint(tables([plan])[0])
+
+
+def test_a_plan_may_hold_moves_alone() -> None:
+    bench = bench_before_a_swap()
+    bench.scheduler.cancel(RequestId(2), 0.0)
+    plan = bench.plan()
+    assert plan is not None
+    assert (plan.decode_rows, plan.prefills, len(plan.swap_outs)) == ([], [], 3)
+    while bench.sent:
+        bench.answer()
+    bench.scheduler.unpause(RequestId(1))
+    bench.run()
+    assert len(bench.tokens[1]) == 10
 
 
 def test_a_paused_request_stays_swapped_until_it_is_read_again() -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
@@ -90,6 +91,7 @@ class Walk:
         self.num_groups_swapped_in = 0  # plans that brought one of them back
         self.num_copies = 0  # blocks copied by forks
         self.num_withdrawn = 0  # requests taken back while they waited
+        self.num_ended_before_move = 0  # cancelled before the plan that was to move their blocks, with steps under way
         self.trace = hashlib.sha256() if has_trace else None
 
     def run(self, num_steps: int) -> None:
@@ -147,6 +149,11 @@ class Walk:
         else:
             self.take(self.scheduler.expire(self.now_s))
         self.commands.extend(self.scheduler.slot_commands())
+        victim = choose_paused(self.scheduler.running)
+        if victim is not None and rng.random() < 0.2:
+            self.scheduler.roster.preempt(victim)  # as slot commands do for an adapter, which is too rare here
+        if self.scheduler.roster.swap.outs and self.sent:
+            self.cancel_before_a_move()
         if self.scheduler.is_stuck:
             self.make_plan()
             assert not self.scheduler.is_stuck, "requests wait, nothing is under way, and no plan is made"
@@ -216,6 +223,17 @@ class Walk:
         self.scheduler.cancel(request_id, self.now_s)
         self.ledger.close(request_id)
         self.paused.discard(request_id)
+
+    def cancel_before_a_move(self) -> None:
+        """Now and then cancel a request, or one answer of it, whose blocks the next plan was to move out."""
+        self.scheduler.check_invariants()
+        host_blocks = {host_block for _, host_block in self.scheduler.roster.swap.outs}
+        for request_id, group in list(self.scheduler.groups.items()):
+            is_moving = any(host_blocks.intersection(member.host_block_ids) for member in group.members)
+            if is_moving and request_id in self.live and self.rng.random() < 0.8:
+                self.num_ended_before_move += any(member.num_in_flight > 0 for member in group.members)
+                self.cancel(request_id)
+                self.scheduler.check_invariants()
 
     def withdraw(self, request_id: RequestId) -> None:
         """Another worker could take the request, if it waits: it goes there for good, or comes back at once."""

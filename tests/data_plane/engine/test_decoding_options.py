@@ -300,6 +300,21 @@ def test_swapped_row_goes_on_in_other_blocks(engine: TorchEngine) -> None:
     assert all((output.move_time_us > 0) == (output.num_moved_blocks > 0) for output in outputs)
 
 
+def test_plan_of_moves_alone_answers_no_row(engine: TorchEngine) -> None:
+    expected = answer(engine, SAMPLED)[:3]
+    row = new_row(0, block_ids=array([3, 4]), sampling=SAMPLED)
+    known = array([*PROMPT, *expected[:2]])
+    back = new_row(0, token_ids=known, num_computed_tokens=8, block_ids=array([20, 21]), sampling=SAMPLED)
+    outputs = [
+        engine.execute(make_plan(1, new=[row], prefills=[(0, 7)])),
+        engine.execute(make_plan(2)),
+        engine.execute(make_plan(3, paused=[0], swap_outs=[(3, 5), (4, 0)])),
+        engine.execute(make_plan(4, freed=[0], new=[back], prefills=[(0, 1)], swap_ins=[(5, 20), (0, 21)])),
+    ]
+    assert [output.token_ids.tolist() for output in outputs] == [[expected[0]], [expected[1]], [], [expected[2]]]
+    assert outputs[2].num_moved_blocks == 2
+
+
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "min_p above 1": ({"min_p": 1.5}, "min_p 1.5"),
     "no repetition penalty": ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
