@@ -255,7 +255,6 @@ class Planner:
         # At least one token must be computed, or there would be nothing to sample from. To tell the prompt's
         # log-probabilities, all of it must be.
         max_hits = 0 if sequence.tells_prompt else (num_known - 1) // size
-        self._roster.cache.extend_hashes(sequence, max_hits)
         num_hits, num_unheld = self._roster.cache.count_hits(sequence, max_hits)
         num_needed = -(-num_known // size) - num_hits + num_fork_blocks(members, size)
         return num_hits if self._judge(num_needed, num_unheld) is Verdict.OK else None

@@ -58,10 +58,16 @@ class PrefixCache:
             hashes.append(key)
 
     def find_hits(self, sequence: Sequence, max_blocks: int) -> list[int]:
-        """The blocks of the leading keys that are in, at most `max_blocks`."""
+        """The blocks of the leading keys that are in, at most `max_blocks`, whose tokens must be known.
+
+        Hashes no further than to the first key that is not in.
+        """
         blocks: list[int] = []
-        for key in sequence.block_hashes[:max_blocks]:
-            block_id = self._block_by_key.get(key)
+        hashes = sequence.block_hashes
+        while (idx := len(blocks)) < max_blocks:
+            if idx == len(hashes):
+                self.extend_hashes(sequence, idx + 1)
+            block_id = self._block_by_key.get(hashes[idx])
             if block_id is None:
                 break
             blocks.append(block_id)

@@ -190,7 +190,6 @@ class SwapSpace:
     def _hits(self, member: Sequence) -> list[int]:
         """Cached blocks of its leading tokens, all but the last known one."""
         max_hits = (member.num_known - 1) // self._block_size
-        self._cache.extend_hashes(member, max_hits)
         return self._cache.find_hits(member, max_hits)
 
     def _moved_blocks(self, member: Sequence) -> list[int]:

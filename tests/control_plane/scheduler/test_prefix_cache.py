@@ -40,6 +40,17 @@ def test_at_least_one_token_is_always_computed() -> None:
     assert cached_tokens(bench) == 8
 
 
+def test_a_prompt_that_finds_no_room_is_hashed_only_as_far_as_the_cache_has_it() -> None:
+    bench = Bench(max_model_len=200, num_blocks=18)
+    bench.add(make_request(1, PROMPT, max_tokens=20))
+    bench.step()
+    bench.add(make_request(2, [*PROMPT[:8], *range(60)], max_tokens=1))
+    bench.step()
+    assert bench.running_ids() == [1]
+    waiting = bench.scheduler.groups[RequestId(2)].members[0]
+    assert len(waiting.block_hashes) == 3, "two that are in, and the first that is not"
+
+
 def test_blocks_are_shared_while_their_first_owner_runs() -> None:
     bench = Bench()
     bench.add(make_request(1, PROMPT, max_tokens=10))
