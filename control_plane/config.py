@@ -70,6 +70,7 @@ class ServerConfig:
     max_step_tokens: int | None = DEFAULT_SETTINGS.max_step_tokens
     max_sequences: int | None = DEFAULT_SETTINGS.max_sequences
     watermark: float = DEFAULT_SETTINGS.watermark
+    max_blocked_steps: int = DEFAULT_SETTINGS.max_blocked_steps
     max_partial_prefills: int = DEFAULT_SETTINGS.max_partial_prefills
     max_long_partial_prefills: int = DEFAULT_SETTINGS.max_long_partial_prefills
     long_prefill_tokens: int | None = DEFAULT_SETTINGS.long_prefill_tokens
@@ -279,6 +280,7 @@ def _add_scheduling(add: Callable[..., None]) -> None:
     add("--max-sequences", int, None, "sequences computed at once, a count (default: the worker's --max-rows)")
     numbers: list[tuple[str, type, str]] = [
         ("watermark", float, "share of the KV blocks that an admission leaves free while others run"),
+        ("max_blocked_steps", int, "steps for which a request that lacks rows or blocks holds up others, a count"),
         ("max_partial_prefills", int, "prompts that are computed in parts at once, a count"),
         ("max_long_partial_prefills", int, "long ones of those, a count"),
         ("prefill_us_per_token", float, "cost of computing a prompt token again, microseconds"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.sequence_group import SequenceGroup
+from control_plane.scheduler.types import RequestId
 
 
 def _order(group: SequenceGroup) -> tuple[float, int]:
@@ -23,6 +24,7 @@ class ArrivalQueue:
         self._counters = counters
         self._is_admissible = is_admissible
         self._groups: list[SequenceGroup] = []
+        self.aside: dict[RequestId, SequenceGroup] = {}  # always empty: nobody passes another
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -57,6 +59,19 @@ class ArrivalQueue:
     def peek(self, *, may_be_long: bool = True) -> SequenceGroup | None:  # noqa: ARG002 (as WaitingQueue's)
         """The first in line if its adapter may be admitted, else None."""
         return self._groups[0] if self._groups and self._is_admissible(self._groups[0].digest) else None
+
+    def set_aside(self, group: SequenceGroup) -> bool:  # noqa: ARG002 (as WaitingQueue's)
+        """Whether others may pass the request: never."""
+        return False
+
+    def is_long(self, group: SequenceGroup) -> bool:  # noqa: ARG002 (as WaitingQueue's)
+        """Whether it stands in a line for long prompts: there is one line."""
+        return False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits who could be admitted with enough room."""
+        return self.peek() is not None
 
     def peek_active(self, instead_of: SequenceGroup) -> SequenceGroup | None:  # noqa: ARG002 (as WaitingQueue's)
         """Nobody passes."""

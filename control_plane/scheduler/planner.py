@@ -6,6 +6,7 @@ preempts there when something is short.
 
 from __future__ import annotations
 
+from control_plane.scheduler.backfill import Backfill
 from control_plane.scheduler.decode_batch import DecodeBatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.forks import begin_fork, may_begin, num_fork_blocks, reserve_forks
@@ -42,11 +43,16 @@ class Planner:
         self._costs = costs
         self._long_tokens = settings.long_tokens(limits)
         self._watermark = max(1, round(limits.num_blocks * settings.watermark))
+        self._backfill = Backfill(
+            limits, roster, counters, watermark=self._watermark, max_blocked_steps=settings.max_blocked_steps
+        )
         self.prefix_query_tokens = 0  # looked up at first admissions, in all
         self.prefix_hit_tokens = 0  # of those found in the prefix cache
 
     def fill(self, draft: PlanDraft, now_s: float) -> None:
         """Schedule what may run, within the draft's budget."""
+        for victim in self._backfill.begin_step():
+            self._preempt(victim, draft)
         if self._settings.policy is Policy.CHUNKED_PREFILL:
             self._fill_chunked(draft, now_s)
         else:
@@ -59,7 +65,8 @@ class Planner:
     def _fill_chunked(self, draft: PlanDraft, now_s: float) -> None:
         """Decodes, then unfinished prefills, those about to finish first, then swapped, then waiting requests.
 
-        A long prefill leaves half of what is left to requests that wait, and takes what they do not need.
+        Only a request that is due (backfill.py) goes before swapped ones. A long prefill leaves half of what is left to
+        requests that wait, and takes what they do not need.
         """
         batch, prefilling = self._roster.group_rows()
         is_starved = self._plan_decodes(draft, batch)
@@ -72,7 +79,7 @@ class Planner:
         if not is_starved:
             num_kept = min(sum(map(_num_left, long_ones)), -(-draft.budget // 2))
             draft.budget -= num_kept
-            if self._swap_in(draft):
+            if self._backfill.is_due or self._swap_in(draft):
                 self._admit(draft, now_s, num_long=len(long_ones))
             draft.budget += num_kept
         for sequence in long_ones:
@@ -89,9 +96,9 @@ class Planner:
         for sequence in list(filter(_may_prefill, prefilling)):  # looked up before any source is planned
             if draft.budget > 0:
                 self._prefill(sequence, draft)
-        if self._roster.swap.peek() is None:
+        if self._backfill.is_due or self._roster.swap.peek() is None:
             self._admit(draft, now_s)
-        if not draft.prefills and not self._plan_decodes(draft, batch):
+        if not draft.prefills and not self._plan_decodes(draft, batch) and not self._backfill.is_due:
             self._swap_in(draft)
 
     # ---- those who run ----
@@ -195,33 +202,42 @@ class Planner:
         return victim is not None
 
     def _admit(self, draft: PlanDraft, now_s: float, num_long: int = 0) -> None:
-        """Start waiting requests while budget, rows and blocks last, in the queue's order.
+        """Start waiting requests while budget, rows and blocks last: those set aside, then in the queue's order.
 
-        One whose adapter is not ready is skipped; one that lacks blocks is not, or large requests would starve.
+        One whose adapter is not ready is skipped. What becomes of one that lacks rows or blocks: backfill.py.
         `num_long`: long prefills that are unfinished.
         """
-        roster = self._roster
-        is_chunked = self._settings.policy is Policy.CHUNKED_PREFILL
-        while draft.budget > 0 and (roster.rows.num_free > 0 or roster.num_paused > 0):
-            group, passed = self._next_waiting(may_be_long=num_long < self._settings.max_long_partial_prefills)
-            if group is None:
-                return
+        roster, backfill = self._roster, self._backfill
+        most_long = self._settings.max_long_partial_prefills
+        for group in backfill.to_try():
+            if draft.budget == 0 or (num_long >= most_long and roster.waiting.is_long(group)):
+                continue
             num_hits = self._fitting_hits(group)
+            if num_hits is not None and self._may_start(group, num_hits, draft):
+                num_long += self._start(group, num_hits, draft, now_s)
+        while not backfill.is_closed and draft.budget > 0 and (roster.rows.num_free > 0 or roster.num_paused > 0):
+            waiting, passed = self._next_waiting(may_be_long=num_long < most_long)
+            if waiting is None:
+                return
+            num_hits = self._fitting_hits(waiting)
             if num_hits is None:
-                if not self._free_paused(draft):
+                if self._free_paused(draft):
+                    continue
+                if backfill.holds_up(waiting):
                     return
                 continue
-            num_left = group.live_members()[0].num_known - num_hits * self._block_size
-            if num_left > draft.budget and not self._may_be_partial(draft, is_chunked=is_chunked):
+            if not self._may_start(waiting, num_hits, draft):
                 return
-            num_long += num_left - draft.budget > self._long_tokens
             if passed is not None:
                 passed.num_overtaken += 1
-            self._start(group, num_hits, draft, now_s)
+            num_long += self._start(waiting, num_hits, draft, now_s)
 
-    def _may_be_partial(self, draft: PlanDraft, *, is_chunked: bool) -> bool:
-        """Whether a prefill may begin that does not end in this step."""
-        if not is_chunked:
+    def _may_start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft) -> bool:
+        """Whether the first prefill of a group that has room ends in this step, or may go on in the next ones."""
+        num_left = group.live_members()[0].num_known - num_hits * self._block_size
+        if num_left <= draft.budget:
+            return True
+        if self._settings.policy is not Policy.CHUNKED_PREFILL:
             return draft.is_empty
         num_partial = sum(s.state is SequenceState.RUNNING for s in filter(_may_prefill, self._roster.running))
         return num_partial < self._settings.max_partial_prefills
@@ -269,11 +285,13 @@ class Planner:
             num_spare=self._watermark if self._roster.running else 0,
         )
 
-    def _start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft, now_s: float) -> None:
+    def _start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft, now_s: float) -> bool:
         """Give a waiting group its rows, all blocks of its prefills and leases, and plan the first one's first chunk.
 
         All blocks at once, so that an unfinished prefill never waits for blocks and every admission gains a token.
+        Returns whether a long prefill is left.
         """
+        self._backfill.note_start(group)
         self._roster.unqueue(group)
         members = group.live_members()
         sequence = members[0]
@@ -298,6 +316,7 @@ class Planner:
         reserve_forks(members, self._roster)
         draft.new_rows.append(begin_row(sequence, self._roster.slot_generation(sequence)))
         draft.prefill(sequence)
+        return _num_left(sequence) > self._long_tokens
 
 
 def _may_prefill(sequence: Sequence) -> bool:

@@ -60,7 +60,7 @@ def _is_settled(draft: PlanDraft, roster: Roster) -> bool:
 
     No row of the draft has reached its length.
     """
-    is_awaited = roster.waiting.peek() is not None or roster.swap.peek() is not None
+    is_awaited = roster.waiting.is_awaited or roster.swap.peek() is not None
     if is_awaited and (roster.rows.num_free > 0 or roster.num_draining > 0):
         return False
     num_open = 0  # rows that go on decoding

@@ -46,6 +46,7 @@ class SequenceGroup:
     num_searched: int = 0  # tokens computed for beams, dropped ones included
     beam_candidates: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # by index: beams answered
     num_preemptions: int = 0
+    has_given_way: bool = False  # it was preempted for a request that lacked room; backfill.py
     num_overtaken: int = 0  # requests that went before it, for their adapters cost the step less
     has_progressed: bool = False  # some member gained a token since the group took its rows
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission

@@ -1,8 +1,9 @@
 """Requests that wait for admission, and whose turn it is.
 
 Between tenants the least virtual counter decides, inside a tenant the priority and then the arrival. A request whose
-adapter is not ready is skipped, not waited for. No operation looks at the whole queue: only the fronts of lists by
-(tenant, adapter) are compared, and only those of adapters that may be admitted.
+adapter is not ready is skipped, not waited for, and so is one that was set aside (backfill.py). No operation looks at
+the whole queue: only the fronts of lists by (tenant, adapter) are compared, and only those of adapters that may be
+admitted.
 """
 
 from __future__ import annotations
@@ -217,14 +218,17 @@ class WaitingQueue:
         self._long_tokens = long_tokens
         self._short = Line(counters, is_admissible, is_active)
         self._long = Line(counters, is_admissible, is_active)
-        self._lines: dict[RequestId, Line] = {}  # where each stands, as long as it waits
+        # Invariant: each request that waits is in exactly one of these two.
+        self._lines: dict[RequestId, Line] = {}  # the line in which it stands
+        self.aside: dict[RequestId, SequenceGroup] = {}  # others pass it; in the order in which they were set aside
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._lines) + len(self.aside)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         yield from self._short
         yield from self._long
+        yield from self.aside.values()
 
     @property
     def urgent_digest(self) -> str | None:
@@ -233,7 +237,10 @@ class WaitingQueue:
 
     def of_digest(self, digest: str | None) -> list[SequenceGroup]:
         """Those that wait with this adapter, in order of arrival."""
-        return sorted(self._short.of_digest(digest) + self._long.of_digest(digest), key=lambda group: group.order)
+        aside = [group for group in self.aside.values() if group.digest == digest]
+        return sorted(
+            self._short.of_digest(digest) + self._long.of_digest(digest) + aside, key=lambda group: group.order
+        )
 
     def add(self, group: SequenceGroup) -> None:
         """Put a request in its place.
@@ -242,14 +249,31 @@ class WaitingQueue:
         be given up.
         """
         self._counters.wait(group.request.tenant)
-        is_long = group.live_members()[0].num_known > self._long_tokens
-        line = self._lines[group.request.request_id] = self._long if is_long else self._short
+        line = self._lines[group.request.request_id] = self._long if self.is_long(group) else self._short
         line.add(group)
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a request out, wherever it stands."""
-        self._lines.pop(group.request.request_id).remove(group)
+        request_id = group.request.request_id
+        if self.aside.pop(request_id, None) is None:
+            self._lines.pop(request_id).remove(group)
         self._counters.stop_waiting(group.request.tenant)
+
+    def set_aside(self, group: SequenceGroup) -> bool:
+        """Let others pass a request, as long as it waits: it is in `aside` from here on. Whether that is allowed."""
+        request_id = group.request.request_id
+        self._lines.pop(request_id).remove(group)
+        self.aside[request_id] = group
+        return True
+
+    def is_long(self, group: SequenceGroup) -> bool:
+        """Whether it is long, by the first answer that goes on."""
+        return group.live_members()[0].num_known > self._long_tokens
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits who could be admitted with enough room."""
+        return len(self.aside) > 0 or self.peek() is not None
 
     def offer(self, digest: str | None) -> None:
         """Let requests with this adapter take part, which became admissible or active."""
@@ -274,4 +298,5 @@ class WaitingQueue:
         self._short.check_invariants()
         self._long.check_invariants()
         standing = [(group.request.request_id, line) for line in (self._short, self._long) for group in line]
-        assert len(standing) == len(self) and dict(standing) == self._lines, "a request is in the wrong line"
+        assert len(standing) == len(self._lines) and dict(standing) == self._lines, "a request is in the wrong line"
+        assert self._lines.keys().isdisjoint(self.aside), "a request that is set aside stands in a line"

@@ -98,13 +98,14 @@ def test_scheduling_flags_make_the_schedulers_settings(model_dir: Path) -> None:
         *("--scheduling-policy", "prefill_first", "--max-step-tokens", "512", "--max-sequences", "9"),
         *("--watermark", "0.05", "--max-partial-prefills", "3", "--max-long-partial-prefills", "2"),
         *("--long-prefill-tokens", "100", "--prefill-us-per-token", "1.5", "--swap-us-per-block", "2.5"),
-        *("--adapter-us-per-mib", "3.5", "--step-us", "4.5"),
+        *("--adapter-us-per-mib", "3.5", "--step-us", "4.5", "--max-blocked-steps", "8"),
     )
     assert config.scheduler_settings() == SchedulerSettings(
         policy=Policy.PREFILL_FIRST,
         max_step_tokens=512,
         max_sequences=9,
         watermark=0.05,
+        max_blocked_steps=8,
         max_partial_prefills=3,
         max_long_partial_prefills=2,
         long_prefill_tokens=100,

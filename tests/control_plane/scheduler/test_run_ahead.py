@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
+from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import BeamSearch, FinishReason, Request
 from tests.control_plane.scheduler.factories import Bench, make_request
 from tests.fakes.model_worker import oracle
@@ -109,6 +110,16 @@ def test_a_request_that_could_be_admitted_is_not_kept_waiting() -> None:
     bench.step()  # all of the first, a part of the second
     plan = bench.plan(max_steps=4)
     assert plan is not None and plan.num_steps == 1 and plan.prefills
+
+
+def test_plans_stand_for_one_step_while_a_request_waits_that_others_pass() -> None:
+    """What it needs may come free in any of them."""
+    bench = Bench(SchedulerSettings(max_blocked_steps=1), plan_depth=1, num_blocks=20, max_rows=4)
+    bench.add(make_request(1, max_tokens=LONG), make_request(2, max_tokens=1, num_samples=4))
+    while not bench.scheduler.waiting.aside:
+        bench.step()
+    plan = bench.plan(max_steps=4)
+    assert plan is not None and plan.num_steps == 1
 
 
 def test_who_waits_for_a_row_sees_it_the_step_after_it_is_free() -> None:

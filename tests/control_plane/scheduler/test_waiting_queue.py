@@ -142,6 +142,23 @@ def test_an_active_adapter_of_the_same_tenant_is_found_behind_one_that_is_not() 
     assert queue.peek_active(first) is second
 
 
+def test_a_request_that_is_set_aside_is_passed_and_goes_on_waiting() -> None:
+    counters = VirtualCounters()
+    queue = make_queue(counters)
+    first, second = make_waiting(1, 1), make_waiting(2)
+    queue.add(first)
+    queue.add(second)
+    assert queue.set_aside(first)
+    queue.check_invariants()
+    assert queue.peek() is second
+    assert (len(queue), list(queue), queue.of_digest(first.digest)) == (2, [second, first], [first])
+    assert counters.num_waiting_by_tenant == {"default": 2}
+    queue.remove(second)
+    assert queue.peek() is None and queue.is_awaited
+    queue.remove(first)
+    assert not queue.aside and not queue.is_awaited and counters.num_waiting_by_tenant == {}
+
+
 def test_strictly_by_arrival_the_first_holds_up_all_others() -> None:
     ready: set[str | None] = {None}
     counters = VirtualCounters()

@@ -57,6 +57,7 @@ class Walk:
             max_step_tokens=rng.choice([None, None, 5]),
             max_sequences=rng.choice([None, None, 4]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
+            max_blocked_steps=rng.choice([1, 3, 32]),
             max_partial_prefills=rng.choice([1, 2, 4]),
             long_prefill_tokens=rng.choice([None, 1, 10]),
             swap_us_per_block=rng.choice([0.0, 40.0]),
@@ -92,6 +93,8 @@ class Walk:
         self.num_copies = 0  # blocks copied by forks
         self.num_withdrawn = 0  # requests taken back while they waited
         self.num_ended_before_move = 0  # cancelled before the plan that was to move their blocks, with steps under way
+        self.num_set_aside = 0  # requests that others could pass, for they lacked room
+        self.num_given_way = 0  # requests that were preempted for one of those
         self.trace = hashlib.sha256() if has_trace else None
 
     def run(self, num_steps: int) -> None:
@@ -251,7 +254,11 @@ class Walk:
 
     def make_plan(self) -> None:
         """Ask for a plan; it is executed when its turn comes."""
-        plan = self.scheduler.plan(self.now_s, self.rng.randint(1, self.max_steps))
+        scheduler = self.scheduler
+        aside, given_way = set(scheduler.waiting.aside), self.ids_given_way()
+        plan = scheduler.plan(self.now_s, self.rng.randint(1, self.max_steps))
+        self.num_set_aside += len(set(scheduler.waiting.aside) - aside)
+        self.num_given_way += len(self.ids_given_way() - given_way)
         if plan is not None:
             self.num_plans += 1
             self.num_repeated += plan.num_steps > 1
@@ -263,6 +270,10 @@ class Walk:
             if self.trace is not None:
                 self.trace.update(repr(plan).encode())
             self.sent.extend(steps_of(plan))
+
+    def ids_given_way(self) -> set[RequestId]:
+        """Live requests that were preempted for one that lacked room."""
+        return {request_id for request_id, group in self.scheduler.groups.items() if group.has_given_way}
 
     def answer_plan(self) -> None:
         """The worker executes the oldest plan and answers; now and then a row's logits are not finite."""
