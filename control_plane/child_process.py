@@ -9,10 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment that run a module of this checkout, from whatever directory."""
+    paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return [sys.executable, "-P", "-m", module, *arguments], environment
 
 
 class ChildProcess:

@@ -112,7 +112,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     logger.info("base model name=%s fingerprint=%s dtype=%s", base_model.name, base_model.fingerprint, base_model.dtype)
     codec_file = config.data_dir / "tokenizers" / f"{base_model.fingerprint}.json"
     codec = await asyncio.to_thread(TextCodec.load, config.model_dir, codec_file)
-    stack.callback(codec.close)
+    stack.push_async_callback(codec.close)
+    await codec.start()
     registry, weights = await _open_storage(config, base_model, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     clients = listeners.client_server(

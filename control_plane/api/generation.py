@@ -80,13 +80,18 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         remaining_s = context.time_remaining()
         self._gate.check()
         tenant = tenant_of(context.invocation_metadata())
-        checked = check_request(request, vocab_size=self._model.vocab_size, draw_seed=self._draw_seed)
+        checked = check_request(
+            request,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+            draw_seed=self._draw_seed,
+        )
         if checked.stop:
             self._codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._registry.resolve(checked.adapter_id, checked.adapter_digest) if checked.adapter_id else None
         render_time_s = self._render_time_s(checked)
-        prompt = await self._prompt_token_ids(checked, render_time_s)
+        prompt = await self._prompt_token_ids(checked, tenant, render_time_s)
         require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), self._model.max_model_len)
         check_prompt_logprobs(checked, len(prompt))
@@ -125,6 +130,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             for message in events.finished_by_resume():
                 yield message
             return
+        if resolved is not None:
+            # Deleted since it was resolved: nothing waits for this request yet, and it must not load the weights again.
+            self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
         job = self._fleet.submit(work)
         try:
             async for event in job:
@@ -142,14 +150,21 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             return None
         return self._wall_clock() if checked.render_time_s is None else checked.render_time_s
 
-    async def _prompt_token_ids(self, checked: CheckedRequest, render_time_s: float | None) -> Sequence[int]:
+    async def _prompt_token_ids(
+        self, checked: CheckedRequest, tenant: str, render_time_s: float | None
+    ) -> Sequence[int]:
         if checked.token_ids is not None:
             return checked.token_ids
+        # What is refused at present whatever its prompt is not tokenised first.
+        self._fleet.check_room(tenant, checked.decoding.num_indices * (checked.max_tokens or 1))
+        max_model_len = self._model.max_model_len
         if checked.text is not None:
-            ids = await self._codec.encode_text(checked.text)
+            ids = await self._codec.encode_text(checked.text, tenant=tenant, max_model_len=max_model_len)
         else:
             assert checked.messages is not None
-            ids = await self._codec.encode_chat(checked.messages, render_time_s)
+            ids = await self._codec.encode_chat(
+                checked.messages, render_time_s, tenant=tenant, max_model_len=max_model_len
+            )
         if not ids:
             raise refuse(checked.input_field, "no token is left after tokenisation; a prompt needs at least one")
         if max(ids) >= self._model.vocab_size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from control_plane.errors import FieldViolation, InvalidRequest
+from control_plane.errors import ContextTooLong, FieldViolation, InvalidRequest
 from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 
 ADAPTER_PREFIX = "adapters/"
@@ -49,6 +49,17 @@ class Violations:
 def refuse(field: str, description: str) -> InvalidRequest:
     """The error for one thing wrong with one field."""
     return InvalidRequest(FieldViolation(field, description))
+
+
+def prompt_too_long(field: str, num_tokens: str, max_model_len: int) -> ContextTooLong:
+    """The error for a prompt that leaves no room for a token. `num_tokens` in words: "5000 tokens"."""
+    return ContextTooLong(
+        FieldViolation(
+            field,
+            f"prompt of {num_tokens}; at most {max_model_len - 1}, "
+            f"one less than the context of {max_model_len} tokens; shorten the prompt",
+        )
+    )
 
 
 def quoted(value: str) -> str:

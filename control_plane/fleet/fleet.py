@@ -118,6 +118,14 @@ class Fleet:
         self._num_accepted += 1
         return stream
 
+    def check_room(self, tenant: str, num_reserved_tokens: int) -> None:
+        """Raise what `submit` would raise at present for every request of the tenant that may generate so many tokens.
+
+        For a caller whose prompt is costly to make: it is refused before, and may still be refused after.
+        """
+        self._check_admission(tenant)
+        self._quotas.check(tenant, 1, num_reserved_tokens)
+
     def _check_admission(self, tenant: str) -> None:
         if self._is_draining:
             raise Draining("the server is shutting down; try another one or try again in a moment")

@@ -94,19 +94,25 @@ class TenantQuotas:
         """
         num_input = len(request.prompt_token_ids) + len(request.generated_token_ids)
         num_reserved = num_indices_of(request) * request.max_tokens - len(request.generated_token_ids)
+        self.check(request.tenant, num_input, num_reserved)
         account = self._account(request.tenant)
-        self._check_alone(request.tenant, account.limits, num_input, num_input + num_reserved)
-        try:
-            self._check_with_others(request.tenant, account, num_input, num_input + num_reserved)
-        except QuotaExceeded:
-            account.num_rejected += 1
-            raise
         account.num_requests += 1
         account.num_accepted += 1
         account.num_queued_tokens += num_input
         if account.bucket is not None:
             account.bucket.add(-num_input - num_reserved)
         return Charge(request.tenant, num_input, num_reserved)
+
+    def check(self, tenant: str, num_input_tokens: int, num_reserved_tokens: int) -> None:
+        """Raise what `admit` would raise at present for a request of so many tokens, and count it as refused."""
+        account = self._account(tenant)
+        num_tokens = num_input_tokens + num_reserved_tokens
+        self._check_alone(tenant, account.limits, num_input_tokens, num_tokens)
+        try:
+            self._check_with_others(tenant, account, num_input_tokens, num_tokens)
+        except QuotaExceeded:
+            account.num_rejected += 1
+            raise
 
     def start(self, charge: Charge) -> None:
         """The request has the first token of an answer. Told once."""

@@ -285,6 +285,43 @@ async def test_worker_hears_why_and_outlives_a_control_plane_that_fails(tmp_path
         assert worker.returncode is None
 
 
+async def test_chat_template_that_never_ends_holds_up_neither_others_nor_the_end(tmp_path: Path) -> None:
+    loops = "{% for i in range(90000) %}" * 3 + "{% endfor %}" * 3
+    template = "{% if messages[0].content == 'loop' %}" + loops + "{% endif %}{{ messages[0].content }}"
+    (checkpoint(tmp_path / "model") / "chat_template.jinja").write_text(template)
+    flags = ("--host-cache", "memory")
+
+    def chat(content: str) -> dict[str, Any]:
+        return {"text": None, "chat": {"messages": [{"role": "user", "content": content}]}}
+
+    async with (
+        control_plane(tmp_path, *flags) as (process, clients, workers),
+        hash_worker(tmp_path, workers),
+        grpc.aio.insecure_channel(clients) as channel,
+    ):
+        looping = asyncio.create_task(generate(channel, **chat("loop")))
+        assert len(tokens_of(await generate(channel))) == 12
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 2 s of CPU time") as caught:
+            await looping
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert len(tokens_of(await generate(channel, **chat("hello")))) == 12
+        looping = asyncio.create_task(generate(channel, **chat("loop")))
+        await asyncio.sleep(0.1)  # it runs
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), STEP_S) == 0
+        await asyncio.gather(looping, return_exceptions=True)
+
+
+async def test_broken_tokenizer_file_ends_the_start_with_a_line_that_names_it(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"template": "x"}]}))
+    process = await start("control_plane", "--model", str(model), "--data-dir", str(tmp_path / "data"), cwd=tmp_path)
+    _, err = await asyncio.wait_for(process.communicate(), STEP_S)
+    assert process.returncode == 1
+    last = err.decode().splitlines()[-1]
+    assert 'tokenizer_config.json: chat_template[0] has no string "name"' in last and b"Traceback" not in err
+
+
 async def test_second_server_on_a_directory_touches_nothing_of_the_first(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model")
     parser = argparse.ArgumentParser()

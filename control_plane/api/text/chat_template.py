@@ -1,7 +1,7 @@
 """Renders a conversation with the checkpoint's chat template, as transformers' apply_chat_template does.
 
-The template is the checkpoint's code: it runs in jinja2's immutable sandbox, its output is bounded. The caller
-keeps it off the event loop.
+The template is the checkpoint's code: it runs in jinja2's immutable sandbox, its output is bounded. Its time and its
+memory are not: it is compiled and run in a process of its own (`render_process.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -36,15 +36,19 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """One compiled template. `render` is safe in any thread."""
+    """One compiled template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile it. Raises ChatTemplateError."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # constants are computed now, by whatever code they call
+            raise ChatTemplateError(f"it does not compile: {type(error).__name__}: {str(error)[:200]}") from error
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]], time_s: float | None = None) -> str:
@@ -70,15 +74,13 @@ class ChatTemplate:
                 parts.append(part)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses the conversation: {str(error)[:200]}") from error
-        except (
-            ArithmeticError,
-            LookupError,
-            MemoryError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except ChatTemplateError:
+            raise
+        except MemoryError as error:
+            raise ChatTemplateError(
+                "the chat template takes too much memory for this conversation; shorten it"
+            ) from error
+        except Exception as error:  # the edge of the checkpoint's code
             raise ChatTemplateError(
                 f"the chat template fails on this conversation ({type(error).__name__}); check roles and their order"
             ) from error
@@ -98,26 +100,3 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML characters, which a prompt must not.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def template_source(config: Mapping[str, Any], jinja_file: str | None) -> str | None:
-    """The checkpoint's template: chat_template.jinja first, then tokenizer_config.json; None if there is none."""
-    if jinja_file is not None:
-        return jinja_file
-    template = config.get("chat_template")
-    if isinstance(template, str):
-        return template
-    if isinstance(template, list):  # named templates
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        return cast("str | None", by_name.get("default"))
-    return None
-
-
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like, as text; entries may be strings or {"content": ...}."""
-    tokens = {}
-    for key, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            tokens[key] = content
-    return tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.api.text.chat_template import ChatTemplate
+from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
 from tests.control_plane.api.fakes import Api, byte_level_tokenizer
 
@@ -19,10 +19,10 @@ TEMPLATE = (
 
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    codec = TextCodec(byte_level_tokenizer(), ChatTemplate(TEMPLATE, {}))
+    codec = TextCodec(byte_level_tokenizer(), ChatRenderer(TEMPLATE, {}))
     async with Api(tmp_path, codec).running() as running:
         yield running
-    codec.close()
+    await codec.close()
 
 
 @pytest.fixture
@@ -32,4 +32,4 @@ async def api_without_tokenizer(tmp_path: Path) -> AsyncIterator[Api]:
     )
     async with Api(tmp_path, codec).running() as running:
         yield running
-    codec.close()
+    await codec.close()

@@ -302,6 +302,7 @@ class FakeFleet:
         self.jobs: list[ScriptedJob] = []
         self.on_submit: Callable[[ScriptedJob, Request], None] = lambda job, request: None
         self.submitted = asyncio.Event()
+        self.refusal: Exception | None = None  # of check_room
         self.retire_gate: asyncio.Event | None = None  # retire waits for it
         self.retire_begun = asyncio.Event()
         self.num_workers = 1
@@ -311,6 +312,11 @@ class FakeFleet:
 
     def next_request_id(self) -> RequestId:
         return RequestId(next(self._ids))
+
+    def check_room(self, tenant: str, num_reserved_tokens: int) -> None:
+        self.calls.append(("check_room", tenant, num_reserved_tokens))
+        if self.refusal is not None:
+            raise self.refusal
 
     def submit(self, request: Request) -> ScriptedJob:
         job = ScriptedJob()

@@ -19,7 +19,7 @@ COUNTS = [0, 1, 2, 3, 16, 17, 20, 21, 299, 300, 1024, 1025, 2**31, 2**32 - 1]
 
 
 def check(message: generation_pb2.GenerateRequest) -> CheckedRequest:
-    return check_request(message, vocab_size=VOCAB_SIZE, draw_seed=lambda: 77)
+    return check_request(message, vocab_size=VOCAB_SIZE, max_model_len=64, draw_seed=lambda: 77)
 
 
 def fill(message: Any, rng: random.Random, *, share: float) -> None:

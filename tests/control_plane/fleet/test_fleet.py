@@ -22,6 +22,7 @@ from control_plane.errors import (
     PoisonedRequest,
     QueueFull,
     QuotaExceeded,
+    QuotaTooSmall,
     SlowConsumer,
     Unavailable,
     WorkerLost,
@@ -630,6 +631,29 @@ async def test_a_refused_request_plans_nothing(clock: FakeClock) -> None:
         with pytest.raises(QueueFull):
             fleet.submit(make_request(fleet, [9], 10))
     assert num_plans == 0
+
+
+async def test_room_is_refused_as_a_request_would_be_and_takes_nothing(clock: FakeClock) -> None:
+    limits = TenantLimits(max_running_requests=2, tokens_per_minute=60)
+    fleet = make_fleet(clock, max_waiting_requests=3, tenants=TenantTable(default=limits))
+    for _ in range(5):
+        fleet.check_room("a", 50)
+    with pytest.raises(QuotaTooSmall, match="tokens_per_minute 60"):
+        fleet.check_room("a", 60)
+    for _ in range(2):
+        fleet.submit(make_request(fleet, [1], 5, tenant="a"))
+    with pytest.raises(QuotaExceeded, match="max_running_requests"):
+        fleet.check_room("a", 1)
+    fleet.submit(make_request(fleet, [1], 5, tenant="b"))
+    with pytest.raises(QueueFull):
+        fleet.check_room("a", 1)
+    fleet.check_room("c", 1)
+    assert (fleet.queue_snapshot().num_requests, fleet.queue_snapshot().num_accepted) == (3, 3)
+    await fleet.drain(0)
+    with pytest.raises(Draining):
+        fleet.check_room("c", 1)
+    with pytest.raises(NoWorker):
+        make_fleet(clock, worker_grace_s=0.0).check_room("a", 1)
 
 
 async def test_a_request_that_placing_breaks_on_leaves_nothing_behind(clock: FakeClock) -> None:

@@ -9,13 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from control_plane.api.text.chat_template import (
-    MAX_RENDERED_CHARS,
-    ChatTemplate,
-    ChatTemplateError,
-    special_tokens,
-    template_source,
-)
+from control_plane.api.text.chat_renderer import ChatRenderer
+from control_plane.api.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate, ChatTemplateError
 from control_plane.api.text.codec import TextCodec
 from control_plane.errors import InvalidRequest, TokenizerUnavailable
 from tests.control_plane.api.fakes import byte_level_tokenizer
@@ -69,7 +64,7 @@ async def test_ids_equal_those_of_transformers(tmp_path: Path) -> None:
     assert ours == expected
     assert "<brief>" in ours and ours.endswith("[ASSISTANT]")
     assert await codec.encode_chat(MESSAGES) == theirs(expected, add_special_tokens=False)["input_ids"]
-    codec.close()
+    await codec.close()
 
 
 def test_template_can_refuse_a_conversation() -> None:
@@ -100,17 +95,6 @@ def test_rendered_size_is_bounded() -> None:
         template.render([{"role": "user", "content": "x" * 1000}])
 
 
-def test_template_file_comes_before_the_config() -> None:
-    assert template_source({"chat_template": "config"}, "file") == "file"
-    assert template_source({"chat_template": [{"name": "default", "template": "named"}]}, None) == "named"
-    assert template_source({}, None) is None
-
-
-def test_special_tokens_are_read_in_either_form() -> None:
-    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None, "add_bos_token": True}
-    assert special_tokens(config) == {"bos_token": "<s>", "eos_token": "</s>"}
-
-
 async def test_checkpoint_without_tokenizer_refuses_text_and_chat(tmp_path: Path) -> None:
     codec = TextCodec.load(tmp_path, tmp_path / "out.json")
     assert not codec.has_tokenizer
@@ -118,7 +102,7 @@ async def test_checkpoint_without_tokenizer_refuses_text_and_chat(tmp_path: Path
         await codec.encode_text("x")
     with pytest.raises(TokenizerUnavailable):
         await codec.encode_chat(MESSAGES)
-    codec.close()
+    await codec.close()
 
 
 async def test_checkpoint_without_template_refuses_chat_alone(tmp_path: Path) -> None:
@@ -126,15 +110,15 @@ async def test_checkpoint_without_template_refuses_chat_alone(tmp_path: Path) ->
     assert await codec.encode_text("hell") == [byte_level_tokenizer().token_to_id(t) for t in ("he", "ll")]
     with pytest.raises(TokenizerUnavailable, match="chat template"):
         await codec.encode_chat(MESSAGES)
-    codec.close()
+    await codec.close()
 
 
 async def test_template_refusal_names_the_field(tmp_path: Path) -> None:
-    codec = TextCodec(byte_level_tokenizer(), ChatTemplate("{{ raise_exception('no') }}", {}))
+    codec = TextCodec(byte_level_tokenizer(), ChatRenderer("{{ raise_exception('no') }}", {}))
     with pytest.raises(InvalidRequest) as caught:
         await codec.encode_chat(MESSAGES)
     assert [violation.field for violation in caught.value.violations] == ["chat"]
-    codec.close()
+    await codec.close()
 
 
 async def test_special_tokens_are_added_as_the_checkpoint_says(tmp_path: Path) -> None:
@@ -151,7 +135,7 @@ async def test_special_tokens_are_added_as_the_checkpoint_says(tmp_path: Path) -
     short, long = await codec.encode_text("he"), await codec.encode_text("he" * 4000)
     assert short == [bos, tokenizer.token_to_id("he")]
     assert len(long) == 4001 and long[0] == bos
-    codec.close()
+    await codec.close()
 
 
 @pytest.mark.slow
@@ -169,4 +153,4 @@ async def test_slow_tokenizer_is_converted_by_another_process(tmp_path: Path) ->
     codec = TextCodec.load(directory, out)
     assert await codec.encode_text("hell") == [model["vocab"]["he"], model["vocab"]["ll"]]
     assert Tokenizer.from_file(str(out)).get_vocab_size() == len(model["vocab"]) + 1
-    codec.close()
+    await codec.close()

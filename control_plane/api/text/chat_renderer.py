@@ -1,0 +1,203 @@
+"""Renders conversations in child processes, so that the checkpoint's template cannot hold up the server.
+
+A child that takes too long or dies is replaced for the next conversation; the others live on. Used by the codec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from control_plane.api.text.frames import FRAME_HEADER
+from control_plane.child_process import ChildProcess, module_command
+from control_plane.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What one conversation may take."""
+
+    cpu_limit_s: float = 2.0  # CPU time, seconds
+    memory_limit_bytes: int = 512 * 2**20  # beyond what an idle child has
+    wall_limit_s: float = 30.0  # for a child that neither computes nor answers, seconds
+
+
+class RenderRefused(Exception):
+    """The template refused the conversation, or took too much for it; the message is for the caller."""
+
+
+class ChatRenderer:
+    """One template and the children that run it: started when they are needed, kept, replaced when they die."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        max_processes: int = 2,
+        limits: RenderLimits = RenderLimits(),
+    ) -> None:
+        self._setup = json.dumps(
+            {
+                "source": source,
+                "special_tokens": dict(special_tokens),
+                "cpu_limit_s": limits.cpu_limit_s,
+                "memory_limit_bytes": limits.memory_limit_bytes,
+            }
+        ).encode()
+        self._limits = limits
+        self._places = asyncio.Semaphore(max_processes)
+        self._idle: list[_Child] = []
+        self._children: set[_Child] = set()  # that were started and did not end
+        self._renderings: set[asyncio.Task[str]] = set()
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Start the first child, which compiles the template. Raises RenderRefused or Unavailable."""
+        async with self._places:
+            self._idle.append(await self._start_child())
+
+    async def render(self, messages: Sequence[Mapping[str, str]], time_s: float | None = None) -> str:
+        """The prompt for the assistant's next turn. Raises RenderRefused or Unavailable.
+
+        `time_s`: the moment that the template prints as today's date, in seconds since 1970; None: now. A caller that
+        is cancelled costs no child: its conversation is rendered and dropped.
+        """
+        conversation = json.dumps({"messages": messages, "time_s": time_s}, ensure_ascii=False).encode()
+        rendering = asyncio.create_task(self._render(conversation))
+        self._renderings.add(rendering)
+        rendering.add_done_callback(self._forget)
+        return await asyncio.shield(rendering)
+
+    async def close(self) -> None:
+        """End every child at once."""
+        self._is_closed = True
+        for rendering in self._renderings:
+            rendering.cancel()
+        for child in list(self._children):
+            await self._drop(child)
+        if self._renderings:
+            await asyncio.wait(self._renderings)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the children."""
+        return sorted(child.process.pid for child in self._children)
+
+    def _forget(self, rendering: asyncio.Task[str]) -> None:
+        self._renderings.discard(rendering)
+        if not rendering.cancelled():
+            rendering.exception()  # seen, even if its caller is gone
+
+    async def _render(self, conversation: bytes) -> str:
+        async with self._places:
+            for _ in range(2):  # a child that died of something else than this conversation: the next one gets it
+                child = self._idle.pop() if self._idle else await self._start_child()
+                status = await self._ask(child, conversation, "this conversation")
+                if status is None:
+                    self._idle.append(child)
+                    return child.take_answer()
+            raise Unavailable("the process that renders conversations ended twice; try again")
+
+    async def _start_child(self) -> _Child:
+        if self._is_closed:
+            raise Unavailable("the server is shutting down; try another one or try again in a moment")
+        try:
+            child = await _Child.start()
+        except OSError as error:
+            logger.error("chat renderer not started error=%s", error)
+            raise Unavailable("the process that renders conversations could not be started; try again") from error
+        self._children.add(child)
+        status = await self._ask(child, self._setup, "being compiled")
+        if status is not None:
+            raise Unavailable("the process that renders conversations ended at its start; try again")
+        try:
+            child.take_answer()
+        except RenderRefused:
+            await self._drop(child)
+            raise
+        return child
+
+    async def _ask(self, child: _Child, request: bytes, what: str) -> int | None:
+        """Have the child answer; its exit status where it died instead.
+
+        Raises RenderRefused where the request took too long.
+        """
+        try:
+            async with asyncio.timeout(self._limits.wall_limit_s):
+                await child.ask(request)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            is_stuck = isinstance(error, TimeoutError)
+            status = await self._drop(child, is_running=is_stuck)
+            logger.warning("chat renderer ended pid=%d status=%d", child.process.pid, status)
+            if not (is_stuck or status == -signal.SIGPROF):
+                return status
+            limits = self._limits
+            limit = f"{limits.wall_limit_s:g} s" if is_stuck else f"{limits.cpu_limit_s:g} s of CPU time"
+            raise RenderRefused(
+                f"the checkpoint's chat template took more than {limit} for {what}; send text or token_ids instead"
+            ) from error
+        except BaseException:
+            await self._drop(child)
+            raise
+        return None
+
+    async def _drop(self, child: _Child, *, is_running: bool = True) -> int:
+        """Its exit status, once it is gone."""
+        self._children.discard(child)
+        if child in self._idle:
+            self._idle.remove(child)
+        return await child.end(is_running=is_running)
+
+
+class _Child:
+    """One process and the socket to it. Answers one request after the other."""
+
+    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+        self._answer: tuple[bool, str] | None = None
+
+    @classmethod
+    async def start(cls) -> _Child:
+        """Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                command, environment = module_command("control_plane.api.text.render_process")
+                process = ChildProcess(command, stdin=theirs.fileno(), stderr=None, environment=environment)
+            except OSError:
+                ours.close()
+                raise
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        return cls(process, reader, writer)
+
+    async def ask(self, request: bytes) -> None:
+        """Send it and read the answer. Raises OSError or IncompleteReadError where the process ended."""
+        self._writer.write(FRAME_HEADER.pack(len(request), 1) + request)
+        await self._writer.drain()
+        size_bytes, is_text = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
+        self._answer = bool(is_text), (await self._reader.readexactly(size_bytes)).decode()
+
+    def take_answer(self) -> str:
+        """The text that it made last. Raises RenderRefused where it made none."""
+        assert self._answer is not None, "nothing was asked"
+        (is_text, text), self._answer = self._answer, None
+        if not is_text:
+            raise RenderRefused(text)
+        return text
+
+    async def end(self, *, is_running: bool) -> int:
+        """Its exit status. `is_running`: it does not end by itself."""
+        if is_running:
+            self.process.kill()
+        self._writer.transport.abort()
+        return await self.process.wait()

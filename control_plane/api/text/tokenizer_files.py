@@ -1,0 +1,52 @@
+"""Reads the checkpoint's tokenizer, and has an old one converted once."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from control_plane.child_process import module_command
+
+logger = logging.getLogger(__name__)
+
+CONVERT_TIMEOUT_S = 120.0
+
+
+def load_tokenizer(model_dir: Path, cache_file: Path) -> tuple[Tokenizer | None, str]:
+    """The checkpoint's tokenizer, or None and the reason for clients. Blocks; a conversion goes into `cache_file`."""
+    file = model_dir / "tokenizer.json"
+    if not file.is_file():
+        file = cache_file
+        if not file.is_file() and not _convert(model_dir, file):
+            return None, "the checkpoint has no tokenizer.json and its tokenizer could not be converted"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        logger.warning("tokenizer unreadable file=%s error=%s", file, error)
+        return None, "the checkpoint's tokenizer.json cannot be read"
+    # Truncation and padding settings saved by a training run must not touch prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, ""
+
+
+def _convert(model_dir: Path, out: Path) -> bool:
+    if not any((model_dir / name).exists() for name in ("tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        return False  # nothing to convert: spare the import of transformers
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command, environment = module_command("control_plane.api.text.convert", str(model_dir), str(out))
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        logger.warning("tokenizer conversion timed out timeout_s=%g", CONVERT_TIMEOUT_S)
+        return False
+    if done.returncode != 0:
+        logger.warning("tokenizer conversion failed reason=%s", done.stderr.strip()[-500:])
+        return False
+    logger.info("tokenizer converted file=%s", out)
+    return True
