@@ -23,6 +23,7 @@ from control_plane.api.generation_request import (
     check_prompt_logprobs,
     check_request,
     effective_max_tokens,
+    effective_stop_token_ids,
 )
 from control_plane.api.parts import Fleet, Registry
 from control_plane.api.preconditions import require_model, require_prompt
@@ -86,6 +87,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             max_model_len=self._model.max_model_len,
             draw_seed=self._draw_seed,
         )
+        stop_token_ids = effective_stop_token_ids(checked, self._model.eos_token_ids, self._model.vocab_size)
         if checked.stop:
             self._codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
@@ -95,7 +97,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), self._model.max_model_len)
         check_prompt_logprobs(checked, len(prompt))
-        eos = frozenset() if checked.ignore_eos else frozenset(self._model.eos_token_ids)
         decoding = checked.decoding
         work = Request(
             request_id=self._fleet.next_request_id(),
@@ -104,7 +105,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             generated_token_ids=checked.resume_from,
             adapter=None if resolved is None else resolved.ref,
             sampling=_ranked_sampling(checked) if decoding.is_ranked else checked.sampling,
-            stop_token_ids=checked.stop_token_ids | eos,
+            stop_token_ids=stop_token_ids,
             cache_salt=checked.cache_salt,
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,

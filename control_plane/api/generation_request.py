@@ -161,6 +161,18 @@ def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_mo
     return max_tokens
 
 
+def effective_stop_token_ids(checked: CheckedRequest, eos_token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
+    """The tokens that end the answer. Raises InvalidRequest where min_tokens would leave no token to choose."""
+    token_ids = checked.stop_token_ids if checked.ignore_eos else checked.stop_token_ids.union(eos_token_ids)
+    if checked.sampling.min_tokens and len(token_ids) >= vocab_size:
+        raise refuse(
+            "stopping.stop_token_ids",
+            f"{len(checked.stop_token_ids)} ids, which with the end-of-sequence tokens are the whole vocabulary of "
+            f"{vocab_size}: min_tokens would leave no token to choose; name fewer, or set min_tokens to 0",
+        )
+    return token_ids
+
+
 def check_prompt_logprobs(checked: CheckedRequest, num_prompt_tokens: int) -> None:
     """Raises InvalidRequest if the log-probabilities asked for would not fit the message that tells them."""
     num_logprobs = checked.sampling.num_prompt_logprobs

@@ -15,6 +15,8 @@ from control_plane.api.validation import Violations
 from control_plane.scheduler.types import BeamSearch, Sampling
 
 MAX_TEMPERATURE = 100.0
+# 0.01 as float32. Divided by far less, a logit exceeds float32, and the token with the lowest id gets all probability.
+MIN_REPETITION_PENALTY = 0.009999999776482582
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_BIAS = 100.0  # either sign
@@ -64,7 +66,9 @@ def check_sampling(
         top_p=checks.number("top_p", 1.0, above=0.0, highest=1.0),
         seed=params.seed if params.HasField("seed") else draw_seed(),
         min_p=checks.number("min_p", 0.0, lowest=0.0, highest=1.0),
-        repetition_penalty=checks.number("repetition_penalty", 1.0, above=0.0, highest=MAX_REPETITION_PENALTY),
+        repetition_penalty=checks.number(
+            "repetition_penalty", 1.0, lowest=MIN_REPETITION_PENALTY, highest=MAX_REPETITION_PENALTY
+        ),
         presence_penalty=checks.number("presence_penalty", 0.0, lowest=-MAX_PENALTY, highest=MAX_PENALTY),
         frequency_penalty=checks.number("frequency_penalty", 0.0, lowest=-MAX_PENALTY, highest=MAX_PENALTY),
         logit_bias=_checked_logit_bias(params.logit_bias, vocab_size, violations),

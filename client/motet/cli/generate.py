@@ -84,7 +84,10 @@ def _add_more_sampling(group: Any) -> None:
         "--min-p", type=float, metavar="P", help="keep tokens at least P times as likely as the first (default: 0)"
     )
     group.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1 repeats less, no unit, in (0, 10] (default: 1)"
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="above 1 repeats less, no unit, in [0.01, 10] (default: 1)",
     )
     group.add_argument(
         "--presence-penalty", type=float, metavar="X", help="taken off logits of used tokens, in [-2, 2] (default: 0)"

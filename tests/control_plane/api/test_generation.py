@@ -103,6 +103,8 @@ BAD: dict[str, tuple[generation_pb2.GenerateRequest, str]] = {
     "min_p above 1": (sampling(min_p=1.5), "sampling.min_p"),
     "NaN min_p": (sampling(min_p=float("nan")), "sampling.min_p"),
     "repetition_penalty 0": (sampling(repetition_penalty=0), "sampling.repetition_penalty"),
+    "small repetition_penalty": (sampling(repetition_penalty=0.0099), "sampling.repetition_penalty"),
+    "tiny repetition_penalty": (sampling(repetition_penalty=1e-38), "sampling.repetition_penalty"),
     "infinite repetition_penalty": (sampling(repetition_penalty=float("inf")), "sampling.repetition_penalty"),
     "presence_penalty": (sampling(presence_penalty=2.5), "sampling.presence_penalty"),
     "NaN frequency_penalty": (sampling(frequency_penalty=float("nan")), "sampling.frequency_penalty"),
@@ -204,6 +206,29 @@ async def test_bad_request_names_its_field_and_reaches_no_worker(api: Api, what:
     assert info.reason in ("FIELD_INVALID", "CONTEXT_TOO_LONG")
     assert not LEAKS.search(caught.value.details() or "")
     assert not api.fleet.requests
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_stop_tokens_that_leave_nothing_to_choose_are_refused(tmp_path: Path, *, ignore_eos: bool) -> None:
+    """A worker would refuse the whole step, and end its session."""
+    codec = TextCodec(byte_level_tokenizer(), None)
+    async with Api(tmp_path, codec, vocab_size=8).running() as api:
+        script(api, FakeEvent([5], FinishReason.LENGTH))
+        others = [token_id for token_id in range(8) if token_id != 1]  # 1 is the end-of-sequence token
+        fields = {"stop_token_ids": [*others, 1] if ignore_eos else others, "ignore_eos": ignore_eos}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, stopping(min_tokens=1, **fields))
+        assert details(caught.value)[1] == ["stopping.stop_token_ids"]
+        assert "whole vocabulary of 8" in (caught.value.details() or "") and not api.fleet.requests
+        assert await generate(api, stopping(**fields))
+        assert await generate(api, stopping(min_tokens=1, **fields | {"stop_token_ids": others[1:]}))
+    await codec.close()
+
+
+async def test_smallest_repetition_penalty_may_be_sent(api: Api) -> None:
+    script(api, FakeEvent([5], FinishReason.LENGTH))
+    responses = await generate(api, sampling(repetition_penalty=0.01))
+    assert abs(responses[0].started.sampling.repetition_penalty - 0.01) < 1e-8
 
 
 async def test_context_too_long_tells_the_numbers(api: Api) -> None:
