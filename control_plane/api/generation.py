@@ -28,6 +28,7 @@ from control_plane.api.generation_request import (
 from control_plane.api.parts import Fleet, Registry
 from control_plane.api.preconditions import require_model, require_prompt
 from control_plane.api.text.codec import TextCodec
+from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from control_plane.api.validation import refuse, tenant_of
 from control_plane.errors import MotetError
@@ -114,6 +115,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
         )
+        stops = StopStrings(checked.stop)
         events = GenerationEvents(
             label=checked.request_id or f"req-{work.request_id}",
             adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
@@ -123,7 +125,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             render_time_s=render_time_s,
             work=work,
             vocab_size=self._model.vocab_size,
-            make_text=lambda: TextStream(self._codec.detokenizer(), checked.stop, checked.sampling.min_tokens),
+            make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
             clock=self._clock,
         )
         if events.resume():

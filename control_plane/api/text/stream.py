@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from control_plane.api.text.detokenizer import Detokenizer
-from control_plane.api.text.stop_strings import StopMatcher
+from control_plane.api.text.stop_strings import StopMatcher, StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TextStream:
     Stop strings are looked for in the text behind the first `min_tokens` tokens.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, detokenizer: Detokenizer | None, stops: StopStrings, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._num_unsearched = min_tokens  # tokens to come whose text is not looked at

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from control_plane.api.text.detokenizer import DetokenizerFactory
+from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from tests.control_plane.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 
@@ -60,7 +61,8 @@ def test_text_after_k_tokens_does_not_depend_on_chunks(name: str, data: st.DataO
     ids = data.draw(st.lists(st.integers(0, TOKENIZERS[name].get_vocab_size() - 1), min_size=1, max_size=30))
     stops = data.draw(st.lists(st.text("ahelo é", min_size=1, max_size=3), max_size=3))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=6)) | {len(ids)})
-    one, many = TextStream(FACTORIES[name].make(), stops), TextStream(FACTORIES[name].make(), stops)
+    searched = StopStrings(stops)
+    one, many = TextStream(FACTORIES[name].make(), searched), TextStream(FACTORIES[name].make(), searched)
     whole = one.push(ids)
     text, start, num_tokens, stop = "", 0, 0, None
     for cut in cuts:
