@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_ENOUGH_TOKENS = 8  # more than an unfinished code point can span
 
 
 class Detokenizer(Protocol):
@@ -35,11 +35,11 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         kinds = _decoder_kinds(tokenizer)
         # Cases: 1. byte-level alone: bytes can be mapped token by token. 2. byte fallback: runs of <0xHH> tokens are
-        # decoded as a whole, so a run is held until it ends. 3. a decoder chain with byte-level in it: text that
-        # ends in U+FFFD may be an unfinished code point. 4. others work on whole characters.
+        # decoded as a whole, so a run is held until it ends. 3. a decoder chain with byte-level in it: the last tokens
+        # may end within a code point. 4. others work on whole characters.
         self._is_byte_level = kinds == ["ByteLevel"]
         self._has_byte_fallback = "ByteFallback" in kinds
-        self._may_end_unfinished = "ByteLevel" in kinds
+        self.splits_code_points = "ByteLevel" in kinds
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -60,10 +60,6 @@ class DetokenizerFactory:
 
     def is_byte_token(self, token_id: int) -> bool:
         return token_id in self._byte_token_ids
-
-    @property
-    def may_end_unfinished(self) -> bool:
-        return self._may_end_unfinished
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -95,14 +91,17 @@ class _WindowDetokenizer:
     """For every other decoder: the text of a short window with the new tokens, less that without them.
 
     The window starts at tokens whose text was emitted, so that what a decoder does to the first token of a
-    sequence (a stripped space) happens to both texts alike.
+    sequence (a stripped space) happens to both texts alike. It may start within a code point: UTF-8 is right again
+    from the next one on.
     """
 
     def __init__(self, factory: DetokenizerFactory) -> None:
         self._factory = factory
-        self._context: list[int] = []  # ids whose text was emitted; empty, or such that _context_text is not empty
-        self._context_text = ""
-        self._pending: list[int] = []  # ids after the context whose text was not emitted yet
+        self._context: list[int] = []  # empty, or ids whose text is not empty
+        self._num_emitted = 0  # characters of the context's text that were emitted: all but an unfinished code point
+        self._pending: list[int] = []  # ids after the context, no text of which was emitted yet
+        # Follows the bytes of all ids where these may end within a code point: what it holds is the unfinished one.
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if factory.splits_code_points else None
 
     def push(self, token_id: int) -> str:
         if self._factory.is_skipped(token_id):
@@ -112,27 +111,33 @@ class _WindowDetokenizer:
             return ""
         text = ""
         if self._pending and self._factory.is_byte_token(self._pending[-1]):  # the run of byte tokens ends here
-            text = self._emit(is_last=False)
+            text = self._emit()
         self._pending.append(token_id)
-        return text + self._emit(is_last=False)
+        if self._bytes is None:
+            return text + self._emit()
+        self._bytes.decode(self._factory.bytes_of(token_id))
+        # An unfinished code point is told as one U+FFFD, at the end.
+        return text + self._emit(num_unfinished=1 if self._bytes.getstate()[0] else 0)
 
     def finish(self) -> str:
-        return self._emit(is_last=True) if self._pending else ""
+        return self._emit()
 
-    def _emit(self, *, is_last: bool) -> str:
+    def _emit(self, num_unfinished: int = 0) -> str:
+        """`num_unfinished`: characters at the end that more tokens may change."""
         whole = self._factory.decode(self._context + self._pending)
-        if not is_last and self._factory.may_end_unfinished and whole.endswith(REPLACEMENT):
-            return ""
-        new = whole[len(self._context_text) :]
+        num_certain = len(whole) - num_unfinished
+        new = whole[self._num_emitted : num_certain]
         if new:
-            # The pending tokens alone are context enough if they have a text of their own.
-            alone = self._factory.decode(self._pending)
-            if alone:
-                self._context, self._context_text = self._pending, alone
+            window = self._context + self._pending
+            # The pending tokens alone are context enough if they have a text of their own; else the last few are.
+            for context in (self._pending, window[-_ENOUGH_TOKENS:]):
+                num_emitted = len(self._factory.decode(context)) - num_unfinished
+                if num_emitted > 0:
+                    break
             else:
-                self._context, self._context_text = self._context + self._pending, whole
-            self._pending = []
-        elif self._context:
+                context, num_emitted = window, num_certain
+            self._context, self._num_emitted, self._pending = context, num_emitted, []
+        elif self._context and not num_unfinished:
             self._pending = []  # tokens without text change nothing behind them
         return new
 

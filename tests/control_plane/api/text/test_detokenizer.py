@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from control_plane.api.text.detokenizer import DetokenizerFactory
+from control_plane.api.text.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from tests.control_plane.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
@@ -27,6 +27,17 @@ def sequence_byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def straddling_tokenizer() -> Tokenizer:
+    """Tokens that begin and end within code points."""
+    tokenizer = sequence_byte_level_tokenizer()
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    char_by_byte = {value: char for char, value in _BYTE_BY_CHAR.items()}
+    for bytes_ in (b"\x82a\xe2", b"\xac\xf0\x9f", b"\x98\x80\xe2\x82", b"\xe2\x82", b"\xf0", b"\x80\x80", b"\xed\xa0"):
+        vocab["".join(char_by_byte[value] for value in bytes_)] = len(vocab)
+    tokenizer.model = models.BPE(vocab=vocab, merges=[])
+    return tokenizer
+
+
 def bare_tokenizer() -> Tokenizer:
     return Tokenizer(models.WordLevel(vocab={"a": 0, "b": 1, "c": 2}, unk_token="a"))
 
@@ -37,6 +48,7 @@ TOKENIZERS = {
     "byte fallback": byte_fallback_tokenizer(),
     "wordpiece": wordpiece_tokenizer(),
     "byte level in a sequence": sequence_byte_level_tokenizer(),
+    "byte level in a sequence, tokens that straddle": straddling_tokenizer(),
     "no decoder": bare_tokenizer(),
 }
 FACTORIES = {name: DetokenizerFactory(tokenizer) for name, tokenizer in TOKENIZERS.items()}
@@ -89,16 +101,37 @@ def test_byte_tokens_are_held_until_their_run_ends() -> None:
     assert [detokenizer.push(token_id) for token_id in ids] == ["", "", "", "\ufffd\ufffd\ufffda"]
 
 
+class CountingFactory(DetokenizerFactory):
+    """Tells the most tokens that were decoded at once."""
+
+    longest = 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        return super().decode(token_ids)
+
+
 def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
-    class CountingFactory(DetokenizerFactory):
-        longest = 0
-
-        def decode(self, token_ids: list[int]) -> str:
-            self.longest = max(self.longest, len(token_ids))
-            return super().decode(token_ids)
-
     factory = CountingFactory(TOKENIZERS["metaspace"])
     detokenizer = factory.make()
     for index in range(5000):
         detokenizer.push(index % 13)
     assert factory.longest <= 6
+
+
+@pytest.mark.parametrize("broken", ["80", "ff", "c3", "e2 82", "f0 9f 98", "8261e2", "82e282 f0", "9f61f0 9f98"])
+def test_cost_of_a_token_does_not_grow_with_broken_bytes(broken: str) -> None:
+    """Text that ends in U+FFFD is final but for an unfinished code point, whatever the tokens break."""
+    char_by_byte = {value: char for char, value in _BYTE_BY_CHAR.items()}
+    tokens = ["".join(char_by_byte[value] for value in bytes.fromhex(token)) for token in broken.split()]
+    tokenizer = sequence_byte_level_tokenizer()
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    for token in tokens:
+        vocab.setdefault(token, len(vocab))
+    tokenizer.model = models.BPE(vocab=vocab, merges=[])
+    ids = [vocab[token] for token in tokens] * 1000
+    factory = CountingFactory(tokenizer)
+    detokenizer = factory.make()
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.finish()
+    assert factory.longest <= 10
+    assert text == tokenizer.decode(ids, skip_special_tokens=True)
