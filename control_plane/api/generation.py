@@ -6,6 +6,7 @@ is sent before the first token: initial metadata would commit the RPC and switch
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -17,7 +18,7 @@ import grpc.aio
 from motet.v1 import generation_pb2, generation_pb2_grpc
 
 from control_plane.api.gate import DrainGate
-from control_plane.api.generation_events import GenerationEvents
+from control_plane.api.generation_events import GenerationEvents, parts_of
 from control_plane.api.generation_request import (
     CheckedRequest,
     check_prompt_logprobs,
@@ -128,7 +129,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
             clock=self._clock,
         )
-        if events.resume():
+        if await events.resume():
             # The client had every token already; only the end of its stream was lost.
             for message in events.finished_by_resume():
                 yield message
@@ -139,8 +140,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         job = self._fleet.submit(work)
         try:
             async for event in job:
-                for message in events.take(event, job.cancel_index):
-                    yield message
+                if event.prompt_logprobs:
+                    await events.take_prompt_logprobs(event.prompt_logprobs)
+                for part in parts_of(event):
+                    for message in events.take(part, job.cancel_index):
+                        yield message
+                    if part is not event:
+                        await asyncio.sleep(0)
                 if events.is_finished:
                     return
         finally:

@@ -6,21 +6,25 @@ until all of them have ended. Detokenises and looks for stop strings on the way;
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from motet.v1 import generation_pb2, types_pb2
 
 from control_plane.api.generation_request import CheckedRequest
+from control_plane.api.kept_deltas import KeptDeltas
 from control_plane.api.parts import JobEvent
 from control_plane.api.preconditions import prompt_sha256
 from control_plane.api.sampling_params import decoding_message, sampling_message
 from control_plane.api.text.stream import TextStream
-from control_plane.api.wire import FINISH_REASONS, duration, logprobs_message, timestamp
+from control_plane.api.wire import FINISH_REASONS, add_logprobs, duration, timestamp
 from control_plane.scheduler.types import FinishReason, Request, TokenLogprobs, sample_seed
 
-MAX_KEPT_DELTA_TOKENS = 256  # of answers that are told at the end
+# Tokens, and log-probabilities of the prompt, that are worked on before others have their turn of the event loop.
+MAX_TOKENS_AT_ONCE = 256
+MAX_LOGPROBS_AT_ONCE = 2048
 
 
 # Tokens and text that go out together; log-probabilities of the tokens where there are any. A bare tuple: one is made
@@ -41,7 +45,7 @@ class _Answer:
     score: float | None = None
     reason: int | None = None  # why it ended
     stop_string: str = ""
-    kept: list[_Piece] = field(default_factory=list)  # of answers that are told at the end
+    kept: KeptDeltas = field(default_factory=KeptDeltas)  # of answers that are told at the end
 
     def take(self, event: JobEvent) -> _Piece:
         """What an event makes deliverable; it has ended if `reason` is set then."""
@@ -67,14 +71,19 @@ class _Answer:
             self.end(FINISH_REASONS[finish_reason])
         return token_ids, text, logprobs
 
-    def resume(self, token_ids: Sequence[int], *, is_stopped: bool, is_full: bool) -> None:
+    async def resume(self, token_ids: Sequence[int], *, is_stopped: bool, is_full: bool) -> None:
         """Bring the text to where the broken stream's stood; it ends here if that stream had had its last token."""
-        piece = self.text.push(token_ids[:-1] if is_stopped else token_ids)
+        spoken = token_ids[:-1] if is_stopped else token_ids
         self.num_tokens = len(token_ids)
-        if piece.stop_string is not None:
-            self.num_tokens = piece.num_tokens
-            self.end(types_pb2.FINISH_REASON_STOP_STRING, piece.stop_string)
-        elif is_stopped or is_full:
+        for start in range(0, len(spoken), MAX_TOKENS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            piece = self.text.push(spoken[start : start + MAX_TOKENS_AT_ONCE])
+            if piece.stop_string is not None:
+                self.num_tokens = start + piece.num_tokens
+                self.end(types_pb2.FINISH_REASON_STOP_STRING, piece.stop_string)
+                return
+        if is_stopped or is_full:
             flushed = self.text.finish()  # it went out with the last token already
             if flushed.stop_string is not None:
                 self.end(types_pb2.FINISH_REASON_STOP_STRING, flushed.stop_string)
@@ -83,18 +92,6 @@ class _Answer:
 
     def end(self, reason: int, stop_string: str = "") -> None:
         self.reason, self.stop_string = reason, stop_string
-
-    def keep(self, piece: _Piece) -> None:
-        """Hold it back until the answers are chosen."""
-        token_ids, text, logprobs = piece
-        if not token_ids and not text:
-            return
-        if self.kept and len(self.kept[-1][0]) + len(token_ids) <= MAX_KEPT_DELTA_TOKENS:
-            before = self.kept.pop()
-            token_ids, text = [*before[0], *token_ids], before[1] + text
-            if logprobs is not None:
-                logprobs = [*(before[2] or ()), *logprobs]
-        self.kept.append((token_ids, text, logprobs))
 
     @property
     def mean_logprob(self) -> float:
@@ -134,7 +131,7 @@ class GenerationEvents:
         self._is_started = False
         self._num_cached_tokens = 0
         self._queue_time_s = 0.0
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._first = generation_pb2.GenerateResponse()  # becomes `started`
         # Tokens of a resumed stream's beginning have log-probabilities that are not known here.
         self._tells_sum = checked.sampling.num_logprobs is not None and not work.generated_token_ids
 
@@ -143,13 +140,13 @@ class GenerationEvents:
         """Whether every answer has ended, and all that is to be told of it was."""
         return self._num_running == 0
 
-    def resume(self) -> bool:
+    async def resume(self) -> bool:
         """Take on what a broken stream had told; True if it had had its last token already."""
         token_ids = self._work.generated_token_ids
         if not token_ids:
             return False
         (answer,) = self._answers
-        answer.resume(
+        await answer.resume(
             token_ids,
             is_stopped=token_ids[-1] in self._work.stop_token_ids,
             is_full=len(token_ids) >= self._work.max_tokens,
@@ -163,10 +160,20 @@ class GenerationEvents:
         self._num_running = 0
         return [self._started(), self._finished(answer, 0)]
 
-    def take(self, event: JobEvent, give_up: Callable[[int], None]) -> list[generation_pb2.GenerateResponse]:
-        """The messages for one event of the fleet; `give_up` is called with an index that a stop string ended."""
-        if event.prompt_logprobs:
-            self._prompt_logprobs = list(event.prompt_logprobs)
+    async def take_prompt_logprobs(self, told: Sequence[TokenLogprobs]) -> None:
+        """Make the part of `started` that they are, in pieces. Before `take` is called for their event."""
+        num_at_once = max(MAX_LOGPROBS_AT_ONCE // (1 + len(told[0].top)), 1)
+        for start in range(0, len(told), num_at_once):
+            if start:
+                await asyncio.sleep(0)
+            add_logprobs(self._first.started.prompt_logprobs, told[start : start + num_at_once])
+
+    def take(self, event: JobEvent, give_up: Callable[[int], None]) -> Iterable[generation_pb2.GenerateResponse]:
+        """The messages for one event of the fleet, or for a part of one.
+
+        `give_up` is called with an index that a stop string ended. The messages of answers that are told at the end
+        are made one by one as they are asked for: let others have their turn of the event loop between them.
+        """
         answer = self._answers[event.index]
         if answer.reason is not None or not (event.token_ids or event.finish_reason):
             return []
@@ -183,7 +190,7 @@ class GenerationEvents:
             is_scored = self._decoding.beam is not None or len(piece[2] or ()) == len(piece[0])
             assert is_scored, f"a sample of request {self._work.request_id} is to be ranked without log-probabilities"
             tells_logprobs = self._checked.sampling.num_logprobs is not None
-            answer.keep(piece if tells_logprobs else (piece[0], piece[1], None))  # their sum is enough to rank by
+            answer.kept.add(piece[0], piece[1], piece[2] if tells_logprobs else None)  # their sum is enough to rank by
             return [] if self._num_running else self._chosen()
         messages = [] if self._is_started else [self._started()]
         if piece[0] or piece[1]:
@@ -192,25 +199,21 @@ class GenerationEvents:
             messages.append(self._finished(answer, answer.index))
         return messages
 
-    def _chosen(self) -> list[generation_pb2.GenerateResponse]:
+    def _chosen(self) -> Iterator[generation_pb2.GenerateResponse]:
         """All messages of a request whose answers are told at the end, best first."""
         answers = self._answers  # of a beam search: best first as they come
         if self._decoding.beam is None:
             answers = sorted(answers, key=lambda answer: -answer.mean_logprob)
-        messages = [self._started()]
+        yield self._started()
         for index, answer in enumerate(answers[: self._decoding.n]):
-            num_tokens = 0
-            for token_ids, text, logprobs in answer.kept:
-                num_tokens += len(token_ids)
-                messages.append(_delta((token_ids, text, logprobs), index, num_tokens))
-            messages.append(self._finished(answer, index))
-        return messages
+            yield from answer.kept.messages(index)
+            yield self._finished(answer, index)
 
     def _started(self) -> generation_pb2.GenerateResponse:
         self._is_started = True
-        checked = self._checked
-        return generation_pb2.GenerateResponse(
-            started=generation_pb2.GenerationStarted(
+        checked, message = self._checked, self._first
+        message.started.MergeFrom(
+            generation_pb2.GenerationStarted(
                 request_id=self._label,
                 adapter=self._adapter_name,
                 adapter_digest="" if self._work.adapter is None else self._work.adapter.digest,
@@ -226,13 +229,13 @@ class GenerationEvents:
                 cached_tokens=self._num_cached_tokens,
                 queue_time=duration(self._queue_time_s),
                 decoding=decoding_message(self._decoding),
-                prompt_logprobs=map(logprobs_message, self._prompt_logprobs),
                 tenant=self._tenant,
                 model_fingerprint=self._model_fingerprint,
                 prompt_sha256=prompt_sha256(self._work.prompt_token_ids),
                 render_time=None if self._render_time_s is None else timestamp(self._render_time_s),
             )
         )
+        return message
 
     def _finished(self, answer: _Answer, index: int) -> generation_pb2.GenerateResponse:
         assert answer.reason is not None, f"answer {answer.index} has not ended"
@@ -269,6 +272,24 @@ class GenerationEvents:
         return seed if self._decoding.beam is not None else sample_seed(seed, answer.index)
 
 
+def parts_of(event: JobEvent) -> Iterator[JobEvent]:
+    """An event with many tokens, such as the end of a beam search, as several: each is the work of a moment."""
+    num_tokens = len(event.token_ids)
+    if num_tokens <= MAX_TOKENS_AT_ONCE:
+        yield event
+        return
+    for start in range(0, num_tokens, MAX_TOKENS_AT_ONCE):
+        end = start + MAX_TOKENS_AT_ONCE
+        is_last = end >= num_tokens
+        yield replace(
+            event,  # type: ignore[type-var]  # a dataclass; the protocol does not say so
+            token_ids=event.token_ids[start:end],
+            finish_reason=event.finish_reason if is_last else None,
+            logprobs=event.logprobs and event.logprobs[start:end],
+            score=event.score if is_last else None,
+        )
+
+
 def _delta(piece: _Piece, index: int, num_tokens: int) -> generation_pb2.GenerateResponse:
     """`num_tokens`: of this answer, those of the piece included."""
     # Filled in place: made once per token, and a delta passed to the constructor is copied.
@@ -282,5 +303,5 @@ def _delta(piece: _Piece, index: int, num_tokens: int) -> generation_pb2.Generat
     delta.text = text
     delta.completion_tokens = num_tokens
     if logprobs:
-        delta.logprobs.extend(map(logprobs_message, logprobs))
+        add_logprobs(delta.logprobs, logprobs)
     return message

@@ -9,7 +9,8 @@ import grpc.aio
 import pytest
 from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
-from control_plane.api import generation_events, generation_request
+from control_plane.api import generation_request, kept_deltas
+from control_plane.api.kept_deltas import KeptDeltas
 from control_plane.scheduler.types import BeamSearch, FinishReason, Sampling, TokenLogprobs, sample_seed
 from tests.control_plane.api.fakes import Api, FakeEvent, details
 from tests.control_plane.api.test_generation import generate, ids_of, request, script
@@ -119,7 +120,7 @@ async def test_best_of_tells_log_probabilities_that_were_asked_for(api: Api) -> 
 
 
 async def test_answers_told_at_the_end_come_in_parts_of_bounded_size(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_events, "MAX_KEPT_DELTA_TOKENS", 4)
+    monkeypatch.setattr(kept_deltas, "MAX_DELTA_TOKENS", 4)
     script(
         api,
         *[scored(0, ids_of("he"), [-1.0]) for _ in range(9)],
@@ -265,10 +266,13 @@ async def test_answers_to_be_ranked_keep_no_log_probabilities_that_nobody_asked_
 ) -> None:
     """A request may be held back for millions of tokens; their sum ranks them."""
     kept = []
-    keep = generation_events._Answer.keep
-    monkeypatch.setattr(
-        generation_events._Answer, "keep", lambda answer, piece: (kept.append(piece), keep(answer, piece))
-    )
+    add = KeptDeltas.add
+
+    def spied(answer: KeptDeltas, token_ids: Any, text: str, logprobs: Any) -> None:
+        kept.append(logprobs)
+        add(answer, token_ids, text, logprobs)
+
+    monkeypatch.setattr(KeptDeltas, "add", spied)
     script(api, scored(0, [5], [-2.0], LENGTH), scored(1, [6, 7], [-1.0, -0.5], LENGTH))
     await generate(api, request(decoding={"best_of": 2}))
-    assert [logprobs for _, _, logprobs in kept] == [None, None]
+    assert kept == [None, None]
