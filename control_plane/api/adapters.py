@@ -25,6 +25,7 @@ from control_plane.api.pins import Pins
 from control_plane.api.request_memory import RequestMemory
 from control_plane.api.upload import UploadReceiver
 from control_plane.api.validation import (
+    MAX_PAGE_BYTES,
     Violations,
     adapter_id_of,
     check_adapter_id,
@@ -33,6 +34,7 @@ from control_plane.api.validation import (
     check_labels,
     check_request_id,
     page_size_of,
+    refuse,
 )
 from control_plane.errors import MotetError
 
@@ -41,6 +43,8 @@ audit = logging.getLogger("motet.audit")
 
 SERVICE_NAME = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
 T = TypeVar("T")
+ADAPTERS_AT_ONCE = 32  # of a page, before others have their turn of the event loop
+MAX_MASK_PATHS = 16  # more than there are fields that can be changed
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -134,12 +138,21 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     async def ListAdapters(
         self, request: adapters_pb2.ListAdaptersRequest, _context: Context
     ) -> adapters_pb2.ListAdaptersResponse:
-        """A page of adapters."""
-        size = page_size_of(request.page_size, request.page_token)
-        records, next_token = self._registry.list_page(size, request.page_token)
-        return adapters_pb2.ListAdaptersResponse(
-            adapters=[wire.adapter_message(record) for record in records], next_page_token=next_token
-        )
+        """A page of adapters, made in pieces: with all the labels that they may have, a thousand take 0.4 s."""
+        num_left, token = page_size_of(request.page_size, request.page_token), request.page_token
+        response = adapters_pb2.ListAdaptersResponse()
+        num_bytes = 0
+        while True:
+            records, token = self._registry.list_page(min(num_left, ADAPTERS_AT_ONCE), token)
+            for record in records:
+                message = wire.adapter_message(record)
+                num_bytes += message.ByteSize()
+                response.adapters.append(message)
+            num_left -= len(records)
+            if not (token and num_left and num_bytes < MAX_PAGE_BYTES):
+                response.next_page_token = token
+                return response
+            await asyncio.sleep(0)
 
     async def ListAdapterVersions(
         self, request: adapters_pb2.ListAdapterVersionsRequest, _context: Context
@@ -159,8 +172,10 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._gate.check()
         adapter = request.adapter
         adapter_id = adapter_id_of(adapter.name, "adapter.name")
-        mask = set(request.update_mask.paths)
         violations = Violations()
+        if len(request.update_mask.paths) > MAX_MASK_PATHS:
+            raise refuse("update_mask", f"{len(request.update_mask.paths)} paths; at most {MAX_MASK_PATHS}")
+        mask = set(request.update_mask.paths)
         if not mask:
             violations.add("update_mask", 'empty; name "labels", "display_name" or both')
         for path in sorted(mask - {"labels", "display_name"}):

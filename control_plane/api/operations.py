@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from motet.v1 import adapters_pb2
 
 from control_plane.api.error_status import internal_status, status_proto
-from control_plane.api.validation import page_size_of, quoted, refuse
+from control_plane.api.validation import MAX_PAGE_BYTES, page_size_of, quoted, refuse
 from control_plane.api.wire import timestamp
 from control_plane.errors import Exhausted, MotetError, OperationNotFound
 
@@ -136,9 +136,14 @@ class OperationBook:
             if page_token not in self._operations:
                 raise refuse("page_token", "not a token of this list, or too old; list from the start")
             start = names.index(page_token)
-        shown = names[start : start + page_size]
-        following = names[start + page_size : start + page_size + 1]
-        return [self._operations[name].message for name in shown], (following[0] if following else "")
+        shown: list[Any] = []
+        num_bytes = 0
+        for name in names[start:]:
+            if len(shown) == page_size or num_bytes >= MAX_PAGE_BYTES:
+                return shown, name
+            shown.append(self._operations[name].message)
+            num_bytes += shown[-1].ByteSize()
+        return shown, ""
 
     async def close(self, *, timeout_s: float) -> None:
         """Let what runs finish for so long, then cancel it."""

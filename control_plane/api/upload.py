@@ -30,6 +30,7 @@ from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_CHUNK_BYTES = 2**20
+MAX_LISTED_FILES = 16  # in a header that is looked at file by file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # What an upload leaves free on the disk that it is written to.
 _SPARE_DISK_BYTES = 64 * 2**20
@@ -152,6 +153,9 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_labels(header.labels, "header.labels", violations)
     check_request_id(header.request_id, violations, "header.request_id")
     expected = " and ".join(FILE_NAMES)
+    if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
+        violations.add("header.files", f"{len(header.files)} files; exactly {expected}, each once")
+        violations.raise_if_any()
     for index, file in enumerate(header.files[: len(FILE_NAMES) + 1]):
         if file.name not in FILE_NAMES:
             violations.add(f"header.files[{index}].name", f"only {expected} are taken")

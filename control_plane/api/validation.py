@@ -18,6 +18,7 @@ MAX_LABEL_VALUE_BYTES = 256
 MAX_REQUEST_ID_BYTES = 128
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_BYTES = 2 * 2**20  # at which a page ends: a gRPC client takes messages of up to 4 MiB by default
 MAX_PAGE_TOKEN_CHARS = 512
 
 TENANT_KEY = "motet-tenant"  # metadata

@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
 from google.protobuf import duration_pb2, empty_pb2
+from motet.v1 import adapters_pb2
 
 from control_plane.api.operations import OperationBook
 from control_plane.errors import Exhausted, StoreUnavailable
@@ -104,6 +105,22 @@ async def test_list_pages_newest_first_and_delete_forgets(api: Api) -> None:
         await stub(api).GetOperation(operations_pb2.GetOperationRequest(name=names[0]))
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
     assert details(caught.value)[0].reason == "OPERATION_NOT_FOUND"
+
+
+async def test_a_page_ends_where_more_would_be_too_large_for_a_client(api: Api) -> None:
+    async def register() -> adapters_pb2.Adapter:
+        return adapters_pb2.Adapter(name="adapters/a", labels={"l": "v" * 300_000})
+
+    names = [api.book.start("a", "create", register, is_cancellable=True).name for _ in range(20)]
+    await asyncio.gather(*(api.book.get(name).done.wait() for name in names))
+    listed, token = [], ""
+    while not listed or token:
+        request = operations_pb2.ListOperationsRequest(page_size=100, page_token=token)
+        page = await stub(api).ListOperations(request)
+        assert page.ByteSize() < 3 * 2**20
+        listed += [operation.name for operation in page.operations]
+        token = page.next_page_token
+    assert listed == names[::-1]
 
 
 @pytest.mark.parametrize("name", ["", "operations/x", "../x", "operations/" + "A" * 32])
