@@ -122,10 +122,12 @@ class System:
         work_dir: Path,
         *,
         control_flags: Sequence[str] = (),
+        control_command: Sequence[str] = ("-m", "control_plane"),
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
     ) -> None:
-        """`timeout_s` is the time that each process has to get ready; `environment` is added to this process's own."""
+        """`control_command` follows the interpreter. `timeout_s` is the time that each process has to get ready;
+        `environment` is added to this process's own."""
         self.model_dir = model_dir
         self.work_dir = work_dir
         self.control_plane: Child
@@ -134,6 +136,7 @@ class System:
         self.worker_address = ""  # HOST:PORT for workers, once started
         self.exit_codes: dict[str, int] = {}
         self._control_flags = list(control_flags)
+        self._control_command = list(control_command)
         self._environment = dict(environment or {})
         self._timeout_s = timeout_s
 
@@ -161,7 +164,8 @@ class System:
         self.control_plane = self._child(
             "control-plane",
             [
-                *("-m", "control_plane", "--model", str(self.model_dir), "--data-dir", str(self.data_dir)),
+                *self._control_command,
+                *("--model", str(self.model_dir), "--data-dir", str(self.data_dir)),
                 *("--listen", listen, "--worker-listen", worker_listen),
                 *self._control_flags,
             ],

@@ -25,9 +25,22 @@ HASH_WORKER = ("-m", "tests.fakes.hash_worker")
 class System(Processes):
     """A control plane with workers. Use as a context manager."""
 
-    def __init__(self, model_dir: Path, work_dir: Path, *, control_flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        work_dir: Path,
+        *,
+        control_flags: Sequence[str] = (),
+        control_command: Sequence[str] = ("-m", "control_plane"),
+    ) -> None:
         # A loaded two-core machine imports torch in a quarter of a minute.
-        super().__init__(model_dir, work_dir, control_flags=control_flags, environment={"OMP_NUM_THREADS": "1"})
+        super().__init__(
+            model_dir,
+            work_dir,
+            control_flags=control_flags,
+            control_command=control_command,
+            environment={"OMP_NUM_THREADS": "1"},
+        )
         self._clients: list[Client] = []
 
     def stop(self) -> None:

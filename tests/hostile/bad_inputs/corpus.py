@@ -44,9 +44,14 @@ KNOWN_TOKENS = 3
 class Target:
     """A control plane with a hash worker, and the truth about one request. Use as a context manager."""
 
-    def __init__(self, work_dir: Path) -> None:
+    def __init__(self, work_dir: Path, *, control_command: Sequence[str] = ("-m", "control_plane")) -> None:
         self.facts = make_facts(work_dir)
-        self.system = System(self.facts.model_dir, work_dir / "system", control_flags=self.facts.control_flags)
+        self.system = System(
+            self.facts.model_dir,
+            work_dir / "system",
+            control_flags=self.facts.control_flags,
+            control_command=control_command,
+        )
         self._stack = ExitStack()
         self.client_channel: grpc.Channel
         self.worker_channel: grpc.Channel

@@ -1,0 +1,114 @@
+"""Measures how long an event loop is held up at a time.
+
+Counts CPU time, so that a busy machine does not matter. Two measures: the time of the loop's own thread in one turn,
+from one look at the selector to the next; and the time of all threads while none but one had the interpreter's lock,
+since a call in any thread that does not release it stops the loop just as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import selectors
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+NUM_SLOWEST = 5
+PROBE_S = 0.002  # between two looks of the thread that takes the lock
+
+
+@dataclass(frozen=True)
+class LoopReport:
+    """What was found since the monitor was made or reset, in milliseconds of CPU time."""
+
+    longest_turn_ms: float
+    longest_lock_ms: float  # in which one thread kept the interpreter's lock
+    slowest: list[tuple[float, str]]  # callbacks of the loop, the slowest first
+
+
+class LoopMonitor:
+    """Watches the event loop that it makes. One monitor in a process."""
+
+    def __init__(self) -> None:
+        self._turn_began_s: float | None = None  # CPU time of the loop's thread; None: it looks at the selector
+        self._longest_turn_s = self._longest_lock_s = 0.0
+        self._slowest: list[tuple[float, str]] = []  # a heap, the least slow first
+        self._is_resetting = False
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        """A loop of the standard library."""
+        loop = asyncio.SelectorEventLoop(_watched_selector(self))
+        threading.Thread(target=self._probe_lock, args=(loop,), name="probe", daemon=True).start()
+        plain_run = asyncio.Handle._run  # type: ignore[attr-defined]  # every callback and task step goes through it
+
+        def run(handle: asyncio.Handle) -> None:
+            began_s = time.thread_time()
+            plain_run(handle)
+            self._callback_ended(handle, time.thread_time() - began_s)
+
+        asyncio.Handle._run = run  # type: ignore[attr-defined]
+        return loop
+
+    def reset(self) -> None:
+        """Forget what was measured so far, of the present turn too. Called by a callback of the loop."""
+        self._longest_turn_s = self._longest_lock_s = 0.0
+        self._slowest.clear()
+        self._turn_began_s = None
+        self._is_resetting = True
+
+    def report(self) -> LoopReport:
+        """The measurements so far."""
+        slowest = [(_ms(seconds), name) for seconds, name in sorted(self._slowest, reverse=True)]
+        return LoopReport(_ms(self._longest_turn_s), _ms(self._longest_lock_s), slowest)
+
+    # ---- for the loop ----
+
+    def turn_begins(self) -> None:
+        self._turn_began_s = time.thread_time()
+
+    def turn_ends(self) -> None:
+        if self._turn_began_s is not None:
+            self._longest_turn_s = max(self._longest_turn_s, time.thread_time() - self._turn_began_s)
+
+    def _callback_ended(self, handle: asyncio.Handle, seconds: float) -> None:
+        if self._is_resetting:
+            self._is_resetting = False  # the callback that reset the monitor
+        elif len(self._slowest) < NUM_SLOWEST:
+            heapq.heappush(self._slowest, (seconds, _name(handle)))
+        elif seconds > self._slowest[0][0]:
+            heapq.heapreplace(self._slowest, (seconds, _name(handle)))
+
+    def _probe_lock(self, loop: asyncio.AbstractEventLoop) -> None:
+        pause = threading.Event()
+        before_s = time.process_time()
+        while not loop.is_closed():
+            pause.wait(PROBE_S)
+            now_s = time.process_time()
+            self._longest_lock_s = max(self._longest_lock_s, now_s - before_s)
+            before_s = now_s
+
+
+def _watched_selector(monitor: LoopMonitor) -> selectors.BaseSelector:
+    class WatchedSelector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]  # chosen when it is imported
+        def select(self, timeout: float | None = None) -> Any:
+            monitor.turn_ends()
+            ready = super().select(timeout)
+            monitor.turn_begins()
+            return ready
+
+    return WatchedSelector()
+
+
+def _name(handle: asyncio.Handle) -> str:
+    # Not the repr of a task, which has that of its result: it takes longer than the callback where that is large.
+    callback = handle._callback  # type: ignore[attr-defined]
+    task = getattr(callback, "__self__", None)
+    if isinstance(task, asyncio.Task):
+        return f"{task.get_name()} {getattr(task.get_coro(), '__qualname__', '')}"
+    return str(getattr(callback, "__qualname__", callback))
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)

@@ -1,0 +1,215 @@
+"""Nothing that a client sends, bad or good, holds up the control plane's event loop.
+
+Two seconds of a busy loop make every worker leave. The limit is far below: CPU time, so that a busy machine does not
+matter, in a control plane built as in production.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
+
+from tests.e2e.harness import System
+from tests.fakes.watched_control_plane import command, take_report
+from tests.hostile.bad_inputs import large, mutations, worker_port
+from tests.hostile.bad_inputs.case import send
+from tests.hostile.bad_inputs.corpus import CLIENT_TABLES, GOOD_ADAPTER, Target
+from tests.hostile.bad_inputs.facts import ROOT_NAME
+from tests.makers import make_checkpoint, make_tokenizer
+
+MAX_TURN_MS = 50.0
+# A call that keeps the interpreter's lock in another thread. The measure is coarser: it counts all threads, and the
+# kernel may leave the one that asks for the lock waiting while they run.
+MAX_LOCK_MS = 150.0
+TIMEOUT_S = 120.0
+CONTEXT = 131_072
+
+
+def check(system: System, report: Path, what: str) -> None:
+    """Nothing held up the loop since the last check."""
+    found = take_report(system.control_plane, report)
+    worst = "\n".join(f"{ms} ms: {name[:300]}" for ms, name in found.slowest)
+    assert found.longest_turn_ms <= MAX_TURN_MS, f"{what}: a turn of {found.longest_turn_ms} ms\n{worst}"
+    assert found.longest_lock_ms <= MAX_LOCK_MS, f"{what}: the lock was held for {found.longest_lock_ms} ms"
+
+
+# ---- what is refused ----
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    directory = tmp_path_factory.mktemp("watched")
+    with Target(directory, control_command=command(directory / "report")) as target:
+        yield target
+
+
+def test_no_bad_input_holds_up_the_loop(target: Target) -> None:
+    report = target.facts.work_dir / "report"
+    for name, table in CLIENT_TABLES.items():
+        for case in table(target.facts):
+            send(target.client_channel, case)
+        check(target.system, report, name)
+    for case in worker_port.cases(target.facts):
+        send(target.worker_channel, case)
+    for conversation in worker_port.conversations(target.facts):
+        worker_port.converse(target.worker_channel, target.client_channel, conversation)
+    check(target.system, report, "the worker port")
+    for case in mutations.cases(target.facts, seed=1, count=100):
+        send(target.client_channel, case)
+    check(target.system, report, "mutated messages")
+
+
+def test_no_field_filled_to_the_largest_message_holds_up_the_loop(target: Target) -> None:
+    report = target.facts.work_dir / "report"
+    for case in large.cases():
+        outcome = send(target.client_channel, case)
+        problems = mutations.problems(outcome, target.facts.secrets)
+        assert not problems, f"{case.name}: {problems}"
+        check(target.system, report, case.name)
+
+
+# ---- what is answered ----
+
+
+def test_no_call_of_the_admin_services_holds_up_the_loop(target: Target) -> None:
+    channel, report = target.client_channel, target.facts.work_dir / "report"
+    adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
+    operations, status = operations_pb2_grpc.OperationsStub(channel), status_pb2_grpc.StatusServiceStub(channel)
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    names = [f"labelled-{number:03d}" for number in range(120)]
+    labels = {f"label-{number:02d}": "v" * 256 for number in range(64)}
+
+    @contextmanager
+    def watched(what: str) -> Iterator[None]:
+        yield
+        check(target.system, report, what)
+
+    def create(name: str) -> Any:
+        request = adapters_pb2.CreateAdapterRequest(adapter_id=name, source=f"{ROOT_NAME}/good", labels=labels)
+        return adapters.CreateAdapter(request, timeout=TIMEOUT_S)
+
+    def ended(operation: Any) -> None:
+        request = operations_pb2.WaitOperationRequest(name=operation.name)
+        assert operations.WaitOperation(request, timeout=TIMEOUT_S).WhichOneof("result") == "response"
+
+    with watched("CreateAdapter, WaitOperation"):
+        for name in names:
+            ended(create(name))
+    with watched("UploadAdapter"):
+        for case in CLIENT_TABLES["uploads"](target.facts):
+            if case.code is grpc.StatusCode.OK:
+                send(channel, case)
+    with watched("ListAdapters"):
+        listed, token = [], ""
+        while not listed or token:
+            page = adapters.ListAdapters(adapters_pb2.ListAdaptersRequest(page_size=1000, page_token=token))
+            listed, token = [*listed, *page.adapters], page.next_page_token
+        assert len(listed) == len(names) + 1
+    with watched("ListOperations"):
+        assert len(operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1000)).operations) > 50
+    with watched("GetAdapter, ListAdapterVersions, UpdateAdapter, ActivateAdapterVersion"):
+        named = {"name": f"adapters/{names[0]}"}
+        record = adapters.GetAdapter(adapters_pb2.GetAdapterRequest(**named)).adapter
+        assert adapters.ListAdapterVersions(adapters_pb2.ListAdapterVersionsRequest(**named)).versions
+        changed = {"adapter": {**named, "labels": labels}, "update_mask": {"paths": ["labels"]}}
+        adapters.UpdateAdapter(adapters_pb2.UpdateAdapterRequest(**changed))
+        active = {**named, "digest": record.active_version.digest}
+        adapters.ActivateAdapterVersion(adapters_pb2.ActivateAdapterVersionRequest(**active))
+    with watched("PinAdapter, UnpinAdapter"):
+        for name in names[:20]:
+            adapters.PinAdapter(adapters_pb2.PinAdapterRequest(name=f"adapters/{name}"))
+            adapters.UnpinAdapter(adapters_pb2.UnpinAdapterRequest(name=f"adapters/{name}"))
+    with watched("GetStatus"):
+        for number in range(300):  # each is a tenant of its own
+            generate(channel, tenant=f"tenant-{number}", adapter=GOOD_ADAPTER)
+        assert len(status.GetStatus(status_pb2.GetStatusRequest()).tenants) == 256
+    with watched("health"):
+        assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+    with watched("DeleteAdapter"):
+        for name in names:
+            ended(adapters.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name=f"adapters/{name}")))
+
+
+@pytest.fixture(scope="module")
+def large_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """A hash worker with a long context, so that what is large is computed and not refused."""
+    directory = tmp_path_factory.mktemp("large")
+    model = make_tokenizer(make_checkpoint(directory / "model", arch="llama", max_position_embeddings=CONTEXT))
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with System(model, directory, control_command=command(directory / "report")) as system:
+        system.start_hash_worker("w0", ["--num-blocks", "20000", "--token-budget", "8192"])
+        yield system
+
+
+WORDS = "hello world the quick brown fox " * 34_000
+PROMPT = [5 + number % 200 for number in range(CONTEXT)]
+NEARLY_STOPS = [*("a" * 124 + chr(ord("b") + number) + "a" * 125 for number in range(15)), "a" * 249 + "z"]
+LARGE: dict[str, dict[str, Any]] = {
+    "a text of 1 MB": {"text": WORDS[:1_000_000]},
+    "a text of 1 MB without spaces": {"text": WORDS.replace(" ", "")[:700_000]},
+    "a conversation of 1 MB": {"chat": {"messages": [{"role": "user", "content": WORDS[:1_000_000]}]}},
+    "a text as long as the context": {"text": WORDS[: 4 * CONTEXT]},
+    "as many token ids as the context takes": {"token_ids": {"ids": PROMPT[:-2]}},
+    "log-probabilities of a prompt": {"token_ids": {"ids": PROMPT[:12_400]}, "sampling": {"prompt_logprobs": 20}},
+    "ranked samples with log-probabilities": {
+        "decoding": {"n": 16, "best_of": 17},
+        "sampling": {"logprobs": 20, "temperature": 1},
+        "stopping": {"max_tokens": 200, "ignore_eos": True},
+    },
+    "a beam search": {
+        "decoding": {"n": 8, "beam_search": {"width": 8}},
+        "stopping": {"max_tokens": 600, "ignore_eos": True},
+    },
+    "a long stream that goes on": {
+        "resume_from": {"ids": [97] * 100_000},
+        "stopping": {"max_tokens": 100_003, "ignore_eos": True, "stop": NEARLY_STOPS},
+    },
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_no_large_request_holds_up_the_loop(large_system: System, what: str) -> None:
+    with grpc.insecure_channel(large_system.address) as channel:
+        code = generate(channel, **LARGE[what])
+    assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+    check(large_system, large_system.work_dir / "report", what)
+
+
+def test_texts_of_many_tenants_at_once_hold_up_the_loop_no_longer_than_one(large_system: System) -> None:
+    with grpc.insecure_channel(large_system.address) as channel, ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(generate, channel, tenant=f"t{number}", text=WORDS[:1_000_000]) for number in range(8)]
+        assert {call.result() for call in calls} == {grpc.StatusCode.INVALID_ARGUMENT}
+    check(large_system, large_system.work_dir / "report", "eight texts of 1 MB")
+
+
+def test_unknown_adapters_hold_up_the_loop_for_moments_only(large_system: System) -> None:
+    with grpc.insecure_channel(large_system.address) as channel:
+        codes = {generate(channel, adapter=f"nobody-{number}") for number in range(300)}
+    assert codes == {grpc.StatusCode.NOT_FOUND}
+    check(large_system, large_system.work_dir / "report", "unknown adapters")
+
+
+def generate(channel: grpc.Channel, *, tenant: str = "default", **fields: Any) -> grpc.StatusCode:
+    """How one request ends."""
+    if not {"text", "chat", "token_ids"} & fields.keys():
+        fields["token_ids"] = {"ids": [9, 10, 11]}
+    fields.setdefault("stopping", {"max_tokens": 1})
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+    request = generation_pb2.GenerateRequest(**fields)
+    call = stub.Generate(request, timeout=TIMEOUT_S, metadata=[("motet-tenant", tenant)])
+    try:
+        for _ in call:
+            pass
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+        return code
+    return grpc.StatusCode.OK
