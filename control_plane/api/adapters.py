@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
+
+# googleapis-common-protos ships no py.typed marker.
+from google.longrunning import operations_pb2  # type: ignore[import-untyped]
 from google.protobuf import empty_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
@@ -97,8 +100,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 return await self._memory.once(
                     "UploadAdapter",
                     header.request_id,
-                    header.SerializeToString(deterministic=True),
+                    header,
                     register,
+                    adapters_pb2.UploadAdapterResponse,
                     field="header.request_id",
                 )
 
@@ -123,8 +127,8 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         async def start() -> Any:
             return self._book.start(request.adapter_id, "create", work, is_cancellable=True)
 
-        fingerprint = request.SerializeToString(deterministic=True)
-        return await self._memory.once("CreateAdapter", request.request_id, fingerprint, start)
+        begun = await self._memory.once("CreateAdapter", request.request_id, request, start, operations_pb2.Operation)
+        return self._book.as_it_stands(begun)
 
     async def GetAdapter(
         self, request: adapters_pb2.GetAdapterRequest, _context: Context

@@ -123,6 +123,11 @@ class OperationBook:
             raise OperationNotFound(f"{name} is not known; it is too old, or the server restarted since")
         return operation
 
+    def as_it_stands(self, message: Any) -> Any:
+        """The operation at present; as it was in `message` where it is not known any more."""
+        operation = self._operations.get(message.name)
+        return message if operation is None else operation.message
+
     def forget(self, name: str) -> None:
         """Drop the record; a running one runs on."""
         self.get(name)

@@ -18,7 +18,6 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
 from control_plane.api import wire
 from control_plane.api.operations import OperationBook
-from control_plane.api.request_memory import RequestMemory
 from control_plane.api.upload import UploadReceiver, check_header
 from control_plane.errors import DeadlineExceeded, Exhausted, InvalidAdapter, InvalidRequest
 from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, Api, details
@@ -221,37 +220,6 @@ async def test_repeated_request_id_answers_as_before_for_a_day(api: Api) -> None
     assert len(api.calls) == 2
 
 
-async def test_concurrent_calls_with_one_request_id_run_once() -> None:
-    memory, gate, num_calls = RequestMemory(clock=lambda: 0.0), asyncio.Event(), 0
-
-    async def call() -> int:
-        nonlocal num_calls
-        num_calls += 1
-        await gate.wait()
-        if num_calls == 1:
-            raise RuntimeError("the first one fails")
-        return num_calls
-
-    tasks = [asyncio.create_task(memory.once("m", "id", b"x", call)) for _ in range(3)]
-    await asyncio.sleep(0)
-    gate.set()
-    done = await asyncio.gather(*tasks, return_exceptions=True)
-    assert isinstance(done[0], RuntimeError) and done[1:] == [2, 2]  # a failure is not remembered
-
-
-async def test_request_memory_is_bounded() -> None:
-    memory = RequestMemory(clock=lambda: 0.0, max_entries=3)
-
-    async def call() -> str:
-        return "x"
-
-    for index in range(10):
-        await memory.once("m", str(index), b"", call)
-        assert len(memory) <= 3
-    with pytest.raises(InvalidRequest):
-        await memory.once("m", "9", b"other", call)
-
-
 async def finished(api: Api, operation: Any) -> Any:
     done = await operations(api).WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=10)
     assert done.done
@@ -271,7 +239,10 @@ async def test_create_reads_below_an_operators_root(api: Api) -> None:
     adapter = adapters_pb2.Adapter()
     assert (await finished(api, operation)).response.Unpack(adapter)
     assert adapter.name == "adapters/poet" and api.registry.files["poet"] == FILES
-    assert (await adapters(api).CreateAdapter(request)).name == operation.name
+    again = await adapters(api).CreateAdapter(request)
+    assert again.name == operation.name and again.done, "the operation as it stands"
+    await operations(api).DeleteOperation(operations_pb2.DeleteOperationRequest(name=operation.name))
+    assert await adapters(api).CreateAdapter(request) == operation, "as it was when it began"
 
 
 @pytest.mark.parametrize(
