@@ -7,7 +7,7 @@ decides when a reader is too slow.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class JobEvent:
     queue_time_s: float  # arrival to the first plan that carried the request
     index: int = 0  # which answer of the request
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
     score: float | None = None  # for beam search: what the answers are ranked by
 
 

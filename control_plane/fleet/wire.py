@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 from motet.v1 import plan_pb2
 
+from control_plane.scheduler.logprobs import PackedLogprobs
 from control_plane.scheduler.types import (
     LoadSlot,
     NewRow,
@@ -20,7 +21,6 @@ from control_plane.scheduler.types import (
     SlotCommand,
     StepPlan,
     StepResult,
-    TokenLogprobs,
     WorkerLimits,
 )
 
@@ -183,7 +183,7 @@ class PlanEncoder:
         evict = plan_pb2.EvictAdapter(slot=command.slot, generation=command.generation, epoch=self._epoch)
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
-    def _logprobs(self, step_id: int, told: plan_pb2.RowLogprobs, *, of_prompt: bool) -> list[TokenLogprobs]:
+    def _logprobs(self, step_id: int, told: plan_pb2.RowLogprobs, *, of_prompt: bool) -> PackedLogprobs:
         """One row's log-probabilities, position by position.
 
         Raises GarbageResult where they are not what the row asked for, or sizes, tokens or values are off.
@@ -209,13 +209,14 @@ class PlanEncoder:
         if told.row in self._is_stepwise and (np.diff(top_logprobs) > 0).any():
             # A beam search reads its candidates no further than they matter.
             raise GarbageResult(f"step {step_id}: row {told.row} has candidates that do not come most likely first")
-        tops = zip(top_token_ids.tolist(), top_logprobs.tolist(), strict=True)
-        top_by_position = list(zip(*[tops] * num_top, strict=True)) if num_top else [()] * num_tokens
-        ranks = np.frombuffer(told.ranks, dtype=_INT32).tolist()
-        return [
-            TokenLogprobs(*entry)
-            for entry in zip(token_ids.tolist(), logprobs.tolist(), ranks, top_by_position, strict=True)
-        ]
+        return PackedLogprobs(
+            token_ids,
+            logprobs,
+            np.frombuffer(told.ranks, dtype=_INT32),
+            top_token_ids,
+            top_logprobs,
+            num_top,
+        )
 
     def _is_known(self, row: int) -> bool:
         return row in self._tokens_left or row in self._decoding or row in self._paused or row in self._stepwise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from control_plane.scheduler.beams import advance, outputs_of
+from control_plane.scheduler.logprobs import PromptLogprobs
 from control_plane.scheduler.plan_draft import Flight, num_prompt_logprobs_due
 from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.sequence import Sequence, SequenceState
@@ -37,7 +38,7 @@ class AnswerBook:
                     sequence.num_in_flight -= 1
                     self._fail(sequence.group, others)
                     continue
-                sequence.group.prompt_logprobs += prompt_told
+                sequence.group.prompt_logprobs.extend(prompt_told)
             if samples:
                 self._book_token(sequence, num_tokens, token_id, result, others)
             else:
@@ -146,7 +147,7 @@ class AnswerBook:
         if sequence.sampling.num_logprobs is not None:
             output.logprobs = [result.logprobs[sequence.row]]
         if sequence.sampling.num_prompt_logprobs is not None and len(sequence.generated) == 1:
-            output.prompt_logprobs, sequence.group.prompt_logprobs = sequence.group.prompt_logprobs, []
+            output.prompt_logprobs, sequence.group.prompt_logprobs = sequence.group.prompt_logprobs, PromptLogprobs()
 
     def _book_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Book the answer for a prefill chunk that sampled nothing."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from control_plane.scheduler.beam_search import BeamSearcher
-from control_plane.scheduler.types import Answer, Request, TokenLogprobs
+from control_plane.scheduler.logprobs import PromptLogprobs
+from control_plane.scheduler.types import Answer, Request
 
 if TYPE_CHECKING:
     from control_plane.scheduler.sequence import Sequence
@@ -40,7 +41,7 @@ class SequenceGroup:
     is_paused: bool = False
     is_ended: bool = False  # never to be scheduled again
     num_rows: int = 0  # members that hold a row, draining ones included
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # told so far by the prefill that goes on
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)  # told so far by the prefill that goes on
     searcher: BeamSearcher | None = None  # for beam search
     beam_sequences: list[Sequence] = field(default_factory=list)  # of the searcher's beams, in their order
     num_searched: int = 0  # tokens computed for beams, dropped ones included

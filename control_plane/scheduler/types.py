@@ -6,7 +6,7 @@ Read by the API (builds requests), the fleet (carries plans and results) and the
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -181,7 +181,7 @@ class StepResult:
     failed_rows: list[int] = field(default_factory=list)  # logits were not finite
     step_time_us: int = 0  # on the worker, microseconds; 0: not measured
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where asked for
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
+    prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
     num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the result before
     move_time_us: int = 0  # of these moves, microseconds
 
@@ -212,7 +212,7 @@ class RequestOutput:
     # With several samples or beams every index ends by itself; an end that is no LENGTH or STOP_TOKEN ends them all.
     index: int = 0
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
     score: float | None = None  # for beam search: what the answers are ranked by
     num_searched: int = 0  # for beam search, where it ended, however that was: tokens computed over all beams
 
