@@ -67,6 +67,7 @@ class RedisHostCache:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="motet-redis")
         self._marker = b""  # what the marker key held when the keys were last read
         self._scan_count = 0  # a write that spans a scan gives up: the scan has removed its parts
+        self._is_scanning = False
         self._pause_s = FIRST_PAUSE_S
         self._writes_after_s = float("-inf")  # Redis refused to write; reads may go on
         self._trouble = "no answer yet"  # why it is not available; says nothing while it is
@@ -123,7 +124,8 @@ class RedisHostCache:
 
     async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], parts: AsyncIterator[bytes]) -> bool:
         """See base.HostCache."""
-        if not self.is_available or self._clock() < self._writes_after_s:
+        # A scan takes what is not whole yet for leftovers: it ends writes under way, and none begins beside it.
+        if not self.is_available or self._is_scanning or self._clock() < self._writes_after_s:
             return False
         all_sizes = (len(manifest), *sizes)
         if not await self._remove_leaving():
@@ -256,7 +258,11 @@ class RedisHostCache:
     async def _scan(self) -> None:
         """Make the ledger what Redis holds; remove what is not whole or exceeds the budget."""
         self._scan_count += 1
-        marker, found = await self._call(self._scan_keys, is_probe=True)
+        self._is_scanning = True
+        try:
+            marker, found = await self._call(self._scan_keys, is_probe=True)
+        finally:
+            self._is_scanning = False
         self._marker = marker
         self.is_available = True
         self._ledger.replace_all(found)

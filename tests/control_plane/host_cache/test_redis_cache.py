@@ -140,6 +140,30 @@ async def test_flushall_is_noticed_and_pins_come_back(
     assert (weights.is_cached(pinned), weights.is_cached(other)) == (True, False)
 
 
+async def test_no_write_begins_while_redis_is_scanned(
+    cache: RedisHostCache, weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    """The scan ends reservations and removes what is not whole: a write beside it would be committed without either."""
+    digest = store.add(1)
+    manifest, chunks = store.blobs[digest]
+    redis_process.client.flushall()
+    num_scans = cache._scan_count
+    checking = asyncio.create_task(cache.check())
+    while cache._scan_count == num_scans:
+        await asyncio.sleep(0)
+
+    async def arriving() -> AsyncIterator[bytes]:
+        await checking
+        for chunk in chunks:
+            yield chunk
+
+    assert not await cache.write(digest, manifest, [len(chunk) for chunk in chunks], arriving())
+    await checking
+    assert not cache.contains(digest) and cache.used_bytes == 0
+    await weights.ensure_cached(digest)
+    assert cache.contains(digest)
+
+
 async def test_killed_redis_is_a_miss_and_is_used_again_when_back(
     weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
 ) -> None:
