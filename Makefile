@@ -11,6 +11,9 @@ PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 PYTEST_ARGS ?= -n 2
 TESTS ?= tests
+MINUTES ?= 60
+ROUNDS ?= 1000
+SEED ?= 0
 
 # The server runs from the checkout; child processes find motet and redis-server in the environment.
 export PATH := $(BIN):$(PATH)
@@ -19,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format check gpu-check clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format check gpu-check soak faults clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -86,6 +89,12 @@ test: setup  ## every test but those that need a GPU; TESTS=path and PYTEST_ARGS
 
 bench: setup-bench  ## a short serving benchmark; BENCH_ARGS=... for another
 	$(PY) -m benchmarks.serving.run $(BENCH_ARGS)
+
+soak: setup  ## faults, bad inputs, relations and steady traffic for MINUTES=60, by SEED=0; a verdict at the end
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.hostile.soak --minutes $(MINUTES) --seed $(SEED)
+
+faults: setup  ## ROUNDS=1000 rounds of faults under load, by SEED=0; a table and a verdict at the end
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.hostile.faults --rounds $(ROUNDS) --seed $(SEED)
 
 gpu-check:  ## on a CUDA machine with its own torch: kernels and a small generation on the GPU
 	OMP_NUM_THREADS=4 $(PYTHON) .ci/gpu_check.py

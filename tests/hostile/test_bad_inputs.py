@@ -72,23 +72,19 @@ def facts(target: Target) -> Facts:
 
 @pytest.mark.parametrize("table", CLIENT_TABLES)
 def test_every_call_of_a_client_ends_as_its_table_says(target: Target, table: str) -> None:
-    found = target.client_cases(table)
-    assert not found, "\n".join(found)
+    check(target.client_cases(table))
 
 
 def test_every_call_to_the_worker_port_ends_as_its_table_says(target: Target) -> None:
-    found = target.worker_cases()
-    assert not found, "\n".join(found)
+    check(target.worker_cases())
 
 
 def test_every_plan_stream_ends_as_its_table_says(target: Target) -> None:
-    found = target.conversations()
-    assert not found, "\n".join(found)
+    check(target.conversations())
 
 
 def test_mutated_messages_are_answered_with_a_defined_status(target: Target) -> None:
-    found = target.mutated(seed=0, count=300)
-    assert not found, "\n".join(found)
+    check(target.mutated(seed=0, count=300))
 
 
 def test_an_adapter_of_another_base_model_is_refused_with_expected_and_got(
@@ -152,6 +148,11 @@ def test_every_field_of_every_request_is_set_in_a_case_that_is_refused(facts: Fa
     missing = sorted(fields - sent - FREE)
     assert not missing, f"add cases to a table of tests/hostile/bad_inputs, or to FREE with the reason: {missing}"
     assert sorted(FREE - fields) == [], "there are no such fields"
+
+
+def check(checked: Iterator[list[str]]) -> None:
+    found = [problem for one in checked for problem in one]
+    assert not found, "\n".join(found)
 
 
 def all_cases(facts: Facts) -> Iterator[Case]:

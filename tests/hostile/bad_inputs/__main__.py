@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.hostile.bad_inputs.corpus import CLIENT_TABLES, Target
+from tests.hostile.bad_inputs.corpus import Target
 
 
 def main() -> int:
@@ -19,8 +19,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the mutations (default 0)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="motet-bad-inputs-") as work_dir, Target(Path(work_dir)) as target:
-        found = [problem for table in CLIENT_TABLES for problem in target.client_cases(table)]
-        found += target.worker_cases() + target.conversations() + target.mutated(args.seed, args.mutations)
+        found = [problem for one in target.everything(args.seed, args.mutations) for problem in one]
         found += target.rest_problems()
     print("\n".join(found) or "nothing is wrong")
     return 1 if found else 0

@@ -27,7 +27,6 @@ from tests.hostile.bad_inputs import (
 )
 from tests.hostile.bad_inputs.case import OK, Case, problems, send
 from tests.hostile.bad_inputs.facts import WORKER_FLAGS, Facts, make_facts
-from tests.hostile.bad_inputs.worker_port import Conversation
 
 GOOD_ADAPTER = "good"  # registered before anything is sent, and all that is registered afterwards
 # What is sent to the port of clients, by the module of the cases.
@@ -71,39 +70,39 @@ class Target:
     ) -> None:
         self._stack.__exit__(kind, value, traceback)
 
-    def client_cases(self, table: str) -> list[str]:
-        """What is wrong with the answers to one table of the client port."""
-        return self._problems_of(
-            (case.name, lambda case=case: problems(case, send(self.client_channel, case), secrets=self.facts.secrets))
-            for case in CLIENT_TABLES[table](self.facts)
-        )
+    # Each yields once for every case: what is wrong with the answer to it, and with the known request behind it.
 
-    def worker_cases(self) -> list[str]:
-        """The same of calls to the worker port."""
-        return self._problems_of(
-            (case.name, lambda case=case: problems(case, send(self.worker_channel, case), secrets=self.facts.secrets))
-            for case in worker_port.cases(self.facts)
-        )
+    def client_cases(self, table: str) -> Iterator[list[str]]:
+        """One table of the client port."""
+        for case in CLIENT_TABLES[table](self.facts):
+            yield self._found(case.name, problems(case, send(self.client_channel, case), secrets=self.facts.secrets))
 
-    def conversations(self) -> list[str]:
-        """The same of plan streams."""
+    def worker_cases(self) -> Iterator[list[str]]:
+        """Calls to the worker port."""
+        for case in worker_port.cases(self.facts):
+            yield self._found(case.name, problems(case, send(self.worker_channel, case), secrets=self.facts.secrets))
 
-        def check(conversation: Conversation) -> list[str]:
+    def conversations(self) -> Iterator[list[str]]:
+        """Plan streams."""
+        for conversation in worker_port.conversations(self.facts):
             outcome = worker_port.converse(self.worker_channel, self.client_channel, conversation)
-            return worker_port.problems(conversation, outcome)
+            yield self._found(conversation.name, worker_port.problems(conversation, outcome))
 
-        return self._problems_of(
-            (conversation.name, lambda conversation=conversation: check(conversation))
-            for conversation in worker_port.conversations(self.facts)
-        )
+    def mutated(self, seed: int, count: int) -> Iterator[list[str]]:
+        """Messages that were good before some bytes were changed."""
+        for case in mutations.cases(self.facts, seed, count):
+            yield self._found(case.name, mutations.problems(send(self.client_channel, case), self.facts.secrets))
+        for adapter in list(self.client.adapters.list()):  # a changed bit can make a check a registration
+            if adapter.id != GOOD_ADAPTER:
+                self.client.adapters.delete(adapter.id)
 
-    def mutated(self, seed: int, count: int) -> list[str]:
-        """The same of messages that were good before some bytes were changed."""
-        secrets = self.facts.secrets
-        return self._problems_of(
-            (case.name, lambda case=case: mutations.problems(send(self.client_channel, case), secrets))
-            for case in mutations.cases(self.facts, seed, count)
-        )
+    def everything(self, seed: int, num_mutations: int) -> Iterator[list[str]]:
+        """All of these."""
+        for table in CLIENT_TABLES:
+            yield from self.client_cases(table)
+        yield from self.worker_cases()
+        yield from self.conversations()
+        yield from self.mutated(seed, num_mutations)
 
     def known_problem(self, adapter: str = "", digest: str = "") -> str:
         """What is wrong with the answer to a request whose tokens are known; empty if nothing is."""
@@ -130,10 +129,8 @@ class Target:
         uploads_dir = self.system.data_dir / "uploads"
         return found + [f"{path.name} is left of an upload" for path in uploads_dir.iterdir()]
 
-    def _problems_of(self, checks: Iterator[tuple[str, Callable[[], Sequence[str]]]]) -> list[str]:
-        found = []
-        for name, check in checks:
-            found += [f"{name}: {problem}" for problem in check()]
-            if known := self.known_problem():
-                found.append(f"{name}: the known request afterwards: {known}")
-        return found
+    def _found(self, name: str, found: Sequence[str]) -> list[str]:
+        known = self.known_problem()
+        return [
+            f"{name}: {problem}" for problem in [*found, *([f"the known request afterwards: {known}"] if known else [])]
+        ]

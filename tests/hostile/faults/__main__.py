@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
+import signal
 import sys
 import tempfile
 import time
@@ -18,11 +18,8 @@ from pathlib import Path
 
 from tests.hostile.faults.kinds import FAULTS
 from tests.hostile.faults.report import table, verdict
-from tests.hostile.faults.rig import Rig
-from tests.hostile.faults.rounds import RoundResult, draw_faults, run_round
-
-# Share of the rounds, by system.
-SHARES = {"hash": 0.6, "own redis": 0.3, "real": 0.1}
+from tests.hostile.faults.rigs import SHARES, Rigs
+from tests.hostile.faults.rounds import RoundResult
 
 
 def main() -> int:
@@ -40,20 +37,13 @@ def main() -> int:
     if unknown:
         parser.error(f"--fault: {sorted(unknown)}; one of {sorted(fault.name for fault in FAULTS)}")
     results: list[RoundResult] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the systems are ended in order
     with ExitStack() as stack:
-        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-faults-")))
-        rigs: dict[str, Rig] = {}
+        rigs = Rigs(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-faults-"))), stack)
+        faults = [fault for fault in FAULTS if fault.name in args.fault]
         try:
             for number in range(args.first, args.first + args.rounds):
-                draw = random.Random(f"{args.seed}/{number}")
-                name = args.system or draw.choices(list(SHARES), list(SHARES.values()))[0]
-                if name not in rigs:
-                    folder = work_dir / name.replace(" ", "-")
-                    rig = Rig(folder, is_real=name == "real", has_own_redis=name == "own redis")
-                    rigs[name] = stack.enter_context(rig)
-                chosen = [fault for fault in FAULTS if fault.name in args.fault]
-                chosen = chosen or draw_faults(rigs[name], draw, slow=not args.no_slow)
-                result = run_round(rigs[name], number, f"{args.seed}/{number}", chosen)
+                name, result = rigs.round(number, args.seed, name=args.system, faults=faults, slow=not args.no_slow)
                 results.append(result)
                 _show(name, result)
                 if args.out:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -251,19 +251,9 @@ class Rig:
 
     def use(self) -> list[ProcessUse]:
         """What every process takes."""
-        processes = {"control plane": self.system.control_plane.pid}
-        processes |= {worker_id: worker.pid for worker_id, worker in self.system.workers.items()}
-        server = self.redis_process()
-        if server is not None:
-            processes["redis"] = server.pid
-        found = []
-        for role, pid in processes.items():
-            try:
-                process = psutil.Process(pid)
-                found.append(ProcessUse(role, pid, process.memory_info().rss, process.num_fds()))
-            except psutil.NoSuchProcess:
-                continue
-        return found
+        server = self.redis_process() if self._redis is not None else None
+        found = use_of(self.system)
+        return found if server is None else [*found, _use("redis", server)]
 
     def new_log_problems(self) -> list[str]:
         """Lines of the logs since the last look that tell of a mistake of ours."""
@@ -295,3 +285,20 @@ class Rig:
         command = [sys.executable, "-m", "tests.hostile.faults.client_process", self.system.address, str(seed)]
         with (self.work_dir / "client.log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+
+
+def use_of(system: System, *, prefix: str = "") -> list[ProcessUse]:
+    """What the processes of a system take, its embedded Redis included; those that end just now are left out."""
+    roles = {"control plane": system.control_plane.pid}
+    roles |= {worker_id: worker.pid for worker_id, worker in system.workers.items()}
+    found = []
+    with suppress(psutil.NoSuchProcess, StopIteration):
+        found.append(_use(f"{prefix}redis", system.redis_process()))
+    for role, pid in roles.items():
+        with suppress(psutil.NoSuchProcess):
+            found.append(_use(prefix + role, psutil.Process(pid)))
+    return found
+
+
+def _use(role: str, process: psutil.Process) -> ProcessUse:
+    return ProcessUse(role, process.pid, process.memory_info().rss, process.num_fds())
