@@ -13,6 +13,8 @@ PYTEST_ARGS ?= -n 2
 TESTS ?= tests
 MINUTES ?= 60
 ROUNDS ?= 1000
+MODULES ?= control_plane/scheduler/block_pool.py
+MUTANTS ?= 20
 SEED ?= 0
 
 # The server runs from the checkout; child processes find motet and redis-server in the environment.
@@ -22,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format check gpu-check soak faults clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format check gpu-check soak faults mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -95,6 +97,9 @@ soak: setup  ## faults, bad inputs, relations and steady traffic for MINUTES=60,
 
 faults: setup  ## ROUNDS=1000 rounds of faults under load, by SEED=0; a table and a verdict at the end
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.hostile.faults --rounds $(ROUNDS) --seed $(SEED)
+
+mutate: setup  ## small faults in MODULES="a.py b.py", MUTANTS=20 of each by SEED=0; names those that no test notices
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) .ci/mutate.py $(MODULES) --mutants $(MUTANTS) --seed $(SEED)
 
 gpu-check:  ## on a CUDA machine with its own torch: kernels and a small generation on the GPU
 	OMP_NUM_THREADS=4 $(PYTHON) .ci/gpu_check.py
