@@ -149,7 +149,6 @@ class EmbeddedRedis:
             f'unixsocket "{self.socket}"',
             "unixsocketperm 700",
             f'dir "{self._directory.absolute()}"',
-            f'pidfile "{self._pid_path.absolute()}"',
             "daemonize no",
             'save ""',
             "appendonly no",
@@ -169,6 +168,8 @@ class EmbeddedRedis:
         setpriv = shutil.which("setpriv")
         prefix = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         self._process = ChildProcess([*prefix, str(self._binary), str(self._config_path.absolute())])
+        # By us and at once: redis-server accepts connections some time before it writes a pidfile of its own.
+        self._pid_path.write_text(str(self._process.pid), encoding="ascii")
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not await self._accepts():
@@ -209,10 +210,9 @@ class EmbeddedRedis:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
         except (OSError, ValueError):
             return
-        is_ours = re.search(r"redis-server", command) and (
-            str(self._config_path.absolute()) in command or "unixsocket" in command
-        )
-        if is_ours and Path(f"/proc/{pid}/cwd").resolve() == self._directory.resolve():
+        # Once it has read its configuration, redis-server works in this directory and shows its socket instead.
+        is_here = "unixsocket" in command and Path(f"/proc/{pid}/cwd").resolve() == self._directory.resolve()
+        if "redis-server" in command and (str(self._config_path.absolute()) in command or is_here):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             logger.info("ended a leftover redis-server pid=%d", pid)

@@ -6,12 +6,24 @@ import asyncio
 import importlib.util
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import redis
 
 from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, RedisNotStarted, find_redis_server
+
+LIMIT_S = 60.0  # a busy machine takes its time to end a process
+_SLOW_SERVER = """#!{python}
+import pathlib, re, socket, sys
+path = re.search(r'^unixsocket "(.+)"$', pathlib.Path(sys.argv[1]).read_text(), re.M)[1]
+server = socket.socket(socket.AF_UNIX)
+server.bind(path)
+server.listen()
+while True:
+    server.accept()
+"""
 
 
 async def _no_sleep(_: float) -> None:
@@ -47,7 +59,7 @@ async def test_it_is_restarted_under_the_same_urls(tmp_path: Path) -> None:
         first = server.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while server.pid in (None, first) or not await server._accepts():
                 await asyncio.sleep(0)
         assert _try(server.url, "SET", "motet:a:x", "1") is True
@@ -67,8 +79,22 @@ async def test_a_leftover_of_a_killed_control_plane_is_ended(tmp_path: Path) -> 
     killed._supervisor.cancel()  # nobody looks after it any more
     async with EmbeddedRedis(tmp_path) as server:
         assert killed._process is not None
-        assert await asyncio.wait_for(killed._process.wait(), 10) == -signal.SIGKILL
+        assert await asyncio.wait_for(killed._process.wait(), LIMIT_S) == -signal.SIGKILL
         assert server.pid is not None
+
+
+async def test_a_leftover_that_had_no_time_to_start_is_ended(tmp_path: Path) -> None:
+    """One that listens already, and has neither moved to its directory nor written a pidfile."""
+    binary = tmp_path / "redis-server"
+    binary.write_text(_SLOW_SERVER.format(python=sys.executable), encoding="utf-8")
+    binary.chmod(0o755)
+    directory = tmp_path / "data"
+    killed = EmbeddedRedis(directory, binary=binary)
+    await killed.start()
+    assert killed._supervisor is not None and killed._process is not None
+    killed._supervisor.cancel()  # nobody looks after it any more
+    async with EmbeddedRedis(directory, binary=binary):
+        assert await asyncio.wait_for(killed._process.wait(), LIMIT_S) == -signal.SIGKILL
 
 
 async def test_a_long_data_directory_gets_a_short_socket(tmp_path: Path) -> None:
@@ -88,7 +114,7 @@ async def test_the_short_socket_of_a_killed_control_plane_is_removed(tmp_path: P
     async with EmbeddedRedis(directory) as server:
         assert not killed.socket.parent.exists()
         assert _try(server.url, "PING")
-    await asyncio.wait_for(killed._process.wait(), 10)
+    await asyncio.wait_for(killed._process.wait(), LIMIT_S)
 
 
 async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
