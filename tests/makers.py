@@ -55,6 +55,11 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _GEMMA),
     "phi3": ("phi3", _GATED | {"sliding_window": SLIDING_WINDOW}),
     "gpt_neox": ("gpt_neox", _COMMON | {"intermediate_size": 128}),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+        | {key: _COMMON[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
+    ),
     "phi": ("phi", _GATED | {"partial_rotary_factor": 0.5}),
     "opt": ("opt", _COMMON | {"ffn_dim": 128, "word_embed_proj_dim": 64}),
     "olmo2": ("olmo2", _GATED),
@@ -108,7 +113,8 @@ def make_adapter(
 
     For a mixture of experts "all-linear" means the attention linears: with PEFT's own meaning it would wrap the
     stacked expert weights too, which are no linears. `scale_b` is the standard deviation of B: 0 gives an adapter
-    that changes nothing. `config` are further fields of LoraConfig.
+    that changes nothing. `config` are further fields of LoraConfig. For GPT-2's transposed linears fan_in_fan_out is
+    set, as PEFT asks for.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -125,6 +131,7 @@ def make_adapter(
         use_rslora=rslora,
         rank_pattern=rank_pattern or {},
         alpha_pattern=alpha_pattern or {},
+        **({"fan_in_fan_out": True} if base.config.model_type == "gpt2" else {}),
         **config,
     )
     model = get_peft_model(base, lora)
@@ -202,7 +209,7 @@ def _random_weight(name: str, parameter: Any, generator: Any, *, is_tied: bool) 
     noise = torch.randn(parameter.shape, generator=generator)
     if parameter.dim() == 1:
         return parameter + 0.1 * noise
-    if "embed" in name and "lm_head" not in name:
+    if ("embed" in name or "wte" in name or "wpe" in name) and "lm_head" not in name:
         return noise * (0.1 if is_tied else 1.0)
     fan_in = parameter.shape[-1]
     gain = 3.0 if "lm_head" in name or "embed_out" in name else 1.0

@@ -20,7 +20,7 @@ from tests.oracle import GreedyAnswer, Oracle
 NUM_TOKENS = 8
 PROMPT_LENGTHS = (1, 5, 17, 40, 70)
 # Attention projections of each architecture, for an adapter that targets only some linears.
-QUERY_VALUE = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"]}
+QUERY_VALUE = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"], "gpt2": ["c_attn"]}
 
 
 @pytest.fixture(autouse=True)
