@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -107,6 +108,25 @@ class StepOutput:
     move_time_us: int = 0  # of these moves
 
 
+class TargetKind(Enum):
+    """What a module is to adapters."""
+
+    LINEAR = "linear"
+    HEAD = "head"
+    EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModule:
+    """A module that an adapter may name as its target."""
+
+    name: str  # path in the transformers model
+    kind: TargetKind
+    in_features: int  # of an embedding: the vocabulary
+    out_features: int
+    reason: str = ""  # why it takes no adapters; empty: it takes them
+
+
 @dataclass(frozen=True, slots=True)
 class Capacities:
     """What an engine can hold; becomes the Hello."""
@@ -123,6 +143,7 @@ class Capacities:
     max_model_len: int  # tokens
     vocab_size: int  # tokens
     num_host_blocks: int = 0  # KV blocks in host memory; 0: it does not swap
+    target_modules: tuple[TargetModule, ...] = ()  # in the model's order; empty: not told
 
 
 class AdapterSource(Protocol):

@@ -38,7 +38,8 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         raise ConfigError(f"--model: {error}") from error
     if device.type == "cuda":
         check_launches(torch.cuda.get_device_name(device))
-    loaded = load_model(config.model_dir, config.dtype, device)
+    kv_tokens = config.num_blocks * config.block_size if config.num_blocks is not None else None
+    loaded = load_model(config.model_dir, config.dtype, device, max_model_len=config.max_model_len, kv_tokens=kv_tokens)
     kv_format = KVFormat.of(config.kv_cache_dtype, loaded.dtype, device)
     layers = loaded.probe.attention_layers
     bytes_per_block = kv_format.block_bytes(layers, config.block_size)
@@ -82,6 +83,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         max_model_len=model_length(config.max_model_len, loaded.context_limit, num_blocks, config.block_size),
         vocab_size=loaded.probe.vocab_size,
         num_host_blocks=num_host_blocks,
+        target_modules=tuple(loaded.probe.targets),
     )
     engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
     if config.native_code == "off":

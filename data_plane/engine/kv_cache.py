@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from data_plane.errors import ConfigError
-from data_plane.models.probe import AttentionLayer
+from data_plane.models.attention_checks import AttentionLayer
 from data_plane.plan import Int32Array
 from kernels.copy_blocks import copy_blocks
 from kernels.fp8 import FP8, KVScale, fp8_refusal

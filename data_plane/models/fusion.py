@@ -22,7 +22,8 @@ from data_plane.layers.lora_linear import replace_module
 from data_plane.layers.rms_norm import RmsNorm
 from data_plane.layers.rotary_attention import RotaryAttention
 from data_plane.models.fused_parts import fused_attention, fused_mlp, fused_norm, random_rows, relative_error
-from data_plane.models.probe import ModelProbe, Recorder, register_probe, run_probe
+from data_plane.models.model_probe import ModelProbe
+from data_plane.models.probe import Recorder, register_probe, run_probe
 
 logger = logging.getLogger(__name__)
 

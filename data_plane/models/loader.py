@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from motet.context_length import LENGTH_KEYS
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -18,12 +20,16 @@ from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_embedding import LoraEmbedding
 from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_module
+from data_plane.layers.transposed_linear import replace_transposed
 from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
-from data_plane.models.probe import PROBE_NAME, ModelProbe, Recorder, probe_model, register_probe
+from data_plane.models.model_probe import ModelProbe, probe_model
+from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
 
 logger = logging.getLogger(__name__)
 
+_UNNAMED_LENGTH = 2048  # tokens for which a model is judged whose configuration names no length
+_MAX_ERROR_CHARS = 300
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,12 +101,18 @@ class ModelWeights:
         return linear.site_bias(index)
 
 
-def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel:
+def load_model(
+    model_dir: Path, dtype: str, device: torch.device, *, max_model_len: int | None = None, kv_tokens: int | None = None
+) -> LoadedModel:
     """The checkpoint in `model_dir`, ready for its KV cache. Raises ConfigError, UnsupportedModel among them.
 
-    dtype "auto" is the checkpoint's own. Only safetensors are read and no code of the checkpoint is run.
+    dtype "auto" is the checkpoint's own. Whether the model can be served is judged for contexts up to its own limit,
+    up to max_model_len and up to kv_tokens, the tokens that the KV cache holds, where they are given. Only safetensors
+    are read and no code of the checkpoint is run.
     """
     config = _read_config(model_dir)
+    limit = context_limit(config, max_model_len)
+    length = min((n for n in (limit, max_model_len, kv_tokens) if n is not None), default=_UNNAMED_LENGTH)
     torch_dtype = resolve_dtype(config, dtype)
     if device.type == "cpu" and torch_dtype == torch.bfloat16 and not _has_bfloat16():
         # Measured with AVX-512 alone: products of 32 tokens at 20 to 25 GFLOP/s of a core, 63 to 77 in float32.
@@ -112,17 +124,25 @@ def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel
         raise UnsupportedModel(f"model type {config.model_type}: ALiBi attention is not served")
     model = _read_weights(model_dir, config, torch_dtype).to(device).eval()  # type: ignore[arg-type]  # HF's stubs
     model.requires_grad_(False)
-    limit = context_limit(config)
+    replace_transposed(model)
+    began_s = time.perf_counter()
     try:
-        probe = probe_model(model, limit)
-    except UnsupportedModel:
+        probe = probe_model(model, length)
+    except ConfigError:
         raise
     except Exception as error:
         raise UnsupportedModel(
-            f"model type {config.model_type}: a forward pass of packed tokens failed: {error}"
+            f"model type {config.model_type}: its code fails on packed tokens, {_place_of(error, model)}: "
+            f"{_first_line(error)}; it is not served"
         ) from error
+    logger.info("model probed max_model_len=%d time_s=%.1f", length, time.perf_counter() - began_s)
+    if limit is None and max_model_len is None:
+        raise ConfigError(
+            f"config.json of model type {config.model_type} names no longest context ({', '.join(LENGTH_KEYS)}); give "
+            "--max-model-len"
+        )
     context = StepContext()
-    fused = fuse_model(model, probe, context, limit)
+    fused = fuse_model(model, probe, context, length)
     model.set_attn_implementation(ATTENTION_NAME)
     replace_linears(model, fused.linear_names, context)
     _replace_head(model, probe, context)
@@ -135,7 +155,7 @@ def load_model(model_dir: Path, dtype: str, device: torch.device) -> LoadedModel
         len(probe.attention_layers),
         len(probe.linear_names),
     )
-    return LoadedModel(model, fused, context, limit, torch_dtype)
+    return LoadedModel(model, fused, context, limit or length, torch_dtype)
 
 
 def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
@@ -176,13 +196,33 @@ def _has_bfloat16() -> bool:
     return not is_x86 or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def _place_of(error: Exception, model: nn.Module) -> str:
+    """Which module of the model raised the error."""
+    names = {id(module): name for name, module in model.named_modules()}
+    place, frame = "in the model", error.__traceback__
+    while frame is not None:
+        module = frame.tb_frame.f_locals.get("self")
+        if names.get(id(module)):
+            place = f"in {names[id(module)]} ({type(module).__name__})"
+        frame = frame.tb_next
+    return place
+
+
+def _first_line(error: Exception) -> str:
+    """What the error says, short enough for a log."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:_MAX_ERROR_CHARS]
+
+
 def _read_config(model_dir: Path) -> PretrainedConfig:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"--model: {model_dir} holds no config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        raise UnsupportedModel(f"--model: transformers cannot read {model_dir / 'config.json'}: {error}") from error
+        raise UnsupportedModel(
+            f"--model: transformers cannot read {model_dir / 'config.json'}: {_first_line(error)}"
+        ) from error
     return config
 
 
@@ -201,17 +241,24 @@ def _read_weights(model_dir: Path, config: PretrainedConfig, dtype: torch.dtype)
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except Exception as error:
-        reason = f"cannot be loaded: {error}"
+        reason = f"cannot be loaded: {_first_line(error)}"
         if isinstance(error, KeyError) and error.args == (PROBE_NAME,):
             reason = "its code does not call transformers' attention interface, so that its attention cannot be paged"
+        elif type(config) not in AutoModelForCausalLM._model_mapping:
+            reason = "transformers has no causal language model of this type"
         raise UnsupportedModel(f"model type {config.model_type}: {reason}") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        if info.get(kind):
-            raise ConfigError(
-                f"--model: {model_dir}: {kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:5])}"
-            )
+    if info.get("missing_keys"):
+        raise ConfigError(
+            f"--model: {model_dir}: missing keys: {', '.join(sorted(map(str, info['missing_keys']))[:5])}"
+        )
+    for name, in_checkpoint, by_config in sorted(info.get("mismatched_keys", ())):
+        raise ConfigError(
+            f"--model: {model_dir}: {name} has the shape {list(in_checkpoint)}, config.json makes it "
+            f"{list(by_config)}; the two are of different models"
+        )
     if info.get("unexpected_keys"):
         logger.warning("checkpoint holds weights the model lacks keys=%s", sorted(info["unexpected_keys"])[:5])
     assert isinstance(model, PreTrainedModel)

@@ -307,7 +307,7 @@ def test_blocks_are_counted_from_memory_and_bounded_by_what_rows_can_use(checkpo
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"max_model_len": 513}, "--max-model-len: 513 is above the model's 512 tokens"),
+        ({"max_model_len": 513}, "--max-model-len: 513 is above 512 tokens"),
         ({"max_model_len": 128, "num_blocks": 4}, "--max-model-len: 128 is above the 32 tokens of 4 KV blocks"),
         ({"num_blocks": None, "arena_bytes": 1 << 60}, "--num-blocks: .* lower --arena-bytes"),
         ({"num_blocks": None, "host_kv_bytes": 1 << 60}, "--host-kv-bytes 1152921504606846976; .* or --host-kv-bytes"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, rotate_half
 
 from data_plane.engine.kv_cache import KVCache, KVFormat
@@ -22,38 +22,16 @@ from data_plane.layers.rotary_attention import RotaryAttention
 from data_plane.models.fused_parts import fused_mlp, fused_norm
 from data_plane.models.fusion import fuse_model
 from data_plane.models.loader import load_model
-from data_plane.models.probe import PROBE_NAME, Recorder, probe_model, register_probe
+from data_plane.models.model_probe import probe_model
 from kernels.paged_attention import AttentionBatch
+from tests.data_plane.models.models import make_model
 from tests.makers import make_checkpoint
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
 
 
 def counts(model: nn.Module) -> tuple[int, int, int]:
     """Attentions, MLPs and layers that are ours."""
     found = Counter(type(module) for module in model.modules())
     return found[RotaryAttention], found[GatedMlp], found[DecoderLayer]
-
-
-def make_model(model_type: str = "llama", **settings: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    register_probe(Recorder())
-    config = AutoConfig.for_model(model_type, **(SIZES | settings))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)  # type: ignore[no-untyped-call]
-    for parameter in model.parameters():
-        # Weights of unit gain, so that every part counts; a norm's near one.
-        nn.init.normal_(parameter, parameter.dim() == 1, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
-    assert isinstance(model, PreTrainedModel)
-    return model.eval().requires_grad_(False)
 
 
 def fuse(model: PreTrainedModel) -> list[str]:
@@ -185,7 +163,12 @@ def test_a_model_that_uses_its_embeddings_again_keeps_its_layers() -> None:
     model = make_model()
     kept: list[torch.Tensor] = []
     model.model.embed_tokens.register_forward_hook(lambda _, __, output: kept.append(output))
-    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] + kept.pop(),))
+
+    def use_again(_: nn.Module, __: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state + kept.pop()
+        return output
+
+    model.model.register_forward_hook(use_again)
     fuse(model)
     assert counts(model) == (2, 2, 0)
 

@@ -28,8 +28,8 @@ def save(directory: Path, model_type: str, **settings: object) -> Path:
     return directory
 
 
-def load(directory: Path, dtype: str = "auto") -> LoadedModel:
-    return load_model(directory, dtype, torch.device("cpu"))
+def load(directory: Path, dtype: str = "auto", **limits: int | None) -> LoadedModel:
+    return load_model(directory, dtype, torch.device("cpu"), **limits)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -97,11 +97,15 @@ def test_dtype_is_the_checkpoints_or_what_was_asked(tmp_path: Path, asked: str, 
 @pytest.mark.parametrize(
     ("model_type", "settings", "says"),
     [
-        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "bloom"),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "bloom: 0 of 2 layers .* ALiBi"),
         ("falcon", SIZES | {"alibi": True}, "falcon: ALiBi"),
         ("falcon", SIZES | {"alibi": False}, "falcon: its code does not call transformers' attention interface"),
-        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64}, "mpt"),
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}, "mamba"),
+        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64}, "mpt: 0 of 2 layers"),
+        (
+            "mamba",
+            {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4},
+            "mamba: 0 of 2 layers",
+        ),
     ],
 )
 def test_model_that_attends_otherwise_is_refused_by_name(
@@ -116,6 +120,79 @@ def test_mask_that_attention_is_not_told_of_is_refused(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "gemma3", use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModel, match="gemma3_text"):
         load(checkpoint)
+
+
+CHUNKED = {
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "no_rope_layers": [1, 1],
+    "attention_chunk_size": 48,
+    "max_position_embeddings": 512,
+}
+
+
+def test_chunked_attention_is_served_up_to_the_chunk_that_the_refusal_names(tmp_path: Path) -> None:
+    """Inside of one chunk it is causal attention. What the refusal advises works."""
+    checkpoint = save(tmp_path, "llama4_text", **SIZES, **CHUNKED)
+    for limits in ({}, {"max_model_len": 49}, {"kv_tokens": 400}):
+        with pytest.raises(UnsupportedModel, match=r"not see position .*; lower --max-model-len to 48$"):
+            load(checkpoint, **limits)
+    assert load(checkpoint, max_model_len=48).context_limit == 512
+    assert len(load(checkpoint, kv_tokens=40).probe.attention_layers) == 2
+
+
+def test_chunked_attention_that_also_looks_at_places_gets_no_advice_that_would_not_work(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, "llama4_text", **(SIZES | CHUNKED | {"no_rope_layers": [1, 0]}))
+    for limits in ({}, {"max_model_len": 48}):
+        with pytest.raises(UnsupportedModel, match="computed with the token's place in the batch") as refusal:
+            load(checkpoint, **limits)
+        assert "--max-model-len" not in str(refusal.value)
+
+
+def test_a_length_that_config_does_not_name_is_asked_for_only_where_it_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "llama", "llama")
+    monkeypatch.setattr("data_plane.models.loader.context_limit", lambda config, asked: None)
+    with pytest.raises(ConfigError, match=r"names no longest context .*; give --max-model-len"):
+        load(checkpoint)
+    assert load(checkpoint, max_model_len=64).context_limit == 64
+    mamba = save(tmp_path / "mamba", "mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
+    for limits in ({}, {"max_model_len": 64}):
+        with pytest.raises(UnsupportedModel, match="recurrent"):
+            load(mamba, **limits)
+
+
+def test_code_that_fails_on_packed_tokens_is_told_with_its_module(tmp_path: Path) -> None:
+    """A router that chooses more experts than there are; torch says no more than "k out of range"."""
+    moe = {"num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8}
+    checkpoint = save(tmp_path, "qwen3_moe", **SIZES, **moe, num_key_value_heads=2)
+    with pytest.raises(UnsupportedModel, match=r"in model\.layers\.0\.mlp\.gate \(Qwen3MoeTopKRouter\): "):
+        load(checkpoint)
+
+
+def test_weights_of_another_shape_than_the_configuration_are_told_by_name(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
+    with pytest.raises(
+        ConfigError, match=r"mlp\.down_proj\.weight has the shape \[64, 128\], config\.json makes it \[64, 96\]"
+    ):
+        load(checkpoint)
+
+
+def test_linears_that_keep_their_weight_transposed_take_adapters(tmp_path: Path) -> None:
+    """GPT-2's Conv1D; that its adapters answer as PEFT's is shown by the engine's oracle."""
+    loaded = load(make_checkpoint(tmp_path, "gpt2"))
+    shapes = {site.name: (site.in_features, site.out_features) for site in loaded.sites()}
+    assert shapes["transformer.h.0.attn.c_attn"] == (64, 192)
+    assert shapes["transformer.h.1.mlp.c_proj"] == (256, 64)
+    assert len(shapes) == 2 * 4 + 2
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    weight = loaded.base_weights().weight("transformer.h.1.mlp.c_proj")
+    assert torch.equal(weight, plain.transformer.h[1].mlp.c_proj.weight.T)
 
 
 def test_missing_weight_is_refused_rather_than_made_up(tmp_path: Path) -> None:

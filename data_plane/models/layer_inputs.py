@@ -1,0 +1,75 @@
+"""What the decoder layers of a model are given in a pass, and passes in which they are given what they had in another.
+
+So a comparison of two passes looks at each layer by itself: rounding does not add up over the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where tokens of a pass were before: token here[i] of this pass is token there[i] of the other."""
+
+    inputs: LayerInputs
+    here: torch.Tensor  # int64 [n]
+    there: torch.Tensor  # int64 [n]
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """The hidden states that the layers of one pass of num_tokens tokens are given, in the order of their calls.
+
+    With a source, its tokens get what they had there instead of what this pass computed for them.
+    """
+
+    num_tokens: int
+    source: Source | None = None
+    # Name, what was computed for the source's tokens, and what they had there.
+    replaced: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _given: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)  # by layer; which size is the tokens'
+
+    def hook(self, name: str) -> _Hook:
+        """A forward pre-hook, with keywords, for the layer of this name."""
+
+        def hook(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if not isinstance(hidden, torch.Tensor) or self.num_tokens not in hidden.shape:
+                return None
+            given = self._give(name, hidden)
+            return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
+
+        return hook
+
+    def _give(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        source, dim = self.source, list(hidden.shape).index(self.num_tokens)
+        if source is not None and name in source.inputs._given:
+            given, dim = source.inputs._given[name]
+            here, there = source.here.to(hidden.device), source.there.to(hidden.device)
+            before = given.index_select(dim, there)
+            self.replaced.append((name, _rows(hidden.index_select(dim, here), dim), _rows(before, dim)))
+            hidden = hidden.index_copy(dim, here, before)
+        self._given[name] = hidden.clone(), dim
+        return hidden
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """The modules in the outermost lists of the model: its decoder layers."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [f"{name}.{index}" for name in outermost for index, _ in enumerate(model.get_submodule(name).children())]
+
+
+def _rows(hidden: torch.Tensor, dim: int) -> torch.Tensor:
+    """[tokens, the rest]"""
+    return hidden.movedim(dim, 0).flatten(1)

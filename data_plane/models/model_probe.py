@@ -1,0 +1,55 @@
+"""Decides by a few short forward passes whether a loaded model can be served, and what of it takes adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from data_plane.errors import UnsupportedModel
+from data_plane.models.attention_checks import AttentionLayer, MaskDiffers, check_attention
+from data_plane.models.packing import begin_request, check_packing
+from data_plane.models.target_modules import find_targets
+from data_plane.plan import TargetKind, TargetModule
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProbe:
+    """What the engine needs to know of a model."""
+
+    attention_layers: list[AttentionLayer]
+    linear_names: list[str]  # linears that see every token of a step once, in the order of their calls
+    vocab_size: int
+    head_name: str | None  # the head, if it takes adapters
+    embedding_name: str | None  # the embedding, if it takes adapters
+    targets: list[TargetModule]  # these, and the modules that take no adapters
+
+
+@torch.inference_mode()
+def probe_model(model: PreTrainedModel, max_model_len: int) -> ModelProbe:
+    """Probe a model that was loaded with attention PROBE_NAME, for contexts up to max_model_len tokens.
+
+    Raises UnsupportedModel with the reason. Where a shorter context would be served, the reason names it.
+    """
+    request = begin_request(model, max_model_len)
+    try:
+        layers = check_attention(model, request, max_model_len)
+    except MaskDiffers as error:
+        if error.agreeing_length < 2:
+            raise UnsupportedModel(f"{error}; the model is not served") from error
+        check_packing(model, request, error.agreeing_length)  # else it is refused for what stays
+        raise UnsupportedModel(f"{error}; lower --max-model-len to {error.agreeing_length}") from error
+    passes = check_packing(model, request, max_model_len)
+    targets = find_targets(model, request, passes)
+    served = {
+        kind: [target.name for target in targets if target.kind is kind and not target.reason] for kind in TargetKind
+    }
+    return ModelProbe(
+        layers,
+        served[TargetKind.LINEAR],
+        passes.packed.logits.shape[-1],
+        head_name=next(iter(served[TargetKind.HEAD]), None),
+        embedding_name=next(iter(served[TargetKind.EMBEDDING]), None),
+        targets=targets,
+    )

@@ -1,0 +1,74 @@
+"""Which modules of a model take adapters, and why the others do not.
+
+An adapter's product is added to a module's output row by row, so that each row must be a token of the step, in the
+step's order. The passes of packing.py show whether it is.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from data_plane.models.packing import PackedPasses, ProbePass, differs
+from data_plane.models.probe import head_and_embedding
+from data_plane.plan import TargetKind, TargetModule
+
+_STACKED_DIMS = 3  # of a parameter that holds one matrix for each expert
+
+
+def find_targets(model: PreTrainedModel, request: ProbePass, passes: PackedPasses) -> list[TargetModule]:
+    """Every module with a weight that adapters could name, those that take them with an empty reason.
+
+    Linears are in the order of their calls.
+    """
+    head, embedding = head_and_embedding(model)
+    modules = dict(model.named_modules())
+    called = [name for name in request.recorder.linear_inputs if name in modules]
+    found = []
+    for name in dict.fromkeys([*called, *modules]):
+        module = modules[name]
+        kind = {head: TargetKind.HEAD, embedding: TargetKind.EMBEDDING}.get(name, TargetKind.LINEAR)
+        sizes = [parameter.shape for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
+        if not sizes:
+            continue
+        if isinstance(module, nn.Linear | nn.Embedding):
+            reason = _reason(model, name, kind, request, passes)
+            rows, columns = module.weight.shape
+            sides = (rows, columns) if isinstance(module, nn.Embedding) else (columns, rows)
+            found.append(TargetModule(name, kind, *sides, reason))
+        else:
+            what = "stacked parameters" if any(len(size) == _STACKED_DIMS for size in sizes) else "parameters"
+            reason = f"it holds {what} of its own in a {type(module).__name__} and is not a linear layer"
+            found.append(TargetModule(name, kind, sizes[0][-1], sizes[0][-2], reason))
+    return found
+
+
+def _reason(model: PreTrainedModel, name: str, kind: TargetKind, request: ProbePass, passes: PackedPasses) -> str:
+    """Why a linear or an embedding takes no adapters; empty: it does."""
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding) and kind is not TargetKind.EMBEDDING:
+        return "of the embeddings only the one that tokens are looked up in takes adapters"
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+        return f"its class {type(module).__name__} computes more than a product"
+    in_request, in_packed, in_single = (
+        [len(rows) for rows in probe_pass.recorder.linear_inputs.get(name, [])]
+        for probe_pass in (request, passes.packed, passes.single)
+    )
+    num_kept, num_first, num_packed = len(request.kept), len(request.positions), len(passes.packed.positions)
+    if not in_request + in_packed + in_single:
+        return "the forward pass does not call it"
+    if max(map(len, (in_request, in_packed, in_single))) > 1:
+        return "the forward pass calls it more than once"
+    expected = ([num_kept if kind is TargetKind.HEAD else num_first], [num_packed], [1])
+    if (in_request, in_packed, in_single) != expected:
+        if (in_request, in_packed, in_single) == ([num_kept], [num_packed], [1]):
+            return "it sees only the tokens whose logits are wanted"
+        return "it sees only some of the tokens"
+    same = passes.reordered.same
+    assert same is not None, "the reordered tokens are those of the packed pass"
+    (rows,), (rows_there,) = (
+        probe_pass.recorder.linear_inputs[name] for probe_pass in (passes.reordered, passes.packed)
+    )
+    if differs(rows, rows_there[same.there], model.dtype):
+        return "it sees the tokens in an order of its own"
+    return ""

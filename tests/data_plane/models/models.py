@@ -1,0 +1,35 @@
+"""Small models in memory, as the probe sees a loaded one, and whole configurations of types that are served or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
+def make_model(model_type: str = "llama", **settings: Any) -> PreTrainedModel:
+    """A random model of any type under the probe's attention."""
+    torch.manual_seed(0)
+    register_probe(Recorder())
+    config = AutoConfig.for_model(model_type, **(SIZES | settings))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        # Weights of unit gain, so that every part counts; a norm's near one.
+        nn.init.normal_(parameter, parameter.dim() == 1, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+    assert isinstance(model, PreTrainedModel)
+    return model.eval().requires_grad_(False)
