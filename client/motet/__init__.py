@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from motet.aio import (
         AsyncGenerationStream as AsyncGenerationStream,
     )
-    from motet.channel import (
-        RetryPolicy as RetryPolicy,
-    )
     from motet.client import (
         Adapters as Adapters,
     )
@@ -87,6 +84,9 @@ if TYPE_CHECKING:
     from motet.requests import (
         GenerateOptions as GenerateOptions,
     )
+    from motet.retries import (
+        RetryPolicy as RetryPolicy,
+    )
     from motet.types import (
         Adapter as Adapter,
     )
@@ -146,7 +146,6 @@ __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
     "motet.aio": "AsyncAdapters AsyncClient AsyncGenerationStream",
-    "motet.channel": "RetryPolicy",
     "motet.client": "Adapters Client GenerationStream",
     "motet.errors": (
         "Aborted AlreadyExists Cancelled DataLoss DeadlineExceeded FailedPrecondition FieldViolation "
@@ -154,6 +153,7 @@ _NAMES_BY_MODULE = {
         "Unauthenticated Unavailable Unimplemented"
     ),
     "motet.requests": "GenerateOptions",
+    "motet.retries": "RetryPolicy",
     "motet.types": (
         "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion Answer BeamSearch ChatMessage Chunk Finished "
         "FinishReason Generation ServerStatus Started Timings TokenLogprob TokenLogprobs Usage"

@@ -15,11 +15,14 @@ import grpc.aio
 from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed
 
 from motet import calls
-from motet.channel import RetryPolicy, channel_options
+from motet.channel import channel_options
 from motet.client import Client
-from motet.errors import DeadlineExceeded, error_from_rpc
+from motet.contact import ServerContact, check_target
+from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
+from motet.pauses import AsyncPauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
+from motet.retries import Attempts, RetryPolicy
 from motet.types import Adapter, AdapterVersion, Answer, Chunk, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import generation_pb2
@@ -44,6 +47,8 @@ class AsyncClient:
         generator: random.Random | None = None,
     ) -> None:
         """Arguments as of Client."""
+        self._contact = ServerContact(check_target(target))
+        self._pauses = AsyncPauses(sleep)
         self._target = target
         self._credentials = credentials
         self._options = tuple(options)
@@ -51,9 +56,8 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._tenant = tenant
         self._clock = clock
-        self._sleep = sleep
         self._generator = generator or random.Random()
-        channel_settings = channel_options(self._retry, self._options)
+        channel_settings = channel_options(self._options)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=channel_settings)
         else:
@@ -68,17 +72,13 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationStream:
         """A stream of chunks, asked for at once; not to be awaited. Arguments as of Client.generate."""
-        request = generate_request(prompt, options)
-        metadata = metadata_of(options, self._tenant)
-        state = GenerationState(
-            request, timeout_s=timeout_s, retry=self._retry, clock=self._clock, generator=self._generator
-        )
+        state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
         method = self._channel.unary_stream(
             calls.GENERATE,
             request_serializer=generation_pb2.GenerateRequest.SerializeToString,
             response_deserializer=generation_pb2.GenerateResponse.FromString,
         )
-        return AsyncGenerationStream(state, method, metadata, self._sleep)
+        return AsyncGenerationStream(state, method, metadata_of(options, self._tenant), self._pauses)
 
     async def status(self) -> ServerStatus:
         """The system at this moment."""
@@ -91,10 +91,24 @@ class AsyncClient:
             request_serializer=lambda request: request.SerializeToString(),
             response_deserializer=call.response_type.FromString,
         )
-        try:
-            return call.read(await method(call.request, timeout=self._timeout_s))
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+        attempts = self._attempts(self._timeout_s)
+        while True:
+            if self._pauses.is_closed:
+                raise client_closed()
+            try:
+                response = await method(call.request, timeout=attempts.remaining_s)
+            except grpc.RpcError as error:
+                if self._pauses.is_closed:
+                    raise client_closed() from error
+                delay_s = attempts.after(error_from_rpc(error), is_repeatable=call.is_repeatable)
+            except asyncio.CancelledError as error:
+                if self._pauses.is_closed and not _is_cancelled():  # the channel was closed over the call
+                    raise client_closed() from error
+                raise
+            else:
+                attempts.progressed()
+                return call.read(response)
+            await self._pauses.wait(delay_s, attempts)
 
     async def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
         """Sends one upload; `adapters.register` is the convenient way.
@@ -103,6 +117,7 @@ class AsyncClient:
         reports that failure ("Internal error from Core") in place of the server's status.
         """
         client = Client(self._target, credentials=self._credentials, retry=self._retry, options=self._options)
+        client._contact = self._contact
         try:
             return await asyncio.to_thread(client.upload, upload, timeout_s)
         finally:
@@ -115,7 +130,7 @@ class AsyncClient:
         while not operation.done:
             if self._clock() >= deadline_s:
                 raise DeadlineExceeded(f"{operation.name} has not ended within timeout_s={timeout_s:g}; it goes on")
-            await self._sleep(calls.poll_interval_s(num_polls))
+            await self._pauses.wait(calls.poll_interval_s(num_polls), object())
             operation = await self.send(calls.get_operation(operation.name))
             num_polls += 1
         calls.check_operation(operation)
@@ -123,7 +138,11 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends every call and the connection."""
+        self._pauses.close()
         await self._channel.close(None)
+
+    def _attempts(self, timeout_s: float) -> Attempts:
+        return Attempts(self._contact, self._retry, timeout_s=timeout_s, clock=self._clock, generator=self._generator)
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,7 +168,8 @@ class AsyncAdapters:
         progress: Progress | None = None,
         timeout_s: float = 600.0,
     ) -> Adapter:
-        """Uploads a PEFT adapter directory. `progress(bytes sent, bytes in all)` is called from another thread."""
+        """Uploads a PEFT adapter directory. `progress(bytes sent, bytes in all)` is called from another thread, and
+        starts again with every attempt."""
         upload = await asyncio.to_thread(
             AdapterUpload,
             name,
@@ -241,12 +261,12 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
         state: GenerationState,
         method: grpc.aio.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
         metadata: tuple[tuple[str, str], ...],
-        sleep: Callable[[float], Awaitable[None]],
+        pauses: AsyncPauses,
     ) -> None:
         self._state = state
         self._method = method
         self._metadata = metadata
-        self._sleep = sleep
+        self._pauses = pauses
         self._is_closed = False
         self._open()
 
@@ -272,16 +292,18 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
                     chunk = self._state.fold(response)
                     if chunk is not None:
                         return chunk
-                self._state.check_ended()
-                self._is_closed = True
+                await self._go_on(None)
             except grpc.RpcError as error:
-                await self._continue_after(error)
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if self._is_closed and not (task and task.cancelling()):  # aclose() by another task
+                if self._is_closed:
                     break
-                self._cancel()
-                raise
+                await self._go_on(error_from_rpc(error))
+            except asyncio.CancelledError:
+                if self._is_closed and not _is_cancelled():  # aclose() by another task
+                    break
+                if not self._pauses.is_closed or _is_cancelled():
+                    self._cancel()
+                    raise
+                await self._go_on(client_closed())
             except BaseException:
                 self._cancel()
                 raise
@@ -300,21 +322,32 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
         return self._state.result()
 
     async def aclose(self) -> None:
-        """Cancels the request if it still runs. Idempotent."""
+        """Cancels the request if it still runs. Idempotent; allowed from another task, whose reading ends then."""
         self._cancel()
+        self._pauses.wake(self)
 
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
-        self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
-
-    async def _continue_after(self, rpc_error: grpc.RpcError) -> None:
         try:
-            await self._sleep(self._state.backoff_s(error_from_rpc(rpc_error)))
+            self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.UsageError as error:  # what a closed channel raises
+            if not self._pauses.is_closed:
+                raise
+            raise client_closed() from error
+
+    async def _go_on(self, error: MotetError | None) -> None:
+        """After the end of a call: send the next one if there is one to send."""
+        try:
+            delay_s = self._state.after_call(client_closed() if error and self._pauses.is_closed else error)
+            if delay_s is None:
+                self._is_closed = True
+                return
+            await self._pauses.wait(delay_s, self)
+            if not self._is_closed:
+                self._open()
         except BaseException:
             self._is_closed = True
             raise
-        if not self._is_closed:
-            self._open()
 
     def _cancel(self) -> None:
         self._is_closed = True
@@ -330,3 +363,9 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
         if hasattr(self, "_call"):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the call with it
                 self._cancel()
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

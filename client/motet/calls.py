@@ -34,6 +34,7 @@ class UnaryCall(Generic[T]):
     request: Message
     response_type: type[Message]
     read: Callable[[Any], T]  # turns the response into what the caller gets
+    is_repeatable: bool  # may be made twice: a read, or a write whose repetition changes nothing
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,21 @@ def resource_name(name: str) -> str:
 
 
 def get_adapter(name: str) -> UnaryCall[Adapter]:
-    return _adapter_call("GetAdapter", adapters_pb2.GetAdapterRequest(name=resource_name(name)))
+    return _adapter_call("GetAdapter", adapters_pb2.GetAdapterRequest(name=resource_name(name)), is_repeatable=True)
 
 
 def pin_adapter(name: str) -> UnaryCall[Adapter]:
-    return _adapter_call("PinAdapter", adapters_pb2.PinAdapterRequest(name=resource_name(name)))
+    return _adapter_call("PinAdapter", adapters_pb2.PinAdapterRequest(name=resource_name(name)), is_repeatable=True)
 
 
 def unpin_adapter(name: str) -> UnaryCall[Adapter]:
-    return _adapter_call("UnpinAdapter", adapters_pb2.UnpinAdapterRequest(name=resource_name(name)))
+    request = adapters_pb2.UnpinAdapterRequest(name=resource_name(name))
+    return _adapter_call("UnpinAdapter", request, is_repeatable=True)
 
 
 def activate_version(name: str, digest: str, etag: str) -> UnaryCall[Adapter]:
     request = adapters_pb2.ActivateAdapterVersionRequest(name=resource_name(name), digest=digest, etag=etag)
-    return _adapter_call("ActivateAdapterVersion", request)
+    return _adapter_call("ActivateAdapterVersion", request, is_repeatable=False)  # another may be active meanwhile
 
 
 def update_adapter(
@@ -83,7 +85,7 @@ def update_adapter(
     if not paths:
         raise invalid_field("update_mask", "nothing to change; give display_name or labels")
     request = adapters_pb2.UpdateAdapterRequest(adapter=adapter, update_mask=FieldMask(paths=paths))
-    return _adapter_call("UpdateAdapter", request)
+    return _adapter_call("UpdateAdapter", request, is_repeatable=False)  # another may have changed it meanwhile
 
 
 def list_adapters(page_size: int, page_token: str) -> UnaryCall[Page[Adapter]]:
@@ -92,6 +94,7 @@ def list_adapters(page_size: int, page_token: str) -> UnaryCall[Page[Adapter]]:
         adapters_pb2.ListAdaptersRequest(page_size=page_size, page_token=page_token),
         adapters_pb2.ListAdaptersResponse,
         lambda response: Page([adapter_from(item) for item in response.adapters], response.next_page_token),
+        is_repeatable=True,
     )
 
 
@@ -101,6 +104,7 @@ def list_versions(name: str, page_size: int, page_token: str) -> UnaryCall[Page[
         adapters_pb2.ListAdapterVersionsRequest(name=resource_name(name), page_size=page_size, page_token=page_token),
         adapters_pb2.ListAdapterVersionsResponse,
         lambda response: Page([version_from(item) for item in response.versions], response.next_page_token),
+        is_repeatable=True,
     )
 
 
@@ -115,17 +119,18 @@ def create_adapter(
         validate_only=validate_only,
         request_id=uuid.uuid4().hex,  # sent again after a lost answer, it begins nothing twice
     )
-    return _operation_call(_ADAPTERS + "CreateAdapter", request)
+    return _operation_call(_ADAPTERS + "CreateAdapter", request, is_repeatable=True)
 
 
 def delete_adapter(name: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
     request = adapters_pb2.DeleteAdapterRequest(name=resource_name(name), etag=etag)
-    return _operation_call(_ADAPTERS + "DeleteAdapter", request)
+    # Made twice, it could delete an adapter that was registered anew in between.
+    return _operation_call(_ADAPTERS + "DeleteAdapter", request, is_repeatable=False)
 
 
 def get_operation(name: str) -> UnaryCall[operations_pb2.Operation]:
     request = operations_pb2.GetOperationRequest(name=name)
-    return _operation_call("/google.longrunning.Operations/GetOperation", request)
+    return _operation_call("/google.longrunning.Operations/GetOperation", request, is_repeatable=True)
 
 
 def get_status() -> UnaryCall[ServerStatus]:
@@ -134,6 +139,7 @@ def get_status() -> UnaryCall[ServerStatus]:
         status_pb2.GetStatusRequest(),
         status_pb2.GetStatusResponse,
         status_from,
+        is_repeatable=True,
     )
 
 
@@ -155,11 +161,19 @@ def poll_interval_s(num_polls: int) -> float:
     return min(0.05 * 1.5**num_polls, 1.0)
 
 
-def _adapter_call(method: str, request: Message) -> UnaryCall[Adapter]:
+def _adapter_call(method: str, request: Message, *, is_repeatable: bool) -> UnaryCall[Adapter]:
     # Every response of these methods has the one field `adapter`.
     response_type: type[Message] = getattr(adapters_pb2, f"{method}Response")
-    return UnaryCall(_ADAPTERS + method, request, response_type, lambda response: adapter_from(response.adapter))
+    return UnaryCall(
+        _ADAPTERS + method,
+        request,
+        response_type,
+        lambda response: adapter_from(response.adapter),
+        is_repeatable=is_repeatable,
+    )
 
 
-def _operation_call(method: str, request: Message) -> UnaryCall[operations_pb2.Operation]:
-    return UnaryCall(method, request, operations_pb2.Operation, lambda operation: operation)
+def _operation_call(method: str, request: Message, *, is_repeatable: bool) -> UnaryCall[operations_pb2.Operation]:
+    return UnaryCall(
+        method, request, operations_pb2.Operation, lambda operation: operation, is_repeatable=is_repeatable
+    )

@@ -13,10 +13,13 @@ import grpc
 from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed
 
 from motet import calls
-from motet.channel import RetryPolicy, channel_options
-from motet.errors import DeadlineExceeded, error_from_rpc
+from motet.channel import channel_options
+from motet.contact import ServerContact, check_target
+from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
+from motet.pauses import Pauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
+from motet.retries import Attempts, RetryPolicy
 from motet.types import Adapter, AdapterVersion, Answer, Chunk, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import adapters_pb2, generation_pb2
@@ -38,21 +41,25 @@ class Client:
         retry: RetryPolicy | None = None,
         options: Sequence[tuple[str, Any]] = (),
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
         generator: random.Random | None = None,
     ) -> None:
-        """`timeout_s` bounds every call but generate, register and waiting for operations, which have their own.
+        """`target`: HOST:PORT of the server's port for clients, or another gRPC address such as unix:PATH.
 
+        `timeout_s` bounds every call but generate, register and waiting for operations, which have their own. Within
+        the timeout, calls are tried again as `retry` says (RetryPolicy).
         `tenant`: who generations are counted for; empty: the server's default. A generation may name another.
-        `options` are gRPC channel options and win over ours; `clock`, `sleep` and `generator` (jitter) are for tests.
+        `options` are gRPC channel options and replace ours of the same name; `clock`, `sleep` and `generator` (jitter)
+        are for tests. Raises InvalidArgument for a target that nothing can be dialled by.
         """
+        self._contact = ServerContact(check_target(target))
+        self._pauses = Pauses(sleep)
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         self._tenant = tenant
         self._clock = clock
-        self._sleep = sleep
         self._generator = generator or random.Random()
-        channel_settings = channel_options(self._retry, tuple(options))
+        channel_settings = channel_options(options)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=channel_settings)
         else:
@@ -68,19 +75,15 @@ class Client:
     ) -> GenerationStream:
         """A stream of chunks, asked for at once. GenerateOptions names the keyword arguments.
 
-        `timeout_s` bounds the whole of it, continuations of a broken stream included.
+        `timeout_s` bounds the whole of it: further attempts, and continuations of a broken stream.
         """
-        request = generate_request(prompt, options)
-        metadata = metadata_of(options, self._tenant)
-        state = GenerationState(
-            request, timeout_s=timeout_s, retry=self._retry, clock=self._clock, generator=self._generator
-        )
+        state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
         method = self._channel.unary_stream(
             calls.GENERATE,
             request_serializer=generation_pb2.GenerateRequest.SerializeToString,
             response_deserializer=generation_pb2.GenerateResponse.FromString,
         )
-        return GenerationStream(state, method, metadata, self._sleep)
+        return GenerationStream(state, method, metadata_of(options, self._tenant), self._pauses)
 
     def status(self) -> ServerStatus:
         """The system at this moment."""
@@ -93,10 +96,12 @@ class Client:
             request_serializer=lambda request: request.SerializeToString(),
             response_deserializer=call.response_type.FromString,
         )
-        try:
-            return call.read(method(call.request, timeout=self._timeout_s))
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+        response = self._call(
+            lambda timeout_s: method(call.request, timeout=timeout_s),
+            self._attempts(self._timeout_s),
+            is_repeatable=call.is_repeatable,
+        )
+        return call.read(response)
 
     def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
         """Sends one upload; `adapters.register` is the convenient way."""
@@ -105,10 +110,18 @@ class Client:
             request_serializer=adapters_pb2.UploadAdapterRequest.SerializeToString,
             response_deserializer=adapters_pb2.UploadAdapterResponse.FromString,
         )
-        try:
-            return adapter_from(method(upload.messages(), timeout=timeout_s).adapter)
-        except grpc.RpcError as error:
-            raise (upload.failure or error_from_rpc(error)) from error
+
+        def send(timeout_s: float) -> adapters_pb2.UploadAdapterResponse:
+            try:
+                response: adapters_pb2.UploadAdapterResponse = method(upload.messages(), timeout=timeout_s)
+                return response
+            except grpc.RpcError as error:
+                if upload.failure is not None:
+                    raise upload.failure from error
+                raise
+
+        # Its request_id makes it repeatable.
+        return adapter_from(self._call(send, self._attempts(timeout_s), is_repeatable=True).adapter)
 
     def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
         """The operation at its end. Raises the error that it ended with, DeadlineExceeded if it did not end."""
@@ -117,15 +130,35 @@ class Client:
         while not operation.done:
             if self._clock() >= deadline_s:
                 raise DeadlineExceeded(f"{operation.name} has not ended within timeout_s={timeout_s:g}; it goes on")
-            self._sleep(calls.poll_interval_s(num_polls))
+            self._pauses.wait(calls.poll_interval_s(num_polls), lambda: False)
             operation = self.send(calls.get_operation(operation.name))
             num_polls += 1
         calls.check_operation(operation)
         return operation
 
     def close(self) -> None:
-        """Ends every call and the connection."""
+        """Ends every call and the connection. Allowed from another thread."""
+        self._pauses.close()
         self._channel.close()
+
+    def _attempts(self, timeout_s: float) -> Attempts:
+        return Attempts(self._contact, self._retry, timeout_s=timeout_s, clock=self._clock, generator=self._generator)
+
+    def _call(self, send: Callable[[float], T], attempts: Attempts, *, is_repeatable: bool) -> T:
+        """What `send` returns, given the seconds left for it, after as many attempts as that takes."""
+        while True:
+            if self._pauses.is_closed:
+                raise client_closed()
+            try:
+                response = send(attempts.remaining_s)
+            except grpc.RpcError as error:
+                if self._pauses.is_closed:
+                    raise client_closed() from error
+                delay_s = attempts.after(error_from_rpc(error), is_repeatable=is_repeatable)
+            else:
+                attempts.progressed()
+                return response
+            self._pauses.wait(delay_s, lambda: False)
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +186,8 @@ class Adapters:
     ) -> Adapter:
         """Uploads a PEFT adapter directory. A known name gets a new version, which becomes the active one.
 
-        `progress(bytes sent, bytes in all)` is called from another thread. With `validate_only` nothing is stored.
+        `progress(bytes sent, bytes in all)` is called from another thread, and starts again with every attempt. With
+        `validate_only` nothing is stored.
         """
         upload = AdapterUpload(
             name,
@@ -245,12 +279,12 @@ class GenerationStream(Iterator[Chunk]):
         state: GenerationState,
         method: grpc.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
         metadata: tuple[tuple[str, str], ...],
-        sleep: Callable[[float], None],
+        pauses: Pauses,
     ) -> None:
         self._state = state
         self._method = method
         self._metadata = metadata
-        self._sleep = sleep
+        self._pauses = pauses
         self._is_closed = False
         self._open()
 
@@ -276,12 +310,11 @@ class GenerationStream(Iterator[Chunk]):
                     chunk = self._state.fold(response)
                     if chunk is not None:
                         return chunk
-                self._state.check_ended()
-                self._is_closed = True
+                self._go_on(None)
             except grpc.RpcError as error:
                 if self._is_closed:
                     break
-                self._continue_after(error)
+                self._go_on(error_from_rpc(error))
             except BaseException:
                 self.close()
                 raise
@@ -300,24 +333,38 @@ class GenerationStream(Iterator[Chunk]):
         return self._state.result()
 
     def close(self) -> None:
-        """Cancels the request if it still runs. Idempotent; allowed from another thread."""
+        """Cancels the request if it still runs. Idempotent; allowed from another thread, whose reading ends then."""
+        self._cancel()
+        self._pauses.wake()
+
+    def _cancel(self) -> None:
         self._is_closed = True
         self._call.cancel()  # type: ignore[no-untyped-call]  # the stubs leave it bare
 
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
-        self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
-
-    def _continue_after(self, rpc_error: grpc.RpcError) -> None:
         try:
-            self._sleep(self._state.backoff_s(error_from_rpc(rpc_error)))
+            self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
+        except ValueError as error:  # what a closed channel raises
+            if not self._pauses.is_closed:
+                raise
+            raise client_closed() from error
+
+    def _go_on(self, error: MotetError | None) -> None:
+        """After the end of a call: send the next one if there is one to send."""
+        try:
+            delay_s = self._state.after_call(client_closed() if error and self._pauses.is_closed else error)
+            if delay_s is None:
+                self._is_closed = True
+                return
+            self._pauses.wait(delay_s, lambda: self._is_closed)
+            if not self._is_closed:
+                self._open()
+                if self._is_closed:  # by another thread just then
+                    self._cancel()
         except BaseException:
             self._is_closed = True
             raise
-        if not self._is_closed:
-            self._open()
-            if self._is_closed:  # closed by another thread just then
-                self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -329,4 +376,4 @@ class GenerationStream(Iterator[Chunk]):
 
     def __del__(self) -> None:
         if hasattr(self, "_call"):
-            self.close()
+            self._cancel()

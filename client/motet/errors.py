@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Self
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -53,6 +54,24 @@ class MotetError(Exception):
         self.field_violations = tuple(field_violations)
         self.retry_after_s = retry_after_s  # seconds the server asks to wait; None: it did not say
         self.resource = resource  # such as "adapters/{id}"; empty if the error is about none
+
+    def extended(self, text: str) -> Self:
+        """The same error with a sentence more."""
+        return self.replaced(f"{self.message}; {text}")
+
+    def replaced(self, message: str, *, reason: str = "") -> Self:
+        """The same error with another message, and another reason if one is given."""
+        error = type(self)(
+            message,
+            code=self.code,
+            reason=reason or self.reason,
+            metadata=self.metadata,
+            field_violations=self.field_violations,
+            retry_after_s=self.retry_after_s,
+            resource=self.resource,
+        )
+        error.__cause__ = self.__cause__
+        return error
 
 
 class InvalidArgument(MotetError):
@@ -167,7 +186,13 @@ _CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in g
 
 
 def error_from_rpc(rpc_error: grpc.RpcError) -> MotetError:
-    """The MotetError that a failed call means. Takes errors of grpc and of grpc.aio alike."""
+    """The MotetError that a failed call means, caused by it. Takes errors of grpc and of grpc.aio alike."""
+    error = _read_error(rpc_error)
+    error.__cause__ = rpc_error
+    return error
+
+
+def _read_error(rpc_error: grpc.RpcError) -> MotetError:
     code = rpc_error.code()
     message = rpc_error.details() or code.name
     trailers: Iterable[tuple[str, str | bytes]] = rpc_error.trailing_metadata() or ()  # type: ignore[assignment]  # tuples
@@ -203,6 +228,11 @@ def error_from_status(status: status_pb2.Status, *, code: grpc.StatusCode | None
         retry_after_s=retry_after_s,
         resource=resource.resource_name,
     )
+
+
+def client_closed() -> Cancelled:
+    """What a call of a client ends with that is closed meanwhile."""
+    return Cancelled("the client was closed before the call had ended", reason="CANCELLED")
 
 
 def invalid_field(field: str, description: str, *, reason: str = "FIELD_INVALID") -> InvalidArgument:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
-from collections.abc import Callable
 
-from motet.channel import RetryPolicy
 from motet.errors import Cancelled, DataLoss, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable
 from motet.requests import continuation, is_resumable, what_changed
+from motet.retries import Attempts, as_broken
 from motet.types import Answer, Chunk, Finished, Generation, Started, TokenLogprobs
 from motet.v1 import generation_pb2
 from motet.wire import finished_from, logprobs_from, started_from
@@ -21,25 +19,12 @@ from motet.wire import finished_from, logprobs_from, started_from
 class GenerationState:
     """Everything received of one request, whatever number of calls that took."""
 
-    def __init__(
-        self,
-        request: generation_pb2.GenerateRequest,
-        *,
-        timeout_s: float,
-        retry: RetryPolicy,
-        clock: Callable[[], float],
-        generator: random.Random,
-    ) -> None:
+    def __init__(self, request: generation_pb2.GenerateRequest, attempts: Attempts) -> None:
         self.started: Started | None = None
         self._request = request
         self._is_resumable = is_resumable(request)
         self._started_message: generation_pb2.GenerationStarted | None = None
-        self._retry = retry
-        self._clock = clock
-        self._generator = generator
-        self._timeout_s = timeout_s
-        self._deadline_s = clock() + timeout_s
-        self._num_failures = 0  # calls that broke since the last new token
+        self._attempts = attempts
         self._is_call_started = False  # this call told `started`
         self._answers = [_AnswerState(0)]  # as many as the request gets, once `started` is here
 
@@ -56,7 +41,7 @@ class GenerationState:
     def next_request(self) -> tuple[generation_pb2.GenerateRequest, float]:
         """What to send at this point, and the seconds left for it."""
         self._is_call_started = False
-        remaining_s = max(self._deadline_s - self._clock(), 0.0)
+        remaining_s = self._attempts.remaining_s
         if self._started_message is None:
             return self._request, remaining_s
         (answer,) = self._answers  # no other request is continued
@@ -82,43 +67,33 @@ class GenerationState:
         if event == "finished":
             return answer.fold_finished(response.finished, self.started.adapter_digest)
         if response.delta.token_ids:
-            self._num_failures = 0
+            self._attempts.progressed()
         return answer.fold_delta(response.delta, self.started.adapter_digest)
 
-    def check_ended(self) -> None:
-        """Call when the stream ended without an error. Raises DataLoss if an answer's end is missing."""
-        for answer in self._answers:
-            if answer.finished is None:
-                num_tokens = len(answer.token_ids)
-                raise _broken_promise(
-                    f"the stream ended after {num_tokens} tokens without saying why answer {answer.index} did"
-                )
+    def after_call(self, error: MotetError | None) -> float | None:
+        """What follows a call that ended in order (None) or with `error`, which the user did not ask for.
 
-    def backoff_s(self, error: MotetError) -> float:
-        """Seconds to wait before `next_request` after a call broke with `error`; raises when it is final.
-
-        1. Nothing arrived yet: gRPC has retried already.
-        2. Several answers, or answers that are chosen at the end, cannot be continued.
-        3. The stream broke, or its continuation was refused for the moment: go on, a bounded number of times in a row.
-        4. Anything else is the answer.
+        Seconds to wait before `next_request`; None where the stream has ended. Raises what is final.
+        1. Every answer has ended: so has the stream, whatever became of the connection.
+        2. The call ended in order without that: nothing of this server can be trusted.
+        3. Nothing was told yet: the request is sent again.
+        4. The one answer can be continued: the same, and a server that has no room at present is asked again.
+        5. Anything else is the answer.
         """
-        can_go_on = isinstance(error, Unavailable) or (
-            isinstance(error, ResourceExhausted) and error.retry_after_s is not None and not self._is_call_started
-        )
-        self._num_failures += 1
-        if self.started is None or not self._is_resumable or not can_go_on:
-            raise error
-        if self._num_failures >= self._retry.max_attempts:
-            raise error
-        delay_s = max(self._retry.backoff_s(self._num_failures, self._generator), error.retry_after_s or 0.0)
-        if self._clock() + delay_s >= self._deadline_s:
-            num_tokens = len(self._answers[0].token_ids)
-            raise DeadlineExceeded(
-                f"no answer within timeout_s={self._timeout_s:g}; the stream broke after {num_tokens} tokens "
-                f"and could not be continued in time: {error}",
-                reason="DEADLINE_EXCEEDED",
-            ) from error
-        return delay_s
+        if self.started is not None and all(answer.finished is not None for answer in self._answers):
+            return None
+        if error is None:
+            raise self._missing_end()
+        if isinstance(error, DeadlineExceeded):
+            raise self._timed_out() from error
+        error = as_broken(error)
+        if self.started is None:
+            return self._attempts.after(error, is_repeatable=True)
+        if not self._is_resumable and isinstance(error, Unavailable):
+            raise self._attempts.contact.explained(error).extended("several answers cannot be continued, send it again")
+        if isinstance(error, ResourceExhausted) and self._is_resumable and not self._is_call_started:
+            return self._attempts.when_there_is_room(error)
+        return self._attempts.after(error, is_repeatable=self._is_resumable)
 
     def text(self) -> str:
         """All text of the first answer so far."""
@@ -131,6 +106,19 @@ class GenerationState:
             raise Cancelled("the stream was closed before its end", reason="CANCELLED")
         first = answers[0]
         return Generation(first.text, first.token_ids, self.started, first.finished, answers)
+
+    def _missing_end(self) -> DataLoss:
+        answer = next(answer for answer in self._answers if answer.finished is None)
+        num_tokens = len(answer.token_ids)
+        return _broken_promise(
+            f"the stream ended after {num_tokens} tokens without saying why answer {answer.index} did"
+        )
+
+    def _timed_out(self) -> DeadlineExceeded:
+        num_tokens = sum(len(answer.token_ids) for answer in self._answers)
+        if not num_tokens:
+            return self._attempts.timed_out("no token came")
+        return self._attempts.timed_out(f"the answer was not complete, {num_tokens} tokens had come")
 
     def _fold_started(self, message: generation_pb2.GenerationStarted) -> None:
         if any(answer.finished is not None for answer in self._answers):

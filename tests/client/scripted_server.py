@@ -15,7 +15,8 @@ import grpc
 from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
 from google.protobuf import any_pb2, empty_pb2
 from google.protobuf.message import Message
-from google.rpc import status_pb2 as rpc_status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import status_pb2 as rpc_status_pb2
 from grpc_status import rpc_status
 from motet.v1 import (
     adapters_pb2,
@@ -31,6 +32,7 @@ Response = generation_pb2.GenerateResponse
 Script = Callable[[generation_pb2.GenerateRequest, grpc.ServicerContext], Iterator[Response]]
 DIGEST = "ab" * 32
 SEED = 11
+WORKER_LOST = error_details_pb2.ErrorInfo(reason="WORKER_LOST")
 
 
 def abort(context: grpc.ServicerContext, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
@@ -99,8 +101,9 @@ def playing(
 ) -> Script:
     """A faithful server for `tokens`: replays resume_from, then goes on behind it.
 
-    After `break_after` tokens in all it ends with UNAVAILABLE. `lag`: text of that many tokens is held back until the
-    end, as for stop strings; with `flush_first` it breaks only after the held text was sent.
+    After `break_after` tokens in all it ends with UNAVAILABLE, as a server does that lost its worker. `lag`: text of
+    that many tokens is held back until the end, as for stop strings; with `flush_first` it breaks only after the held
+    text was sent.
     """
 
     def released(num_tokens: int) -> str:
@@ -112,7 +115,7 @@ def playing(
         yield started()
         while position < len(tokens):
             if break_after is not None and position >= break_after:
-                abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+                abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost", WORKER_LOST)
             end = min(position + per_delta, len(tokens))
             yield delta(position, tokens[position:end], released(end)[len(released(position)) :])
             position = end
@@ -120,7 +123,7 @@ def playing(
         if tail:
             yield delta(position, [], tail)
         if flush_first:
-            abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+            abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost", WORKER_LOST)
         yield finished(position)
 
     return script
@@ -265,6 +268,8 @@ class ScriptedServer(
 
     def CreateAdapter(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.requests.append(request)
+        if self.unary_error is not None:
+            self.unary_error(context)
         operation = operations_pb2.Operation(name="operations/2", done=True)
         operation.response.Pack(make_adapter(request.adapter_id))
         return operation

@@ -19,11 +19,23 @@ from motet import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
+    Unavailable,
 )
 from motet.uploads import CHUNK_BYTES
 
 from tests.client.conftest import Driver
 from tests.client.scripted_server import DIGEST, ScriptedServer, abort, make_adapter
+
+
+def failing(server: ScriptedServer, times: int) -> Any:
+    """An error that is made so many times: the connection breaks."""
+    left = iter(range(times))
+
+    def fail(context: grpc.ServicerContext) -> None:
+        if next(left, None) is not None:
+            abort(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    return fail
 
 
 @pytest.fixture
@@ -53,6 +65,54 @@ def test_register_uploads_both_files_whole_and_in_bounded_chunks(
     assert adapter.state is AdapterState.ACTIVE and adapter.active_version.digest == DIGEST
     total = sum(path.stat().st_size for path in adapter_dir.iterdir())
     assert progress[-1] == (total, total) and progress == sorted(progress)
+
+
+def test_upload_that_breaks_is_sent_again_whole_under_its_request_id(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path
+) -> None:
+    server.upload_error = failing(server, 2)
+    progress: list[int] = []
+    adapter = driver.run(
+        lambda client: client.adapters.register(
+            "pirate", adapter_dir, progress=lambda sent, total: progress.append(sent)
+        )
+    )
+    assert adapter.id == "pirate" and len(server.requests) == 3
+    assert server.files == {path.name: path.read_bytes() for path in adapter_dir.iterdir()}
+    (request_id,) = {header.request_id for header in server.requests}
+    assert len(request_id) == 32
+    assert progress[-1] == max(progress)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.adapters.register_from_root("pirate", "shared/pirate"),
+        lambda client: client.adapters.get("pirate"),
+        lambda client: client.adapters.pin("pirate"),
+        lambda client: client.adapters.unpin("pirate"),
+    ],
+)
+def test_call_that_may_be_made_twice_is_made_again(server: ScriptedServer, driver: Driver, call: Any) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.unary_error = failing(server, 2)
+    assert driver.run(call).id == "pirate"
+    assert len(server.requests) == 3 and all(request == server.requests[0] for request in server.requests)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.adapters.activate("pirate", DIGEST),
+        lambda client: client.adapters.delete("pirate"),
+    ],
+)
+def test_call_that_must_not_be_made_twice_is_not(server: ScriptedServer, driver: Driver, call: Any) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.unary_error = failing(server, 1)
+    with pytest.raises(Unavailable, match="the connection broke to the server at"):
+        driver.run(call)
+    assert len(server.requests) == 1 and driver.sleeps == []
 
 
 def test_validate_only_stores_nothing(server: ScriptedServer, driver: Driver, adapter_dir: Path) -> None:

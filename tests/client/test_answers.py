@@ -22,7 +22,7 @@ from motet import (
 from motet.v1 import types_pb2
 
 from tests.client.conftest import Driver
-from tests.client.scripted_server import Response, ScriptedServer, abort, delta, finished, playing, started
+from tests.client.scripted_server import WORKER_LOST, Response, ScriptedServer, abort, delta, finished, playing, started
 from tests.client.test_generation import TOKENS, refusing, sending
 
 
@@ -100,7 +100,7 @@ def test_log_probabilities_are_told_and_summed_over_a_break(server: ScriptedServ
     def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         yield started(prompt_logprobs=[told(9, -3.0)])
         yield delta(0, [5], "a", logprobs=[told(5, -0.5)])
-        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost", WORKER_LOST)
 
     rest = sending(started(), delta(1, [6], "b", logprobs=[told(6, -1.0)]), finished(2))
     server.scripts.extend([breaking, rest])
@@ -121,7 +121,7 @@ def test_broken_stream_of_several_answers_is_not_continued(
     def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         yield started(n=options.get("n", 1))
         yield delta(0, [5], "a")
-        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost", WORKER_LOST)
 
     server.scripts.append(breaking)
     with pytest.raises(Unavailable, match="the worker was lost"):

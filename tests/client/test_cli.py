@@ -156,10 +156,10 @@ def test_error_is_one_line_with_fields_and_its_exit_code(server: ScriptedServer,
 def test_every_error_has_an_exit_code_that_help_documents(
     server: ScriptedServer, capsys: Capture, code: grpc.StatusCode
 ) -> None:
-    server.unary_error = lambda context: abort(context, code, "no")
+    server.unary_error = lambda context: abort(context, code, "no", error_details_pb2.ErrorInfo(reason="A_REASON"))
     exit_code = motet(server, "status")
     captured = capsys.readouterr()
-    assert captured.err == "motet: no\n" and captured.out == ""
+    assert captured.err == "motet: no [A_REASON]\n" and captured.out == ""
     assert exit_code != 0 and f"\n  {exit_code} " in exits.HELP
 
 

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from motet.channel import RetryPolicy
 from motet.client import Client
+from motet.retries import RetryPolicy
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 MAX_SECONDS = 1e6  # some eleven days
@@ -45,4 +45,4 @@ def seconds(text: str) -> float:
 
 def connect(arguments: argparse.Namespace) -> Client:
     """A client for the server that the command line names. Tells soon when nobody answers there."""
-    return Client(arguments.server, retry=RetryPolicy(max_attempts=3))
+    return Client(arguments.server, retry=RetryPolicy(connect_timeout_s=2.0))

@@ -1,0 +1,103 @@
+"""What the calls of one client know together about the server: its address, and whether it answers.
+
+Also the words for what gRPC says when nobody does. No I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from motet.errors import Cancelled, DeadlineExceeded, MotetError, Unavailable, Unimplemented, invalid_field
+
+logger = logging.getLogger(__name__)
+
+# Prefixes of gRPC's own texts for calls that never left this machine.
+_UNSENT = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
+_LAST_ERROR = re.compile(r".*last error: [A-Z_]+: (?:\S+: )?(?:Failed to connect to remote host: )?(.*)", re.DOTALL)
+# Address forms of gRPC that are no HOST:PORT.
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:", "passthrough:")
+_MAX_PORT = 65535
+
+
+def check_target(target: str) -> str:
+    """`target`, if it is an address that gRPC can dial. Raises InvalidArgument."""
+    if target.startswith(_SCHEMES):
+        return target
+    scheme, separator, rest = target.partition("://")
+    if separator:
+        example = rest.partition("/")[0] or "127.0.0.1:50051"
+        raise invalid_field("target", f"{target!r} is a URL; give HOST:PORT without {scheme}://, such as {example}")
+    host, colon, port = target.rpartition(":")
+    if not colon or (":" in host and not (host.startswith("[") and host.endswith("]"))):
+        bracketed = f"[{target}]" if ":" in target else target or "127.0.0.1"
+        raise invalid_field("target", f"{target!r} has no port; give HOST:PORT, such as {bracketed}:50051")
+    if not host:
+        raise invalid_field("target", f"{target!r} has no host; give HOST:PORT, such as 127.0.0.1:{port or '50051'}")
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
+        raise invalid_field("target", f"{target!r} has the port {port!r}; a port is a number from 1 to {_MAX_PORT}")
+    return target
+
+
+def is_absence(error: MotetError) -> bool:
+    """Whether no server took the call: none was reached, the connection broke, or the server is shutting down."""
+    return isinstance(error, Unavailable) and (not is_said_by_server(error) or error.reason == "DRAINING")
+
+
+def is_unsent(error: MotetError) -> bool:
+    """Whether the call never left this machine."""
+    return isinstance(error, Unavailable) and not is_said_by_server(error) and error.message.startswith(_UNSENT)
+
+
+def is_said_by_server(error: MotetError) -> bool:
+    """Whether a Motet server chose this error: gRPC's own errors have no details."""
+    return bool(error.reason) or error.retry_after_s is not None
+
+
+class ServerContact:
+    """Shared by all calls of one client. Safe in any thread: a lost race costs one line of the log."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.was_reached = False  # at least once
+        self._is_lost = False  # was reached, and is not now
+
+    def answered(self) -> None:
+        """The server sent something."""
+        self.was_reached = True
+        if self._is_lost:
+            self._is_lost = False
+            logger.info("server answers again target=%s", self.target)
+
+    def failed(self, error: MotetError) -> None:
+        """An attempt ended with `error`."""
+        if not isinstance(error, Unavailable) or is_said_by_server(error):
+            # A deadline and a cancelled call say nothing of the server, all else is its answer.
+            if not isinstance(error, (DeadlineExceeded, Cancelled)):
+                self.answered()
+            return
+        if not is_unsent(error):
+            self.was_reached = True  # there was a connection
+        if self.was_reached and not self._is_lost:
+            self._is_lost = True
+            logger.warning(
+                "server gone, calls are tried again until their timeout target=%s error=%s",
+                self.target,
+                self.explained(error).message,
+            )
+
+    def explained(self, error: MotetError) -> MotetError:
+        """`error`, with the server's address and the likely cause where gRPC's own text has neither."""
+        if is_said_by_server(error):
+            return error
+        if isinstance(error, Unavailable):
+            match = _LAST_ERROR.fullmatch(error.message)
+            cause = match[1] if match else error.message
+            what = "no Motet server answers at" if is_unsent(error) else "the connection broke to the server at"
+            return error.replaced(f"{what} {self.target}: {cause}", reason="SERVER_UNREACHABLE")
+        if isinstance(error, Unimplemented):
+            return error.replaced(
+                f"the server at {self.target} does not know this call: it is another service, a Motet server of "
+                "another version, or its port for workers; give the port for clients"
+            )
+        return error
