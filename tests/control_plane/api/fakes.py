@@ -457,6 +457,7 @@ class Api:
             registry=self.registry,
             weights=self.weights,
         )
+        self.address = ""
         self.channel: grpc.aio.Channel
 
     @contextlib.asynccontextmanager
@@ -466,10 +467,10 @@ class Api:
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)  # type: ignore[no-untyped-call]
         status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)  # type: ignore[no-untyped-call]
         operations_pb2_grpc.add_OperationsServicer_to_server(operations.OperationsService(self.book), server)
-        address = listeners.bind(server, "127.0.0.1:0")
+        self.address = listeners.bind(server, "127.0.0.1:0")
         await server.start()
         try:
-            async with grpc.aio.insecure_channel(address) as self.channel:
+            async with grpc.aio.insecure_channel(self.address) as self.channel:
                 yield self
         finally:
             await server.stop(None)
