@@ -117,8 +117,9 @@ format: setup-dev  ## let ruff and buf rewrite
 	$(BIN)/ruff format .
 	$(BIN)/buf format -w protos
 
-type: setup-dev  ## mypy, strict
+type: setup-dev  ## mypy, strict; the programs of README.md too
 	$(BIN)/mypy control_plane data_plane kernels client/motet benchmarks
+	$(PY) .ci/readme_types.py
 
 stubs: $(STUBS_VENV)/.stamp  ## regenerate client/motet/v1 from protos/
 	PYTHONPATH= $(STUBS_VENV)/bin/python protos/generate.py
