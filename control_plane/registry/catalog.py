@@ -63,7 +63,7 @@ class Catalog:
         record = self._records.get(adapter_id)
         if record is None:
             nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
-            hint = f"did you mean {nearest}?" if nearest else "ListAdapters tells what there is"
+            hint = f"did you mean {nearest}?" if nearest else "ListAdapters (motet adapters list) tells what there is"
             raise AdapterNotFound(f"no adapter {adapter_id!r}; {hint}", resource=f"adapters/{adapter_id}")
         return record
 
@@ -83,7 +83,8 @@ class Catalog:
         version = record.version(digest)
         if version is None:
             raise AdapterNotFound(
-                f"adapter {record.adapter_id!r} has no version {digest}; ListAdapterVersions tells what there is",
+                f"adapter {record.adapter_id!r} has no version {digest}; ListAdapterVersions (motet adapters versions "
+                f"{record.adapter_id}) tells what there is",
                 resource=f"adapters/{record.adapter_id}",
             )
         return version

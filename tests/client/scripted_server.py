@@ -144,6 +144,7 @@ class ScriptedServer(
         self.tenants: list[str | None] = []
         self.cancelled = threading.Event()
         self.adapters: dict[str, adapters_pb2.Adapter] = {}
+        self.version_digests = [f"{number:064x}" for number in (3, 2, 1)]
         self.files: dict[str, bytes] = {}
         self.chunk_sizes: list[int] = []
         self.upload_error: Callable[[grpc.ServicerContext], NoReturn] | None = None
@@ -253,7 +254,7 @@ class ScriptedServer(
     def ListAdapterVersions(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.requests.append(request)
         start = int(request.page_token or 0)
-        versions = [adapters_pb2.AdapterVersion(digest=f"{n:064x}", kind="lora", max_rank=8) for n in (3, 2, 1)]
+        versions = [adapters_pb2.AdapterVersion(digest=d, kind="lora", max_rank=8) for d in self.version_digests]
         end = start + (request.page_size or 100)
         return adapters_pb2.ListAdapterVersionsResponse(
             versions=versions[start:end], next_page_token=str(end) if end < len(versions) else ""

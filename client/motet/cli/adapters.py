@@ -7,6 +7,7 @@ import sys
 
 from motet.cli import exits
 from motet.cli.context import Subparsers, connect, server_option
+from motet.cli.digests import SHORT_DIGITS, full_digest
 from motet.cli.output import json_line, size, table
 from motet.errors import invalid_field
 from motet.types import Adapter
@@ -43,7 +44,7 @@ def add_parser(commands: Subparsers) -> None:
         parser = action(name, help_text)
         parser.add_argument("name", metavar="NAME")
         if name == "activate":
-            parser.add_argument("digest", metavar="DIGEST")
+            parser.add_argument("digest", metavar="DIGEST", help="of the version, or at least 8 digits that begin it")
         if name == "remove":
             parser.add_argument("--no-wait", action="store_true", help="do not wait until every tier is cleared")
         parser.set_defaults(run=run)
@@ -84,7 +85,7 @@ def _list(arguments: argparse.Namespace) -> int:
                     version.kind if version else "",
                     version.max_rank if version else 0,
                     size(version.size_bytes) if version else "",
-                    version.digest[:12] if version else "",
+                    version.digest[:SHORT_DIGITS] if version else "",
                     adapter.display_name,
                 )
             )
@@ -153,7 +154,8 @@ def _versions(arguments: argparse.Namespace) -> int:
 
 def _activate(arguments: argparse.Namespace) -> int:
     with connect(arguments) as client:
-        adapter = client.adapters.activate(arguments.name, arguments.digest)
+        digest = full_digest(client, arguments.name, arguments.digest, field="DIGEST")
+        adapter = client.adapters.activate(arguments.name, digest)
     return _show(adapter, is_json=arguments.json, verb="activated")
 
 

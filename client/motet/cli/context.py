@@ -9,10 +9,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from motet.client import Client
+from motet.contact import check_target
+from motet.errors import InvalidArgument
 from motet.retries import RetryPolicy
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 MAX_SECONDS = 1e6  # some eleven days
+CONNECT_TIMEOUT_S = 2.0
 
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 Subparsers: TypeAlias = Any  # argparse's own type is private
@@ -25,11 +28,20 @@ def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
     parent.add_argument(
         "--server",
         metavar="HOST:PORT",
+        type=_target,
         # Below a command it sets nothing unless given, so that it does not undo the one before the command.
         default=default if is_top else argparse.SUPPRESS,
         help=f"address of the control plane (default: $MOTET_SERVER, else {DEFAULT_SERVER})",
     )
     return parent
+
+
+def _target(text: str) -> str:
+    """The argparse type of the server's address."""
+    try:
+        return check_target(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(error.field_violations[0].description) from error
 
 
 def seconds(text: str) -> float:
@@ -45,4 +57,4 @@ def seconds(text: str) -> float:
 
 def connect(arguments: argparse.Namespace) -> Client:
     """A client for the server that the command line names. Tells soon when nobody answers there."""
-    return Client(arguments.server, retry=RetryPolicy(connect_timeout_s=2.0))
+    return Client(arguments.server, retry=RetryPolicy(connect_timeout_s=CONNECT_TIMEOUT_S))

@@ -56,12 +56,14 @@ def exit_code_of(error: MotetError) -> int:
 
 
 def error_line(error: MotetError) -> str:
-    """One line for people: message, field violations that it does not name already, when to try again."""
+    """One line for people: message, field violations that it does not name already, what to do next."""
     parts = [" ".join(error.message.split())]
     for violation in error.field_violations:
         if violation.description not in error.message:
             parts.append(f"{violation.field}: {violation.description}")
-    if error.retry_after_s is not None:
+    if error.retry_after_s is not None and "try again" not in error.message:
         parts.append(f"try again in {error.retry_after_s:g} s")
+    if error.reason == "SERVER_UNREACHABLE":
+        parts.append("is `motet up` running there? --server HOST:PORT or MOTET_SERVER names another server")
     reason = f" [{error.reason}]" if error.reason else ""
     return f"motet: {'; '.join(parts)}{reason}"

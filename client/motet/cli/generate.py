@@ -9,6 +9,7 @@ from typing import Any
 
 from motet.cli import exits
 from motet.cli.context import Subparsers, connect, seconds, server_option
+from motet.cli.digests import full_digest
 from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
@@ -21,9 +22,19 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "generate", help="stream a completion", description="Stream a completion.", parents=[server_option()]
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
+    parser.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        nargs="+",
+        help="text to continue; several words are joined by single spaces; - reads it from standard input",
+    )
     parser.add_argument("--adapter", default="", metavar="NAME", help="adapter to use (default: the base model)")
-    parser.add_argument("--adapter-digest", default="", metavar="HEX", help="one version of it (default: the active)")
+    parser.add_argument(
+        "--adapter-digest",
+        default="",
+        metavar="HEX",
+        help="one version of it, by its digest or at least 8 digits that begin it (default: the active version)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON line per event")
     parser.add_argument("--stats", action="store_true", help="print token counts and times to standard error")
     what = parser.add_mutually_exclusive_group()
@@ -104,17 +115,28 @@ def _add_more_sampling(group: Any) -> None:
         help="add X, in [-100, 100], to the logit of a token; may be repeated (default: none)",
     )
     group.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json, log-probabilities and the K likeliest (default: none)"
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="log-probabilities of the tokens and of the K likeliest; needs --json (default: none)",
     )
     group.add_argument(
-        "--prompt-logprobs", type=int, metavar="K", help="the same for the tokens of the prompt (default: none)"
+        "--prompt-logprobs",
+        type=int,
+        metavar="K",
+        help="the same for the tokens of the prompt; needs --json (default: none)",
     )
 
 
 def _add_decoding(group: Any) -> None:
-    group.add_argument("--n", type=int, metavar="N", help="answers to return, a count (default: 1)")
     group.add_argument(
-        "--best-of", type=int, metavar="N", help="answers to sample; the most likely are returned (default: --n)"
+        "--n", type=int, metavar="N", help="answers to return, a count; needs --temperature or --beams (default: 1)"
+    )
+    group.add_argument(
+        "--best-of",
+        type=int,
+        metavar="N",
+        help="answers to sample; the most likely are returned; needs --temperature (default: --n)",
     )
     group.add_argument("--beams", type=int, metavar="N", help="beam search with N beams, from 2 to 16 (default: none)")
     group.add_argument(
@@ -151,7 +173,21 @@ def _beam_search(arguments: argparse.Namespace) -> BeamSearch | None:
     return None
 
 
+def _refuse_what_has_no_effect(arguments: argparse.Namespace) -> None:
+    for flag, value in (("--logprobs", arguments.logprobs), ("--prompt-logprobs", arguments.prompt_logprobs)):
+        if value is not None and not arguments.json:
+            raise invalid_field(flag, "is printed as JSON only; add --json")
+    if arguments.beams is not None or (arguments.temperature or 0) != 0:
+        return
+    for flag, value in (("--best-of", arguments.best_of), ("--n", arguments.n)):
+        if value is not None and value > 1:
+            raise invalid_field(
+                flag, f"{value} answers at temperature 0 are all the same; add --temperature, such as 0.8, or --beams"
+            )
+
+
 def _generate(arguments: argparse.Namespace) -> int:
+    _refuse_what_has_no_effect(arguments)
     prompt = _prompt(arguments)
     options: GenerateOptions = {
         "adapter": arguments.adapter,
@@ -180,21 +216,26 @@ def _generate(arguments: argparse.Namespace) -> int:
         "priority": arguments.priority,
         "tenant": arguments.tenant,
     }
-    # Leaving the `with`, by Ctrl-C too, cancels the request.
-    with connect(arguments) as client, client.generate(prompt, timeout_s=arguments.timeout_s, **options) as stream:
-        if arguments.json:
-            _print_events(stream)
-        elif (arguments.n or 1) > 1:
-            _print_answers(stream)
-        else:
-            _print_text(stream)
-        if arguments.stats:
-            print(_summary(stream), file=sys.stderr)
+    with connect(arguments) as client:
+        if arguments.adapter_digest and arguments.adapter:
+            options["adapter_digest"] = full_digest(
+                client, arguments.adapter, arguments.adapter_digest, field="--adapter-digest"
+            )
+        # Leaving the `with`, by Ctrl-C too, cancels the request.
+        with client.generate(prompt, timeout_s=arguments.timeout_s, **options) as stream:
+            if arguments.json:
+                _print_events(stream)
+            elif (arguments.n or 1) > 1:
+                _print_answers(stream)
+            else:
+                _print_text(stream)
+            if arguments.stats:
+                print(_summary(stream), file=sys.stderr)
     return exits.OK
 
 
 def _prompt(arguments: argparse.Namespace) -> Prompt:
-    text: str = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = sys.stdin.read() if arguments.prompt == ["-"] else " ".join(arguments.prompt)
     if arguments.token_ids:
         if arguments.system is not None:
             raise invalid_field("--system", "needs a text prompt; leave --token-ids out")

@@ -1,0 +1,42 @@
+"""Digests as people give them: the first digits of one, as `motet adapters versions` shows it."""
+
+from __future__ import annotations
+
+import re
+
+from motet.client import Client
+from motet.errors import NotFound, invalid_field
+
+DIGEST_DIGITS = 64
+SHORT_DIGITS = 12  # as tables show a digest
+_LEAST_DIGITS = 8
+_DIGITS = re.compile(r"[0-9a-f]+")
+
+
+def full_digest(client: Client, adapter: str, given: str, *, field: str) -> str:
+    """The digest of the adapter's one version that begins with `given`.
+
+    A digest in full is taken as it is. Raises InvalidArgument on `field`, NotFound.
+    """
+    if len(given) == DIGEST_DIGITS:
+        return given
+    show = f"motet adapters versions {adapter}"
+    if not _LEAST_DIGITS <= len(given) < DIGEST_DIGITS or not _DIGITS.fullmatch(given):
+        raise invalid_field(
+            field,
+            f"{given!r} is not a digest or its beginning: give {_LEAST_DIGITS} to {DIGEST_DIGITS} digits of 0-9 and "
+            f"a-f, as `{show}` shows them",
+        )
+    found = [version.digest for version in client.adapters.versions(adapter, page_size=1000)]
+    matches = [digest for digest in found if digest.startswith(given)]
+    if not matches:
+        raise NotFound(
+            f"{field}: adapter {adapter!r} has no version whose digest begins with {given}; `{show}` shows them",
+            reason="ADAPTER_NOT_FOUND",
+        )
+    if len(matches) > 1:
+        some = ", ".join(digest[: len(given) + 8] for digest in matches[:3])
+        raise invalid_field(
+            field, f"{given} begins the digests of {len(matches)} versions of {adapter!r} ({some}); give more digits"
+        )
+    return matches[0]
