@@ -124,6 +124,12 @@ if TYPE_CHECKING:
         Generation as Generation,
     )
     from motet.types import (
+        Registration as Registration,
+    )
+    from motet.types import (
+        RegistrationChange as RegistrationChange,
+    )
+    from motet.types import (
         ServerStatus as ServerStatus,
     )
     from motet.types import (
@@ -156,7 +162,8 @@ _NAMES_BY_MODULE = {
     "motet.retries": "RetryPolicy",
     "motet.types": (
         "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion Answer BeamSearch ChatMessage Chunk Finished "
-        "FinishReason Generation ServerStatus Started Timings TokenLogprob TokenLogprobs Usage"
+        "FinishReason Generation Registration RegistrationChange ServerStatus Started Timings TokenLogprob "
+        "TokenLogprobs Usage"
     ),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

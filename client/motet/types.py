@@ -190,6 +190,25 @@ class AdapterVersion:
     size_bytes: int
     target_modules: tuple[str, ...]  # filled by get() and register() only
     create_time: datetime | None  # UTC
+    number: int = 0  # counts the versions of the name from 1; 0: the server does not number them
+
+
+class RegistrationChange(enum.StrEnum):
+    """What registering changed."""
+
+    UNSPECIFIED = "unspecified"  # a change this SDK does not know
+    CREATED = "created"  # the name is new
+    VERSION_ADDED = "version_added"  # other bytes under a known name: a new version, active now
+    VERSION_ACTIVATED = "version_activated"  # a known version that was not active, or not served, is active again
+    NONE = "none"  # the version was active already
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What registering an adapter changed, or would change with `validate_only`."""
+
+    change: RegistrationChange
+    previous_version: AdapterVersion | None  # active before; None if the name is new
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +227,7 @@ class Adapter:
     create_time: datetime | None  # UTC
     update_time: datetime | None  # UTC
     etag: str  # give it back to make a change conditional
+    registration: Registration | None = None  # filled by register() and register_from_root() only
 
 
 @dataclass(frozen=True, slots=True)

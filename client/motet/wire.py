@@ -29,6 +29,12 @@ _STATES = {
     adapters_pb2.ADAPTER_STATE_DELETING: types.AdapterState.DELETING,
     adapters_pb2.ADAPTER_STATE_FAILED: types.AdapterState.FAILED,
 }
+_CHANGES = {
+    adapters_pb2.REGISTRATION_CHANGE_CREATED: types.RegistrationChange.CREATED,
+    adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED: types.RegistrationChange.VERSION_ADDED,
+    adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED: types.RegistrationChange.VERSION_ACTIVATED,
+    adapters_pb2.REGISTRATION_CHANGE_NONE: types.RegistrationChange.NONE,
+}
 _TIERS = {
     adapters_pb2.ADAPTER_TIER_STORE: types.AdapterTier.STORE,
     adapters_pb2.ADAPTER_TIER_HOST_CACHE: types.AdapterTier.HOST_CACHE,
@@ -125,6 +131,14 @@ def adapter_from(message: adapters_pb2.Adapter) -> types.Adapter:
         create_time=_time(message.create_time),
         update_time=_time(message.update_time),
         etag=message.etag,
+        registration=_registration_from(message.registration) if message.HasField("registration") else None,
+    )
+
+
+def _registration_from(message: adapters_pb2.Registration) -> types.Registration:
+    return types.Registration(
+        change=_CHANGES.get(message.change, types.RegistrationChange.UNSPECIFIED),
+        previous_version=version_from(message.previous_version) if message.HasField("previous_version") else None,
     )
 
 
@@ -138,6 +152,7 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         size_bytes=message.size_bytes,
         target_modules=tuple(message.target_modules),
         create_time=_time(message.create_time),
+        number=message.number,
     )
 
 

@@ -23,7 +23,7 @@ from control_plane.api import wire
 from control_plane.api.adapter_roots import AdapterRoots
 from control_plane.api.gate import DrainGate
 from control_plane.api.operations import OperationBook
-from control_plane.api.parts import Fleet, Record, Registry, Weights
+from control_plane.api.parts import Fleet, Record, Registered, Registry, Weights
 from control_plane.api.pins import Pins
 from control_plane.api.request_memory import RequestMemory
 from control_plane.api.upload import UploadReceiver
@@ -93,9 +93,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
 
                 async def register() -> adapters_pb2.UploadAdapterResponse:
                     files = await upload.receive()
-                    record = await self._register(header, files)
-                    line.digest = record.active_digest
-                    return adapters_pb2.UploadAdapterResponse(adapter=wire.adapter_message(record, with_modules=True))
+                    registered = await self._register(header, files)
+                    line.digest = registered.record.active_digest
+                    return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
 
                 return await self._memory.once(
                     "UploadAdapter",
@@ -120,9 +120,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
 
         async def work() -> adapters_pb2.Adapter:
             with _Audit("create", peer, request.adapter_id) as line:
-                record = await self._register(request, files)
-                line.digest = record.active_digest
-                return wire.adapter_message(record, with_modules=True)
+                registered = await self._register(request, files)
+                line.digest = registered.record.active_digest
+                return wire.registered_message(registered)
 
         async def start() -> Any:
             return self._book.start(request.adapter_id, "create", work, is_cancellable=True)
@@ -249,9 +249,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
 
     async def _register(
         self, asked: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest, files: Mapping[str, Path]
-    ) -> Record:
+    ) -> Registered:
         try:
-            record = await self._registry.register(
+            registered = await self._registry.register(
                 asked.adapter_id,
                 files,
                 display_name=asked.display_name,
@@ -259,9 +259,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 validate_only=asked.validate_only,
             )
             if not asked.validate_only:
-                self._fleet.keep(record.active_digest)
-                self._weights.stored_anew(record.active_digest)
-            return record
+                self._fleet.keep(registered.record.active_digest)
+                self._weights.stored_anew(registered.record.active_digest)
+            return registered
         finally:  # cancelled, it may be registered all the same
             if not asked.validate_only:
                 await _to_the_end(self._pins.follow(asked.adapter_id))

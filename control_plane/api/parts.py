@@ -29,6 +29,8 @@ class Version(Protocol):
     def target_modules(self) -> Sequence[str]: ...
     @property
     def create_time_s(self) -> float: ...
+    @property
+    def number(self) -> int: ...
 
 
 class Record(Protocol):
@@ -58,6 +60,15 @@ class Record(Protocol):
     def update_time_s(self) -> float: ...
     @property
     def etag(self) -> str: ...
+
+
+class Registered(Protocol):
+    """registry.records.Registered"""
+
+    @property
+    def record(self) -> Record: ...
+    @property
+    def previous(self) -> Record | None: ...
 
 
 class Resolved(Protocol):
@@ -93,7 +104,7 @@ class Registry(Protocol):
         display_name: str = "",
         labels: Mapping[str, str] = ...,
         validate_only: bool = False,
-    ) -> Record: ...
+    ) -> Registered: ...
     def is_named(self, digest: str) -> bool: ...
     async def update(
         self,

@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from motet.v1 import adapters_pb2, types_pb2
 
-from control_plane.api.parts import Record, Version
+from control_plane.api.parts import Record, Registered, Version
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
 
 FINISH_REASONS = {
@@ -55,13 +55,14 @@ def version_message(version: Version, *, with_modules: bool = False) -> adapters
         dtype=version.dtype,
         size_bytes=version.size_bytes,
         create_time=timestamp(version.create_time_s),
+        number=version.number,
     )
 
 
 def adapter_message(
     record: Record, *, with_modules: bool = False, placements: Sequence[adapters_pb2.AdapterPlacement] = ()
 ) -> adapters_pb2.Adapter:
-    active = next((version for version in record.versions if version.digest == record.active_digest), None)
+    active = _active_version(record)
     return adapters_pb2.Adapter(
         name=f"adapters/{record.adapter_id}",
         uid=record.uid,
@@ -76,3 +77,28 @@ def adapter_message(
         update_time=timestamp(record.update_time_s),
         etag=record.etag,
     )
+
+
+def registered_message(registered: Registered) -> adapters_pb2.Adapter:
+    """The adapter with its modules, and what registering it changed."""
+    message = adapter_message(registered.record, with_modules=True)
+    message.registration.change = _change(registered)
+    previous = None if registered.previous is None else _active_version(registered.previous)
+    if previous is not None:
+        message.registration.previous_version.CopyFrom(version_message(previous))
+    return message
+
+
+def _change(registered: Registered) -> adapters_pb2.RegistrationChange:
+    record, previous = registered.record, registered.previous
+    if previous is None or not previous.versions:  # a record that could not be read is written anew
+        return adapters_pb2.REGISTRATION_CHANGE_CREATED
+    if record is previous:
+        return adapters_pb2.REGISTRATION_CHANGE_NONE
+    if any(version.digest == record.active_digest for version in previous.versions):
+        return adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED
+    return adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED
+
+
+def _active_version(record: Record) -> Version | None:
+    return next((version for version in record.versions if version.digest == record.active_digest), None)

@@ -75,6 +75,14 @@ class AdapterRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Registered:
+    """What registering a version gave."""
+
+    record: AdapterRecord  # as it is with the version active; not stored where the version was only checked
+    previous: AdapterRecord | None  # as it was before: the same object if nothing changed, None if the name is new
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
     """What one request was admitted with."""
 

@@ -26,6 +26,7 @@ from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
     AdapterVersion,
+    Registered,
     ResolvedAdapter,
     encode_record,
     encode_version,
@@ -139,7 +140,7 @@ class Registry:
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
         validate_only: bool = False,
-    ) -> AdapterRecord:
+    ) -> Registered:
         """Check and pack the files and make them the active version of the name.
 
         The same bytes again change nothing, but that they are active again. Cancelled before the change begins,
@@ -226,7 +227,7 @@ class Registry:
         is_abandoned: threading.Event,
         *,
         validate_only: bool,
-    ) -> AdapterRecord:
+    ) -> Registered:
         async with self._packer.packed(files, is_abandoned, keeps_chunks=not validate_only) as packed:
             if validate_only:
                 return self._registered(adapter_id, packed.info, display_name, labels)
@@ -234,9 +235,9 @@ class Registry:
             async with locks.hold(f"name {adapter_id}"), locks.hold(f"blob {packed.info.digest}"):
                 if is_abandoned.is_set():
                     raise Abandoned
-                record = self._registered(adapter_id, packed.info, display_name, labels)
-                await self._store_version(record, packed)
-            return record
+                registered = self._registered(adapter_id, packed.info, display_name, labels)
+                await self._store_version(registered.record, packed)
+            return registered
 
     def _registrable(self, adapter_id: str) -> AdapterRecord | None:
         """The present record of the name, if any. Raises if nothing can be registered under it."""
@@ -245,14 +246,12 @@ class Registry:
             raise AdapterNotActive(f"adapter {adapter_id!r} is being deleted; register it when that has ended")
         return record
 
-    def _registered(
-        self, adapter_id: str, packed: PackedInfo, display_name: str, labels: dict[str, str]
-    ) -> AdapterRecord:
-        """The record with this version active."""
+    def _registered(self, adapter_id: str, packed: PackedInfo, display_name: str, labels: dict[str, str]) -> Registered:
+        """The record with this version active, and as it is."""
         now_s = self._clock()
         record = self._registrable(adapter_id)
         if record is None or not record.versions:
-            return AdapterRecord(
+            first = AdapterRecord(
                 adapter_id=adapter_id,
                 uid=uuid.uuid4().hex,
                 display_name=display_name,
@@ -266,9 +265,10 @@ class Registry:
                 update_time_s=now_s,
                 last_number=1,
             )
+            return Registered(first, record)
         is_known = record.version(packed.digest) is not None
         if is_known and record.active_digest == packed.digest and record.state is AdapterState.ACTIVE:
-            return record
+            return Registered(record, record)
         changed = replace(
             record,
             display_name=display_name or record.display_name,
@@ -280,7 +280,7 @@ class Registry:
             revision=record.revision + 1,
         )
         if is_known:
-            return changed
+            return Registered(changed, record)
         if len(record.versions) >= MAX_VERSIONS:
             raise Exhausted(
                 f"adapter {adapter_id!r} has {MAX_VERSIONS} versions, the limit; delete versions that nobody uses "
@@ -289,7 +289,7 @@ class Registry:
             )
         number = record.last_number + 1
         version = self._version(packed, number, now_s)
-        return replace(changed, versions=(version, *record.versions), last_number=number)
+        return Registered(replace(changed, versions=(version, *record.versions), last_number=number), record)
 
     def _version(self, packed: PackedInfo, number: int, now_s: float) -> AdapterVersion:
         return AdapterVersion(

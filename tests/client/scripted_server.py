@@ -144,6 +144,7 @@ class ScriptedServer(
         self.tenants: list[str | None] = []
         self.cancelled = threading.Event()
         self.adapters: dict[str, adapters_pb2.Adapter] = {}
+        self.registration: adapters_pb2.Registration | None = None
         self.version_digests = [f"{number:064x}" for number in (3, 2, 1)]
         self.files: dict[str, bytes] = {}
         self.chunk_sizes: list[int] = []
@@ -201,7 +202,12 @@ class ScriptedServer(
             assert file.size_bytes == len(content)
             assert file.sha256 == hashlib.sha256(content).hexdigest()
             self.files[file.name] = bytes(content)
-        adapter = make_adapter(header.adapter_id, display_name=header.display_name, labels=dict(header.labels))
+        adapter = make_adapter(
+            header.adapter_id,
+            display_name=header.display_name,
+            labels=dict(header.labels),
+            registration=self.registration,
+        )
         if not header.validate_only:
             self.adapters[header.adapter_id] = adapter
         return adapters_pb2.UploadAdapterResponse(adapter=adapter)
@@ -299,7 +305,13 @@ def make_adapter(name: str, **fields: Any) -> adapters_pb2.Adapter:
         uid=f"uid-{name}",
         state=adapters_pb2.ADAPTER_STATE_ACTIVE,
         active_version=adapters_pb2.AdapterVersion(
-            digest=DIGEST, kind="lora", max_rank=8, dtype="float32", size_bytes=4096, target_modules=["m.q_proj"]
+            digest=DIGEST,
+            kind="lora",
+            max_rank=8,
+            dtype="float32",
+            size_bytes=4096,
+            target_modules=["m.q_proj"],
+            number=2,
         ),
         placements=[adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_ARENA, worker_id="w0")],
         etag="e1",

@@ -19,9 +19,11 @@ from motet import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
+    RegistrationChange,
     Unavailable,
 )
 from motet.uploads import CHUNK_BYTES
+from motet.v1 import adapters_pb2
 
 from tests.client.conftest import Driver
 from tests.client.scripted_server import DIGEST, ScriptedServer, abort, make_adapter
@@ -65,6 +67,24 @@ def test_register_uploads_both_files_whole_and_in_bounded_chunks(
     assert adapter.state is AdapterState.ACTIVE and adapter.active_version.digest == DIGEST
     total = sum(path.stat().st_size for path in adapter_dir.iterdir())
     assert progress[-1] == (total, total) and progress == sorted(progress)
+
+
+def test_registration_tells_the_change_and_the_version_before(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path
+) -> None:
+    server.registration = adapters_pb2.Registration(
+        change=adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED,
+        previous_version=adapters_pb2.AdapterVersion(digest="cd" * 32, number=1),
+    )
+    adapter = driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+    assert adapter.active_version.number == 2
+    assert adapter.registration.change is RegistrationChange.VERSION_ADDED
+    assert (adapter.registration.previous_version.digest, adapter.registration.previous_version.number) == (
+        "cd" * 32,
+        1,
+    )
+    server.adapters["pirate"].ClearField("registration")
+    assert driver.run(lambda client: client.adapters.get("pirate")).registration is None
 
 
 def test_upload_that_breaks_is_sent_again_whole_under_its_request_id(

@@ -18,7 +18,7 @@ from motet.cli import exits, server_parts
 from motet.cli.main import main
 from motet.cli.status import run_status
 from motet.errors import ERROR_BY_CODE
-from motet.v1 import types_pb2
+from motet.v1 import adapters_pb2, types_pb2
 
 from tests.client.scripted_server import (
     DIGEST,
@@ -168,7 +168,7 @@ def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, c
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     assert motet(server, "adapters", "add", "pirate", str(tmp_path), "--label", "team=sea") == 0
-    assert capsys.readouterr().out == f"registered pirate version {DIGEST}\n"
+    assert capsys.readouterr().out == f"registered pirate: version 2 ({DIGEST[:12]})\n"
     assert dict(server.adapters["pirate"].labels) == {"team": "sea"}
     assert motet(server, "adapters", "pin", "pirate") == 0 and server.adapters["pirate"].pinned
     assert motet(server, "adapters", "list") == 0
@@ -180,10 +180,55 @@ def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, c
     assert motet(server, "adapters", "versions", "pirate") == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert motet(server, "adapters", "activate", "pirate", "ef" * 32) == 0
+    assert capsys.readouterr().out == "activated pirate: version 2 (efefefefefef)\n"
     assert motet(server, "adapters", "unpin", "pirate") == 0 and not server.adapters["pirate"].pinned
     assert motet(server, "adapters", "remove", "--no-wait", "pirate") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "removed pirate"
     assert motet(server, "adapters", "get", "pirate") == exits.NOT_FOUND
+
+
+@pytest.mark.parametrize("is_check", [False, True])
+@pytest.mark.parametrize(
+    ("change", "previous", "line"),
+    [
+        ("CREATED", None, "registered pirate: version 2 (abababababab)"),
+        (
+            "VERSION_ADDED",
+            1,
+            "registered pirate: version 2 (abababababab) is new and active now; before: version 1 (cdcdcdcdcdcd); "
+            "back to it: motet adapters activate pirate cdcdcdcdcdcd",
+        ),
+        (
+            "VERSION_ACTIVATED",
+            3,
+            "registered pirate: version 2 (abababababab) was known and is active again; "
+            "before: version 3 (cdcdcdcdcdcd); back to it: motet adapters activate pirate cdcdcdcdcdcd",
+        ),
+        ("NONE", 2, "pirate is unchanged: version 2 (abababababab) is active already"),
+    ],
+)
+def test_adapters_add_tells_which_version_is_active_and_which_was(
+    server: ScriptedServer,
+    capsys: Capture,
+    tmp_path: Path,
+    change: str,
+    previous: int | None,
+    line: str,
+    is_check: bool,
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    server.registration = adapters_pb2.Registration(change=f"REGISTRATION_CHANGE_{change}")  # type: ignore[arg-type]
+    if previous is not None:
+        digest = DIGEST if change == "NONE" else "cd" * 32
+        server.registration.previous_version.MergeFrom(adapters_pb2.AdapterVersion(digest=digest, number=previous))
+    assert motet(server, "adapters", "add", *(["--check"] if is_check else []), "pirate", str(tmp_path)) == 0
+    told = capsys.readouterr().out
+    if is_check and change != "NONE":
+        wanted = line.partition("; back to it")[0].removeprefix("registered pirate: ")
+        assert told == f"checked pirate, nothing was stored; registering would give: {wanted}\n"
+    else:
+        assert told == line + "\n"
 
 
 def test_adapters_json_is_one_line_per_adapter(server: ScriptedServer, capsys: Capture) -> None:

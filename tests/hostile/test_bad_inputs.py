@@ -33,6 +33,7 @@ FREE = {
         f"motet.v1.Adapter.{name}"
         for name in (
             *("uid", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time"),
+            "registration",
         )
     ),
     "motet.v1.Hello.device",  # for people

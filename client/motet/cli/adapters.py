@@ -10,7 +10,7 @@ from motet.cli.context import Subparsers, connect, server_option
 from motet.cli.digests import SHORT_DIGITS, full_digest
 from motet.cli.output import json_line, size, table
 from motet.errors import invalid_field
-from motet.types import Adapter
+from motet.types import Adapter, AdapterVersion, RegistrationChange
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -66,7 +66,40 @@ def _add(arguments: argparse.Namespace) -> int:
             validate_only=arguments.check,
             progress=_show_progress if sys.stderr.isatty() else None,
         )
-    return _show(adapter, is_json=arguments.json, verb="checked" if arguments.check else "registered")
+    if arguments.json:
+        print(json_line(adapter))
+    else:
+        print(_told_registration(adapter, is_check=arguments.check))
+    return exits.OK
+
+
+def _told_registration(adapter: Adapter, *, is_check: bool) -> str:
+    """What registering changed: which version is active now, which was before, and the way back to it."""
+    change = adapter.registration.change if adapter.registration else RegistrationChange.UNSPECIFIED
+    previous = adapter.registration.previous_version if adapter.registration else None
+    present = _named(adapter.active_version)
+    match change:
+        case RegistrationChange.VERSION_ADDED:
+            done = f"registered {adapter.id}: {present} is new and active now"
+        case RegistrationChange.VERSION_ACTIVATED:
+            done = f"registered {adapter.id}: {present} was known and is active again"
+        case RegistrationChange.NONE:
+            return f"{adapter.id} is unchanged: {present} is active already"
+        case _:
+            done = f"registered {adapter.id}: {present}"
+    if is_check:
+        done = f"checked {adapter.id}, nothing was stored; registering would give: {done.partition(': ')[2]}"
+    if previous is None or adapter.active_version is None or previous.digest == adapter.active_version.digest:
+        return done
+    back = previous.digest[:SHORT_DIGITS]
+    way_back = "" if is_check else f"; back to it: motet adapters activate {adapter.id} {back}"
+    return f"{done}; before: {_named(previous)}{way_back}"
+
+
+def _named(version: AdapterVersion | None) -> str:
+    if version is None:
+        return "no version"
+    return f"version {version.number} ({version.digest[:SHORT_DIGITS]})"
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -114,7 +147,7 @@ def _get(arguments: argparse.Namespace) -> int:
     if adapter.active_version is not None:
         version = adapter.active_version
         lines += [
-            ("version", version.digest),
+            ("version", f"{version.number}, {version.digest}"),
             ("kind", f"{version.kind}, rank {version.max_rank}, {version.dtype}, {size(version.size_bytes)}"),
             ("modules", str(len(version.target_modules))),
         ]
@@ -147,8 +180,10 @@ def _versions(arguments: argparse.Namespace) -> int:
         for version in versions:
             print(json_line(version))
         return exits.OK
-    rows = [(v.digest, v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or "") for v in versions]
-    print(table(("DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED"), rows))
+    rows = [
+        (v.number, v.digest, v.kind, v.max_rank, v.dtype, size(v.size_bytes), v.create_time or "") for v in versions
+    ]
+    print(table(("NUMBER", "DIGEST", "KIND", "RANK", "DTYPE", "SIZE", "CREATED"), rows))
     return exits.OK
 
 
@@ -160,8 +195,7 @@ def _activate(arguments: argparse.Namespace) -> int:
 
 
 def _show(adapter: Adapter, *, is_json: bool, verb: str) -> int:
-    digest = adapter.active_version.digest if adapter.active_version else "none"
-    print(json_line(adapter) if is_json else f"{verb} {adapter.id} version {digest}")
+    print(json_line(adapter) if is_json else f"{verb} {adapter.id}: {_named(adapter.active_version)}")
     return exits.OK
 
 

@@ -25,6 +25,14 @@ class AdapterTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ADAPTER_TIER_STORE: _ClassVar[AdapterTier]
     ADAPTER_TIER_HOST_CACHE: _ClassVar[AdapterTier]
     ADAPTER_TIER_ARENA: _ClassVar[AdapterTier]
+
+class RegistrationChange(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REGISTRATION_CHANGE_UNSPECIFIED: _ClassVar[RegistrationChange]
+    REGISTRATION_CHANGE_CREATED: _ClassVar[RegistrationChange]
+    REGISTRATION_CHANGE_VERSION_ADDED: _ClassVar[RegistrationChange]
+    REGISTRATION_CHANGE_VERSION_ACTIVATED: _ClassVar[RegistrationChange]
+    REGISTRATION_CHANGE_NONE: _ClassVar[RegistrationChange]
 ADAPTER_STATE_UNSPECIFIED: AdapterState
 ADAPTER_STATE_ACTIVE: AdapterState
 ADAPTER_STATE_DELETING: AdapterState
@@ -33,6 +41,19 @@ ADAPTER_TIER_UNSPECIFIED: AdapterTier
 ADAPTER_TIER_STORE: AdapterTier
 ADAPTER_TIER_HOST_CACHE: AdapterTier
 ADAPTER_TIER_ARENA: AdapterTier
+REGISTRATION_CHANGE_UNSPECIFIED: RegistrationChange
+REGISTRATION_CHANGE_CREATED: RegistrationChange
+REGISTRATION_CHANGE_VERSION_ADDED: RegistrationChange
+REGISTRATION_CHANGE_VERSION_ACTIVATED: RegistrationChange
+REGISTRATION_CHANGE_NONE: RegistrationChange
+
+class Registration(_message.Message):
+    __slots__ = ("change", "previous_version")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    change: RegistrationChange
+    previous_version: AdapterVersion
+    def __init__(self, change: _Optional[_Union[RegistrationChange, str]] = ..., previous_version: _Optional[_Union[AdapterVersion, _Mapping]] = ...) -> None: ...
 
 class AdapterPlacement(_message.Message):
     __slots__ = ("tier", "worker_id")
@@ -43,7 +64,7 @@ class AdapterPlacement(_message.Message):
     def __init__(self, tier: _Optional[_Union[AdapterTier, str]] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "uid", "display_name", "labels", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time", "etag")
+    __slots__ = ("name", "uid", "display_name", "labels", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time", "etag", "registration")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +84,7 @@ class Adapter(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     display_name: str
@@ -75,10 +97,11 @@ class Adapter(_message.Message):
     create_time: _timestamp_pb2.Timestamp
     update_time: _timestamp_pb2.Timestamp
     etag: str
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ...) -> None: ...
+    registration: Registration
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time")
+    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +109,7 @@ class AdapterVersion(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     digest: str
     kind: str
     max_rank: int
@@ -93,7 +117,8 @@ class AdapterVersion(_message.Message):
     dtype: str
     size_bytes: int
     create_time: _timestamp_pb2.Timestamp
-    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    number: int
+    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
     __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id")

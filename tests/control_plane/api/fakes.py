@@ -43,6 +43,7 @@ class FakeVersion:
     size_bytes: int = 1000
     target_modules: tuple[str, ...] = ("model.layers.0.self_attn.q_proj",)
     create_time_s: float = 1.5
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class FakeRecord:
     create_time_s: float = 1.5
     update_time_s: float = 2.5
     etag: str = "e1"
+
+
+@dataclass(frozen=True)
+class FakeRegistered:
+    record: FakeRecord
+    previous: FakeRecord | None
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class FakeRegistry:
         display_name: str = "",
         labels: Mapping[str, str] = {},
         validate_only: bool = False,
-    ) -> FakeRecord:
+    ) -> FakeRegistered:
         self.calls.append(("register", adapter_id, validate_only))
         (self.entered_twice if self.entered.is_set() else self.entered).set()
         try:
@@ -135,7 +142,7 @@ class FakeRegistry:
         record = FakeRecord(adapter_id, (FakeVersion(DIGEST),), DIGEST, display_name, dict(labels), is_pinned=is_pinned)
         if not validate_only:
             self.records[adapter_id] = record
-        return record
+        return FakeRegistered(record, before)
 
     def is_named(self, digest: str) -> bool:
         return any(version.digest == digest for record in self.records.values() for version in record.versions)

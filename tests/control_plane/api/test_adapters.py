@@ -76,6 +76,27 @@ async def test_upload_registers_the_bytes_and_leaves_nothing_behind(api: Api) ->
     assert no_upload_left(api)
 
 
+async def test_upload_and_create_tell_what_they_changed(api: Api) -> None:
+    first = await upload(api, messages())
+    assert first.registration == adapters_pb2.Registration(change=adapters_pb2.REGISTRATION_CHANGE_CREATED)
+    api.registry.add("poet", OTHER_DIGEST)
+    second = await upload(api, messages())
+    assert second.registration.change == adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED
+    assert second.registration.previous_version.digest == OTHER_DIGEST
+    assert second.active_version.number == second.registration.previous_version.number == 1
+    (api.root / "v2").mkdir()
+    for name, data in FILES.items():
+        (api.root / "v2" / name).write_bytes(data)
+    api.registry.add("poet", OTHER_DIGEST)
+    begun = await adapters(api).CreateAdapter(adapters_pb2.CreateAdapterRequest(adapter_id="poet", source="team/v2"))
+    ended = await operations(api).WaitOperation(operations_pb2.WaitOperationRequest(name=begun.name), timeout=20)
+    adapter = adapters_pb2.Adapter()
+    ended.response.Unpack(adapter)
+    assert adapter.registration == second.registration
+    got = await adapters(api).GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/poet"))
+    assert not got.adapter.HasField("registration")
+
+
 async def test_validate_only_stores_nothing(api: Api) -> None:
     await upload(api, messages(validate_only=True))
     assert api.calls == [("register", "poet", True)]

@@ -65,7 +65,7 @@ async def test_a_change_that_hangs_is_told_and_made_to_its_end(
     with pytest.raises(StoreUnavailable, match="an earlier change waits"):
         await registry.update("a", display_name="second")
     # Another name goes on.
-    assert (await registry.register("b", files(tmp_path, 2))).active_digest
+    assert (await registry.register("b", files(tmp_path, 2))).record.active_digest
     storage.is_back.set()
     await ended(registry)
     assert registry.get("a").display_name == "first"

@@ -119,8 +119,8 @@ async def test_small_files_are_read_many_at_a_time(tmp_path: Path) -> None:
 async def test_a_lost_document_fails_the_active_version_and_drops_another(tmp_path: Path) -> None:
     store = tmp_path / "store"
     registry = await open_registry(str(store))
-    first = (await registry.register("a", files(tmp_path, 1))).active_digest
-    second = (await registry.register("a", files(tmp_path, 2))).active_digest
+    first = (await registry.register("a", files(tmp_path, 1))).record.active_digest
+    second = (await registry.register("a", files(tmp_path, 2))).record.active_digest
     await registry.close()
     documents = {digest: store / "versions" / "a" / f"{digest}.json" for digest in (first, second)}
     saved = documents[second].read_bytes()
@@ -134,7 +134,9 @@ async def test_a_lost_document_fails_the_active_version_and_drops_another(tmp_pa
     await registry.close()
     registry = await open_registry(str(store))
     assert [version.digest for version in registry.get("a").versions] == [first]
-    assert (await registry.register("a", files(tmp_path, 2))).versions[0].number == 3  # a number is never given twice
+    assert (await registry.register("a", files(tmp_path, 2))).record.versions[
+        0
+    ].number == 3  # a number is never given twice
     await registry.close()
 
 

@@ -91,8 +91,8 @@ async def registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 
 async def test_a_name_points_to_versions_and_rolls_back(registry: Registry, tmp_path: Path) -> None:
-    first = await registry.register("a", files(tmp_path, 1), display_name="A", labels={"team": "x"})
-    second = await registry.register("a", files(tmp_path, 2))
+    first = (await registry.register("a", files(tmp_path, 1), display_name="A", labels={"team": "x"})).record
+    second = (await registry.register("a", files(tmp_path, 2))).record
     assert [v.digest for v in second.versions] == [second.active_digest, first.active_digest]
     assert (second.display_name, second.labels, second.uid) == ("A", {"team": "x"}, first.uid)
     assert registry.resolve("a").version.digest == second.active_digest
@@ -104,15 +104,27 @@ async def test_a_name_points_to_versions_and_rolls_back(registry: Registry, tmp_
 
 
 async def test_the_same_bytes_again_change_nothing_or_become_active(registry: Registry, tmp_path: Path) -> None:
-    first = await registry.register("a", files(tmp_path, 1))
-    assert await registry.register("a", files(tmp_path, 1)) is first
+    first = (await registry.register("a", files(tmp_path, 1))).record
+    assert (await registry.register("a", files(tmp_path, 1))).record is first
     await registry.register("a", files(tmp_path, 2))
-    again = await registry.register("a", files(tmp_path, 1))
+    again = (await registry.register("a", files(tmp_path, 1))).record
     assert (again.active_digest, len(again.versions)) == (first.active_digest, 2)
 
 
+async def test_registering_tells_the_record_that_was_there_before(registry: Registry, tmp_path: Path) -> None:
+    created = await registry.register("a", files(tmp_path, 1))
+    assert created.previous is None
+    added = await registry.register("a", files(tmp_path, 2))
+    assert added.previous is created.record
+    same = await registry.register("a", files(tmp_path, 2))
+    assert same.previous is same.record is added.record
+    checked = await registry.register("a", files(tmp_path, 1), validate_only=True)
+    assert checked.previous is added.record and checked.record.active_digest == created.record.active_digest
+    assert registry.get("a") is added.record
+
+
 async def test_validate_only_stores_nothing(registry: Registry, tmp_path: Path) -> None:
-    record = await registry.register("a", files(tmp_path), validate_only=True)
+    record = (await registry.register("a", files(tmp_path), validate_only=True)).record
     assert record.active_version is not None
     assert (registry.stats().num_registered, registry.stats().num_stored) == (0, 0)
 
@@ -153,15 +165,15 @@ async def test_labels_and_display_names_have_limits(registry: Registry, tmp_path
 
 
 async def test_of_two_changes_with_one_etag_one_wins(registry: Registry, tmp_path: Path) -> None:
-    etag = (await registry.register("a", files(tmp_path))).etag
+    etag = (await registry.register("a", files(tmp_path))).record.etag
     calls = [registry.update("a", display_name=str(turn), etag=etag) for turn in range(5)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert sum(isinstance(result, EtagMismatch) for result in results) == 4
 
 
 async def test_deleting_takes_two_steps_and_spares_shared_blobs(registry: Registry, tmp_path: Path) -> None:
-    shared = (await registry.register("a", files(tmp_path, 1))).active_digest
-    own = (await registry.register("a", files(tmp_path, 2))).active_digest
+    shared = (await registry.register("a", files(tmp_path, 1))).record.active_digest
+    own = (await registry.register("a", files(tmp_path, 2))).record.active_digest
     await registry.register("b", files(tmp_path, 1))
     with pytest.raises(EtagMismatch):
         await registry.begin_delete("a", "stale")
@@ -201,7 +213,7 @@ async def test_pages_follow_the_names_through_changes(registry: Registry, tmp_pa
 
 
 async def test_versions_are_paged_newest_first(registry: Registry, tmp_path: Path) -> None:
-    digests = [(await registry.register("a", files(tmp_path, seed))).active_digest for seed in range(3)]
+    digests = [(await registry.register("a", files(tmp_path, seed))).record.active_digest for seed in range(3)]
     page, token = registry.versions_page("a", 2)
     rest, end = registry.versions_page("a", 2, token)
     assert ([v.digest for v in page + rest], end) == (digests[::-1], "")
@@ -241,7 +253,9 @@ async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
 
 
 async def test_versions_are_deleted_but_for_the_active_one(registry: Registry, tmp_path: Path) -> None:
-    first, second, third = [(await registry.register("a", files(tmp_path, seed))).active_digest for seed in range(3)]
+    first, second, third = [
+        (await registry.register("a", files(tmp_path, seed))).record.active_digest for seed in range(3)
+    ]
     await registry.register("b", files(tmp_path, 0))
     etag = registry.get("a").etag
     with pytest.raises(AdapterVersionActive, match=f"version {third} is the active one .*activate another version"):
@@ -263,14 +277,14 @@ async def test_versions_are_deleted_but_for_the_active_one(registry: Registry, t
     assert not registry._store.has_blob(second)
     record = registry.get("a")
     assert [version.digest for version in record.versions] == [third] and record.etag != etag
-    again = await registry.register("a", files(tmp_path, 1))
+    again = (await registry.register("a", files(tmp_path, 1))).record
     assert [(version.digest, version.number) for version in again.versions] == [(second, 4), (third, 3)]
 
 
 async def test_a_version_that_is_registered_again_while_it_is_deleted_keeps_its_weights(
     registry: Registry, tmp_path: Path
 ) -> None:
-    first = (await registry.register("a", files(tmp_path, 1))).active_digest
+    first = (await registry.register("a", files(tmp_path, 1))).record.active_digest
     await registry.register("a", files(tmp_path, 2))
     await registry.begin_delete_version("a", first)
     await registry.register("a", files(tmp_path, 1))
@@ -282,11 +296,11 @@ async def test_a_full_name_says_how_to_make_room_and_takes_its_own_versions(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("control_plane.registry.registry.MAX_VERSIONS", 2)
-    first = (await registry.register("a", files(tmp_path, 1))).active_digest
+    first = (await registry.register("a", files(tmp_path, 1))).record.active_digest
     await registry.register("a", files(tmp_path, 2))
     with pytest.raises(Exhausted, match=r"has 2 versions, the limit; delete .*DeleteAdapterVersion"):
         await registry.register("a", files(tmp_path, 3))
-    assert (await registry.register("a", files(tmp_path, 1))).active_digest == first
+    assert (await registry.register("a", files(tmp_path, 1))).record.active_digest == first
     await registry.begin_delete_version("a", registry.get("a").versions[0].digest)
     await registry.register("a", files(tmp_path, 3))
 
@@ -327,12 +341,12 @@ async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_afte
         root = tmp_path / str(step)
         storage = FailingFiles(root)
         registry = await open_registry(storage)
-        kept = (await registry.register("kept", files(tmp_path, 9))).active_digest
+        kept = (await registry.register("kept", files(tmp_path, 9))).record.active_digest
         storage.num_mutations, storage.fail_at, storage.is_after = 0, step, is_after
         has_crashed = False
         try:
             await registry.register("a", files(tmp_path, 1))
-            deleted = (await registry.register("a", files(tmp_path, 2))).active_digest
+            deleted = (await registry.register("a", files(tmp_path, 2))).record.active_digest
             await registry.register("a", files(tmp_path, 3))
             await registry.begin_delete_version("a", deleted)
             await registry.finish_delete_version(deleted)
@@ -400,7 +414,7 @@ async def test_another_base_model_or_type_is_told_and_undone_by_going_back(tmp_p
 
 async def test_lost_weights_are_told_and_come_back_with_the_same_bytes(tmp_path: Path) -> None:
     registry = await open_registry(str(tmp_path / "store"))
-    digest = (await registry.register("a", files(tmp_path))).active_digest
+    digest = (await registry.register("a", files(tmp_path))).record.active_digest
     await registry.close()
     (tmp_path / "store" / "blobs" / digest / "manifest.json").unlink()
     registry = await open_registry(str(tmp_path / "store"))
@@ -435,7 +449,7 @@ async def test_disk_trouble_while_packing_is_no_mistake_of_ours(
         with pytest.raises(error) as caught:
             await registry.register("a", adapter)
     assert str(tmp_path) not in str(caught.value)
-    assert (await registry.register("a", adapter)).active_digest  # the next one works
+    assert (await registry.register("a", adapter)).record.active_digest  # the next one works
     await registry.close()
 
 
@@ -472,7 +486,7 @@ async def test_a_cancelled_registration_leaves_memory_and_store_alike(tmp_path: 
 async def test_registering_the_same_bytes_again_repairs_a_damaged_blob(
     registry: Registry, tmp_path: Path, damage: str
 ) -> None:
-    digest = (await registry.register("a", files(tmp_path))).active_digest
+    digest = (await registry.register("a", files(tmp_path))).record.active_digest
     store = registry._store
     chunk, manifest = f"blobs/{digest}/00001.safetensors", f"blobs/{digest}/manifest.json"
     good = {path: store._files.read(path) for path in (chunk, manifest)}
@@ -485,7 +499,7 @@ async def test_registering_the_same_bytes_again_repairs_a_damaged_blob(
     else:
         store._files.write(manifest, b"{}")
     record = registry.get("a")
-    assert await registry.register("a", files(tmp_path)) is record  # nothing of the name changes
+    assert (await registry.register("a", files(tmp_path))).record is record  # nothing of the name changes
     assert {path: store._files.read(path) for path in good} == good
 
 
@@ -512,8 +526,8 @@ async def test_deleting_needs_no_space(tmp_path: Path) -> None:
 
     storage = FullDisk(tmp_path / "store")
     registry = await open_registry(storage)
-    first = (await registry.register("a", files(tmp_path, 1))).active_digest
-    second = (await registry.register("a", files(tmp_path, 2))).active_digest
+    first = (await registry.register("a", files(tmp_path, 1))).record.active_digest
+    second = (await registry.register("a", files(tmp_path, 2))).record.active_digest
     await registry.register("b", files(tmp_path, 3))
     storage.is_full = True
     with pytest.raises(Exhausted, match="full"):

@@ -1,0 +1,37 @@
+"""What registering changed, as the message tells it."""
+
+from __future__ import annotations
+
+from motet.v1 import adapters_pb2
+
+from control_plane.api.wire import registered_message
+from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, FakeRecord, FakeRegistered, FakeVersion
+
+OLD, NEW = FakeVersion(OTHER_DIGEST, number=1), FakeVersion(DIGEST, number=2)
+ONE, BOTH = FakeRecord("a", (OLD,), OTHER_DIGEST), FakeRecord("a", (NEW, OLD), DIGEST)
+
+
+def told(record: FakeRecord, previous: FakeRecord | None) -> tuple[str, int]:
+    """The change, and the number of the version that was active before (0: none)."""
+    message = registered_message(FakeRegistered(record, previous))
+    assert list(message.active_version.target_modules) == list(OLD.target_modules)
+    registration = message.registration
+    assert not registration.previous_version.target_modules
+    name = adapters_pb2.RegistrationChange.Name(registration.change).removeprefix("REGISTRATION_CHANGE_")
+    return name, registration.previous_version.number
+
+
+def test_every_change_has_its_name() -> None:
+    assert told(ONE, None) == ("CREATED", 0)
+    assert told(BOTH, ONE) == ("VERSION_ADDED", 1)
+    assert told(FakeRecord("a", (NEW, OLD), OTHER_DIGEST), BOTH) == ("VERSION_ACTIVATED", 2)
+    assert told(BOTH, BOTH) == ("NONE", 2)
+
+
+def test_version_that_could_not_be_served_is_activated_by_registering_it_again() -> None:
+    broken = FakeRecord("a", (OLD,), OTHER_DIGEST, state="failed", state_reason="damaged")
+    assert told(ONE, broken) == ("VERSION_ACTIVATED", 1)
+
+
+def test_record_that_could_not_be_read_is_created_anew() -> None:
+    assert told(ONE, FakeRecord("a", (), "", state="failed")) == ("CREATED", 0)
