@@ -18,6 +18,7 @@ _LAST_ERROR = re.compile(r".*last error: [A-Z_]+: (?:\S+: )?(?:Failed to connect
 # Address forms of gRPC that are no HOST:PORT.
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:", "passthrough:")
 _MAX_PORT = 65535
+_DRAINING = "DRAINING"  # reason of a server that shuts down: it takes nothing more
 
 
 def check_target(target: str) -> str:
@@ -41,12 +42,17 @@ def check_target(target: str) -> str:
 
 def is_absence(error: MotetError) -> bool:
     """Whether no server took the call: none was reached, the connection broke, or the server is shutting down."""
-    return isinstance(error, Unavailable) and (not is_said_by_server(error) or error.reason == "DRAINING")
+    return isinstance(error, Unavailable) and (not is_said_by_server(error) or error.reason == _DRAINING)
 
 
 def is_unsent(error: MotetError) -> bool:
     """Whether the call never left this machine."""
     return isinstance(error, Unavailable) and not is_said_by_server(error) and error.message.startswith(_UNSENT)
+
+
+def is_undone(error: MotetError) -> bool:
+    """Whether no server can have begun what the call asks for: none got it, or one that shuts down refused it."""
+    return is_unsent(error) or (isinstance(error, Unavailable) and error.reason == _DRAINING)
 
 
 def is_said_by_server(error: MotetError) -> bool:

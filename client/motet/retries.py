@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.contact import ServerContact, is_absence, is_said_by_server, is_unsent
+from motet.contact import ServerContact, is_absence, is_said_by_server, is_undone
 from motet.errors import Cancelled, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable
 
 _MIN_BACKOFF_S = 0.01
@@ -90,8 +90,8 @@ class Attempts:
     def after(self, error: MotetError, *, is_repeatable: bool) -> float:
         """Seconds to wait before the next attempt, after one that ended with `error`. Raises what is final.
 
-        A call that must not be made twice is tried again only where the server cannot have seen it. Not for calls that
-        the user cancelled: here, CANCELLED comes from a server that goes away.
+        A call that must not be made twice is tried again only where no server can have begun it. Not for calls that the
+        user cancelled: here, CANCELLED comes from a server that goes away.
         """
         error = as_broken(error)
         self.contact.failed(error)
@@ -99,7 +99,7 @@ class Attempts:
             raise self.timed_out("the call was not answered") from error
         if not isinstance(error, Unavailable) or self._policy.max_attempts == 1:
             raise self.contact.explained(error)
-        if not is_repeatable and not is_unsent(error):
+        if not is_repeatable and not is_undone(error):
             raise self.contact.explained(error)
         if is_absence(error):
             delay_s = self._after_absence(error)

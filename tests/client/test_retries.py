@@ -104,10 +104,10 @@ def test_absence_counts_from_the_last_sign_of_a_server() -> None:
         call.run(*[refused() for _ in range(30)])
 
 
-def test_what_may_not_be_made_twice_is_repeated_only_where_it_was_never_sent() -> None:
+def test_what_may_not_be_made_twice_is_repeated_only_where_no_server_has_begun_it() -> None:
     call = Call()
-    call.run(refused(), refused(), is_repeatable=False)
-    for error in (broken(), failed(), Unavailable("gone", reason="DRAINING")):
+    call.run(refused(), Unavailable("gone", reason="DRAINING"), refused(), is_repeatable=False)
+    for error in (broken(), failed()):
         with pytest.raises(Unavailable):
             call.run(error, is_repeatable=False)
 
