@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from motet.errors import Cancelled, DataLoss, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable
-from motet.requests import continuation, is_resumable, what_changed
-from motet.retries import Attempts, as_broken
+from motet.errors import Cancelled, DataLoss, DeadlineExceeded, MotetError, ResourceExhausted
+from motet.requests import continuation, is_resumable, repetition, what_changed
+from motet.retries import Attempts
 from motet.types import Answer, Chunk, Finished, Generation, Started, TokenLogprobs
 from motet.v1 import generation_pb2
 from motet.wire import finished_from, logprobs_from, started_from
@@ -44,9 +44,11 @@ class GenerationState:
         remaining_s = self._attempts.remaining_s
         if self._started_message is None:
             return self._request, remaining_s
-        (answer,) = self._answers  # no other request is continued
-        answer.expect_repetition()
-        return continuation(self._request, self._started_message, answer.token_ids), remaining_s
+        for answer in self._answers:
+            answer.begin_call(is_repetition=not self._is_resumable)
+        if not self._is_resumable:
+            return repetition(self._request, self._started_message), remaining_s
+        return continuation(self._request, self._started_message, self._answers[0].token_ids), remaining_s
 
     def fold(self, response: generation_pb2.GenerateResponse) -> Chunk | None:
         """The chunk that an event makes, None if it makes none. Raises DataLoss if events contradict each other."""
@@ -62,13 +64,14 @@ class GenerationState:
         if index >= len(self._answers):
             raise _broken_promise(f"answer {index} of a request for {len(self._answers)}")
         answer = self._answers[index]
-        if answer.finished is not None:
+        if answer.has_ended_here:
             raise _broken_promise(f"{event} after the end of answer {index}")
         if event == "finished":
             return answer.fold_finished(response.finished, self.started.adapter_digest)
-        if response.delta.token_ids:
+        chunk = answer.fold_delta(response.delta, self.started.adapter_digest)
+        if chunk is not None and chunk.token_ids:
             self._attempts.progressed()
-        return answer.fold_delta(response.delta, self.started.adapter_digest)
+        return chunk
 
     def after_call(self, error: MotetError | None) -> float | None:
         """What follows a call that ended in order (None) or with `error`, which the user did not ask for.
@@ -76,8 +79,9 @@ class GenerationState:
         Seconds to wait before `next_request`; None where the stream has ended. Raises what is final.
         1. Every answer has ended: so has the stream, whatever became of the connection.
         2. The call ended in order without that: nothing of this server can be trusted.
-        3. Nothing was told yet: the request is sent again.
-        4. The one answer can be continued: the same, and a server that has no room at present is asked again.
+        3. Nobody is there, or the server failed the call: the request is sent again, or continued, while Attempts
+           allows it.
+        4. Something was told and the server has no room at present: the same.
         5. Anything else is the answer.
         """
         if self.started is not None and all(answer.finished is not None for answer in self._answers):
@@ -86,14 +90,9 @@ class GenerationState:
             raise self._missing_end()
         if isinstance(error, DeadlineExceeded):
             raise self._timed_out() from error
-        error = as_broken(error)
-        if self.started is None:
-            return self._attempts.after(error, is_repeatable=True)
-        if not self._is_resumable and isinstance(error, Unavailable):
-            raise self._attempts.contact.explained(error).extended("several answers cannot be continued, send it again")
-        if isinstance(error, ResourceExhausted) and self._is_resumable and not self._is_call_started:
+        if isinstance(error, ResourceExhausted) and self.started is not None and not self._is_call_started:
             return self._attempts.when_there_is_room(error)
-        return self._attempts.after(error, is_repeatable=self._is_resumable)
+        return self._attempts.after(error, is_repeatable=True)
 
     def text(self) -> str:
         """All text of the first answer so far."""
@@ -121,8 +120,6 @@ class GenerationState:
         return self._attempts.timed_out(f"the answer was not complete, {num_tokens} tokens had come")
 
     def _fold_started(self, message: generation_pb2.GenerationStarted) -> None:
-        if any(answer.finished is not None for answer in self._answers):
-            raise _broken_promise("started after the end of an answer")
         if self._is_call_started:
             raise _broken_promise("started twice")
         self._is_call_started = True
@@ -144,46 +141,70 @@ class _AnswerState:
     def __init__(self, index: int) -> None:
         self.index = index
         self.finished: Finished | None = None
+        self.has_ended_here = False  # this call told its end
         # Invariant: a server that replays token_ids has released exactly the text in text_parts less _loose_text.
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._loose_text = ""  # text that came without tokens, behind the last token
-        self._repeated_text = ""  # what this call will send once more: the loose text of the broken one
+        # What this call sends once more: for a continuation the loose text, for a repetition all text.
+        self._repeated_text = ""
+        self._is_repetition = False
+        self._position = 0  # where this call stands: less than len(token_ids) while it repeats what is known
 
     def whole(self, finished: Finished) -> Answer:
         """The answer, which has ended."""
         return Answer(self.index, "".join(self.text_parts), tuple(self.token_ids), finished, tuple(self._logprobs))
 
-    def expect_repetition(self) -> None:
-        """A continuation is asked for."""
-        self._repeated_text = self._loose_text
+    def begin_call(self, *, is_repetition: bool) -> None:
+        """The next call goes on behind the known tokens, or tells them once more first."""
+        self.has_ended_here = False
+        self._is_repetition = is_repetition
+        self._position = 0 if is_repetition else len(self.token_ids)
+        self._repeated_text = "".join(self.text_parts) if is_repetition else self._loose_text
 
     def fold_delta(self, delta: generation_pb2.GenerationDelta, adapter_digest: str) -> Chunk | None:
+        """What is new in it; None if nothing is."""
+        if delta.token_offset != self._position:
+            raise _broken_promise(
+                f"token_offset {delta.token_offset} where {self._position} was due in answer {self.index}"
+            )
         offset = len(self.token_ids)
-        if delta.token_offset != offset:
-            raise _broken_promise(f"token_offset {delta.token_offset} where {offset} was due in answer {self.index}")
-        text = self._without_repetition(delta.text)
-        logprobs = logprobs_from(delta.logprobs)
-        if delta.token_ids:
-            self.token_ids.extend(delta.token_ids)
+        num_known = min(offset - self._position, len(delta.token_ids))
+        if delta.token_ids[:num_known] != self.token_ids[self._position : self._position + num_known]:
+            raise _broken_promise(f"other tokens than before from {self._position} on in answer {self.index}")
+        self._position += len(delta.token_ids)
+        token_ids, text = tuple(delta.token_ids[num_known:]), self._without_repetition(delta.text)
+        if not text and not token_ids:
+            return None
+        if self.finished is not None:
+            raise _broken_promise(f"more than before its end in answer {self.index}")
+        logprobs = logprobs_from(delta.logprobs)[num_known:]
+        if token_ids:
+            self.token_ids.extend(token_ids)
             self._logprobs.extend(logprobs)
             self._loose_text = self._repeated_text
         else:
             self._loose_text += text
-        if not text and not delta.token_ids:
-            return None
         self.text_parts.append(text)
         return Chunk(
             text=text,
-            token_ids=tuple(delta.token_ids),
+            token_ids=token_ids,
             token_offset=offset,
             adapter_digest=adapter_digest,
             index=self.index,
             logprobs=logprobs,
         )
 
-    def fold_finished(self, message: generation_pb2.GenerationFinished, adapter_digest: str) -> Chunk:
+    def fold_finished(self, message: generation_pb2.GenerationFinished, adapter_digest: str) -> Chunk | None:
+        """The last chunk; None where the answer had ended before this call, which only repeats it."""
+        self.has_ended_here = True
+        if self._position < len(self.token_ids) or (self._is_repetition and self._repeated_text):
+            raise _broken_promise(
+                f"the end after {self._position} tokens, before all that was told once, in answer {self.index}"
+            )
+        if self.finished is not None:
+            return None
         finished = finished_from(message)
         if finished.cumulative_logprob is None and self._logprobs:
             # A continued stream: its server knew the last part alone.
@@ -201,7 +222,7 @@ class _AnswerState:
         )
 
     def _without_repetition(self, text: str) -> str:
-        """`text` less what the broken call had sent already.
+        """`text` less what broken calls had sent already.
 
         Worked example: tokens [5, 6], text "ab" then "c" without tokens, broken. The continuation behind [5, 6]
         starts where "ab" ended and sends "cd" with token 7: "c" is known, "d" is new.

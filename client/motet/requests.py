@@ -105,7 +105,7 @@ def metadata_of(options: GenerateOptions, default_tenant: str) -> tuple[tuple[st
 
 
 def is_resumable(request: generation_pb2.GenerateRequest) -> bool:
-    """Whether a broken stream can be continued: only a request for one answer, sampled as it goes."""
+    """Whether a broken stream can be continued behind its tokens: only a request for one answer, sampled as it goes."""
     decoding = request.decoding
     return decoding.n <= 1 and decoding.best_of <= 1 and not decoding.HasField("beam_search")
 
@@ -115,7 +115,16 @@ def continuation(
     started: generation_pb2.GenerationStarted,
     token_ids: Sequence[int],
 ) -> generation_pb2.GenerateRequest:
-    """The request that goes on behind `token_ids` with the same tokens as the unbroken stream.
+    """The request that goes on behind `token_ids` with the same tokens as the unbroken stream."""
+    resumed = repetition(request, started)
+    resumed.resume_from.ids.extend(token_ids)
+    return resumed
+
+
+def repetition(
+    request: generation_pb2.GenerateRequest, started: generation_pb2.GenerationStarted
+) -> generation_pb2.GenerateRequest:
+    """The request that gives the tokens of the broken stream once more, from the first one on.
 
     What the server chose is pinned: version, seed, every default that a restarted server could choose anew, and the
     date that a chat template prints. A server with another model, or that makes another prompt of the input, refuses.
@@ -131,7 +140,6 @@ def continuation(
         resumed.chat.render_time.CopyFrom(started.render_time)
     resumed.preconditions.model_fingerprint = started.model_fingerprint
     resumed.preconditions.prompt_sha256 = started.prompt_sha256
-    resumed.resume_from.ids.extend(token_ids)
     return resumed
 
 

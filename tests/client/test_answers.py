@@ -17,12 +17,22 @@ from motet import (
     ResourceExhausted,
     TokenLogprob,
     TokenLogprobs,
-    Unavailable,
 )
 from motet.v1 import types_pb2
 
 from tests.client.conftest import Driver
-from tests.client.scripted_server import WORKER_LOST, Response, ScriptedServer, abort, delta, finished, playing, started
+from tests.client.scripted_server import (
+    WORKER_LOST,
+    Response,
+    Script,
+    ScriptedServer,
+    abort,
+    delta,
+    finished,
+    playing,
+    started,
+    text_of,
+)
 from tests.client.test_generation import TOKENS, refusing, sending
 
 
@@ -114,19 +124,107 @@ def test_log_probabilities_are_told_and_summed_over_a_break(server: ScriptedServ
     assert resumed.HasField("logprobs") and not resumed.HasField("prompt_logprobs")  # the first call told them
 
 
-@pytest.mark.parametrize("options", [{"n": 2}, {"best_of": 2}, {"beam_search": BeamSearch(2)}])
-def test_broken_stream_of_several_answers_is_not_continued(
-    server: ScriptedServer, driver: Driver, options: dict[str, Any]
+SEVERAL = {0: [5, 6, 7, 8], 1: [9, 10], 2: [11, 12, 13]}
+
+
+def playing_several(*, break_after: int | None = None, order: list[int] | None = None, per_delta: int = 1) -> Script:
+    """A faithful server for SEVERAL, from the first token on. After `break_after` events in all the connection breaks.
+
+    `order`: indices, one an event; the text of a token comes with the token behind it.
+    """
+
+    def script(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
+        assert not request.resume_from.ids
+        events = [started(n=3, seed=11), *_events_of_several(order or [0, 1, 2] * 9, per_delta)]
+        yield from events[:break_after]
+        if break_after is not None:
+            abort(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    return script
+
+
+def _events_of_several(order: list[int], per_delta: int) -> Iterator[Response]:
+    positions = dict.fromkeys(SEVERAL, 0)
+    ended: set[int] = set()
+    for index in order:
+        tokens, start = SEVERAL[index], positions[index]
+        if start < len(tokens):
+            end = positions[index] = min(start + per_delta, len(tokens))
+            spoken = [text_of(token) for token in tokens[max(start - 1, 0) : end - 1]]
+            yield delta(start, tokens[start:end], "".join(spoken), index=index)
+        elif index not in ended:
+            ended.add(index)
+            yield delta(start, [], text_of(tokens[-1]), index=index)
+            yield finished(len(tokens), index=index)
+    assert len(ended) == len(SEVERAL)
+
+
+@pytest.mark.parametrize("break_after", range(1, 16))
+@pytest.mark.parametrize("per_delta", [1, 3])
+def test_broken_stream_of_several_answers_is_repeated_without_loss_or_repetition(
+    server: ScriptedServer, driver: Driver, break_after: int, per_delta: int
+) -> None:
+    """The answers come in another order and in other pieces the second time."""
+    again = playing_several(order=[2, 2, 1, 0] * 9, per_delta=per_delta)
+    server.scripts.extend([playing_several(break_after=break_after), again])
+    chunks, result = driver.generate("hi", n=3)
+    for index, tokens in SEVERAL.items():
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        assert [token for chunk in mine for token in chunk.token_ids] == tokens
+        assert "".join(chunk.text for chunk in mine) == "".join(text_of(token) for token in tokens)
+        assert [chunk.token_offset for chunk in mine if chunk.token_ids] == sorted(
+            {chunk.token_offset for chunk in mine if chunk.token_ids}
+        )
+        assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.LENGTH]
+        assert mine[-1].finish_reason is not None and result.answers[index].token_ids == tuple(tokens)
+    first, second = server.requests
+    assert (second.sampling.seed, second.decoding, second.text) == (11, first.decoding, "hi")
+    assert len(driver.sleeps) == 1
+
+
+def test_answers_that_are_told_at_the_end_are_asked_for_again(server: ScriptedServer, driver: Driver) -> None:
+    def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
+        yield started(n=2, best_of=4)
+        yield delta(0, [5], "a")
+        abort(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    whole = sending(
+        started(n=2, best_of=4),
+        delta(0, [5, 6], "ab"),
+        finished(2),
+        delta(0, [7], "c", index=1),
+        finished(1, index=1),
+    )
+    server.scripts.extend([breaking, refusing(grpc.StatusCode.UNAVAILABLE, "Socket closed"), whole])
+    _, result = driver.generate("hi", n=2, best_of=4)
+    assert [(answer.text, answer.token_ids) for answer in result.answers] == [("ab", (5, 6)), ("c", (7,))]
+
+
+@pytest.mark.parametrize(
+    ("rest", "complaint"),
+    [
+        ([delta(0, [5, 9], "ab")], "other tokens than before from 0 on in answer 0"),
+        ([delta(0, [5, 6], "ax")], "text differs"),
+        ([delta(0, [5], "a"), finished(1)], "the end after 1 tokens, before all that was told once, in answer 0"),
+        ([delta(0, [5, 6], "a"), finished(2)], "the end after 2 tokens, before all that was told once, in answer 0"),
+        ([delta(0, [7, 8], "xy", index=1)], "more than before its end in answer 1"),
+        ([delta(0, [7], "x", index=1), finished(1, index=1), finished(1, index=1)], "finished after the end of answer"),
+        ([delta(1, [6], "b")], "token_offset 1 where 0 was due in answer 0"),
+    ],
+)
+def test_repetition_that_differs_is_data_loss(
+    server: ScriptedServer, driver: Driver, rest: list[Response], complaint: str
 ) -> None:
     def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
-        yield started(n=options.get("n", 1))
-        yield delta(0, [5], "a")
-        abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost", WORKER_LOST)
+        yield started(n=2)
+        yield delta(0, [5, 6], "ab")
+        yield delta(0, [7], "x", index=1)
+        yield finished(1, index=1)
+        abort(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
-    server.scripts.append(breaking)
-    with pytest.raises(Unavailable, match="the worker was lost"):
-        driver.generate("hi", **options)
-    assert len(server.requests) == 1 and driver.sleeps == []
+    server.scripts.extend([breaking, sending(started(n=2), *rest)])
+    with pytest.raises(DataLoss, match=complaint):
+        driver.generate("hi", n=2)
 
 
 def test_tenant_of_the_client_holds_where_a_call_names_none(server: ScriptedServer, driver: Driver) -> None:

@@ -217,17 +217,6 @@ def test_cancelled_that_nobody_asked_for_is_tried_again(server: ScriptedServer, 
     assert len(server.requests[1].resume_from.ids) == num_told
 
 
-def test_cancelled_stream_of_several_answers_is_unavailable(server: ScriptedServer, driver: Driver) -> None:
-    def cancelling(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
-        yield started(n=2)
-        yield delta(0, [5], "a")
-        abort(context, grpc.StatusCode.CANCELLED, "")
-
-    server.scripts.append(cancelling)
-    with pytest.raises(Unavailable, match="several answers cannot be continued, send it again"):
-        driver.generate(n=2)
-
-
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL])
 @pytest.mark.parametrize("n", [1, 2])
 def test_answer_that_came_whole_is_kept_though_the_stream_breaks(

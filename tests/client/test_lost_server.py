@@ -104,12 +104,12 @@ def test_server_killed_before_the_first_token_that_stays_away_ends_every_call_in
     assert all("no Motet server answers at" in str(result) for result in results)
 
 
-@pytest.mark.parametrize("behaviour", ["silent", "half"])
+@pytest.mark.parametrize(("behaviour", "n"), [("silent", 1), ("half", 1), ("half", 2)])
 def test_server_that_is_away_for_longer_than_all_attempts_loses_no_call(
-    server: LostServer, is_async: bool, behaviour: str
+    server: LostServer, is_async: bool, behaviour: str, n: int
 ) -> None:
     server.start(behaviour)
-    calls = Calls(server.target, is_async=is_async, timeout_s=50.0)
+    calls = Calls(server.target, is_async=is_async, timeout_s=50.0, n=n)
     server.wait_for_calls(NUM_CALLS)
     server.kill()
     calls.wait_for_pauses(MANY * NUM_CALLS)
