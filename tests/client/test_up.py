@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from motet import InvalidArgument
 from motet.cli import server_parts
 from motet.cli.supervisor import FIRST_RESTART_S, STEADY_S, Supervisor, describe
 from motet.cli.up import Side, run_up
@@ -216,6 +217,18 @@ def test_flags_reach_the_side_that_knows_them(stage: Stage) -> None:
     argv = ["--threads", "2", "--model=m", "--no-reflection", "--listen", "127.0.0.1:0"]
     assert run_up(argv, sides=sides(stage)) == 1
     assert stage.told()[0][2:] == ["--model=m", "--no-reflection", "--listen", "127.0.0.1:0"]
+
+
+def test_checkpoint_may_be_the_first_word(stage: Stage) -> None:
+    assert run_up(["m", "--listen", "127.0.0.1:0"], sides=sides(stage)) == 1
+    assert stage.told()[0][2:] == ["--model", "m", "--listen", "127.0.0.1:0"]
+
+
+@pytest.mark.parametrize("flags", [["--model", "n"], ["--model=n"]])
+def test_checkpoint_given_twice_is_refused_before_anything_starts(stage: Stage, flags: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match=r"DIR: m is given beside --model; give the checkpoint directory once"):
+        run_up(["m", *flags], sides=sides(stage))
+    assert stage.words() == []
 
 
 @pytest.mark.parametrize("argv", [["--nonsense"], ["--control-plane", "a:1"], ["--mod", "x"]])

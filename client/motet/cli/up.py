@@ -11,9 +11,11 @@ from typing import Any
 
 from motet.cli import server_parts
 from motet.cli.supervisor import Supervisor
+from motet.errors import invalid_field
 
 # Set by this command itself, from the control plane's ready line.
 _OWN_FLAG = "--control-plane"
+_MODEL_FLAG = "--model"
 _DEFAULT_DRAIN_TIMEOUT_S = 30.0
 
 
@@ -46,6 +48,7 @@ def default_sides() -> tuple[Side, Side]:
 
 def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> int:
     """Runs until stopped or until the control plane ends; the exit code."""
+    argv = _with_model_flag(argv)
     control_side, worker_side = sides or default_sides()
     control, worker = _Flags(control_side), _Flags(worker_side)
     worker.declared.pop(_OWN_FLAG, None)
@@ -63,7 +66,8 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
 def _parser(control: _Flags, worker: _Flags) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="motet up",
-        description="Run a control plane and one worker on this machine, until Ctrl-C.",
+        description="Run a control plane and one worker on this machine, until Ctrl-C. "
+        "`motet up DIR` is short for `motet up --model DIR`.",
         allow_abbrev=False,
     )
     shared = control.declared.keys() & worker.declared.keys()
@@ -79,6 +83,15 @@ def _parser(control: _Flags, worker: _Flags) -> argparse.ArgumentParser:
     return parser
 
 
+def _with_model_flag(argv: Sequence[str]) -> Sequence[str]:
+    """`argv` with the flag that a checkpoint directory given as its first word stands for. Raises InvalidArgument."""
+    if not argv or argv[0].startswith("-"):
+        return argv
+    if any(item.partition("=")[0] == _MODEL_FLAG for item in argv):
+        raise invalid_field("DIR", f"{argv[0]} is given beside {_MODEL_FLAG}; give the checkpoint directory once")
+    return [_MODEL_FLAG, *argv]
+
+
 def _argv_of(flags: _Flags, argv: Sequence[str]) -> list[str]:
     """The part of a checked command line that one side understands.
 
@@ -87,7 +100,7 @@ def _argv_of(flags: _Flags, argv: Sequence[str]) -> list[str]:
     mine: list[str] = []
     is_mine = False
     for item in argv:
-        # There are no positional arguments: what is no flag is the value of the flag before it.
+        # No positional argument is left: what is no flag is the value of the flag before it.
         if item.startswith("--"):
             is_mine = item.partition("=")[0] in flags.declared
         if is_mine:
