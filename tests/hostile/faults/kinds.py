@@ -7,12 +7,12 @@ system), and leaves the rig as it was, so that faults can overlap. Times are dra
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,11 @@ from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from tests.hostile.bad_inputs.uploads import UPLOAD, upload
 from tests.hostile.faults.load import options_of
 from tests.hostile.faults.rig import SLOW_READER_TIMEOUT_S, STEADY, TURNING, Rig
+from tests.hostile.faults.together import together
 from tests.hostile.faults.truth import Job
 
 CONTROL_PLANE, REDIS, STORE = "control plane", "redis", "store"
+HUNG_AFTER_S = 90.0  # calls of a fault's own, each with a deadline far below
 
 
 @dataclass(frozen=True)
@@ -118,23 +120,25 @@ def _control_plane_terminated(moment: Moment) -> list[str]:
     """By SIGTERM, while many new requests arrive, of which none may fail as long as it can wait."""
     rig, found = moment.rig, []
     is_back = threading.Event()
+    codes: list[int] = []
 
-    def ask(client: Client) -> None:
+    def ask() -> None:
         while not is_back.is_set():
             try:
                 client.generate([5, 6, 7], max_tokens=4, ignore_eos=True, timeout_s=30.0).result()
             except MotetError as error:
                 found.append(f"a request during the drain ended with {type(error).__name__}: {str(error)[:200]}")
 
-    with rig.hold(CONTROL_PLANE, REDIS), Client(rig.system.address) as client, ThreadPoolExecutor(12) as pool:
-        for _ in range(12):
-            pool.submit(ask, client)
+    def terminate() -> None:
         try:
-            code = rig.system.control_plane.stop(40.0)
+            codes.append(rig.system.control_plane.stop(40.0))
             rig.system.start_control_plane()
         finally:
             is_back.set()
-    return found + ([f"the control plane ended with status {code} after SIGTERM"] if code != 0 else [])
+
+    with rig.hold(CONTROL_PLANE, REDIS), _client(moment, RetryPolicy()) as client:
+        _, hung = together([terminate, *[ask] * 12], HUNG_AFTER_S + 40.0)
+    return found + hung + [f"the control plane ended with status {code} after SIGTERM" for code in codes if code != 0]
 
 
 def _control_plane_stopped(moment: Moment) -> list[str]:
@@ -267,8 +271,7 @@ def _store_away(moment: Moment) -> list[str]:
         rig.system.control_plane.kill()
         rig.system.start_control_plane()
         is_there = name in rig.registered()
-        if is_there:
-            rig.admin.adapters.delete(name, timeout_s=30.0)
+        _delete(moment, rig.admin, name)
     if was_taken and not is_there:
         return ["a registration was answered OK while the store was away, and is lost after a restart"]
     return []
@@ -294,38 +297,39 @@ def _adapter_deleted(moment: Moment) -> list[str]:
     """A name of its own comes, is used, goes while it is used, and stays gone."""
     rig, name = moment.rig, f"fleeting-{moment.number}"
     directory = rig.adapters.make(f"fleeting-{moment.number % 5}")
-    with _client(moment) as client, rig.hold(STORE), ThreadPoolExecutor(4) as pool:
+    with _client(moment) as client, rig.hold(STORE):
+
+        def ask() -> None:
+            with contextlib.suppress(MotetError):  # it may be gone already, and other faults may be at work
+                client.generate([7, 8, 9], adapter=name, max_tokens=40, ignore_eos=True, timeout_s=20.0).result()
+
+        def delete() -> None:
+            moment.pause(moment.draw.uniform(0.0, 0.3))
+            _delete(moment, client, name)
+
         try:
             client.adapters.register(name, directory, timeout_s=20.0)
         except MotetError:
-            return []  # another fault had the server just then
-
-        def ask() -> str:
-            try:
-                client.generate([7, 8, 9], adapter=name, max_tokens=40, ignore_eos=True, timeout_s=20.0).result()
-            except NotFound:
-                return ""
-            except MotetError as error:
-                return type(error).__name__
-            return ""
-
-        asked = [pool.submit(ask) for _ in range(4)]
-        moment.pause(moment.draw.uniform(0.0, 0.3))
-        try:
-            client.adapters.delete(name, timeout_s=30.0)
-        except NotFound:
-            pass
-        except MotetError:
+            _delete(moment, client, name)  # its answer alone may be lost
             return []
-        for future in asked:
-            future.result()
+        _, hung = together([delete, *[ask] * 4], HUNG_AFTER_S)
         try:
             client.generate([7, 8, 9], adapter=name, max_tokens=1, timeout_s=20.0).result()
-        except NotFound:
-            return []
         except MotetError:
-            return []
-    return [f"adapter {name} answers after its deletion ended"]
+            return hung
+    return [*hung, f"adapter {name} answers after its deletion ended"]
+
+
+def _delete(moment: Moment, client: Client, name: str) -> None:
+    """Delete an adapter, however often that takes; nothing where it is not there."""
+    for _ in range(60):
+        try:
+            client.adapters.delete(name, timeout_s=30.0)
+            return
+        except NotFound:
+            return
+        except MotetError:
+            moment.pause(0.5)
 
 
 def _upload_cancelled(moment: Moment) -> list[str]:
@@ -350,10 +354,9 @@ def _upload_cancelled(moment: Moment) -> list[str]:
             call.cancel()
             is_held.set()
             moment.pause(0.3)
-            with contextlib.suppress(MotetError):
-                if name in rig.registered():
-                    found.append("an upload that was cancelled before its end is registered")
-                    rig.admin.adapters.delete(name, timeout_s=30.0)
+            if name in rig.registered():
+                found.append("an upload that was cancelled before its end is registered")
+                _delete(moment, rig.admin, name)
     return found
 
 
@@ -424,24 +427,25 @@ def _read_all(moment: Moment, streams: list[Stream]) -> list[str]:
         due = list(moment.rig.truth.tokens(job, digest, 0)) if tokens else []
         return [f"a slow reader got {tokens} where {due} are due"] if tokens != due[: len(tokens)] else []
 
-    with ThreadPoolExecutor(len(streams)) as pool:
-        return [problem for found in pool.map(read, streams) for problem in found]
+    results, hung = together([functools.partial(read, stream) for stream in streams], HUNG_AFTER_S)
+    return [problem for found in results for problem in found] + hung
 
 
 def _many_cancels(moment: Moment) -> list[str]:
     """Streams that are closed at any moment, most of them before a token."""
-    with _client(moment) as client, ThreadPoolExecutor(8) as pool:
+    with _client(moment) as client:
 
-        def ask(seed: int) -> None:
-            draw = random.Random(seed)
-            job = moment.rig.truth.draw(draw)
-            with contextlib.suppress(MotetError):
-                stream = client.generate(list(job.prompt), timeout_s=20.0, **options_of(job))  # type: ignore[arg-type]
-                moment.pause(draw.choice((0.0, 0.001, 0.02, 0.1)))
-                stream.close()
+        def ask(draw: random.Random) -> None:
+            for _ in range(20):
+                job = moment.rig.truth.draw(draw)
+                with contextlib.suppress(MotetError):
+                    stream = client.generate(list(job.prompt), timeout_s=20.0, **options_of(job))  # type: ignore[arg-type]
+                    moment.pause(draw.choice((0.0, 0.001, 0.02, 0.1)))
+                    stream.close()
 
-        list(pool.map(ask, [moment.draw.randrange(1 << 30) for _ in range(150)]))
-    return []
+        draws = [random.Random(moment.draw.randrange(1 << 30)) for _ in range(8)]
+        _, hung = together([functools.partial(ask, draw) for draw in draws], HUNG_AFTER_S)
+    return hung
 
 
 def _many_connects(moment: Moment) -> list[str]:
@@ -490,8 +494,8 @@ def _large_texts(moment: Moment) -> list[str]:
 
 
 @contextlib.contextmanager
-def _client(moment: Moment) -> Iterator[Client]:
-    with Client(moment.rig.system.address, retry=RetryPolicy(max_attempts=3)) as client:
+def _client(moment: Moment, retry: RetryPolicy | None = None) -> Iterator[Client]:
+    with Client(moment.rig.system.address, retry=retry or RetryPolicy(max_attempts=3)) as client:
         yield client
 
 

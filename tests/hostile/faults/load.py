@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from motet import AsyncClient, Chunk, Client, FinishReason, MotetError
 
+from tests.hostile.faults.together import stack_of
 from tests.hostile.faults.truth import Job, Truth
 
 HUNG_AFTER_S = 10.0  # past the deadline of a call
@@ -153,8 +152,7 @@ class Load:
         for thread in (*self._threads, self._loop_thread):
             thread.join(max(latest_s - self._clock(), 0.1))
             if thread.is_alive():
-                frame = sys._current_frames().get(thread.ident or 0)
-                stacks.append("".join(traceback.format_stack(frame)[-6:]) if frame else thread.name)
+                stacks.append(stack_of(thread))
         if not stacks:  # closing the channel of a call that hangs may hang as well
             for client in self._clients:
                 client.close()

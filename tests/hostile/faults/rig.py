@@ -266,7 +266,10 @@ class Rig:
             lines = text.decode("utf-8", "replace").splitlines()
             for number, line in enumerate(lines):
                 if _BROKEN.search(line):
-                    found.append(f"{path.stem}: " + " | ".join(lines[max(number - 1, 0) : number + 1])[:400])
+                    # A stack ends with the first line that is not indented: the error.
+                    end = next((at for at in range(number + 1, len(lines)) if not lines[at].startswith(" ")), number)
+                    said = [*lines[max(number - 1, 0) : number + 1], *lines[number + 1 : end + 1][-3:]]
+                    found.append(f"{path.stem}: " + " | ".join(part.strip() for part in said)[:1000])
         return found
 
     def registered(self) -> dict[str, str]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.hostile.faults.kinds import FAULTS, Fault, Moment
 from tests.hostile.faults.load import Call, Load, problem_of
 from tests.hostile.faults.rig import ProcessUse, Rig
+from tests.hostile.faults.together import together
 
 WARM_S = 0.6  # of load before the first fault
 LATEST_FAULT_S = 0.8  # after that
+FAULT_ENDS_S = 200.0  # whatever hangs in it
 AFTER_S = 0.6  # of load after the last fault
 NUM_FAULTS = (1, 1, 1, 2, 3)
 PAUSE = threading.Event()
@@ -123,12 +125,10 @@ def _let_happen(
             found = [f"the fault {fault.name} failed: {type(error).__name__}: {str(error)[:300]}"]
         return Window(fault.name, begin_s, clock()), found
 
-    if not faults:
-        return [], []
-    with ThreadPoolExecutor(len(faults)) as pool:
-        futures = [pool.submit(happen, index, fault) for index, fault in enumerate(faults)]
-        ended = [future.result() for future in futures]
-    return [window for window, _ in ended], [problem for _, found in ended for problem in found]
+    calls = [functools.partial(happen, index, fault) for index, fault in enumerate(faults)]
+    ended, hung = together(calls, FAULT_ENDS_S)
+    found = [problem for _, problems in ended for problem in problems]
+    return [window for window, _ in ended], found + [f"a fault did not end: {stack}" for stack in hung]
 
 
 def _rest(seconds: float) -> None:
