@@ -179,12 +179,17 @@ class System:
         flags: Sequence[str] = (),
         *,
         command: Sequence[str] = ("-m", "data_plane"),
+        control_plane: str = "",
         wait: bool = True,
     ) -> Child:
-        """Start a worker, in place of one of the same id. `command` follows the interpreter; `wait`: until ready."""
+        """Start a worker, in place of one of the same id.
+
+        `command` follows the interpreter. `control_plane`: HOST:PORT, where it is not the system's own.
+        `wait`: until the worker is ready.
+        """
         if worker_id in self.workers:
             self.workers.pop(worker_id).kill()
-        addresses = ["--worker-id", worker_id, "--control-plane", self.worker_address]
+        addresses = ["--worker-id", worker_id, "--control-plane", control_plane or self.worker_address]
         worker = self._child(worker_id, [*command, "--model", str(self.model_dir), *addresses, *flags])
         self.workers[worker_id] = worker
         if wait:

@@ -56,14 +56,17 @@ class System(Processes):
         flags: Sequence[str] = (),
         *,
         command: Sequence[str] = ("-m", "data_plane", "--device", "cpu", "--threads", "1"),
+        control_plane: str = "",
         wait: bool = True,
     ) -> Child:
         """A real worker: torch, the checkpoint, the arena."""
-        return super().start_worker(worker_id, flags, command=command, wait=wait)
+        return super().start_worker(worker_id, flags, command=command, control_plane=control_plane, wait=wait)
 
-    def start_hash_worker(self, worker_id: str = "w0", flags: Sequence[str] = (), *, wait: bool = True) -> Child:
+    def start_hash_worker(
+        self, worker_id: str = "w0", flags: Sequence[str] = (), *, control_plane: str = "", wait: bool = True
+    ) -> Child:
         """A fake worker whose tokens are a hash chain (tests/fakes/hash_worker.py)."""
-        return self.start_worker(worker_id, flags, command=HASH_WORKER, wait=wait)
+        return self.start_worker(worker_id, flags, command=HASH_WORKER, control_plane=control_plane, wait=wait)
 
     def client(self) -> Client:
         """An SDK client, closed with the system."""

@@ -483,6 +483,26 @@ def _connections_cut(moment: Moment) -> list[str]:
     return []
 
 
+def _worker_cut_off(moment: Moment) -> list[str]:
+    """The connection of one worker breaks, a few times."""
+    with moment.rig.hold("network of workers"):
+        for _ in range(moment.draw.choice((1, 1, 3))):
+            moment.rig.worker_proxy.cut()
+            moment.pause(moment.draw.uniform(0.1, 0.8))
+    return []
+
+
+def _worker_unheard(moment: Moment) -> list[str]:
+    """Nothing passes between one worker and the control plane, for less or more time than counts as dead."""
+    with moment.rig.hold("network of workers"):
+        moment.rig.worker_proxy.freeze()
+        try:
+            moment.pause(moment.draw.choice((0.5, 1.5, 3.0)))
+        finally:
+            moment.rig.worker_proxy.thaw()
+    return []
+
+
 def _large_texts(moment: Moment) -> list[str]:
     """Texts of a megabyte, which are refused."""
     text = "word " * 200_000
@@ -525,5 +545,7 @@ FAULTS: list[Fault] = [
     Fault("many connects", _many_connects, weight=1.0),
     Fault("idle streams", _idle_streams, weight=1.0),
     Fault("connections cut", _connections_cut, weight=2.0),
+    Fault("worker cut off", _worker_cut_off, weight=1.5),
+    Fault("worker unheard", _worker_unheard, weight=1.5),
     Fault("large texts", _large_texts, weight=1.0),
 ]

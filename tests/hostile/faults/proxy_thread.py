@@ -34,6 +34,14 @@ class ProxyThread:
         self._thread.join()
         self._loop.close()
 
+    def freeze(self) -> None:
+        """Pass nothing on; connections stay open."""
+        self._loop.call_soon_threadsafe(self._proxy.freeze)
+
+    def thaw(self) -> None:
+        """Pass on what was held back, and go on."""
+        self._loop.call_soon_threadsafe(self._proxy.thaw)
+
     def cut(self) -> None:
         """Reset every connection."""
         self._loop.call_soon_threadsafe(self._proxy.cut)

@@ -70,6 +70,7 @@ class Rig:
         # Digests that each adapter may answer with; faults that change an adapter keep it true.
         self.digests: dict[str, set[str]] = {}
         self.proxy: ProxyThread  # before the port of clients; some of the load goes through it
+        self.worker_proxy: ProxyThread  # before the port of workers
         self.admin: Client  # for the rig's own questions: no retries, short timeouts
         self._locks: dict[str, threading.Lock] = {}
         self._redis: subprocess.Popen[bytes] | None = None
@@ -98,6 +99,7 @@ class Rig:
             flags += ["--redis-url", self.redis_url, "--worker-redis-url", self.redis_url]
         self.system = stack.enter_context(System(model_dir, self.work_dir / "system", control_flags=flags))
         self.proxy = stack.enter_context(ProxyThread(int(self.system.address.rpartition(":")[2])))
+        self.worker_proxy = stack.enter_context(ProxyThread(int(self.system.worker_address.rpartition(":")[2])))
         self.admin = stack.enter_context(self.client(retry=RetryPolicy(max_attempts=1)))
         for name in STEADY:
             self.register(name, name)
@@ -147,9 +149,11 @@ class Rig:
             yield
 
     def start_worker(self, worker_id: str, *, wait: bool = False) -> Child:
+        # The last one is reached over a network that faults can cut and freeze.
+        proxy = f"127.0.0.1:{self.worker_proxy.port}" if worker_id == self.worker_ids[-1] else ""
         if self.is_real:
-            return self.system.start_worker(worker_id, REAL_FLAGS, wait=wait)
-        return self.system.start_hash_worker(worker_id, HASH_FLAGS, wait=wait)
+            return self.system.start_worker(worker_id, REAL_FLAGS, control_plane=proxy, wait=wait)
+        return self.system.start_hash_worker(worker_id, HASH_FLAGS, control_plane=proxy, wait=wait)
 
     def worker(self, worker_id: str) -> Child:
         return self.system.workers[worker_id]
