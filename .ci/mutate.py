@@ -192,15 +192,16 @@ class Copies:
         try:
             file.write_text(source, encoding="utf-8")
             return all(
-                passes(checkout, step, limit_s) for step, limit_s in zip(tests_of(module), limits_s, strict=True)
+                not failure_of(checkout, step, limit_s)
+                for step, limit_s in zip(tests_of(module), limits_s, strict=True)
             )
         finally:
             file.write_text(original, encoding="utf-8")
             self._free.put(checkout)
 
 
-def passes(checkout: Path, tests: Sequence[str], limit_s: float) -> bool:
-    """Whether the tests pass in time."""
+def failure_of(checkout: Path, tests: Sequence[str], limit_s: float) -> str:
+    """What pytest says of tests that do not pass in time; empty if they do."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "not gpu", "-p", "no:cacheprovider", *tests]
     environment = {
         **os.environ,
@@ -208,10 +209,10 @@ def passes(checkout: Path, tests: Sequence[str], limit_s: float) -> bool:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     try:
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=limit_s)
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=limit_s, text=True)
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return f"not within {limit_s:.0f} s"
+    return "" if done.returncode == 0 else f"{done.stdout[-2000:]}\nstatus {done.returncode}"
 
 
 def run(module: Path, copies: Copies, *, count: int, seed: int, num_jobs: int) -> list[Outcome]:
@@ -220,8 +221,8 @@ def run(module: Path, copies: Copies, *, count: int, seed: int, num_jobs: int) -
     limits_s = []
     for step in tests_of(module):
         begin_s = time.monotonic()
-        if not passes(ROOT, step, 1800.0):
-            raise SystemExit(f"{' '.join(step)} does not pass without any fault")
+        if told := failure_of(ROOT, step, 1800.0):
+            raise SystemExit(f"{told}\n{' '.join(step)} does not pass without any fault")
         limits_s.append(30.0 + 5 * (time.monotonic() - begin_s))
     mutants = mutants_of(source)
     drawn = random.Random(f"{seed}/{module}").sample(mutants, min(count, len(mutants)))

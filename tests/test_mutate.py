@@ -80,16 +80,16 @@ def test_faults_that_no_test_notices_are_told(
     mutate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {
-        "control_plane/half.py": "def half(x):\n    return x // 2\n\n\ndef untested(x):\n    return x + x\n",
-        "tests/control_plane/test_half.py": "from control_plane.half import half\n\ndef test(): assert half(9) == 4\n",
+        "control_plane/same.py": "def same(x):\n    return x\n\n\ndef untested(x):\n    return x\n",
+        "tests/control_plane/test_same.py": "from control_plane.same import same\n\ndef test(): assert same(9) == 9\n",
         "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "--import-mode=importlib"\n',
     }
     for name, text in files.items():
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "project" / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(mutate, "ROOT", tmp_path / "project")
-    assert mutate.main(["control_plane/half.py", "--mutants", "99", "--jobs", "1"]) == 1
+    assert mutate.main(["control_plane/same.py", "--mutants", "99", "--jobs", "1"]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told[-1] == "5 mutants, 3 killed, 2 survived"
-    assert "  survived: control_plane/half.py:6: x + x -> x - x" in told
-    assert (tmp_path / "project" / "control_plane" / "half.py").read_text("utf-8") == files["control_plane/half.py"]
+    assert told[-1] == "2 mutants, 1 killed, 1 survived"
+    assert "  survived: control_plane/same.py:6: return x -> return None" in told
+    assert (tmp_path / "project" / "control_plane" / "same.py").read_text("utf-8") == files["control_plane/same.py"]
