@@ -17,6 +17,7 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
+from tokenizers import Tokenizer
 
 from tests.e2e.harness import System
 from tests.fakes.watched_control_plane import command, take_report
@@ -144,6 +145,9 @@ def large_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """A hash worker with a long context, so that what is large is computed and not refused."""
     directory = tmp_path_factory.mktemp("large")
     model = make_tokenizer(make_checkpoint(directory / "model", arch="llama", max_position_embeddings=CONTEXT))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens(["x" * 64])  # without a long token, a long text is refused by its length alone
+    tokenizer.save(str(model / "tokenizer.json"))
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with System(model, directory, control_command=command(directory / "report")) as system:
         system.start_hash_worker("w0", ["--num-blocks", "20000", "--token-budget", "8192"])
@@ -155,9 +159,9 @@ PROMPT = [5 + number % 200 for number in range(CONTEXT)]
 NEARLY_STOPS = [*("a" * 124 + chr(ord("b") + number) + "a" * 125 for number in range(15)), "a" * 249 + "z"]
 LARGE: dict[str, dict[str, Any]] = {
     "a text of 1 MB": {"text": WORDS[:1_000_000]},
-    "a text of 1 MB without spaces": {"text": WORDS.replace(" ", "")[:700_000]},
+    "a text of 1 MB without spaces": {"text": (WORDS * 2).replace(" ", "")[:1_000_000]},
     "a conversation of 1 MB": {"chat": {"messages": [{"role": "user", "content": WORDS[:1_000_000]}]}},
-    "a text as long as the context": {"text": WORDS[: 4 * CONTEXT]},
+    "a text as long as the context": {"text": WORDS[: CONTEXT - 2]},
     "as many token ids as the context takes": {"token_ids": {"ids": PROMPT[:-2]}},
     "log-probabilities of a prompt": {"token_ids": {"ids": PROMPT[:12_400]}, "sampling": {"prompt_logprobs": 20}},
     "ranked samples with log-probabilities": {

@@ -11,7 +11,7 @@ from motet.v1 import generation_pb2, types_pb2
 
 from control_plane.api.generation_request import CheckedRequest, check_request
 from control_plane.api.sampling_params import decoding_message, sampling_message
-from control_plane.errors import InvalidRequest
+from control_plane.errors import ContextTooLong, InvalidRequest
 
 VOCAB_SIZE = 300
 FLOATS = [math.nan, math.inf, -math.inf, -3.0, -1.0, -0.0, 1e-30, 0.5, 1.0, 1.5, 2.0, 50.0, 1e30]
@@ -87,3 +87,14 @@ def test_a_pristine_request_is_greedy_for_one_answer() -> None:
     checked = check(generation_pb2.GenerateRequest(token_ids=types_pb2.TokenIds(ids=[5])))
     assert (checked.sampling.temperature, checked.sampling.seed, checked.decoding.num_indices) == (0.0, 77, 1)
     assert not checked.decoding.is_ranked
+
+
+@pytest.mark.parametrize("field", ["token_ids", "resume_from.ids"])
+def test_more_token_ids_than_the_context_takes_are_refused_before_they_are_read(field: str) -> None:
+    """By their number alone: nothing is said of the ids, of which each is wrong."""
+    message = generation_pb2.GenerateRequest(token_ids={"ids": [5]})
+    ids = message.token_ids.ids if field == "token_ids" else message.resume_from.ids
+    ids.extend([VOCAB_SIZE] * 64)
+    with pytest.raises(ContextTooLong, match=rf"^{field}: .*6[45] tokens; at most 63") as caught:
+        check(message)
+    assert [violation.field for violation in caught.value.violations] == [field]
