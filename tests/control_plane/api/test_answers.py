@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,8 +12,9 @@ from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
 from control_plane.api import generation_request, kept_deltas
 from control_plane.api.kept_deltas import KeptDeltas
+from control_plane.api.text.codec import TextCodec
 from control_plane.scheduler.types import BeamSearch, FinishReason, Sampling, TokenLogprobs, sample_seed
-from tests.control_plane.api.fakes import Api, FakeEvent, details
+from tests.control_plane.api.fakes import Api, FakeEvent, byte_level_tokenizer, details
 from tests.control_plane.api.test_generation import generate, ids_of, request, script
 
 LENGTH = FinishReason.LENGTH
@@ -165,6 +167,35 @@ async def test_beams_come_at_the_end_best_first(api: Api) -> None:
     assert work.sampling == Sampling(seed=1234, min_tokens=1)
     again = await generate(api, request(decoding=responses[0].started.decoding, sampling=responses[0].started.sampling))
     assert again[0].started.decoding == responses[0].started.decoding
+
+
+async def test_a_long_beam_that_comes_at_once_is_told_in_parts(tmp_path: Path) -> None:
+    codec = TextCodec(byte_level_tokenizer(), None)
+    async with Api(tmp_path, codec, max_model_len=2000).running() as api:
+        tokens = ids_of("he", "ll", "o") * 250
+        script(api, event(0, tokens, LENGTH, score=-0.25), event(1, tokens[:1], LENGTH, score=-0.5))
+        responses = await generate(api, request(decoding={"beam_search": {"width": 2}}, stopping={"max_tokens": 750}))
+    deltas = [response.delta for response in responses if response.WhichOneof("event") == "delta"]
+    assert [len(delta.token_ids) for delta in deltas] == [256, 256, 238]
+    told_tokens, text, end = of_index(responses, 0)
+    assert (told_tokens, text) == (tokens, "hello" * 250)
+    assert (end.reason, end.score, end.usage.completion_tokens) == (types_pb2.FINISH_REASON_LENGTH, -0.25, 750)
+    await codec.close()
+
+
+async def test_kept_log_probabilities_come_in_parts_of_bounded_size(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_deltas, "MAX_DELTA_LOGPROBS", 6)
+    top = ((9, -0.25), (5, -1.5))
+    script(
+        api,
+        *[event(0, [5], logprobs=[told(5, -1.5, top)]) for _ in range(4)],
+        event(0, [6], LENGTH, logprobs=[told(6, -1.0, top)]),
+        event(1, [7], LENGTH, logprobs=[told(7, -9.0, top)]),
+    )
+    responses = await generate(api, request(decoding={"best_of": 2}, sampling={"logprobs": 2}))
+    deltas = [response.delta for response in responses if response.WhichOneof("event") == "delta"]
+    assert [len(delta.logprobs) for delta in deltas] == [2, 2, 1]
+    assert [(entry.token_id, len(entry.top)) for delta in deltas for entry in delta.logprobs] == [(5, 2)] * 4 + [(6, 2)]
 
 
 async def test_log_probabilities_of_prompt_and_tokens(api: Api) -> None:

@@ -516,6 +516,27 @@ async def test_conversation_that_prints_the_date_is_the_same_prompt_at_the_time_
     await codec.close()
 
 
+@pytest.mark.parametrize("num_resumed", [255, 256, 257, 700])
+async def test_long_stream_goes_on_where_it_broke(tmp_path: Path, num_resumed: int) -> None:
+    """Its text is brought up in pieces, and the stop string is found across them."""
+    codec = TextCodec(byte_level_tokenizer(), None)
+    async with Api(tmp_path, codec, max_model_len=2000).running() as api:
+        tokens = ids_of("a") * (num_resumed - 1) + ids_of("b")
+        script(api, FakeEvent(ids_of("c", "d"), FinishReason.LENGTH))
+        fields: dict[str, Any] = {"resume_from": {"ids": tokens}, "stopping": {"max_tokens": 1000, "stop": ["aabc"]}}
+        responses = await generate(api, request(**fields))
+        finished = responses[-1].finished
+        assert (finished.stop_string, finished.usage.completion_tokens) == ("aabc", num_resumed + 1)
+        assert (tokens_of(responses), text_of(responses)) == (ids_of("c"), "")
+        # The same where the broken stream had told the stop string's last token.
+        ended = await generate(api, request(**fields | {"resume_from": {"ids": [*tokens, *ids_of("c")]}}))
+        assert [response.WhichOneof("event") for response in ended] == ["started", "finished"]
+        last = ended[-1].finished
+        assert (last.stop_string, last.usage.completion_tokens) == ("aabc", num_resumed + 1)
+        assert len(api.fleet.requests) == 1
+    await codec.close()
+
+
 class SlowCodec(TextCodec):
     """Lets something happen while a text is tokenised."""
 
