@@ -38,6 +38,8 @@ class AnswerBook:
                     sequence.num_in_flight -= 1
                     self._fail(sequence.group, others)
                     continue
+                if sequence.group.prompt_logprobs is None:
+                    sequence.group.prompt_logprobs = PromptLogprobs()
                 sequence.group.prompt_logprobs.extend(prompt_told)
             if samples:
                 self._book_token(sequence, num_tokens, token_id, result, others)
@@ -147,7 +149,8 @@ class AnswerBook:
         if sequence.sampling.num_logprobs is not None:
             output.logprobs = [result.logprobs[sequence.row]]
         if sequence.sampling.num_prompt_logprobs is not None and len(sequence.generated) == 1:
-            output.prompt_logprobs, sequence.group.prompt_logprobs = sequence.group.prompt_logprobs, PromptLogprobs()
+            output.prompt_logprobs = sequence.group.prompt_logprobs or PromptLogprobs()
+            sequence.group.prompt_logprobs = None
 
     def _book_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Book the answer for a prefill chunk that sampled nothing."""

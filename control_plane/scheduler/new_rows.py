@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from control_plane.scheduler.logprobs import PromptLogprobs
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.types import NewRow, Sampling
 
@@ -18,9 +17,7 @@ def begin_row(sequence: Sequence, slot_generation: int) -> NewRow:
     sequence.is_begun = True
     sampling = sequence.sampling
     if sequence.tells_prompt:
-        sequence.group.prompt_logprobs = (
-            PromptLogprobs()
-        )  # what an earlier row told of a part of the prompt is told again
+        sequence.group.prompt_logprobs = None  # what an earlier row told of a part of the prompt is told again
     elif sampling.num_prompt_logprobs is not None:
         sampling = replace(sampling, num_prompt_logprobs=None)
     return NewRow(

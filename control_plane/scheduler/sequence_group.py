@@ -41,7 +41,7 @@ class SequenceGroup:
     is_paused: bool = False
     is_ended: bool = False  # never to be scheduled again
     num_rows: int = 0  # members that hold a row, draining ones included
-    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)  # told so far by the prefill that goes on
+    prompt_logprobs: PromptLogprobs | None = None  # told so far by the prefill that goes on
     searcher: BeamSearcher | None = None  # for beam search
     beam_sequences: list[Sequence] = field(default_factory=list)  # of the searcher's beams, in their order
     num_searched: int = 0  # tokens computed for beams, dropped ones included
