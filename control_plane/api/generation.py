@@ -26,7 +26,7 @@ from control_plane.api.generation_request import (
     effective_max_tokens,
     effective_stop_token_ids,
 )
-from control_plane.api.parts import Fleet, Registry
+from control_plane.api.parts import Fleet, Registry, Resolved
 from control_plane.api.preconditions import require_model, require_prompt
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
@@ -116,19 +116,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
         )
-        stops = StopStrings(checked.stop)
-        events = GenerationEvents(
-            label=checked.request_id or f"req-{work.request_id}",
-            adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
-            tenant=tenant,
-            checked=checked,
-            model_fingerprint=self._model.fingerprint,
-            render_time_s=render_time_s,
-            work=work,
-            vocab_size=self._model.vocab_size,
-            make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
-            clock=self._clock,
-        )
+        events = self._events(checked, work, resolved, render_time_s)
         if await events.resume():
             # The client had every token already; only the end of its stream was lost.
             for message in events.finished_by_resume():
@@ -152,6 +140,23 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             job.cancel()
         raise MotetError(f"the stream of request {work.request_id} ended without a finish reason")
+
+    def _events(
+        self, checked: CheckedRequest, work: Request, resolved: Resolved | None, render_time_s: float | None
+    ) -> GenerationEvents:
+        stops = StopStrings(checked.stop)
+        return GenerationEvents(
+            label=checked.request_id or f"req-{work.request_id}",
+            adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
+            tenant=work.tenant,
+            checked=checked,
+            model_fingerprint=self._model.fingerprint,
+            render_time_s=render_time_s,
+            work=work,
+            vocab_size=self._model.vocab_size,
+            make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
+            clock=self._clock,
+        )
 
     def _render_time_s(self, checked: CheckedRequest) -> float | None:
         """When the conversation is rendered, seconds since 1970; None for another input."""
