@@ -58,6 +58,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit status, below zero for a signal; None while it runs."""
+        return self._process.poll()
+
     def wait_ready(self, pattern: re.Pattern[str], timeout_s: float) -> re.Match[str]:
         """The match of the ready line. Raises StartFailed with the tail of the log."""
         deadline_s = time.monotonic() + timeout_s

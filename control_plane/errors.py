@@ -114,6 +114,12 @@ class PreconditionFailed(MotetError):
     reason = "PRECONDITION_FAILED"
 
 
+class StaleControlPlane(MotetError):
+    """The worker served a later session than any that this control plane can give it."""
+
+    reason = "STALE_CONTROL_PLANE"
+
+
 class EtagMismatch(MotetError):
     """The resource changed since the caller read it."""
 
@@ -194,6 +200,12 @@ class Draining(Unavailable):
     reason = "DRAINING"
 
 
+class WorkerIdTaken(Unavailable):
+    """Another worker is attached under the worker's id."""
+
+    reason = "WORKER_ID_TAKEN"
+
+
 class WorkerLost(Unavailable):
     """The request lost its worker too often."""
 
@@ -241,6 +253,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    StaleControlPlane: grpc.StatusCode.FAILED_PRECONDITION,
     TokenizerUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     EtagMismatch: grpc.StatusCode.ABORTED,
     DigestMismatch: grpc.StatusCode.DATA_LOSS,

@@ -1,9 +1,8 @@
 """The worker's end of the plan stream: keeps a session with the control plane and feeds one engine.
 
-Threads of one session: a reader (stream -> inbox), the caller's thread (inbox -> engine, in order), loaders (adapter
-loads), a watch (heartbeats out, silence in). Everything to be sent goes through one outbox. When a session ends for
-whatever reason the engine is reset and the next one starts from nothing; nothing here survives a session but the
-highest epoch seen.
+Threads of one session: a reader (stream -> inbox, plan_stream.py), the caller's thread (inbox -> engine, in order),
+loaders (adapter loads), a watch (session_watch.py). When a session ends for whatever reason the engine is reset and the
+next one starts from nothing; nothing here survives a session but its epoch.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from data_plane.errors import AdapterLoadError, PlanRefused, WorkerError
 from data_plane.plan import AdapterSource, Engine
+from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
+from data_plane.session_watch import SessionWatch, WatchTimes, WorkInHand
 from data_plane.wire import PROTOCOL_MAX, PROTOCOL_MIN, decode_steps, encode_hello, encode_output
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,12 @@ logger = logging.getLogger(__name__)
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 1.0
 WELCOME_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0  # how long the control plane may take to end a stream that the worker ends
 MAX_MESSAGE_BYTES = 64 << 20  # a plan with many long prompts; pieces of adapters are 1 MiB
 # Answers after which another try of this process cannot succeed.
 _FATAL_CODES = {
-    grpc.StatusCode.FAILED_PRECONDITION,  # another base model, dtype or protocol
+    grpc.StatusCode.FAILED_PRECONDITION,  # another base model, dtype, protocol or store
     grpc.StatusCode.INVALID_ARGUMENT,  # a Hello that makes no sense
-    grpc.StatusCode.ALREADY_EXISTS,  # another worker attached under this id
     grpc.StatusCode.UNIMPLEMENTED,  # not the worker port
 }
 _CHANNEL_OPTIONS = [
@@ -68,34 +69,17 @@ class PlanClientSettings:
     exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The last thing in an inbox."""
-
-    reason: str
-    code: grpc.StatusCode | None = None
-
-
-class _Stop:
-    """In the inbox: the process was asked to end."""
-
-
-_InboxItem = plan_pb2.AttachResponse | _Ended | _Stop
-
-
 @dataclass
 class _Session:
-    """One Attach stream."""
+    """One session, from its Welcome on."""
 
     epoch: int
-    dead_after_s: float
-    heartbeat_interval_s: float
-    outbox: SimpleQueue[plan_pb2.AttachRequest | None]
+    stream: PlanStream
     source: AdapterSource
     loaders: ThreadPoolExecutor
+    work: WorkInHand = field(default_factory=WorkInHand)
     last_step_id: int = 0
-    num_steps: int = 0
-    closed: threading.Event = field(default_factory=threading.Event)
+    is_closed: bool = False  # nothing more is to be sent
 
 
 class PlanClient:
@@ -111,7 +95,9 @@ class PlanClient:
         on_ready: Callable[[int], None] = lambda _epoch: None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        exit_process: Callable[[int], None] = os._exit,
     ) -> None:
+        """`exit_process` ends the process at once, where a thread of it is stuck."""
         self._engine = engine
         self._settings = settings
         self._make_source = make_source
@@ -120,15 +106,15 @@ class PlanClient:
         self._clock = clock
         self._rng = rng or random.Random(settings.worker_id)
         self._is_stopping = False  # no Event: a signal handler may have interrupted who holds its lock
-        self._inbox: SimpleQueue[_InboxItem] = SimpleQueue()
-        self._highest_epoch = 0
-        self._heard_s = 0.0  # when the control plane was last heard
+        self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
+        self._exit_process = exit_process
+        self._last_epoch = 0  # of the latest session, and so the highest
         self.num_sessions = 0
 
     def stop(self) -> None:
         """Ask `run` to return after the step in hand. Safe in a signal handler and from any thread."""
         self._is_stopping = True
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
 
     def run(self) -> int:
         """Serve until stopped or drained; the process exit code.
@@ -158,7 +144,7 @@ class PlanClient:
 
     def _rest(self, time_s: float) -> None:
         """Wait between sessions, or until a stop."""
-        inbox: SimpleQueue[_InboxItem] = SimpleQueue()
+        inbox: SimpleQueue[InboxItem] = SimpleQueue()
         self._inbox = inbox
         if not self._is_stopping:
             with contextlib.suppress(Empty):
@@ -166,134 +152,120 @@ class PlanClient:
 
     # ---- one session ----
 
-    def _attach(self) -> _Ended | None:
+    def _attach(self) -> Ended | None:
         """Open a session and serve it to its end; None after a drain or a stop."""
         with (
             self._open_channel(self._settings.control_plane) as channel,
             self._open_channel(self._settings.control_plane) as weights_channel,
         ):
-            inbox: SimpleQueue[_InboxItem] = SimpleQueue()
+            inbox: SimpleQueue[InboxItem] = SimpleQueue()
             self._inbox = inbox
             if self._is_stopping:
                 return None
-            outbox: SimpleQueue[plan_pb2.AttachRequest | None] = SimpleQueue()
-            outbox.put(encode_hello(self._engine.capacities, self._settings.worker_id))
-            call = _stub(channel).Attach(iter(outbox.get, None))
-            reader = threading.Thread(target=self._read, args=(call, inbox, outbox), name="plan-reader", daemon=True)
-            welcome_timer = threading.Timer(WELCOME_TIMEOUT_S, call.cancel)
+            stream = PlanStream(_stub(channel).Attach, self._settings.control_plane, inbox, self._clock)
+            stream.send(encode_hello(self._engine.capacities, self._settings.worker_id, self._last_epoch))
+            reader = threading.Thread(target=stream.read, name="plan-reader", daemon=True)
+            welcome_timer = threading.Timer(WELCOME_TIMEOUT_S, stream.cancel)
             welcome_timer.daemon = True
             reader.start()
             welcome_timer.start()
             try:
                 first = inbox.get()
                 welcome_timer.cancel()
-                if isinstance(first, _Stop):
+                if isinstance(first, Stop):
                     return None
-                if isinstance(first, _Ended):
+                if isinstance(first, Ended):
                     return first
+                assert isinstance(first, plan_pb2.AttachResponse), "a session is left before it began"
                 refusal = self._check_welcome(first)
                 if refusal is not None:
                     return refusal
                 source = self._make_source(_stub(weights_channel), first.welcome.host_cache_url)
-                return self._serve(first.welcome, inbox, outbox, source, call, weights_channel)
+                return self._serve(first.welcome, stream, source, weights_channel)
             finally:
                 welcome_timer.cancel()
                 welcome_timer.join()
-                outbox.put(None)
-                call.cancel()
+                stream.close_outbox()
+                stream.cancel()
                 reader.join()
 
-    def _read(
-        self,
-        call: grpc.CallIterator[plan_pb2.AttachResponse],
-        inbox: SimpleQueue[_InboxItem],
-        outbox: SimpleQueue[plan_pb2.AttachRequest | None],
-    ) -> None:
-        try:
-            for message in call:
-                self._heard_s = self._clock()
-                if message.WhichOneof("message") == "ping":  # past the plans that wait: it measures the way alone
-                    outbox.put(plan_pb2.AttachRequest(pong=plan_pb2.Pong(sequence=message.ping.sequence)))
-                else:
-                    inbox.put(message)
-            inbox.put(_Ended("the control plane closed the stream"))
-        except grpc.RpcError as error:
-            code = error.code() if isinstance(error, grpc.Call) else None
-            details = error.details() if isinstance(error, grpc.Call) else str(error)
-            if code is grpc.StatusCode.UNIMPLEMENTED:
-                details = f"{self._settings.control_plane} takes no workers; give the control plane's worker port"
-            inbox.put(_Ended(f"{code.name if code else 'no status'}: {details}", code))
-        except Exception as error:  # the thread's edge: without a word from here the compute thread would wait for ever
-            logger.exception("reader failed worker_id=%s", self._settings.worker_id)
-            inbox.put(_Ended(f"reader failed: {type(error).__name__}: {error}"))
-
-    def _check_welcome(self, message: plan_pb2.AttachResponse) -> _Ended | None:
+    def _check_welcome(self, message: plan_pb2.AttachResponse) -> Ended | None:
         if message.WhichOneof("message") != "welcome":
-            return _Ended(f"the first message is {message.WhichOneof('message')}, not a welcome")
+            return Ended(f"the first message is {message.WhichOneof('message')}, not a welcome")
         welcome = message.welcome
         if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
-            return _Ended(f"protocol {welcome.protocol} is not in {PROTOCOL_MIN}..{PROTOCOL_MAX}")
-        if welcome.epoch <= self._highest_epoch:
-            return _Ended(
-                f"epoch {welcome.epoch} is not above {self._highest_epoch}, which this worker served already: an older "
+            return Ended(f"protocol {welcome.protocol} is not in {PROTOCOL_MIN}..{PROTOCOL_MAX}")
+        if welcome.epoch <= self._last_epoch:
+            return Ended(
+                f"epoch {welcome.epoch} is not above {self._last_epoch}, which this worker served already: an older "
                 "control plane, or one with another store; restart this worker if it shall follow"
             )
-        if welcome.heartbeat_interval_ms < 1 or welcome.dead_after_ms <= welcome.heartbeat_interval_ms:
-            return _Ended(f"heartbeats of {welcome.heartbeat_interval_ms} ms, dead after {welcome.dead_after_ms} ms")
-        self._highest_epoch = welcome.epoch
+        interval_ms, leave_ms, longest_ms = (
+            welcome.heartbeat_interval_ms,
+            welcome.leave_after_ms,
+            welcome.longest_step_ms,
+        )
+        if interval_ms < 1 or leave_ms <= interval_ms or longest_ms < 1:
+            return Ended(f"heartbeats of {interval_ms} ms, leave after {leave_ms} ms, steps of at most {longest_ms} ms")
+        self._last_epoch = welcome.epoch
         return None
 
     def _serve(
-        self,
-        welcome: plan_pb2.Welcome,
-        inbox: SimpleQueue[_InboxItem],
-        outbox: SimpleQueue[plan_pb2.AttachRequest | None],
-        source: AdapterSource,
-        call: grpc.CallIterator[plan_pb2.AttachResponse],
-        weights_channel: grpc.Channel,
-    ) -> _Ended | None:
+        self, welcome: plan_pb2.Welcome, stream: PlanStream, source: AdapterSource, weights_channel: grpc.Channel
+    ) -> Ended | None:
         """From the Welcome to the end of the session. The engine is empty before and after."""
         session = _Session(
             epoch=welcome.epoch,
-            dead_after_s=welcome.dead_after_ms / 1000,
-            heartbeat_interval_s=welcome.heartbeat_interval_ms / 1000,
-            outbox=outbox,
+            stream=stream,
             source=source,
             loaders=ThreadPoolExecutor(self._settings.load_threads, thread_name_prefix="adapter-load"),
         )
-        watch = threading.Thread(target=self._watch, args=(session, inbox, call), name="plan-watch", daemon=True)
-        watch.start()
+        times = WatchTimes(
+            heartbeat_interval_s=welcome.heartbeat_interval_ms / 1000,
+            leave_after_s=welcome.leave_after_ms / 1000,
+            longest_step_s=welcome.longest_step_ms / 1000,
+        )
+        watch = SessionWatch(
+            stream, session.work, times, lambda: self._numbers(stream), self._clock, self._exit_process
+        )
+        watch_thread = threading.Thread(target=watch.run, name="plan-watch", daemon=True)
+        watch_thread.start()
         self.num_sessions += 1
         logger.info("attached worker_id=%s epoch=%d", self._settings.worker_id, session.epoch)
         self._on_ready(session.epoch)
         try:
-            return self._execute(session, inbox)
+            return self._execute(session)
         finally:
-            session.closed.set()
-            outbox.put(None)
+            session.is_closed = True
+            watch.close()
             # 1. Nothing more reaches the stream. 2. Loads that wait for the control plane fail. 3. The engine forgets
             # everything.
-            call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
+            stream.close_outbox()
+            stream.cancel()
             weights_channel.close()
-            watch.join()
             session.loaders.shutdown(wait=True, cancel_futures=True)
             self._engine.reset()
             self._engine.slots.clear()
+            watch.finish()
+            watch_thread.join()
 
-    def _execute(self, session: _Session, inbox: SimpleQueue[_InboxItem]) -> _Ended | None:
+    def _execute(self, session: _Session) -> Ended | None:
         """The compute thread's loop: messages in the order of the stream."""
         while True:
-            item = inbox.get()
-            if isinstance(item, _Ended):
+            item = session.stream.inbox.get()
+            if isinstance(item, Ended):
                 return item
-            if isinstance(item, _Stop):
-                self._close(session, inbox)
+            if isinstance(item, Leave):
+                self._close(session, item.reason)
+                return Ended(item.reason)
+            if isinstance(item, Stop):
+                self._close(session, "the worker was asked to stop")
                 return None
             kind = item.WhichOneof("message")
             if kind == "drain":
                 logger.info("drained worker_id=%s: %s", self._settings.worker_id, item.drain.reason)
                 self._is_stopping = True
-                self._close(session, inbox)
+                self._close(session, "the worker was drained")
                 return None
             try:
                 self._handle(session, kind, item)
@@ -303,9 +275,9 @@ class PlanClient:
                 if not isinstance(error, WorkerError):
                     logger.exception("engine failed epoch=%d step_id=%d", session.epoch, step_id)
                 fault = plan_pb2.Fault(reason=reason[:2000], step_id=step_id)
-                session.outbox.put(plan_pb2.AttachRequest(fault=fault))
-                self._close(session, inbox)
-                return _Ended(f"fault in step {step_id}: {reason}")
+                session.stream.send(plan_pb2.AttachRequest(fault=fault))
+                self._wait_for_end(session)
+                return Ended(f"fault in step {step_id}: {reason}")
 
     def _handle(self, session: _Session, kind: str | None, item: plan_pb2.AttachResponse) -> None:
         if kind == "step_plan":
@@ -315,9 +287,11 @@ class PlanClient:
                 raise PlanRefused(f"step {plan.step_id} after step {session.last_step_id}")
             for step in decode_steps(plan):
                 session.last_step_id = step.step_id
+                session.work.step = step.step_id, self._clock()
                 output = self._engine.execute(step)
-                session.outbox.put(encode_output(output, session.epoch))
-                session.num_steps += 1
+                session.work.step = None
+                session.stream.send(encode_output(output, session.epoch))
+                session.work.num_steps += 1
         elif kind == "load_adapter":
             self._check_epoch(session, item.load_adapter.epoch)
             session.loaders.submit(self._load, session, item.load_adapter)
@@ -325,7 +299,7 @@ class PlanClient:
             evict = item.evict_adapter
             self._check_epoch(session, evict.epoch)
             self._engine.slots.evict(evict.slot, evict.generation)
-            session.outbox.put(self._slot_state(session, evict.slot, evict.generation, state="STATE_EMPTY"))
+            session.stream.send(self._slot_state(session, evict.slot, evict.generation, state="STATE_EMPTY"))
         else:
             raise PlanRefused(f"unexpected message {kind}")
 
@@ -333,16 +307,21 @@ class PlanClient:
         if epoch != session.epoch:
             raise PlanRefused(f"epoch {epoch} in a session of epoch {session.epoch}")
 
-    def _close(self, session: _Session, inbox: SimpleQueue[_InboxItem]) -> None:
+    def _close(self, session: _Session, reason: str) -> None:
+        """Leave: without a word from the worker, the end of its stream would be taken for its death."""
+        session.stream.send(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason=reason)))
+        self._wait_for_end(session)
+
+    def _wait_for_end(self, session: _Session) -> None:
         """Half-close, and let what is in the outbox leave before the stream is cut.
 
-        The control plane ends the stream once it read the last message; a silent one is cut after a heartbeat's time.
+        The control plane ends the stream once it read the last message; one that is silent does not.
         """
-        session.outbox.put(None)
-        deadline_s = self._clock() + session.heartbeat_interval_s
+        session.stream.close_outbox()
+        deadline_s = self._clock() + CLOSE_TIMEOUT_S
         while (left_s := deadline_s - self._clock()) > 0:
             try:
-                if isinstance(inbox.get(timeout=left_s), _Ended):
+                if isinstance(session.stream.inbox.get(timeout=left_s), Ended):
                     return
             except Empty:
                 return
@@ -352,6 +331,7 @@ class PlanClient:
     def _load(self, session: _Session, load: plan_pb2.LoadAdapter) -> None:
         """Fill a slot on a loader thread and report it."""
         start_s = self._clock()
+        session.work.loads[load.slot, load.generation] = start_s
         state, reason, is_retryable = "STATE_READY", "", False
         try:
             self._engine.slots.load(load.slot, load.generation, load.digest, session.source)
@@ -360,15 +340,17 @@ class PlanClient:
         except Exception as error:  # the thread's edge: a failed load must not look like a running one
             logger.exception("adapter load failed digest=%s slot=%d", load.digest, load.slot)
             state, reason = "STATE_FAILED", f"{type(error).__name__}: {error}"
+        finally:
+            session.work.loads.pop((load.slot, load.generation), None)
         if state == "STATE_FAILED":
             logger.warning("adapter load failed digest=%s slot=%d: %s", load.digest, load.slot, reason)
-        if session.closed.is_set():
+        if session.is_closed:
             return
         message = self._slot_state(session, load.slot, load.generation, state=state, digest=load.digest)
         message.slot_state.reason = reason[:2000]
         message.slot_state.retryable = is_retryable
         message.slot_state.load_time_us = int((self._clock() - start_s) * 1e6)
-        session.outbox.put(message)
+        session.stream.send(message)
 
     def _slot_state(
         self, session: _Session, slot: int, generation: int, *, state: str, digest: str = ""
@@ -384,26 +366,13 @@ class PlanClient:
             )
         )
 
-    def _watch(
-        self, session: _Session, inbox: SimpleQueue[_InboxItem], call: grpc.CallIterator[plan_pb2.AttachResponse]
-    ) -> None:
-        """Send heartbeats, and end the session of a control plane that fell silent."""
-        while not session.closed.wait(session.heartbeat_interval_s):
-            silent_s = self._clock() - self._heard_s
-            if silent_s >= session.dead_after_s:
-                inbox.put(_Ended(f"the control plane was silent for {silent_s:.1f} s"))
-                call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
-                return
-            session.outbox.put(
-                plan_pb2.AttachRequest(
-                    heartbeat=plan_pb2.Heartbeat(
-                        num_steps=session.num_steps,
-                        num_plans_waiting=min(inbox.qsize(), 2**31),
-                        arena_used_bytes=self._engine.slots.used_bytes(),
-                        resident_bytes=resident_bytes(),
-                    )
-                )
-            )
+    def _numbers(self, stream: PlanStream) -> plan_pb2.Heartbeat:
+        """What a heartbeat tells beside the work in hand."""
+        return plan_pb2.Heartbeat(
+            num_plans_waiting=min(stream.inbox.qsize(), 2**31),
+            arena_used_bytes=self._engine.slots.used_bytes(),
+            resident_bytes=resident_bytes(),
+        )
 
 
 def _stub(channel: grpc.Channel) -> plan_pb2_grpc.WorkerServiceStub:

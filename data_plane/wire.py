@@ -20,8 +20,8 @@ from data_plane.plan import (
     StepPlan,
 )
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL_MIN = 2
+PROTOCOL_MAX = 2
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -73,8 +73,8 @@ def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
     )
 
 
-def encode_hello(capacities: Capacities, worker_id: str) -> plan_pb2.AttachRequest:
-    """The first message of a session."""
+def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) -> plan_pb2.AttachRequest:
+    """The first message of a session; `last_epoch` is that of the session before, 0 where there is none."""
     return plan_pb2.AttachRequest(
         hello=plan_pb2.Hello(
             protocol_min=PROTOCOL_MIN,
@@ -93,6 +93,7 @@ def encode_hello(capacities: Capacities, worker_id: str) -> plan_pb2.AttachReque
             vocab_size=capacities.vocab_size,
             parallel=plan_pb2.ParallelLayout(tensor=1, pipeline=1),
             num_host_blocks=capacities.num_host_blocks,
+            last_epoch=last_epoch,
         )
     )
 

@@ -14,14 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import grpc
 from motet.v1 import plan_pb2
 
 from control_plane.awake import AwakeClock
 from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer, Unavailable
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.dispatcher import Dispatcher
+from control_plane.fleet.endings import EndCause
 from control_plane.fleet.failures import error_of, lost
+from control_plane.fleet.fencing import check_epochs
 from control_plane.fleet.hello import BaseModelLike, check_hello
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
 from control_plane.fleet.quotas import TenantQuotas, TenantUse
@@ -268,9 +269,10 @@ class Fleet:
         return bool(self._sessions) and not any(session.is_stalled for session in self._sessions.values())
 
     def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
-        """A session for the worker that said this; an earlier one under its id is fenced.
+        """A session for the worker that said this; an earlier one of the same process is over with it.
 
-        Raises InvalidRequest, BaseModelMismatch, Draining, or Unavailable for a worker that sent garbage lately.
+        Raises InvalidRequest, BaseModelMismatch, Draining, StaleControlPlane, WorkerIdTaken, or Unavailable for a
+        worker that sent garbage lately.
         """
         if self._is_closed:
             raise Draining("the control plane is shutting down")
@@ -280,24 +282,24 @@ class Fleet:
             self._quarantined_until_s[hello.worker_id] = self._clock() + wait_s
             raise Unavailable(f"worker {hello.worker_id} sent garbage; it may attach in {wait_s:.1f} s")
         epoch = (self._incarnation << 32) | next(self._session_ids)
+        former = self._sessions.get(hello.worker_id)
+        check_epochs(hello, epoch, former)
         session = WorkerSession(
             hello, epoch, self.settings, self, self._weights.worker_url, self._clock, self._awake, self._counters
         )
         for digest in self._pinned:
             session.pin(digest)
-        former = self._sessions.get(hello.worker_id)
         self._sessions[hello.worker_id] = session
         logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
         if former is not None:
-            reason = f"another worker attached as {hello.worker_id}; give each its own --worker-id"
-            former.end(grpc.StatusCode.ALREADY_EXISTS, reason)
+            former.end(EndCause.CLOSED, "its worker attached anew")
         self._dispatcher.place_waiting()
         self._tell_workers_changed()
         return session
 
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that is over."""
-        if session.sent_garbage:
+        if session.end_cause is EndCause.GARBAGE:
             self._quarantined_until_s[session.worker_id] = self._clock() + self.settings.quarantine_s
         self._dispatcher.close(session)
         # What was accepted reaches its streams in any case: the requests move on from behind it.
@@ -421,7 +423,7 @@ class Fleet:
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         for session in list(self._sessions.values()):
-            session.end(grpc.StatusCode.UNAVAILABLE, "the control plane is shutting down")
+            session.end(EndCause.CLOSED, "the control plane is shutting down")
         await self._cache_warmer.close()
 
     # ---- numbers ----

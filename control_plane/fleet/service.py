@@ -12,6 +12,7 @@ import grpc
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from control_plane.errors import MotetError, status_of
+from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.session import WorkerSession
 
@@ -73,20 +74,23 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
             await session.ended.wait()
         finally:
             # 1. The session ended: the stream follows. 2. The stream broke or the server stops: the session follows.
-            session.end(grpc.StatusCode.UNAVAILABLE, "the stream was cut", is_death=True)
+            session.end(EndCause.LOST, "the stream was cut")
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if session.end_code is not None:
-            await context.abort(session.end_code, session.end_reason)
+        assert session.end_cause is not None, "a session ended without a cause"
+        if session.end_cause.code is not None:
+            await context.abort(session.end_cause.code, session.end_reason)
 
     async def _read(self, session: WorkerSession, context: _AttachContext) -> None:
         try:
             while (message := await context.read()) is not _EOF:
                 session.receive(message)
-            session.end(None, "the worker left")
+            # A worker that leaves says so first. When a process dies, gRPC ends this loop and cancels the handler, in
+            # either order: both are a loss.
+            session.end(EndCause.LOST, "the stream ended without a word from the worker")
         except Exception as error:  # whatever gRPC raises for a broken stream
-            session.end(grpc.StatusCode.UNAVAILABLE, f"the stream broke: {type(error).__name__}", is_death=True)
+            session.end(EndCause.LOST, f"the stream broke: {type(error).__name__}")
 
     async def _write(self, session: WorkerSession, context: _AttachContext) -> None:
         try:
@@ -94,7 +98,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
                 for message in messages:
                     await context.write(message)
         except Exception as error:  # as above
-            session.end(grpc.StatusCode.UNAVAILABLE, f"the stream broke: {type(error).__name__}", is_death=True)
+            session.end(EndCause.LOST, f"the stream broke: {type(error).__name__}")
 
     async def FetchAdapter(self, request: plan_pb2.FetchAdapterRequest, context: _FetchContext) -> None:  # noqa: N802
         """The manifest, then the chunks in pieces."""

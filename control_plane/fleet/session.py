@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import grpc
 from motet.v1 import plan_pb2
 
 from control_plane.awake import AwakeClock
+from control_plane.fleet.endings import EndCause
 from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
@@ -85,9 +85,8 @@ class WorkerSession:
         self._outgoing: list[plan_pb2.AttachResponse] = []
         self._wake = asyncio.Event()  # outgoing is not empty, or the session ended
         self.ended = asyncio.Event()
-        self.end_code: grpc.StatusCode | None = None
+        self.end_cause: EndCause | None = None
         self.end_reason = ""
-        self.is_death = False  # the worker broke off, fell silent or sent garbage
 
         self._last_heard_s = awake()
         self._round_trip = RoundTrip(settings.plan_depth)
@@ -102,6 +101,8 @@ class WorkerSession:
                     epoch=epoch,
                     heartbeat_interval_ms=settings.heartbeat_interval_ms,
                     dead_after_ms=settings.dead_after_ms,
+                    leave_after_ms=settings.leave_after_ms,
+                    longest_step_ms=settings.longest_step_ms,
                     plan_depth=settings.plan_depth,
                     host_cache_url=host_cache_url,
                 )
@@ -111,6 +112,11 @@ class WorkerSession:
 
     def __repr__(self) -> str:
         return f"WorkerSession(worker_id={self.worker_id}, epoch={self.epoch}, end={self.end_reason or None})"
+
+    @property
+    def is_death(self) -> bool:
+        """Whether it ended so that a request may be the reason."""
+        return self.end_cause is not None and self.end_cause.is_death
 
     @property
     def is_stalled(self) -> bool:
@@ -177,7 +183,7 @@ class WorkerSession:
         now_s, awake_s = self._clock(), self._awake()
         silent_s = awake_s - self._last_heard_s
         if silent_s >= self._settings.dead_after_ms / 1000:
-            self.end(grpc.StatusCode.UNAVAILABLE, f"silent for {silent_s:.1f} s", is_death=True)
+            self.end(EndCause.LOST, f"silent for {silent_s:.1f} s")
             return
         if now_s - self._last_ping_s >= self._settings.heartbeat_interval_ms / 1000:
             self._ping(now_s)
@@ -187,11 +193,11 @@ class WorkerSession:
             if self._progress.look(self.scheduler, awake_s):
                 self._owner.on_stall_changed()
 
-    def end(self, code: grpc.StatusCode | None, reason: str, *, is_death: bool = False) -> None:
-        """End the session once; None: the stream ends without an error."""
+    def end(self, cause: EndCause, reason: str) -> None:
+        """End the session, once."""
         if self.ended.is_set():
             return
-        self.end_code, self.end_reason, self.is_death = code, reason, is_death
+        self.end_cause, self.end_reason = cause, reason
         self.ended.set()
         self._wake.set()
         logger.info("worker session ended worker_id=%s epoch=%d: %s", self.worker_id, self.epoch, reason)
@@ -219,11 +225,6 @@ class WorkerSession:
         with self._edge():
             self._handle(message)
 
-    @property
-    def sent_garbage(self) -> bool:
-        """Whether it ended because nothing the worker says can be trusted."""
-        return self.end_code is grpc.StatusCode.ABORTED
-
     def _handle(self, message: plan_pb2.AttachRequest) -> None:
         kind = message.WhichOneof("message")
         if kind == "step_result":
@@ -238,7 +239,9 @@ class WorkerSession:
         elif kind == "fault":
             fault = message.fault
             logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, fault.reason)
-            self.end(None, f"fault in step {fault.step_id}", is_death=True)
+            self.end(EndCause.FAULT, f"fault in step {fault.step_id}")
+        elif kind == "leave":
+            self.end(EndCause.LEFT, f"the worker left: {message.leave.reason}")
         else:
             raise GarbageResult(f"unexpected message {kind}")
 
@@ -328,10 +331,10 @@ class WorkerSession:
         try:
             yield
         except (GarbageResult, ResultMismatch, SlotReportMismatch) as error:
-            self.end(grpc.StatusCode.ABORTED, f"garbage from the worker: {error}", is_death=True)
+            self.end(EndCause.GARBAGE, f"garbage from the worker: {error}")
         except Exception:
             logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
-            self.end(grpc.StatusCode.ABORTED, "the control plane's books of this session broke", is_death=True)
+            self.end(EndCause.BROKEN_BOOKS, "the control plane's books of this session broke")
 
     def _send_commands(self) -> None:
         for command in self.scheduler.slot_commands():

@@ -38,7 +38,8 @@ class FleetSettings:
     max_waiting_requests: int = 1024  # accepted and not yet running; beyond, QueueFull to who has his share
     plan_depth: int = 2  # plans sent to a worker and not answered
     heartbeat_interval_ms: int = 500  # either side, milliseconds
-    dead_after_ms: int = 2000  # a peer that was silent for so long is dead, milliseconds
+    dead_after_ms: int = 2000  # a worker that was silent for so long is dead, milliseconds
+    longest_step_s: float = 300.0  # the most that any step may take, seconds
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
     # How long a worker may take to be empty for a request that may be killing workers, seconds; trials.py.
@@ -59,6 +60,20 @@ class FleetSettings:
         for name in ("worker_grace_s", "slow_reader_timeout_s", "emptying_timeout_s", "quarantine_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 0")
+
+    @property
+    def leave_after_ms(self) -> int:
+        """How long a worker stays without a word from the control plane, milliseconds.
+
+        Leaving costs everything that it computed; staying costs nothing, since epochs fence it. So it waits far longer
+        for a control plane whose loop is busy than the control plane waits for it.
+        """
+        return max(10_000, 5 * self.dead_after_ms)
+
+    @property
+    def longest_step_ms(self) -> int:
+        """`longest_step_s` in milliseconds."""
+        return round(self.longest_step_s * 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

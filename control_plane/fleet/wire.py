@@ -24,7 +24,7 @@ from control_plane.scheduler.types import (
     WorkerLimits,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 _INT32 = np.dtype("<i4")
 _UINT32 = np.dtype("<u4")

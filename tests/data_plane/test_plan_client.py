@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from queue import SimpleQueue
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
@@ -19,6 +18,8 @@ from motet.v1 import plan_pb2, plan_pb2_grpc
 from data_plane import plan_client
 from data_plane.plan import AdapterSource
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
+from data_plane.plan_stream import Ended
+from data_plane.wire import PROTOCOL_MAX
 from data_plane.worker import source_factory
 from tests.fakes.fleet_rig import CAPACITIES, PackedSource, ThreadedWorker, make_packed
 from tests.fakes.hash_engine import HashEngine
@@ -42,24 +43,34 @@ class Peer:
             assert message.WhichOneof("message") == "heartbeat", message
         raise AssertionError(f"the stream ended before a {kind}")
 
-    async def welcome(self, epoch: int, *, heartbeat_ms: int = 500, dead_ms: int = 2000) -> None:
-        await self.receive("hello")
+    async def welcome(self, epoch: int, *, heartbeat_ms: int = 500, leave_ms: int = 30_000) -> plan_pb2.Hello:
+        hello = (await self.receive("hello")).hello
         await self.send(
             welcome=plan_pb2.Welcome(
-                protocol=1, epoch=epoch, heartbeat_interval_ms=heartbeat_ms, dead_after_ms=dead_ms, plan_depth=2
+                protocol=PROTOCOL_MAX,
+                epoch=epoch,
+                heartbeat_interval_ms=heartbeat_ms,
+                dead_after_ms=2000,
+                plan_depth=2,
+                leave_after_ms=leave_ms,
+                longest_step_ms=60_000,
             )
         )
+        return hello
 
     async def send(self, **message: object) -> None:
         await self._context.write(plan_pb2.AttachResponse(**message))  # type: ignore[arg-type]  # the caller names one
 
 
 async def play(
-    *scripts: Script, fetch: Callable[[], Awaitable[None]] | None = None, make_source: SourceFactory | None = None
+    *scripts: Script,
+    fetch: Callable[[], Awaitable[None]] | None = None,
+    make_source: SourceFactory | None = None,
+    on_worker: Callable[[ThreadedWorker], None] = lambda _worker: None,
 ) -> ThreadedWorker:
     """Let a worker meet one script per session, in order; the worker once the last script is through.
 
-    `fetch` is what FetchAdapter does, for a `make_source` that calls it.
+    `fetch` is what FetchAdapter does, for a `make_source` that calls it; `on_worker` gets the worker at its start.
     """
     remaining = list(scripts)
     through = asyncio.Event()
@@ -91,6 +102,7 @@ async def play(
     worker = ThreadedWorker(
         f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), make_source or (lambda _stub, _url: source)
     )
+    on_worker(worker)
     try:
         async with asyncio.timeout(30):
             await through.wait()
@@ -164,18 +176,22 @@ async def test_a_plan_of_another_epoch_is_a_fault_and_the_next_session_starts_em
 
 async def test_an_older_control_plane_is_not_followed() -> None:
     async def newer(peer: Peer) -> None:
-        await peer.welcome(9)
+        assert (await peer.welcome(9)).last_epoch == 0
 
-    async def older(peer: Peer) -> None:
-        await peer.welcome(8)
+    async def older(peer: Peer, epoch: int = 8) -> None:
+        await peer.welcome(epoch)
         with contextlib.suppress(asyncio.CancelledError):  # the worker may be gone before the plan is written
-            await peer.send(step_plan=plan(1, 8, **one_row()))
+            await peer.send(step_plan=plan(1, epoch, **one_row()))
 
     async def newest(peer: Peer) -> None:
-        await peer.welcome(10)
+        hello = await peer.welcome(10)
+        assert hello.last_epoch == 9
         await peer.receive("heartbeat")
 
-    worker = await play(newer, older, newest)
+    async def same(peer: Peer) -> None:
+        await older(peer, epoch=9)
+
+    worker = await play(newer, older, same, newest)
     assert worker.client.num_sessions == 2
 
 
@@ -248,12 +264,9 @@ async def test_a_load_that_hangs_does_not_keep_the_worker_from_its_next_session(
 
 async def test_a_silent_control_plane_is_left_after_its_time() -> None:
     async def silent(peer: Peer) -> None:
-        await peer.welcome(1, heartbeat_ms=20, dead_ms=60)
-        try:
-            while True:
-                await peer.receive("heartbeat")
-        except (AssertionError, asyncio.CancelledError):  # the worker left
-            return
+        await peer.welcome(1, heartbeat_ms=20, leave_ms=60)
+        leave = (await peer.receive("leave")).leave
+        assert leave.reason.startswith("the control plane was silent for ")
 
     async def second(peer: Peer) -> None:
         await peer.welcome(2)
@@ -270,14 +283,39 @@ async def test_drain_ends_the_worker() -> None:
         await peer.send(step_plan=plan(1, 1, **one_row()))
         await peer.send(drain=plan_pb2.Drain(reason="maintenance"))
         await peer.receive("step_result")
+        assert (await peer.receive("leave")).leave.reason == "the worker was drained"
 
     worker = await play(script)
     assert worker.exit_code == 0
 
 
-async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
-    from data_plane.plan_client import PlanClient
+async def test_a_worker_that_is_stopped_says_so_before_it_closes_its_side() -> None:
+    workers: list[PlanClient] = []
 
+    async def script(peer: Peer) -> None:
+        await peer.welcome(1)
+        await peer.receive("heartbeat")
+        workers[0].stop()
+        assert (await peer.receive("leave")).leave.reason == "the worker was asked to stop"
+        with pytest.raises(AssertionError, match="the stream ended"):
+            await peer.receive("step_result")
+
+    worker = await play(script, on_worker=lambda worker: workers.append(worker.client))
+    assert worker.exit_code == 0
+
+
+async def test_a_fault_is_the_last_word_of_its_session() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.welcome(1)
+        await peer.send(step_plan=plan(2, 1))
+        await peer.receive("fault")
+        with pytest.raises(AssertionError, match="the stream ended"):
+            await peer.receive("leave")
+
+    await play(script)
+
+
+async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
     times = iter(range(1000))
     settings = PlanClientSettings("127.0.0.1:1", "w0", exit_when_disconnected_s=2)
     client = PlanClient(
@@ -287,37 +325,10 @@ async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
     assert client.num_sessions == 0
 
 
-def test_reader_that_fails_for_any_reason_ends_the_session() -> None:
-    def broken_stream() -> Iterator[plan_pb2.AttachResponse]:
-        yield plan_pb2.AttachResponse(drain=plan_pb2.Drain())
-        raise RuntimeError("no message of ours")
-
-    client = PlanClient(HashEngine(CAPACITIES), PlanClientSettings("127.0.0.1:1", "w0"), make_source=_no_source)
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    client._read(broken_stream(), inbox, SimpleQueue())  # type: ignore[arg-type]  # a call's only used part is its iteration
-    assert inbox.get_nowait().WhichOneof("message") == "drain"
-    assert "no message of ours" in inbox.get_nowait().reason
-
-
-def test_a_ping_is_answered_past_the_plans_that_wait() -> None:
-    """By the reader: nobody takes a plan out of the inbox here."""
-    messages = [
-        plan_pb2.AttachResponse(step_plan=plan(1, 9)),
-        plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=7)),
-    ]
-    client = PlanClient(HashEngine(CAPACITIES), PlanClientSettings("127.0.0.1:1", "w0"), make_source=_no_source)
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    outbox: SimpleQueue[Any] = SimpleQueue()
-    client._read(iter(messages), inbox, outbox)  # type: ignore[arg-type]  # a call's only used part is its iteration
-    assert outbox.get_nowait().pong.sequence == 7
-    assert inbox.get_nowait().WhichOneof("message") == "step_plan"
-    assert inbox.get_nowait().reason == "the control plane closed the stream"
-
-
 def test_stop_may_interrupt_any_line_of_the_wait_between_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a signal handler does, in the thread that it interrupts."""
     monkeypatch.setattr(plan_client, "BACKOFF_MIN_S", 0.001)
-    monkeypatch.setattr(PlanClient, "_attach", lambda _self: plan_client._Ended("refused"))
+    monkeypatch.setattr(PlanClient, "_attach", lambda _self: Ended("refused"))
     for interrupted_line in range(1, 40):
         client = PlanClient(HashEngine(CAPACITIES), PlanClientSettings("127.0.0.1:1", "w0"), make_source=_no_source)
         thread = threading.Thread(target=_run_interrupted, args=(client, interrupted_line), daemon=True)

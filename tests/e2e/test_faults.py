@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from motet import Client, ServerStatus
+from motet import Aborted, Client, ServerStatus
 
 from tests.e2e.harness import ROOT, System, wait_until
 from tests.e2e.traffic import Answer, Job, ask, prompts
@@ -101,6 +101,39 @@ def test_only_worker_killed_and_started_again(system: System) -> None:
     system.start_hash_worker("w0", WORKER_FLAGS)
     streams.check(client.status().model.fingerprint)
     wait_until(lambda: is_idle(client.status()), "idle")
+
+
+def test_a_request_that_kills_its_worker_process_is_convicted_and_the_others_finish(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """The process ends without a word, as by SIGKILL, whenever it is fed the crash token; somebody starts it again."""
+    crash_token, num_tokens = 250, 40
+    with System(model_dir, tmp_path, control_flags=["--worker-grace-s", "120"]) as system:
+        client = system.client()
+        fingerprint = client.status().model.fingerprint
+        texts = prompts([6 + i for i in range(24)], vocab_size=200, seed=5)
+        answers = {text: oracle(fingerprint, "", list(text), num_tokens) for text in texts}
+        innocents = [Job(text, "", num_tokens) for text in texts if crash_token not in answers[text]][:9]
+        assert len(innocents) == 9
+        poison = Job((*texts[0], crash_token), "", num_tokens)
+        with ThreadPoolExecutor(10) as pool:
+            futures = [pool.submit(ask, client, job) for job in [*innocents[:4], poison, *innocents[4:]]]
+            wait_until(lambda: client.status().queues.num_accepted == 10, "every request is accepted")
+            num_deaths = 0
+            while not all(future.done() for future in futures):
+                worker = system.start_hash_worker("w0", ["--crash-token", str(crash_token)], wait=False)
+                wait_until(
+                    lambda worker=worker: worker.exit_code is not None or all(future.done() for future in futures),
+                    "the worker dies, or everything is answered",
+                    timeout_s=90.0,
+                )
+                num_deaths += worker.exit_code is not None
+        [error] = [future.exception() for future in futures if future.exception() is not None]
+        assert isinstance(error, Aborted) and error.reason == "POISONED_REQUEST"
+        for job, future in zip(innocents, futures[:4] + futures[5:], strict=True):
+            assert future.result().token_ids == answers[job.prompt]
+        assert num_deaths == 3
+        wait_until(lambda: is_idle(client.status()), "idle")
 
 
 def test_stopped_worker_is_fenced_and_comes_back_clean(system: System) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from control_plane.errors import StoreUnavailable
+from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import TICK_S, Fleet
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.service import WorkerService
@@ -221,10 +222,11 @@ class LoopbackWorker:
         *,
         capacities: Capacities = CAPACITIES,
         faults: HashEngineFaults | None = None,
+        last_epoch: int = 0,
     ) -> None:
         self.engine = HashEngine(capacities, faults)
         self.fleet = fleet
-        self.session = fleet.attach(encode_hello(capacities, worker_id).hello)
+        self.session = fleet.attach(encode_hello(capacities, worker_id, last_epoch).hello)
         self.answers: list[plan_pb2.AttachRequest] = []  # executed and not sent
         self.pongs: list[plan_pb2.AttachRequest] = []  # they leave with the next answers
         self.plans: list[plan_pb2.StepPlan] = []  # every plan received
@@ -255,7 +257,11 @@ class LoopbackWorker:
 
     def lose(self) -> None:
         """It dies: its stream breaks."""
-        self.session.end(grpc.StatusCode.UNAVAILABLE, "the stream broke", is_death=True)
+        self.session.end(EndCause.LOST, "the stream broke")
+
+    def leave(self) -> None:
+        """It leaves on purpose."""
+        self.session.receive(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="asked to stop")))
 
     async def run(self, until: Callable[[], bool], max_turns: int = 5000) -> None:
         """Turn until the condition holds."""

@@ -49,6 +49,7 @@ FREE = {
     "motet.v1.SlotState.load_time_us",
     "motet.v1.AttachRequest.heartbeat",
     "motet.v1.AttachRequest.fault",
+    "motet.v1.AttachRequest.leave",  # with any reason
     "motet.v1.FetchAdapterRequest.worker_id",  # for the log
 }
 SERVICES = [

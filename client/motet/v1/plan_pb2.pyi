@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "step_result", "slot_state", "heartbeat", "fault", "pong")
+    __slots__ = ("hello", "step_result", "slot_state", "heartbeat", "fault", "pong", "leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_RESULT_FIELD_NUMBER: _ClassVar[int]
     SLOT_STATE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step_result: StepResult
     slot_state: SlotState
     heartbeat: Heartbeat
     fault: Fault
     pong: Pong
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., slot_state: _Optional[_Union[SlotState, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    leave: Leave
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., slot_state: _Optional[_Union[SlotState, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("welcome", "step_plan", "load_adapter", "evict_adapter", "drain", "ping")
@@ -40,7 +42,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks")
+    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +59,7 @@ class Hello(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARALLEL_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     worker_id: str
@@ -73,7 +76,8 @@ class Hello(_message.Message):
     vocab_size: int
     parallel: ParallelLayout
     num_host_blocks: int
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+    last_epoch: int
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
     __slots__ = ("tensor", "pipeline")
@@ -84,20 +88,24 @@ class ParallelLayout(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., pipeline: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "epoch", "heartbeat_interval_ms", "dead_after_ms", "plan_depth", "host_cache_url")
+    __slots__ = ("protocol", "epoch", "heartbeat_interval_ms", "dead_after_ms", "plan_depth", "host_cache_url", "leave_after_ms", "longest_step_ms")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     DEAD_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     PLAN_DEPTH_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHE_URL_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     epoch: int
     heartbeat_interval_ms: int
     dead_after_ms: int
     plan_depth: int
     host_cache_url: str
-    def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ...) -> None: ...
+    leave_after_ms: int
+    longest_step_ms: int
+    def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., longest_step_ms: _Optional[int] = ...) -> None: ...
 
 class NewRow(_message.Message):
     __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "temperature", "top_k", "top_p", "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "num_logprobs", "num_prompt_logprobs", "is_stepwise")
@@ -276,16 +284,32 @@ class SlotState(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[SlotState.State, str]] = ..., reason: _Optional[str] = ..., retryable: bool = ..., arena_used_bytes: _Optional[int] = ..., load_time_us: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_plans_waiting", "arena_used_bytes", "resident_bytes")
+    __slots__ = ("num_steps", "num_plans_waiting", "arena_used_bytes", "resident_bytes", "step_id", "step_age_ms", "loads")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_PLANS_WAITING_FIELD_NUMBER: _ClassVar[int]
     ARENA_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_plans_waiting: int
     arena_used_bytes: int
     resident_bytes: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_plans_waiting: _Optional[int] = ..., arena_used_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+    step_id: int
+    step_age_ms: int
+    loads: _containers.RepeatedCompositeFieldContainer[LoadInHand]
+    def __init__(self, num_steps: _Optional[int] = ..., num_plans_waiting: _Optional[int] = ..., arena_used_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., step_id: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loads: _Optional[_Iterable[_Union[LoadInHand, _Mapping]]] = ...) -> None: ...
+
+class LoadInHand(_message.Message):
+    __slots__ = ("slot", "generation", "age_ms")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    age_ms: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("sequence",)
@@ -300,6 +324,12 @@ class Pong(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Leave(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str

@@ -116,7 +116,9 @@ async def beams_of(fleet: Fleet, worker: LoopbackWorker, *, num_turns_before_a_l
 
 async def test_a_beam_search_tells_nothing_before_its_end_and_starts_over_elsewhere(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
-    whole = await beams_of(fleet, LoopbackWorker(fleet), num_turns_before_a_loss=None)
+    first = LoopbackWorker(fleet)
+    whole = await beams_of(fleet, first, num_turns_before_a_loss=None)
+    first.leave()
     assert [event.index for event in whole] == [0, 1, 2]
     assert all(len(event.token_ids) == 8 and event.finish_reason is FinishReason.LENGTH for event in whole)
     scores = [event.score for event in whole if event.score is not None]

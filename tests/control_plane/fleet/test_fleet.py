@@ -24,10 +24,13 @@ from control_plane.errors import (
     QuotaExceeded,
     QuotaTooSmall,
     SlowConsumer,
+    StaleControlPlane,
     Unavailable,
+    WorkerIdTaken,
     WorkerLost,
     status_of,
 )
+from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
@@ -344,17 +347,61 @@ async def test_pings_go_out_at_once_and_every_interval(clock: FakeClock) -> None
     assert 6 <= len(pings) <= 7  # the first came with the welcome
 
 
-async def test_a_second_worker_of_one_id_fences_the_first(clock: FakeClock) -> None:
+async def test_a_second_worker_of_one_id_waits_while_the_first_is_alive(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     first = LoopbackWorker(fleet, "w0")
     request = make_request(fleet, [3], 20)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     await first.turn()
+    for last_epoch in (0, first.session.epoch - 1):  # a new process, and one with a session before
+        with pytest.raises(WorkerIdTaken, match=r"attached as w0 and alive.*--worker-id of its own"):
+            LoopbackWorker(fleet, "w0", last_epoch=last_epoch)
+    assert not first.session.ended.is_set()
+    await first.run(reader.done)
+    assert await reader == expected(request)
+    let_time_pass(clock, fleet, 2.1)  # nothing is heard of the first any more
     second = LoopbackWorker(fleet, "w0")
-    assert first.session.end_code is grpc.StatusCode.ALREADY_EXISTS
-    await second.run(reader.done)
+    assert fleet.num_workers == 1 and first.session.ended.is_set() and not second.session.ended.is_set()
+
+
+async def test_a_process_that_attaches_anew_takes_the_place_of_its_own_session(clock: FakeClock) -> None:
+    """Its old stream was cut on its side alone."""
+    fleet = make_fleet(clock)
+    before = LoopbackWorker(fleet, "w0")
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await before.turn()
+    again = LoopbackWorker(fleet, "w0", last_epoch=before.session.epoch)
+    assert before.session.end_cause is EndCause.CLOSED
+    await again.run(reader.done)
     assert await reader == expected(request)
     assert fleet.num_workers == 1
+
+
+async def test_a_worker_that_served_a_later_epoch_is_refused_before_it_is_given_a_request(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    with pytest.raises(StaleControlPlane, match="its store was replaced; restart the worker") as caught:
+        LoopbackWorker(fleet, "w0", last_epoch=(7 << 32) | 1)
+    assert status_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION  # which the worker does not try again
+    assert fleet.num_workers == 0 and fleet.queue_snapshot().num_waiting == 1
+    await LoopbackWorker(fleet, "w0").run(reader.done)
+    assert await reader == expected(request)
+
+
+async def test_a_worker_that_leaves_is_no_death_and_one_that_breaks_off_is(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    fleet.submit(make_request(fleet, [3], 20))
+    [job] = fleet._jobs.values()
+    for num_deaths in (0, 1):
+        worker = LoopbackWorker(fleet)
+        await worker.turn()
+        if num_deaths:
+            worker.lose()
+        else:
+            worker.leave()
+        assert job.num_deaths == num_deaths
 
 
 async def test_a_worker_that_sends_garbage_is_quarantined_and_its_requests_move_on(clock: FakeClock) -> None:
@@ -906,7 +953,7 @@ async def test_drain_ends_what_is_left_after_its_time(clock: FakeClock) -> None:
     with pytest.raises(Draining):
         await read_all(stream)
     await fleet.close()
-    assert worker.session.end_code is grpc.StatusCode.UNAVAILABLE
+    assert worker.session.end_cause is EndCause.CLOSED
 
 
 async def test_requests_go_to_the_worker_that_holds_the_adapter_unless_it_is_busier(clock: FakeClock) -> None:
@@ -932,7 +979,7 @@ async def test_requests_go_to_the_worker_that_holds_the_adapter_unless_it_is_bus
         ("dtype", "bfloat16", "dtype"),
         ("vocab_size", 255, "logits"),
         ("num_blocks", 0, "num_blocks"),
-        ("protocol_min", 2, "protocol"),
+        ("protocol_min", 3, "protocol"),
         ("worker_id", "../w", "worker_id"),
     ],
 )
@@ -941,7 +988,7 @@ async def test_worker_that_does_not_match_is_refused(clock: FakeClock, field: st
     hello = encode_hello(CAPACITIES, "w0").hello
     setattr(hello, field, value)
     if field == "protocol_min":
-        hello.protocol_max = 2
+        hello.protocol_max = 3
     with pytest.raises(MotetError, match=match):
         fleet.attach(hello)
     assert fleet.num_workers == 0

@@ -12,11 +12,11 @@ import os
 import random
 from dataclasses import dataclass, field, replace
 
-import grpc
 import pytest
 
 from control_plane.errors import DeadlineExceeded, MotetError, QueueFull
 from control_plane.fleet import jobs
+from control_plane.fleet.endings import EndCause
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.types import BeamSearch, Request, Sampling
@@ -139,8 +139,10 @@ class Walk:
 
     async def attach(self) -> None:
         worker_id = f"w{self.rng.randrange(3)}"
-        if worker_id not in self.workers or self.rng.random() < 0.02:  # else: a second one fences the first
-            self.workers[worker_id] = LoopbackWorker(self.fleet, worker_id, capacities=SMALL)
+        former = self.workers.get(worker_id)
+        if former is None or self.rng.random() < 0.02:  # the same process attaches anew
+            last_epoch = former.session.epoch if former else 0
+            self.workers[worker_id] = LoopbackWorker(self.fleet, worker_id, capacities=SMALL, last_epoch=last_epoch)
             self.everybody.append(self.workers[worker_id])
             await self.workers[worker_id].receive()
             self.clock.advance(self.rng.choice([0.0, 0.02]))  # the way of the pong: plans to some run far ahead
@@ -174,11 +176,10 @@ class Walk:
     async def lose(self) -> None:
         if self.workers:
             worker = self.workers.pop(self.rng.choice(sorted(self.workers)))
-            is_death = self.rng.random() < 0.3
             self.num_groups_moved += any(
                 group.num_rows > 1 and not group.is_ended for group in worker.session.scheduler.groups.values()
             )
-            worker.session.end(grpc.StatusCode.UNAVAILABLE, "lost", is_death=is_death)
+            worker.session.end(EndCause.LOST if self.rng.random() < 0.3 else EndCause.LEFT, "lost")
 
     async def cancel(self) -> None:
         if self.readers:

@@ -10,12 +10,13 @@ import queue
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 from motet.v1 import plan_pb2 as pb
 
+from control_plane.fleet.wire import PROTOCOL
 from tests.hostile.bad_inputs import generation, names
 from tests.hostile.bad_inputs.case import INVALID, OK, TIMEOUT_S, Case, Outcome, short, wording_problems
 from tests.hostile.bad_inputs.facts import BLOCK_SIZE, MAX_MODEL_LEN, MAX_ROWS, VOCAB_SIZE, Facts
@@ -38,6 +39,7 @@ class Conversation:
     hello: pb.Hello
     build: Build | None = None  # None: the Hello alone decides
     needs_plan: bool = False
+    leaves: bool = True  # it says so before the end of its stream
     code: grpc.StatusCode = ABORTED
     says: str = ""
 
@@ -77,8 +79,8 @@ def cases(facts: Facts) -> Iterator[Case]:
 def hello_of(facts: Facts, worker_id: str, **changes: Any) -> pb.Hello:
     """A Hello that is taken."""
     fields: dict[str, Any] = {
-        "protocol_min": 1,
-        "protocol_max": 1,
+        "protocol_min": PROTOCOL,
+        "protocol_max": PROTOCOL,
         "worker_id": worker_id,
         "model_fingerprint": facts.fingerprint,
         "dtype": "float32",
@@ -130,12 +132,22 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     for field, values in bounds.items():
         yield from (refused(INVALID, f"hello.{field}", **{field: value}) for value in values)
     yield from (refused(PRECONDITION, str(VOCAB_SIZE), vocab_size=size) for size in (1, VOCAB_SIZE - 1, VOCAB_SIZE + 1))
-    for lowest, highest in ((0, 0), (2, 3), (2, 1), (U32, U32), (1, 0)):
+    for lowest, highest in (
+        (0, 0),
+        (PROTOCOL - 1, PROTOCOL - 1),
+        (PROTOCOL + 1, PROTOCOL + 2),
+        (PROTOCOL + 1, PROTOCOL),
+        (PROTOCOL, PROTOCOL - 1),
+        (U32, U32),
+    ):
         yield refused(PRECONDITION, "protocol", protocol_min=lowest, protocol_max=highest)
     fingerprints = ["", "0" * 64, facts.fingerprint.upper(), facts.fingerprint[:-1], "\0", "é", "x" * 100_000]
     yield from (refused(PRECONDITION, "checkpoint", model_fingerprint=value) for value in fingerprints)
     for dtype in ("", "float64", "FLOAT32", "float32\0", "bfloat16", "x" * 100_000):
         yield refused(PRECONDITION, "--dtype", dtype=dtype)
+
+    for last_epoch in (2**63, U64):
+        yield refused(PRECONDITION, "restart the worker", last_epoch=last_epoch)
 
     def taken(name: str, **changes: Any) -> Conversation:
         hello = hello_of(facts, "any", **changes)
@@ -190,6 +202,11 @@ def _without_plan(facts: Facts) -> Iterator[Conversation]:
     for reason in ("", "x" * 100_000, "\x1b[31m\n\0é"):
         fault = pb.Fault(reason=reason, step_id=U64)
         yield said(f"a fault {short(reason)}", one(fault=fault), OK)
+        yield said(f"it leaves: {short(reason)}", one(leave=pb.Leave(reason=reason)), OK)
+    last = [pb.AttachRequest(leave=pb.Leave()), pb.AttachRequest(pong=pb.Pong(sequence=U64))]
+    yield said("garbage after it left", lambda *_: last, OK)
+    silent = said("the end without a word", lambda *_: [], grpc.StatusCode.UNAVAILABLE, "without a word")
+    yield replace(silent, leaves=False)
 
 
 def _results(facts: Facts) -> Iterator[Conversation]:
@@ -338,6 +355,8 @@ def converse(
             plan = worker.hear("step_plan")
         for message in conversation.build(epoch, plan):
             worker.say(message)
+        if conversation.leaves:
+            worker.say(pb.AttachRequest(leave=pb.Leave(reason="the conversation is over")))
         return worker.end()
     except grpc.RpcError:
         return worker.end()

@@ -1,0 +1,38 @@
+"""Why sessions end, and whom that speaks against."""
+
+from __future__ import annotations
+
+import enum
+
+import grpc
+
+
+class EndCause(enum.Enum):
+    """Why a session ended."""
+
+    LEFT = "left"  # the worker said that it leaves
+    CLOSED = "closed"  # the control plane shuts down, or the same process attached anew
+    LOST = "lost"  # its stream broke or ended without a word, or it fell silent: its process may be dead
+    FAULT = "fault"  # the worker said that it cannot go on
+    GARBAGE = "garbage"  # nothing that the worker says can be trusted
+    BROKEN_BOOKS = "broken books"  # a mistake of the control plane's own
+
+    @property
+    def is_death(self) -> bool:
+        """Whether a request that was being computed may be the reason."""
+        return self not in (EndCause.LEFT, EndCause.CLOSED)
+
+    @property
+    def code(self) -> grpc.StatusCode | None:
+        """What the worker is told; None: the stream ends in order, since the worker ended it."""
+        return _CODES[self]
+
+
+_CODES: dict[EndCause, grpc.StatusCode | None] = {
+    EndCause.LEFT: None,
+    EndCause.CLOSED: grpc.StatusCode.UNAVAILABLE,
+    EndCause.LOST: grpc.StatusCode.UNAVAILABLE,
+    EndCause.FAULT: None,
+    EndCause.GARBAGE: grpc.StatusCode.ABORTED,
+    EndCause.BROKEN_BOOKS: grpc.StatusCode.ABORTED,
+}

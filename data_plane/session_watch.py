@@ -1,0 +1,132 @@
+"""Beside the compute thread of one session: heartbeats out, silence in, and an end to what does not end by itself.
+
+A thread that hangs in a step or in a load cannot be stopped from within its process. Once the session is over, a worker
+that is stuck so exits, and whoever supervises it starts it again; until it exits it attaches nowhere.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+from motet.v1 import plan_pb2
+
+from data_plane.plan_stream import Leave, PlanStream
+
+logger = logging.getLogger(__name__)
+
+EXIT_STUCK = 3  # status of a process that could not end a session
+# How long the thread may take to return after the control plane found that its step or load hangs, seconds.
+HUNG_GRACE_S = 10.0
+# A longer delay between two looks was an absence of this process, in which nobody could be heard, seconds.
+MAX_DELAY_S = 1.0
+
+
+@dataclass
+class WorkInHand:
+    """What the threads of a session are at: written by the compute thread and the loaders, read by the watch."""
+
+    step: tuple[int, float] | None = None  # (step_id, since when); one assignment, so that both belong together
+    num_steps: int = 0  # executed
+    loads: dict[tuple[int, int], float] = field(default_factory=dict)  # (slot, generation) -> since when
+
+
+@dataclass(frozen=True, slots=True)
+class WatchTimes:
+    """What the Welcome says about time, seconds."""
+
+    heartbeat_interval_s: float
+    leave_after_s: float  # without a word from the control plane
+    longest_step_s: float
+
+
+class SessionWatch:
+    """One session's. `run` is to run on a thread of its own, from the session's beginning until `finish`."""
+
+    def __init__(
+        self,
+        stream: PlanStream,
+        work: WorkInHand,
+        times: WatchTimes,
+        make_heartbeat: Callable[[], plan_pb2.Heartbeat],
+        clock: Callable[[], float],
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        """`make_heartbeat`: what a heartbeat tells beside the work in hand."""
+        self._stream = stream
+        self._work = work
+        self._times = times
+        self._make_heartbeat = make_heartbeat
+        self._clock = clock
+        self._exit_process = exit_process
+        self._looked_s = clock()
+        self._over_s: float | None = None  # when this watch found the session to be over
+        self._is_closed = False
+        self._finished = threading.Event()
+
+    def run(self) -> None:
+        """Look at every heartbeat interval."""
+        while not self._finished.wait(self._times.heartbeat_interval_s):
+            self.look()
+
+    def close(self) -> None:
+        """The session is over; what is in hand must come to its end."""
+        self._is_closed = True
+
+    def finish(self) -> None:
+        """Everything of the session has ended."""
+        self._finished.set()
+
+    def look(self) -> None:
+        """Do what is due."""
+        now_s = self._clock()
+        delay_s = now_s - self._looked_s - self._times.heartbeat_interval_s
+        self._looked_s = now_s
+        if delay_s > MAX_DELAY_S:  # this process was stopped: what others sent meanwhile is not read yet
+            self._stream.heard_s = now_s
+            if self._over_s is not None:
+                self._over_s += delay_s
+        if self._over_s is None and (self._is_closed or self._stream.ended is not None):
+            self._over_s = now_s
+        if self._over_s is not None:
+            self._give_up_if_stuck(now_s - self._over_s)
+            return
+        silent_s = now_s - self._stream.heard_s
+        if silent_s >= self._times.leave_after_s:
+            self._over_s = now_s
+            self._stream.inbox.put(Leave(f"the control plane was silent for {silent_s:.1f} s"))
+            return
+        self._stream.send(plan_pb2.AttachRequest(heartbeat=self._heartbeat(now_s)))
+
+    def _heartbeat(self, now_s: float) -> plan_pb2.Heartbeat:
+        heartbeat, step = self._make_heartbeat(), self._work.step
+        heartbeat.num_steps = self._work.num_steps
+        if step is not None:
+            heartbeat.step_id, heartbeat.step_age_ms = step[0], _milliseconds(now_s - step[1])
+        for (slot, generation), since_s in list(self._work.loads.items()):
+            heartbeat.loads.add(slot=slot, generation=generation, age_ms=_milliseconds(now_s - since_s))
+        return heartbeat
+
+    def _give_up_if_stuck(self, over_s: float) -> None:
+        """Exit where the session has been over for too long, and a thread still works on it."""
+        ended = self._stream.ended
+        is_hung = ended is not None and ended.code is grpc.StatusCode.DEADLINE_EXCEEDED  # the control plane's finding
+        if over_s < (HUNG_GRACE_S if is_hung else self._times.longest_step_s):
+            return
+        step, loads = self._work.step, sorted(self._work.loads)
+        logger.critical(
+            "stuck, exiting: the session is over for %.1f s step_id=%s loads=%s: %s",
+            *(over_s, step[0] if step else None, loads, ended.reason if ended else "the worker left"),
+        )
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        self._exit_process(EXIT_STUCK)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1000))

@@ -1,0 +1,94 @@
+"""The worker service over a context that the test plays: how the end of a stream is booked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from motet.v1 import plan_pb2
+
+from control_plane.fleet.endings import EndCause
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.service import WorkerService
+from control_plane.fleet.session import WorkerSession
+from data_plane.wire import encode_hello
+from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, make_fleet
+
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+
+class Context:
+    """The worker's end of one call."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[Any] = asyncio.Queue()  # what `read` gives: messages, EOF, or errors to be raised
+        self.code: grpc.StatusCode | None = None
+
+    async def read(self) -> Any:
+        item = await self.requests.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    async def write(self, _message: object) -> None:
+        return
+
+    async def abort(self, code: grpc.StatusCode, _details: str) -> None:
+        self.code = code
+
+
+@contextlib.asynccontextmanager
+async def attached(fleet: Fleet) -> AsyncIterator[tuple[WorkerSession, Context, asyncio.Task[None]]]:
+    """A session, its worker's end, and its handler."""
+    context = Context()
+    context.requests.put_nowait(encode_hello(CAPACITIES, "w0"))
+    service = WorkerService(fleet, FakeWeights())
+    handler = asyncio.create_task(service.Attach(None, context))  # type: ignore[arg-type]  # what is used of a context
+    async with asyncio.timeout(30):
+        while not fleet.num_workers:
+            await asyncio.sleep(0)
+        [session] = fleet._sessions.values()
+        yield session, context, handler
+        with contextlib.suppress(asyncio.CancelledError):
+            await handler
+
+
+@pytest.mark.parametrize("order", ["end of stream first", "cancelled first", "both at once", "an error first"])
+async def test_a_stream_that_ends_without_a_word_is_a_loss_in_whatever_order_it_is_noticed(
+    clock: FakeClock, order: str
+) -> None:
+    """When a process dies, gRPC ends the reading and cancels the handler; either may run first."""
+    async with attached(make_fleet(clock)) as (session, context, handler):
+        if order == "an error first":
+            context.requests.put_nowait(RuntimeError("the transport broke"))
+        elif order != "cancelled first":
+            context.requests.put_nowait(EOF)
+        if order == "end of stream first":
+            await session.ended.wait()
+        if order != "an error first":
+            handler.cancel()
+    assert session.end_cause is EndCause.LOST
+
+
+@pytest.mark.parametrize("then", ["end of stream", "cancelled"])
+async def test_a_worker_that_says_so_has_left_whatever_follows(clock: FakeClock, then: str) -> None:
+    async with attached(make_fleet(clock)) as (session, context, handler):
+        context.requests.put_nowait(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="asked to stop")))
+        await session.ended.wait()
+        if then == "cancelled":
+            handler.cancel()
+        else:
+            context.requests.put_nowait(EOF)
+    assert session.end_cause is EndCause.LEFT
+    assert session.end_reason == "the worker left: asked to stop"
+    assert context.code is None
+
+
+async def test_a_server_that_cancels_the_handler_of_a_worker_loses_it(clock: FakeClock) -> None:
+    async with attached(make_fleet(clock)) as (session, _, handler):
+        handler.cancel()
+    assert (session.end_cause, session.end_reason) == (EndCause.LOST, "the stream was cut")
