@@ -1,6 +1,6 @@
 """Which worker runs which request: the attached sessions, the requests that wait for one, and the moves between them.
 
-Policy is in placement.py, for requests that may be killing workers in trials.py; here is the state it is applied to.
+Policy is in placement.py, for requests that may be killing workers in isolation.py; here is the state it is applied to.
 Called by the fleet alone, which owns the streams and is told of every request that cannot go on.
 """
 
@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from control_plane.awake import AwakeClock
 from control_plane.errors import MotetError
 from control_plane.fleet import placement
+from control_plane.fleet.deaths import is_given_up, is_suspect
+from control_plane.fleet.endings import EndCause
 from control_plane.fleet.failures import lost, never_fits, poisoned
+from control_plane.fleet.isolation import Isolation
 from control_plane.fleet.jobs import Job
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.shortlist import Shortlist
-from control_plane.fleet.trials import Trials, is_cleared, is_suspect
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.types import Request, RequestId
 
@@ -30,16 +32,19 @@ class Dispatcher:
     def __init__(
         self,
         settings: FleetSettings,
+        jobs: Mapping[RequestId, Job],
         is_cached: Callable[[str], bool],
         fail: Callable[[Job, MotetError], None],
         awake: AwakeClock,
     ) -> None:
+        """`jobs`: every unfinished request, the fleet's own."""
         self.sessions: dict[str, WorkerSession] = {}  # by worker id
         # Invariant: a job is here exactly if it is unfinished and has no session. Arrival order.
         self.waiting: dict[RequestId, Job] = {}
         self.num_migrated = 0  # in all
         self._shortlist = Shortlist()
-        self._trials = Trials(self.sessions, settings, awake)
+        self._jobs = jobs
+        self._isolation = Isolation(self.sessions, jobs, settings, awake)
         self._costs = settings.placement
         self._is_cached = is_cached  # whether the host cache has an adapter
         self._fail = fail  # ends a job; calls `forget` for it
@@ -51,19 +56,21 @@ class Dispatcher:
         self.waiting[job.request.request_id] = job
         return self._place(job)
 
-    def place_waiting(self, *, is_trial_over: bool = False) -> None:
+    def place_waiting(self, *, is_group_over: bool = False) -> None:
         """Give every waiting job to a worker that may take it; those that fit none fail.
 
-        `is_trial_over`: those that waited for that go before the next suspect.
+        `is_group_over`: those that waited while a group of suspects ran go before the next one.
         """
-        for job in self._trials.in_turn(list(self.waiting.values()), is_trial_over=is_trial_over):
+        for job in self._isolation.in_turn(self.waiting.values(), is_group_over=is_group_over):
+            if job.request.request_id not in self.waiting:
+                continue  # what became of one before brought it to its end
             error = self._place(job)
             if error is not None:
                 self._fail(job, error)
 
     def _place(self, job: Job) -> MotetError | None:
         """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
-        sessions = self._trials.open_to(job)
+        sessions = self._isolation.open_to(job)
         if job.failed_load_epochs and sessions:
             suited = {session.worker_id for session in placement.suited(job, self.sessions.values())}
             sessions = {i: s for i, s in sessions.items() if i in suited}
@@ -76,6 +83,8 @@ class Dispatcher:
             for session in sessions.values():
                 if session not in shortlist and self._try(session, job):  # of many any other that can take it
                     return None
+            if is_suspect(job):
+                self._isolation.separate(job)  # it does not fit where its group runs
         refusal: RequestNeverFits | None = None
         for session in self.sessions.values():
             refusal = session.refusal(job.request)
@@ -92,8 +101,7 @@ class Dispatcher:
         job.session, job.num_tokens_here = session, 0
         if job.full_since_s is not None:
             session.pause(job.request.request_id)
-        if is_suspect(job):
-            self._trials.begin(job)
+        self._isolation.placed(job)
         self._shortlist.placed(job.request, session.worker_id)
         del self.waiting[job.request.request_id]
         return True
@@ -107,36 +115,45 @@ class Dispatcher:
         """Give nothing more to a session that is over."""
         if self.sessions.get(session.worker_id) is session:
             del self.sessions[session.worker_id]
-            self._trials.note_lost(session)
 
     def take_back(self, session: WorkerSession, jobs: list[Job], *, is_final: bool) -> None:
         """Move the jobs of a session that is closed, or fail those that may not go on; `is_final`: none may."""
-        suspect = self._trials.break_off(session)
-        running = session.running_request_ids()
-        is_verdict = session.is_death and suspect is not None and suspect.request.request_id in running
+        computed = self._computed_by(session, jobs)
+        self.num_migrated += len(computed)
+        convicted = self._isolation.note_end(session, computed)
         moved = {request.request_id: request for request in session.scheduler.drain_requests()}
+        failed: list[tuple[Job, MotetError]] = []
         for job in jobs:
             request = moved.get(job.request.request_id)
             job.session = None
             if request is None or is_final:
-                self._fail(job, lost(job))
+                failed.append((job, lost(job)))
                 continue
             job.request = request
-            if request.request_id in running:
-                self.num_migrated += 1
-                if job is suspect or not is_verdict:
-                    job.num_migrations += 1
-                    job.num_deaths += session.is_death
-            if job is suspect and is_verdict:
-                self._fail(job, poisoned(job))
-            elif job.num_migrations > placement.MAX_MIGRATIONS:
-                self._fail(job, lost(job))
+            if job in convicted:
+                failed.append((job, poisoned(job)))
+            elif is_given_up(job):
+                failed.append((job, lost(job)))
             else:
                 self.waiting[request.request_id] = job
+        for job, error in failed:
+            self._fail(job, error)
         level = logging.WARNING if session.is_death else logging.INFO
         logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, len(jobs))
         self._sort_waiting()
         self.place_waiting()
+
+    def _computed_by(self, session: WorkerSession, jobs: list[Job]) -> list[Job]:
+        """The jobs of a session that may be the reason of its end."""
+        if session.end_cause is EndCause.BROKEN_BOOKS:
+            return jobs  # one that waited may be, too
+        running = session.running_request_ids()
+        return [job for job in jobs if job.request.request_id in running]
+
+    def outlived(self, worker_id: str, epoch: int) -> None:
+        """A worker attaches whose process outlived its session of this epoch: no request of it killed the worker."""
+        if self._isolation.outlived(worker_id, epoch):
+            self.place_waiting(is_group_over=True)
 
     def try_elsewhere(self, job: Job, request: Request) -> bool:
         """Move a job whose adapter its worker could not load to one where that did not fail, if there is one.
@@ -148,12 +165,10 @@ class Dispatcher:
         job.failed_load_epochs.add(session.epoch)
         suited = placement.suited(job, self.sessions.values())
         is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in suited)
-        if is_tried_everywhere or len(job.failed_load_epochs) > placement.MAX_MIGRATIONS:
+        if is_tried_everywhere or len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES:
             return False
-        was_on_trial = self._trials.is_on_trial(job)
         job.request, job.session = request, None
-        if was_on_trial:
-            self._trials.break_off(session)
+        is_group_over = is_suspect(job) and self._isolation.separate(job)
         self.waiting[request.request_id] = job
         self._sort_waiting()
         error = self._place(job)
@@ -163,30 +178,29 @@ class Dispatcher:
             )
         else:
             del self.waiting[request.request_id]
-        if was_on_trial:
-            self.place_waiting(is_trial_over=True)
+        if is_group_over:
+            self.place_waiting(is_group_over=True)
         return error is None
 
     def forget(self, job: Job) -> None:
-        """The job is over: it waits no more, and its trial, if any, has ended."""
+        """The job is over: it waits no more, and its group of suspects, if any, goes on without it."""
         self.waiting.pop(job.request.request_id, None)
-        if self._trials.is_on_trial(job):
-            self._end_trial(job)
-        self._trials.forget(job)
+        if self._isolation.forget(job):
+            self.place_waiting(is_group_over=True)
 
-    def level(self, jobs: Mapping[RequestId, Job]) -> None:
+    def level(self) -> None:
         """Move requests that have not run and wait to a worker that has nothing waiting, where that is clearly faster.
 
         The latest arrivals go: those before them have their turn sooner where they are.
         """
-        idle = {i: s for i, s in self.sessions.items() if s.scheduler.num_waiting == 0 and self._trials.is_open(s)}
+        idle = {i: s for i, s in self.sessions.items() if s.scheduler.num_waiting == 0 and self._isolation.is_open(s)}
         if not idle:
             return
         for session in list(self.sessions.values()):
             if session.scheduler.num_waiting == 0:
                 continue
             for request_id in session.scheduler.latest_unstarted(placement.MAX_LEVELLED):
-                job = jobs.get(request_id)
+                job = self._jobs.get(request_id)
                 if job is None or job.session is not session or is_suspect(job):
                     continue
                 target = self._faster(job, session, idle)
@@ -225,31 +239,25 @@ class Dispatcher:
         self.waiting[request.request_id] = job
         return True
 
-    # ---- trials ----
+    # ---- suspects ----
 
-    def is_on_trial(self, job: Job) -> bool:
-        """Whether the job is a suspect on trial."""
-        return self._trials.is_on_trial(job)
+    def is_isolated(self, job: Job) -> bool:
+        """Whether the job is a suspect that runs in its group."""
+        return self._isolation.is_isolated(job)
 
-    def judge(self, plan_depth: int) -> None:
-        """Clear the suspects on trial that have come far enough."""
-        for suspect in self._trials.on_trial():
-            if is_cleared(suspect, plan_depth):
-                self._end_trial(suspect)
+    def judge(self) -> None:
+        """Clear the suspects that have come far enough."""
+        if self._isolation.clear_who_came_past():
+            self.place_waiting(is_group_over=True)
 
-    def _end_trial(self, job: Job) -> None:
-        self._trials.end(job)
-        self.place_waiting(is_trial_over=True)
-
-    def empty_for_suspects(self, jobs: Mapping[RequestId, Job]) -> None:
+    def empty_for_suspects(self) -> None:
         """Let suspects that wait have a worker soon: close one, and move away what has no row there."""
-        suspects = [job for job in self.waiting.values() if is_suspect(job)]
-        session = self._trials.to_empty(suspects)
+        session = self._isolation.to_empty()
         if session is not None:
             for request_id in list(session.scheduler.groups):
-                job = jobs.get(request_id)
+                job = self._jobs.get(request_id)
                 if job is not None and job.session is session:
                     self._take_from(session, job)
             self._sort_waiting()
-        if suspects:
+        if self._isolation.is_awaited:
             self.place_waiting()

@@ -11,9 +11,11 @@ from control_plane.errors import (
     InvalidRequest,
     MotetError,
     NotFinite,
+    NoWorker,
     PoisonedRequest,
     WorkerLost,
 )
+from control_plane.fleet.deaths import open_deaths
 from control_plane.fleet.jobs import Job, num_indices_of
 from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.types import FinishReason, Request, RequestOutput
@@ -56,13 +58,21 @@ def error_of(output: RequestOutput, request: Request) -> MotetError:
 
 
 def lost(job: Job) -> MotetError:
-    """The request lost its worker too often, or for too long."""
-    return WorkerLost(f"the request lost its worker {job.num_migrations} times; send it again")
+    """The request lost its worker too often."""
+    return WorkerLost(f"the request lost its worker {job.num_losses} times; send it again")
+
+
+def no_worker_came(job: Job, grace_s: float) -> MotetError:
+    """No worker attached in time to begin with the request, or to go on with it."""
+    if job.has_run:
+        return WorkerLost(f"no worker attached within {grace_s:g} s to go on with the request; send it again")
+    return NoWorker(f"no worker attached within {grace_s:g} s; try again in a moment")
 
 
 def poisoned(job: Job) -> MotetError:
     """The request is what its workers died of."""
-    return PoisonedRequest(f"{job.num_deaths} workers died while they computed this request; do not send it again")
+    num_deaths = len(open_deaths(job))
+    return PoisonedRequest(f"{num_deaths} workers died while they computed this request; do not send it again")
 
 
 def _digest(request: Request) -> str:

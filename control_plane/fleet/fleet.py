@@ -21,7 +21,7 @@ from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorke
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.failures import error_of, lost
+from control_plane.fleet.failures import error_of, no_worker_came
 from control_plane.fleet.fencing import check_epochs
 from control_plane.fleet.hello import BaseModelLike, check_hello
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
@@ -57,14 +57,14 @@ class Fleet:
         self._incarnation = incarnation  # of the control plane; counts up at every start
         self._clock = clock
         self._awake = AwakeClock(clock)  # for all that is judged by silence
-        self._dispatcher = Dispatcher(settings, weights.is_cached, self._fail, self._awake)
+        self._jobs: dict[RequestId, Job] = {}
+        self._dispatcher = Dispatcher(settings, self._jobs, weights.is_cached, self._fail, self._awake)
         self._sessions = self._dispatcher.sessions  # at hand; by worker id
         self._quotas = TenantQuotas(settings.tenants, clock)
         self._counters = VirtualCounters(
             {tenant: limits.weight for tenant, limits in settings.tenants.named.items()},
             default_weight=settings.tenants.default.weight,
         )
-        self._jobs: dict[RequestId, Job] = {}
         self._full: dict[RequestId, Job] = {}  # jobs whose stream is full
         self._quarantined_until_s: dict[str, float] = {}  # worker id -> monotonic seconds
         self._request_ids = itertools.count(1)
@@ -174,7 +174,7 @@ class Fleet:
             job = self._jobs.get(output.request_id)
             if job is not None and job.session is session:
                 self._deliver(job, output)
-        self._dispatcher.judge(self.settings.plan_depth)
+        self._dispatcher.judge()
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
         if not job.has_run and output.first_scheduled_s is not None:
@@ -204,7 +204,7 @@ class Fleet:
 
     def _check_reader(self, job: Job) -> None:
         """Schedule a job no more until its reader, who is far behind, has read."""
-        if job.full_since_s is None and not self._dispatcher.is_on_trial(job):
+        if job.full_since_s is None and not self._dispatcher.is_isolated(job):
             request_id = job.request.request_id
             job.full_since_s = self._awake()
             self._full[request_id] = job
@@ -293,6 +293,8 @@ class Fleet:
         logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
         if former is not None:
             former.end(EndCause.CLOSED, "its worker attached anew")
+        if hello.last_epoch:
+            self._dispatcher.outlived(hello.worker_id, hello.last_epoch)
         self._dispatcher.place_waiting()
         self._tell_workers_changed()
         return session
@@ -369,16 +371,15 @@ class Fleet:
         now_s, awake_s = self._clock(), self._awake()
         for session in list(self._sessions.values()):
             session.tick()
-        self._dispatcher.judge(self.settings.plan_depth)  # a beam search gains tokens without an output
-        self._dispatcher.empty_for_suspects(self._jobs)
-        self._dispatcher.level(self._jobs)
+        self._dispatcher.judge()  # a beam search gains tokens without an output
+        self._dispatcher.empty_for_suspects()
+        self._dispatcher.level()
         for job in list(self._dispatcher.waiting.values()):
             if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
                 self._fail(job, DeadlineExceeded("the deadline passed before a worker could take the request"))
         if not self._sessions and awake_s - self._no_worker_since_s >= self.settings.worker_grace_s:
             for job in list(self._dispatcher.waiting.values()):
-                error = lost(job) if job.has_run else NoWorker("no worker attached in time; try again in a moment")
-                self._fail(job, error)
+                self._fail(job, no_worker_came(job, self.settings.worker_grace_s))
         for job in list(self._full.values()):
             assert job.full_since_s is not None, "a full stream without a time"
             if awake_s - job.full_since_s >= self.settings.slow_reader_timeout_s:

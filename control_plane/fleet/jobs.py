@@ -195,6 +195,16 @@ class JobStream:
 
 
 @dataclass(slots=True)
+class Death:
+    """One death of a worker that was computing a request."""
+
+    epoch: int  # of the session that ended by it
+    worker_id: str
+    is_loss: bool  # its stream was lost, no more: the process may have outlived that
+    is_cleared: bool = False  # the request came past it: nothing speaks against the request any more
+
+
+@dataclass(slots=True)
 class Job:
     """The fleet's record of one request that has not ended."""
 
@@ -203,8 +213,10 @@ class Job:
     charge: Charge  # what its tenant is charged
     session: WorkerSession | None = None  # None: waits in the fleet
     has_run: bool = False  # it was part of a plan at least once
-    num_migrations: int = 0  # times it was taken off a session that computed it
-    num_deaths: int = 0  # workers that died while they computed it, since it was last cleared of suspicion
+    num_losses: int = 0  # deaths of workers that computed it, and of which it may have been the reason
+    num_fruitless_losses: int = 0  # of these, the latest ones in a row where it had gained no token
+    deaths: list[Death] = field(default_factory=list)  # those of them that are not explained by something else
+    is_excused: bool = False  # the loss of a whole fleet was not held against it, which happens once
     num_tokens_here: int = 0  # accepted since its last placement
     num_generated: int = 0  # tokens delivered to its stream, over all its indices
     num_searched: int = 0  # tokens that its beam search computed, known at its end

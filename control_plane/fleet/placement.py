@@ -37,7 +37,7 @@ from control_plane.scheduler.prefix_cache import PrefixCache, chain_next, chain_
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import AdapterRef, Request
 
-MAX_MIGRATIONS = 3
+MAX_LOAD_TRIES = 4  # workers that may fail to load a request's adapter before it is given up
 # A request that waits is moved to another worker where it is expected to take less than this share of the time: moving
 # gives up its place in a queue, and prices are estimates.
 LEVEL_SHARE = 0.7

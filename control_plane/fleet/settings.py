@@ -42,8 +42,8 @@ class FleetSettings:
     longest_step_s: float = 300.0  # the most that any step may take, seconds
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
-    # How long a worker may take to be empty for a request that may be killing workers, seconds; trials.py.
-    emptying_timeout_s: float = 10.0
+    # How long a worker may take to be empty for requests that may be killing workers, seconds; isolation.py.
+    emptying_timeout_s: float = 2.0
     quarantine_s: float = 5.0  # how long a worker that sent garbage stays out, seconds
     scheduler: SchedulerSettings = DEFAULT_SETTINGS  # of every worker
     placement: PlacementCosts = PlacementCosts()

@@ -8,6 +8,7 @@ lost the adapter or the prefix is priced as one.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from control_plane.fleet.placement import AnyCandidate
 from control_plane.scheduler.types import Request
@@ -28,7 +29,7 @@ class Shortlist:
         self._hints: OrderedDict[int, OrderedDict[str, None]] = OrderedDict()
         self._turn = 0
 
-    def choose(self, sessions: dict[str, AnyCandidate], request: Request) -> list[AnyCandidate]:
+    def choose(self, sessions: Mapping[str, AnyCandidate], request: Request) -> list[AnyCandidate]:
         """Sessions to be priced, by worker id."""
         everybody = list(sessions.values())
         if len(everybody) <= MAX_PRICED:

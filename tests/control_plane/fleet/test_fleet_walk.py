@@ -85,16 +85,21 @@ class Walk:
         self.errors: list[MotetError] = []
         self.num_finished = 0
         self.everybody: list[LoopbackWorker] = []  # lost ones included
+        self.last_epochs: dict[str, int] = {}  # worker id -> of its latest session
+        self.num_isolated = 0  # actions after which suspects ran apart
         self.retiring: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Act at random, then let everything end."""
         actions = [self.submit, self.turn, self.turn, self.turn, self.partly, self.read, self.read, self.attach]
-        rare = [self.lose, self.lose, self.cancel, self.give_up, self.retire, self.tick]
+        rare = [self.lose, *[self.die_again] * 3, self.cancel, self.give_up, self.retire, self.tick]
         for _ in range(NUM_ACTIONS):
             await self.rng.choice(actions if self.rng.random() < 0.9 else rare)()
             for worker in self.workers.values():
                 worker.session.scheduler.check_invariants()
+            isolation = self.fleet._dispatcher._isolation
+            isolation.check_invariants()
+            self.num_isolated += bool(isolation._running)
             self.num_paused += any(worker.session.scheduler.stats().num_paused for worker in self.workers.values())
         if not self.workers:
             await self.attach()
@@ -141,8 +146,11 @@ class Walk:
         worker_id = f"w{self.rng.randrange(3)}"
         former = self.workers.get(worker_id)
         if former is None or self.rng.random() < 0.02:  # the same process attaches anew
-            last_epoch = former.session.epoch if former else 0
+            # The process that was there may have outlived the end of its session.
+            outlived = self.rng.choice([0, self.last_epochs.get(worker_id, 0)])
+            last_epoch = former.session.epoch if former else outlived
             self.workers[worker_id] = LoopbackWorker(self.fleet, worker_id, capacities=SMALL, last_epoch=last_epoch)
+            self.last_epochs[worker_id] = self.workers[worker_id].session.epoch
             self.everybody.append(self.workers[worker_id])
             await self.workers[worker_id].receive()
             self.clock.advance(self.rng.choice([0.0, 0.02]))  # the way of the pong: plans to some run far ahead
@@ -181,6 +189,16 @@ class Walk:
             )
             worker.session.end(EndCause.LOST if self.rng.random() < 0.3 else EndCause.LEFT, "lost")
 
+    async def die_again(self) -> None:
+        """A worker dies, is started again, and dies before it answered anything."""
+        if self.workers:
+            worker_id = self.rng.choice(sorted(self.workers))
+            self.workers.pop(worker_id).lose()
+            worker = LoopbackWorker(self.fleet, worker_id, capacities=SMALL)
+            self.everybody.append(worker)
+            await worker.receive()
+            worker.lose()
+
     async def cancel(self) -> None:
         if self.readers:
             self.readers.pop(self.rng.choice(sorted(self.readers))).stream.cancel()
@@ -215,13 +233,14 @@ async def test_whatever_happens_every_stream_yields_the_oracles_tokens(
         "streams read to their ends": walk.num_finished - 20,
         "beam searches": walk.num_beam_searches,
         "pauses": walk.num_paused,
+        "suspects that ran apart": walk.num_isolated,
         "requests moved": walk.fleet.queue_snapshot().num_migrated,
         "several answers moved": walk.num_groups_moved,
         "swaps": sum(worker.session.scheduler.stats().num_swapped_out for worker in walk.everybody),
         "plans of several steps": sum(plan.num_steps > 1 for worker in walk.everybody for plan in worker.plans),
     }
     assert seed >= 5 or min(seen.values()) > 0, f"the walk did not go where it should: {seen}"
-    # Only what the walk cannot avoid: a full queue, a deadline, and the fourth loss of a worker.
+    # Only what the walk cannot avoid: a full queue, a deadline, and too many deaths of workers.
     lost = [error for error in walk.errors if not isinstance(error, QueueFull | DeadlineExceeded)]
     assert {type(error).__name__ for error in lost} <= {"WorkerLost", "PoisonedRequest"}
     assert len(lost) < walk.num_finished / 4

@@ -1,4 +1,7 @@
-"""Requests that were present at two worker deaths: where they run, what runs beside them, and how that ends."""
+"""Requests that were computed at two worker deaths: where they run, what runs beside them, and how that ends.
+
+How many deaths it takes to find a poison request, and what it costs the others, is in test_poison.py.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from motet.v1 import plan_pb2
 
-from control_plane.errors import ContextTooLong, MotetError, PoisonedRequest
+from control_plane.errors import ContextTooLong, MotetError
 from control_plane.fleet import placement
+from control_plane.fleet.deaths import is_suspect
 from control_plane.fleet.fleet import Fleet
-from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Death, Job, JobStream
 from control_plane.scheduler.types import BeamSearch, Request
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -29,7 +34,7 @@ def submit_suspect(fleet: Fleet, request: Request) -> JobStream:
     add = fleet._dispatcher.add
 
     def add_suspect(job: Job) -> MotetError | None:
-        job.num_deaths = 2
+        make_suspect(fleet, job)
         return add(job)
 
     fleet._dispatcher.add = add_suspect  # type: ignore[method-assign]
@@ -39,6 +44,22 @@ def submit_suspect(fleet: Fleet, request: Request) -> JobStream:
         fleet._dispatcher.add = add  # type: ignore[method-assign]
 
 
+def make_suspect(fleet: Fleet, job: Job) -> None:
+    """Let a waiting job be a suspect, as if workers that nobody knows had died of it."""
+    job.deaths = [Death(epoch, f"elsewhere{epoch}", is_loss=True) for epoch in (1, 2)]
+    fleet._dispatcher._isolation._add([job])
+
+
+def is_running(fleet: Fleet, request: Request) -> bool:
+    """Whether the request runs as a suspect."""
+    return fleet._dispatcher.is_isolated(fleet._jobs[request.request_id])
+
+
+def is_open(fleet: Fleet, worker: LoopbackWorker) -> bool:
+    """Whether the worker takes requests that are no suspects."""
+    return fleet._dispatcher._isolation.is_open(worker.session)
+
+
 def worker_of(fleet: Fleet, request: Request) -> str | None:
     """Id of the worker that has the request; None: it waits for one."""
     session = fleet._jobs[request.request_id].session
@@ -46,10 +67,10 @@ def worker_of(fleet: Fleet, request: Request) -> str | None:
 
 
 async def see_two_deaths(fleet: Fleet, requests: list[Request]) -> list[JobStream]:
-    """Requests that were computed at two worker deaths; no worker is attached after that."""
+    """Requests that were computed at the deaths of two workers; none is attached after that."""
     streams = [fleet.submit(request) for request in requests]
-    for _ in range(2):
-        worker = LoopbackWorker(fleet, "first")
+    for name in ("first", "second"):
+        worker = LoopbackWorker(fleet, name)
         await worker.receive()
         worker.answer()
         assert worker.session.scheduler.stats().num_running == len(requests)
@@ -83,44 +104,41 @@ async def test_a_request_present_at_two_worker_deaths_is_isolated(clock: FakeClo
     readers.append(asyncio.create_task(read_all(stream)))
     newcomer = make_request(fleet, [3], 5)
     readers.append(asyncio.create_task(read_all(fleet.submit(newcomer))))
-    assert fleet._jobs[suspect.request_id].num_deaths == 0  # cleared: both workers take what comes
+    assert not is_suspect(fleet._jobs[suspect.request_id])  # cleared: both workers take what comes
     await until_done(workers, *readers)
     assert [await reader for reader in readers] == [expected(request) for request in [*others, suspect, newcomer]]
 
 
-async def test_suspects_are_tried_one_after_the_other_among_those_that_were_cleared(clock: FakeClock) -> None:
+async def test_groups_of_suspects_run_one_after_the_other_beside_those_that_were_cleared(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
-    suspects = [make_request(fleet, [i], 40) for i in range(1, 5)]
+    suspects = [make_request(fleet, [i], 60) for i in range(1, 5)]
     streams = await see_two_deaths(fleet, suspects)
     workers = [LoopbackWorker(fleet, name) for name in ("w0", "w1")]
     readers = [asyncio.create_task(read_all(stream)) for stream in streams]
-    tried: list[int] = []
+    groups: list[set[int]] = []
     for _ in range(400):
         for worker in workers:
             await worker.turn()
-        on_trial = {job.request.request_id: job for job in fleet._dispatcher._trials.on_trial()}
-        assert len(on_trial) <= 1
-        tried += [request_id for request_id in on_trial if request_id not in tried]
-        for job in on_trial.values():
-            assert job.session is not None
-            assert job.session.scheduler.groups.keys() <= set(tried)
-    assert tried == [request.request_id for request in suspects]
+        now = {job.request.request_id for job in fleet._jobs.values() if fleet._dispatcher.is_isolated(job)}
+        if now and not (groups and now <= groups[-1]):
+            groups.append(now)
+        for worker in workers:
+            assert worker.session.scheduler.groups.keys() <= {i for group in groups for i in group}
+    first, second, third, fourth = (request.request_id for request in suspects)
+    assert groups == [{first, second}, {third, fourth}]
     assert [await reader for reader in readers] == [expected(request) for request in suspects]
 
 
 async def test_suspects_close_at_most_half_of_the_workers_to_others(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
-    suspects = [make_request(fleet, [i], 40) for i in range(1, 9)]
-    streams = await see_two_deaths(fleet, suspects)
     workers = [LoopbackWorker(fleet, f"w{i}") for i in range(5)]
-    readers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    readers = [asyncio.create_task(read_all(submit_suspect(fleet, make_request(fleet, [i], 40)))) for i in range(1, 9)]
     most = 0
     for prompt in range(20, 60):
         for worker in workers:
             await worker.turn()
         fleet.tick()
-        is_open = [fleet._dispatcher._trials.is_open(worker.session) for worker in workers]
-        most = max(most, is_open.count(False))
+        most = max(most, [is_open(fleet, worker) for worker in workers].count(False))
         newcomer = make_request(fleet, [prompt], 5)
         readers.append(asyncio.create_task(read_all(fleet.submit(newcomer))))
         assert worker_of(fleet, newcomer) is not None
@@ -128,7 +146,7 @@ async def test_suspects_close_at_most_half_of_the_workers_to_others(clock: FakeC
     await until_done(workers, *readers)
 
 
-async def test_who_waited_for_the_end_of_a_trial_goes_before_the_next_suspect(clock: FakeClock) -> None:
+async def test_who_waited_while_a_group_ran_goes_before_the_next_group(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     suspects = [make_request(fleet, [i], 40) for i in range(1, 9)]
     streams = await see_two_deaths(fleet, suspects)
@@ -138,8 +156,8 @@ async def test_who_waited_for_the_end_of_a_trial_goes_before_the_next_suspect(cl
     long = make_request(fleet, [*range(100)], 10)
     readers.append(asyncio.create_task(read_all(fleet.submit(long))))
     assert worker_of(fleet, long) is None and worker_of(fleet, suspects[0]) == "large"
-    await large.run(lambda: fleet._jobs[suspects[0].request_id].num_deaths == 0)
-    assert worker_of(fleet, long) == "large"
+    await large.run(lambda: not is_suspect(fleet._jobs[suspects[0].request_id]))
+    assert worker_of(fleet, long) == "large" and worker_of(fleet, suspects[-1]) in (None, "small")
     for _ in range(400):
         await large.turn()
         await small.turn()
@@ -162,57 +180,57 @@ async def test_a_busy_worker_is_emptied_for_a_suspect(clock: FakeClock) -> None:
     job = fleet._jobs[suspect.request_id]
     assert job.session is not None
     fleet._dispatcher._take_from(job.session, job)
-    job.num_deaths = 2  # as if it had come from elsewhere with these
+    make_suspect(fleet, job)
     fleet.tick()
     assert worker_of(fleet, suspect) is None
-    emptied = next(worker for worker in workers if not fleet._dispatcher._trials.is_open(worker.session))
+    emptied = next(worker for worker in workers if not is_open(fleet, worker))
     assert {worker_of(fleet, request) for request in waiting}.isdisjoint({emptied.session.worker_id, None})
     tried_beside: set[int] = set()
     for _ in range(300):
         for worker in workers:
             await worker.turn()
         fleet.tick()
-        if fleet._dispatcher.is_on_trial(job):
+        if fleet._dispatcher.is_isolated(job):
             assert job.session is emptied.session
             tried_beside |= set(emptied.session.scheduler.groups) - {suspect.request_id}
         if all(reader.done() for reader in readers):
             break
     assert [await reader for reader in readers] == [expected(request) for request in [*running, *waiting, suspect]]
-    assert tried_beside == set() and fleet._dispatcher._trials.is_open(emptied.session)
+    assert tried_beside == set() and is_open(fleet, emptied)
 
 
-async def test_beside_the_suspect_of_an_only_worker_nobody_starts_who_may_wait(clock: FakeClock) -> None:
-    fleet = make_fleet(clock)
+async def test_beside_the_suspects_of_an_only_worker_nobody_runs_whose_own_death_may_come(clock: FakeClock) -> None:
+    fleet = make_fleet(clock, worker_grace_s=0.01)  # no other worker is waited for
     suspects = [make_request(fleet, [i], 40) for i in (1, 2)]
     readers = [asyncio.create_task(read_all(stream)) for stream in await see_two_deaths(fleet, suspects)]
-    worker = LoopbackWorker(fleet, "first")  # the only one
-    newcomers = [make_request(fleet, [i, 7], 20) for i in range(10, 13)]
+    worker = LoopbackWorker(fleet, "third")
+    newcomers = [make_request(fleet, [i, 7], 60) for i in range(10, 13)]
     readers += [asyncio.create_task(read_all(fleet.submit(request))) for request in newcomers]
     await worker.receive()
     assert set(worker.session.scheduler.groups) == {suspects[0].request_id}
-    await worker.run(lambda: fleet._jobs[suspects[0].request_id].num_deaths == 0)
-    # The trial is over: those that waited for that go first, then the next suspect.
-    assert list(worker.session.scheduler.groups) == [r.request_id for r in [suspects[0], *newcomers, suspects[1]]]
-    await worker.run(lambda: all(reader.done() for reader in readers))
-    assert [await reader for reader in readers] == [expected(request) for request in [*suspects, *newcomers]]
-
-
-async def test_a_death_that_convicts_a_suspect_is_not_held_against_the_others(clock: FakeClock) -> None:
-    fleet = make_fleet(clock)
-    suspects = [make_request(fleet, [i], 60) for i in (1, 2)]
-    streams = await see_two_deaths(fleet, suspects)
-    worker = LoopbackWorker(fleet, "w0")
-    jobs = [fleet._jobs[request.request_id] for request in suspects]
-    await worker.run(lambda: fleet._dispatcher.is_on_trial(jobs[1]))
+    await worker.run(lambda: not is_suspect(fleet._jobs[suspects[0].request_id]))
+    # The group is over: those that waited go first. Then nobody, until the next group runs.
     await worker.turn()
-    worker.lose()
-    with pytest.raises(PoisonedRequest):
-        await read_all(streams[1])
-    assert (jobs[0].num_deaths, jobs[0].num_migrations) == (0, 2)
-    back = LoopbackWorker(fleet, "w0")
-    reader = asyncio.create_task(read_all(streams[0]))
-    await back.run(reader.done)
-    assert await reader == expected(suspects[0])
+    clock.advance(0.02)
+    fleet.tick()
+    late = make_request(fleet, [20, 7], 20)
+    readers.append(asyncio.create_task(read_all(fleet.submit(late))))
+    for _ in range(100):
+        worker.session.receive(heartbeat())
+        fleet.tick()
+        if is_running(fleet, suspects[1]):
+            break
+        assert set(worker.session.scheduler.groups) == {r.request_id for r in [suspects[0], *newcomers]}
+        await worker.turn()
+    gained = [fleet._jobs[request.request_id].num_tokens_here for request in newcomers]
+    assert is_running(fleet, suspects[1]) and min(gained) == 10, "two plans of four steps, and one token more"
+    await worker.run(lambda: all(reader.done() for reader in readers))
+    requests = [*suspects, *newcomers, late]
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+
+
+def heartbeat() -> plan_pb2.AttachRequest:
+    return plan_pb2.AttachRequest(heartbeat=plan_pb2.Heartbeat())
 
 
 async def test_a_worker_that_dies_before_it_computes_the_suspect_convicts_nobody(clock: FakeClock) -> None:
@@ -228,21 +246,23 @@ async def test_a_worker_that_dies_before_it_computes_the_suspect_convicts_nobody
     assert await reader == expected(suspect)
 
 
-async def test_a_trial_is_seen_through_although_the_reader_falls_behind(clock: FakeClock) -> None:
+async def test_a_suspect_runs_until_it_is_cleared_although_its_reader_falls_behind(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     suspect = make_request(fleet, [1], MAX_UNREAD_TOKENS + 100)
     stream = fleet.submit(suspect)
     job = fleet._jobs[suspect.request_id]
-    for num_tokens in (100, MAX_UNREAD_TOKENS - 4):
-        worker = LoopbackWorker(fleet)
-        await worker.run(lambda least=num_tokens: job.num_generated >= least)
-        worker.lose()
-    assert fleet._dispatcher._trials.on_trial() == [] and job.num_deaths == 2 and job.full_since_s is None
+    worker = LoopbackWorker(fleet, "first")
+    await worker.run(lambda: job.num_generated >= MAX_UNREAD_TOKENS - 4)
+    worker.lose()
+    worker = LoopbackWorker(fleet, "second")
+    await worker.receive()
+    worker.lose()
+    assert is_suspect(job) and job.full_since_s is None
     worker = LoopbackWorker(fleet)
     other = make_request(fleet, [2], 20)
     reader = asyncio.create_task(read_all(fleet.submit(other)))
     await worker.run(reader.done)
-    assert await reader == expected(other) and job.num_deaths == 0 and job.full_since_s is not None
+    assert await reader == expected(other) and not is_suspect(job) and job.full_since_s is not None
     await until_done([worker], reader := asyncio.create_task(read_all(stream)))
     assert await reader == expected(suspect)
 
@@ -254,9 +274,8 @@ async def test_a_full_suspect_waits_for_its_reader(clock: FakeClock) -> None:
     job = fleet._jobs[suspect.request_id]
     worker = LoopbackWorker(fleet)
     await worker.run(lambda: job.full_since_s is not None)
-    job.num_deaths = 1
     worker.lose()
-    assert job.num_deaths == 2
+    make_suspect(fleet, job)
     worker = LoopbackWorker(fleet)
     assert worker_of(fleet, suspect) is None
     reader = asyncio.create_task(read_all(stream))
@@ -272,9 +291,9 @@ async def test_a_suspect_beam_search_is_cleared_by_what_it_searched(clock: FakeC
     job = fleet._jobs[suspect.request_id]
     for _ in range(30):
         await worker.turn()
-    assert fleet._dispatcher.is_on_trial(job) and job.num_tokens_here == 0
+    assert fleet._dispatcher.is_isolated(job) and job.num_tokens_here == 0
     fleet.tick()
-    assert not fleet._dispatcher.is_on_trial(job) and suspect.request_id in worker.session.scheduler.groups
+    assert not fleet._dispatcher.is_isolated(job) and suspect.request_id in worker.session.scheduler.groups
 
 
 async def see_two_deaths_of_one(fleet: Fleet, request: Request) -> None:
@@ -295,10 +314,10 @@ async def test_a_suspect_is_cleared_once_none_of_its_tokens_can_have_been_under_
     await see_two_deaths_of_one(fleet, suspect)
     LoopbackWorker(fleet, "w0")
     job = fleet._jobs[suspect.request_id]
-    for num_tokens, is_on_trial in ((9 * num_samples, True), (9 * num_samples + 1, False)):
+    for num_tokens, is_isolated in ((9 * num_samples, True), (9 * num_samples + 1, False)):
         job.num_tokens_here = num_tokens
         fleet.tick()
-        assert fleet._dispatcher.is_on_trial(job) is is_on_trial
+        assert fleet._dispatcher.is_isolated(job) is is_isolated
 
 
 async def test_what_fits_only_a_worker_that_is_closed_waits_for_it(clock: FakeClock) -> None:
@@ -341,9 +360,9 @@ async def test_a_suspect_does_not_go_back_where_its_adapter_failed(clock: FakeCl
     job = fleet._jobs[suspect.request_id]
     assert worker_of(fleet, suspect) == "bad"
     await bad.run(lambda: bool(job.failed_load_epochs))
-    assert worker_of(fleet, suspect) is None and fleet._dispatcher._trials.is_open(bad.session)
+    assert worker_of(fleet, suspect) is None and is_open(fleet, bad)
     fleet.tick()
-    assert not fleet._dispatcher._trials.is_open(good.session)
+    assert not is_open(fleet, good)
     for _ in range(200):
         await good.turn()
         await bad.turn()
@@ -403,7 +422,7 @@ async def test_a_suspect_for_which_no_worker_is_large_enough_any_more_fails(cloc
     with pytest.raises(ContextTooLong):
         await read_all(streams[0])
     fleet.tick()
-    assert [fleet._dispatcher._trials.is_open(worker.session) for worker in workers].count(False) == 1
+    assert [is_open(fleet, worker) for worker in workers].count(False) == 1
 
 
 async def test_a_worker_is_emptied_for_a_bounded_time(clock: FakeClock) -> None:
@@ -413,7 +432,7 @@ async def test_a_worker_is_emptied_for_a_bounded_time(clock: FakeClock) -> None:
     suspect = make_request(fleet, [9], 40)
     reader = asyncio.create_task(read_all(submit_suspect(fleet, suspect)))
     fleet.tick()
-    assert [fleet._dispatcher._trials.is_open(worker.session) for worker in workers] == [True, False]
+    assert [is_open(fleet, worker) for worker in workers] == [True, False]
     for _ in range(29):
         clock.advance(0.1)
         fleet.tick()
@@ -422,10 +441,36 @@ async def test_a_worker_is_emptied_for_a_bounded_time(clock: FakeClock) -> None:
         assert worker_of(fleet, suspect) is None
     clock.advance(0.2)
     fleet.tick()
-    assert worker_of(fleet, suspect) == "w1" and fleet._dispatcher.is_on_trial(fleet._jobs[suspect.request_id])
+    assert worker_of(fleet, suspect) == "w1" and is_running(fleet, suspect)
     await until_done(workers, reader)
     assert await reader == expected(suspect)
-    assert all(fleet._dispatcher._trials.is_open(worker.session) for worker in workers)
+    assert all(is_open(fleet, worker) for worker in workers)
+
+
+async def test_suspects_run_beside_requests_whose_own_death_may_come_only_after_twice_the_time(
+    clock: FakeClock,
+) -> None:
+    fleet = make_fleet(clock, emptying_timeout_s=3.0)
+    workers = await two_busy_workers(fleet)
+    suspect = make_request(fleet, [9], 40)
+    submit_suspect(fleet, suspect)
+    beside = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
+    beside.num_tokens_here = 9  # it may be about to kill its worker
+    fleet.tick()
+    for _ in range(59):
+        clock.advance(0.1)
+        for worker in workers:
+            worker.session.receive(heartbeat())
+        fleet.tick()
+        assert worker_of(fleet, suspect) is None
+    clock.advance(0.2)
+    fleet.tick()
+    assert worker_of(fleet, suspect) == "w1"
+    await workers[1].turn()
+    await workers[1].receive()
+    beside.num_tokens_here = 9
+    workers[1].lose()  # nobody can tell which of them it was
+    assert [len(job.deaths) for job in (fleet._jobs[suspect.request_id], beside)] == [3, 1]
 
 
 async def test_a_worker_that_nobody_waits_for_any_more_is_open_again(clock: FakeClock) -> None:
@@ -433,10 +478,10 @@ async def test_a_worker_that_nobody_waits_for_any_more_is_open_again(clock: Fake
     workers = await two_busy_workers(fleet)
     stream = submit_suspect(fleet, make_request(fleet, [9], 40))
     fleet.tick()
-    assert not fleet._dispatcher._trials.is_open(workers[1].session)
+    assert not is_open(fleet, workers[1])
     stream.cancel()
     fleet.tick()
-    assert all(fleet._dispatcher._trials.is_open(worker.session) for worker in workers)
+    assert all(is_open(fleet, worker) for worker in workers)
 
 
 async def test_what_waits_or_is_held_moves_away_from_a_worker_that_is_emptied(clock: FakeClock) -> None:
@@ -462,11 +507,11 @@ async def test_a_suspect_waits_for_the_lost_one_of_two_workers(clock: FakeClock)
     fleet = make_fleet(clock, worker_grace_s=10.0)
     workers = await two_busy_workers(fleet)
     suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
-    suspect.num_deaths = 1
+    suspect.num_tokens_here, suspect.deaths = 0, [Death(1, "elsewhere", is_loss=True)]
     workers[1].lose()
     clock.advance(5.0)
     fleet.tick()
-    assert suspect.num_deaths == 2 and suspect.session is None
+    assert is_suspect(suspect) and suspect.session is None
     back = LoopbackWorker(fleet, "w1")
     assert suspect.session is back.session
 
@@ -475,10 +520,12 @@ async def test_a_suspect_runs_beside_others_where_the_lost_one_of_two_workers_st
     fleet = make_fleet(clock, worker_grace_s=10.0, dead_after_ms=60_000)
     workers = await two_busy_workers(fleet)
     suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
-    suspect.num_deaths = 1
+    suspect.num_tokens_here, suspect.deaths = 0, [Death(1, "elsewhere", is_loss=True)]
     workers[1].lose()
     let_time_pass(clock, fleet, 9.8)
     assert suspect.session is None
+    for _ in range(5):  # those that run there come past the point of their own death
+        await workers[0].turn()
     let_time_pass(clock, fleet, 0.3)
     assert suspect.session is workers[0].session
 
