@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from control_plane.fleet.settings import MIN_WORK_TIMEOUT_S, FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, Policy, SchedulerSettings
 from control_plane.telemetry import LOG_LEVELS
@@ -23,6 +24,7 @@ HOST_CACHES = ("redis", "memory")
 POLICIES = tuple(policy.value for policy in Policy)
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ROOT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_FLEET = FleetSettings()
 _LOWEST: dict[str, float] = {
     "store_timeout_s": 0.1,
     "host_cache_bytes": 0,
@@ -30,6 +32,9 @@ _LOWEST: dict[str, float] = {
     "plan_depth": 1,
     "heartbeat_interval_ms": 1,
     "worker_grace_s": 0,
+    "step_timeout_s": MIN_WORK_TIMEOUT_S,
+    "first_step_timeout_s": MIN_WORK_TIMEOUT_S,
+    "load_timeout_s": MIN_WORK_TIMEOUT_S,
     "max_model_len": 2,
     "max_adapter_bytes": 1,
     "slow_reader_timeout_s": 0,
@@ -64,6 +69,10 @@ class ServerConfig:
     heartbeat_interval_ms: int = 500  # milliseconds
     dead_after_ms: int = 2000  # a worker silent for so long is dead, milliseconds
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
+    # The fields of FleetSettings of these names, where they are explained.
+    step_timeout_s: float = _FLEET.step_timeout_s
+    first_step_timeout_s: float = _FLEET.first_step_timeout_s
+    load_timeout_s: float = _FLEET.load_timeout_s
     tenants: Path | None = None  # JSON file with weights and quotas of tenants; None: all alike, without quotas
     # Those that follow are the fields of SchedulerSettings, where they are explained.
     scheduling_policy: str = DEFAULT_SETTINGS.policy.value
@@ -218,6 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heartbeat-interval-ms", int, "500", "time between heartbeats, milliseconds (default 500)")
     add("--dead-after-ms", int, "2000", "a worker silent for so long is dead, milliseconds (default 2000)")
     add("--worker-grace-s", float, "30", "how long requests wait when no worker is attached, seconds (default 30)")
+    _add_work_timeouts(add)
     add(
         "--tenants",
         Path,
@@ -266,6 +276,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         variable = "MOTET_" + flag.strip("-").upper().replace("-", "_")
         is_set = os.environ.get(variable, "").lower() in ("1", "true", "yes")
         parser.add_argument(flag, action="store_true", default=is_set, help=text)
+
+
+def _add_work_timeouts(add: Callable[..., None]) -> None:
+    texts = {
+        "step_timeout_s": "a step hangs that takes longer than this and than 20 times the latest ones, seconds",
+        "first_step_timeout_s": "a step hangs that takes longer, of the first ones of a worker, seconds",
+        "load_timeout_s": "the load of an adapter hangs that takes longer than this and 1 s for each 4 MiB, seconds",
+    }
+    for name, text in texts.items():
+        value = f"{getattr(_FLEET, name):g}"
+        add(flag_of(name), float, value, f"{text} (default {value})")
 
 
 def _add_scheduling(add: Callable[..., None]) -> None:

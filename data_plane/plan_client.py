@@ -200,13 +200,13 @@ class PlanClient:
                 f"epoch {welcome.epoch} is not above {self._last_epoch}, which this worker served already: an older "
                 "control plane, or one with another store; restart this worker if it shall follow"
             )
-        interval_ms, leave_ms, longest_ms = (
+        interval_ms, leave_ms, stuck_ms = (
             welcome.heartbeat_interval_ms,
             welcome.leave_after_ms,
-            welcome.longest_step_ms,
+            welcome.stuck_after_ms,
         )
-        if interval_ms < 1 or leave_ms <= interval_ms or longest_ms < 1:
-            return Ended(f"heartbeats of {interval_ms} ms, leave after {leave_ms} ms, steps of at most {longest_ms} ms")
+        if interval_ms < 1 or leave_ms <= interval_ms or stuck_ms < 1:
+            return Ended(f"heartbeats of {interval_ms} ms, leave after {leave_ms} ms, stuck after {stuck_ms} ms")
         self._last_epoch = welcome.epoch
         return None
 
@@ -223,7 +223,7 @@ class PlanClient:
         times = WatchTimes(
             heartbeat_interval_s=welcome.heartbeat_interval_ms / 1000,
             leave_after_s=welcome.leave_after_ms / 1000,
-            longest_step_s=welcome.longest_step_ms / 1000,
+            stuck_after_s=welcome.stuck_after_ms / 1000,
         )
         watch = SessionWatch(
             stream, session.work, times, lambda: self._numbers(stream), self._clock, self._exit_process

@@ -43,7 +43,7 @@ class WatchTimes:
 
     heartbeat_interval_s: float
     leave_after_s: float  # without a word from the control plane
-    longest_step_s: float
+    stuck_after_s: float
 
 
 class SessionWatch:
@@ -117,7 +117,7 @@ class SessionWatch:
         """Exit where the session has been over for too long, and a thread still works on it."""
         ended = self._stream.ended
         is_hung = ended is not None and ended.code is grpc.StatusCode.DEADLINE_EXCEEDED  # the control plane's finding
-        if over_s < (HUNG_GRACE_S if is_hung else self._times.longest_step_s):
+        if over_s < (HUNG_GRACE_S if is_hung else self._times.stuck_after_s):
             return
         step, loads = self._work.step, sorted(self._work.loads)
         logger.critical(

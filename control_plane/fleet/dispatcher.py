@@ -14,7 +14,7 @@ from control_plane.errors import MotetError
 from control_plane.fleet import placement
 from control_plane.fleet.deaths import is_given_up, is_suspect
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.failures import lost, never_fits, poisoned
+from control_plane.fleet.failures import adapter_failed, lost, never_fits, poisoned
 from control_plane.fleet.isolation import Isolation
 from control_plane.fleet.jobs import Job
 from control_plane.fleet.session import WorkerSession
@@ -132,6 +132,8 @@ class Dispatcher:
             job.request = request
             if job in convicted:
                 failed.append((job, poisoned(job)))
+            elif self._has_hung_everywhere(session, job):
+                failed.append((job, adapter_failed(request)))
             elif is_given_up(job):
                 failed.append((job, lost(job)))
             else:
@@ -142,6 +144,13 @@ class Dispatcher:
         logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, len(jobs))
         self._sort_waiting()
         self.place_waiting()
+
+    def _has_hung_everywhere(self, session: WorkerSession, job: Job) -> bool:
+        """Whether the session ended since the job's adapter did not load, as others did before."""
+        if job.request.adapter is None or job.request.adapter.digest != session.hung_digest:
+            return False
+        job.failed_load_epochs.add(session.epoch)
+        return len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES
 
     def _computed_by(self, session: WorkerSession, jobs: list[Job]) -> list[Job]:
         """The jobs of a session that may be the reason of its end."""

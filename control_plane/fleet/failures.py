@@ -50,11 +50,14 @@ def error_of(output: RequestOutput, request: Request) -> MotetError:
     if output.finish_reason is FinishReason.DEADLINE:
         return DeadlineExceeded("the request's deadline passed")
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
-        return AdapterLoadFailed(
-            f"adapter {_digest(request)} could not be loaded by any worker that was asked; try again"
-        )
+        return adapter_failed(request)
     assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is no error"
     return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
+
+
+def adapter_failed(request: Request) -> MotetError:
+    """No worker that was told to could load the request's adapter."""
+    return AdapterLoadFailed(f"adapter {_digest(request)} could not be loaded by any worker that was asked; try again")
 
 
 def lost(job: Job) -> MotetError:

@@ -265,8 +265,8 @@ class Fleet:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests can be expected to run: a worker is attached, and none has stalled."""
-        return bool(self._sessions) and not any(session.is_stalled for session in self._sessions.values())
+        """Whether requests can be expected to run: some worker is attached. One that hangs or stalls is so no more."""
+        return bool(self._sessions)
 
     def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
         """A session for the worker that said this; an earlier one of the same process is over with it.
@@ -326,12 +326,8 @@ class Fleet:
         """See whether an adapter that is being retired is out of use."""
         self._retirement.check_soon()
 
-    def on_stall_changed(self) -> None:
-        """Tell that `is_serving` may have changed."""
-        self._tell_workers_changed()
-
     def on_workers_changed(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called after a worker attached, was lost, stalled or went on."""
+        """Have `callback` called after a worker attached or was lost."""
         self._workers_changed.append(callback)
 
     def _tell_workers_changed(self) -> None:

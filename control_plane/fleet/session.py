@@ -18,6 +18,7 @@ from motet.v1 import plan_pb2
 
 from control_plane.awake import AwakeClock
 from control_plane.fleet.endings import EndCause
+from control_plane.fleet.overdue import WorkWatch
 from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
@@ -45,9 +46,6 @@ class SessionOwner(Protocol):
 
     def on_changed(self) -> None:
         """A slot changed or a step was answered."""
-
-    def on_stall_changed(self) -> None:
-        """A session stalled, or goes on."""
 
     def on_ended(self, session: WorkerSession) -> None:
         """The session is over; its requests are to be moved. Called once."""
@@ -80,7 +78,9 @@ class WorkerSession:
         self._encoder = PlanEncoder(epoch, hello.vocab_size)
         self._request_by_row: dict[int, RequestId] = {}
         self._is_pump_due = False
-        self._progress = ProgressWatch(self.worker_id, epoch)
+        self._progress = ProgressWatch()
+        self._work = WorkWatch(settings)
+        self.hung_digest: str | None = None  # the adapter whose load did not end, where that ended the session
 
         self._outgoing: list[plan_pb2.AttachResponse] = []
         self._wake = asyncio.Event()  # outgoing is not empty, or the session ended
@@ -102,7 +102,7 @@ class WorkerSession:
                     heartbeat_interval_ms=settings.heartbeat_interval_ms,
                     dead_after_ms=settings.dead_after_ms,
                     leave_after_ms=settings.leave_after_ms,
-                    longest_step_ms=settings.longest_step_ms,
+                    stuck_after_ms=round(settings.first_step_timeout_s * 1000),
                     plan_depth=settings.plan_depth,
                     host_cache_url=host_cache_url,
                 )
@@ -117,11 +117,6 @@ class WorkerSession:
     def is_death(self) -> bool:
         """Whether it ended so that a request may be the reason."""
         return self.end_cause is not None and self.end_cause.is_death
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether its requests wait for nothing."""
-        return self._progress.is_stalled
 
     # ---- the fleet's side ----
 
@@ -190,8 +185,12 @@ class WorkerSession:
         with self._edge():
             self._deliver_ends()  # deadlines, and loads that are to be tried again, need no message to come up
             self._pump()
-            if self._progress.look(self.scheduler, awake_s):
-                self._owner.on_stall_changed()
+            if self._progress.has_stalled(self.scheduler, awake_s):
+                logger.error("scheduler stalled worker_id=%s %s", self.worker_id, self.scheduler.stats())
+                self.end(EndCause.BROKEN_BOOKS, "the scheduler stalled: requests wait, nothing is under way")
+            elif (overdue := self._work.overdue(awake_s)) is not None:
+                self.hung_digest = overdue.digest
+                self.end(EndCause.HUNG_LOAD if overdue.digest else EndCause.HUNG_STEP, overdue.reason)
 
     def end(self, cause: EndCause, reason: str) -> None:
         """End the session, once."""
@@ -233,6 +232,7 @@ class WorkerSession:
             self._on_slot_state(message.slot_state)
         elif kind == "heartbeat":
             self._resident_bytes = message.heartbeat.resident_bytes
+            self._work.heartbeat(message.heartbeat, self._last_heard_s)
         elif kind == "pong":
             if not self._round_trip.pong(message.pong.sequence, self._clock()):
                 raise GarbageResult(f"pong {message.pong.sequence} answers no ping")
@@ -251,6 +251,7 @@ class WorkerSession:
         if result is None:
             return
         self._num_steps += 1
+        self._work.step_answered(message.step_time_us, self._last_heard_s)
         self._step_times_us.append(message.step_time_us)
         outputs = self.scheduler.apply(result, received_s)
         try:
@@ -269,6 +270,7 @@ class WorkerSession:
         slot, generation = message.slot, message.generation
         is_from_cache = (slot, generation) in self._cached_loads
         self._cached_loads.discard((slot, generation))
+        self._work.load_answered(slot, generation)
         if message.state == _SlotStateKind.STATE_READY:
             self.scheduler.slot_ready(slot, generation, message.load_time_us if is_from_cache else 0)
         elif message.state == _SlotStateKind.STATE_EMPTY:
@@ -306,6 +308,9 @@ class WorkerSession:
             for new in plan.new_rows:
                 self._request_by_row[new.row] = new.request_id
             self._num_plans += 1
+            num_decodes = len(plan.decode_rows)
+            num_tokens = num_decodes + sum(num for _, num in plan.prefills)
+            self._work.plan_sent(plan.num_steps, num_tokens, num_decodes, self._awake())
             self._send(self._encoder.encode(plan))
 
     def _deliver_ends(self) -> None:
@@ -338,8 +343,12 @@ class WorkerSession:
 
     def _send_commands(self) -> None:
         for command in self.scheduler.slot_commands():
-            if isinstance(command, LoadSlot) and self._owner.on_load(command.digest):
-                self._cached_loads.add((command.slot, command.generation))
+            if isinstance(command, LoadSlot):
+                slot, generation = command.slot, command.generation
+                num_bytes = self.scheduler.slots.slots[slot].adapter.arena_bytes
+                self._work.load_sent(slot, generation, command.digest, num_bytes)
+                if self._owner.on_load(command.digest):
+                    self._cached_loads.add((slot, generation))
             self._send(self._encoder.encode_command(command))
 
     def _ping(self, now_s: float) -> None:

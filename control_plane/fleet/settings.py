@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from control_plane.fleet.tenants import TenantTable
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 
+MIN_WORK_TIMEOUT_S = 1.0  # of steps and loads: far above the time between two heartbeats
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementCosts:
@@ -39,7 +41,11 @@ class FleetSettings:
     plan_depth: int = 2  # plans sent to a worker and not answered
     heartbeat_interval_ms: int = 500  # either side, milliseconds
     dead_after_ms: int = 2000  # a worker that was silent for so long is dead, milliseconds
-    longest_step_s: float = 300.0  # the most that any step may take, seconds
+    # A step hangs that takes longer than this, and than 20 times what the latest steps would take for as many tokens;
+    # overdue.py. Above the time for which kernels may be compiled for an adapter of an unusual rank, seconds.
+    step_timeout_s: float = 30.0
+    first_step_timeout_s: float = 300.0  # the same for the first steps of a session, seconds
+    load_timeout_s: float = 60.0  # a load hangs that takes longer than this and a second for each 4 MiB, seconds
     worker_grace_s: float = 30.0  # how long requests wait for a worker when none is attached, seconds
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
     # How long a worker may take to be empty for requests that may be killing workers, seconds; isolation.py.
@@ -60,6 +66,9 @@ class FleetSettings:
         for name in ("worker_grace_s", "slow_reader_timeout_s", "emptying_timeout_s", "quarantine_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 0")
+        for name in ("step_timeout_s", "first_step_timeout_s", "load_timeout_s"):
+            if not getattr(self, name) >= MIN_WORK_TIMEOUT_S:
+                raise ValueError(f"{name}: {getattr(self, name)} is below {MIN_WORK_TIMEOUT_S:g}")
 
     @property
     def leave_after_ms(self) -> int:
@@ -69,11 +78,6 @@ class FleetSettings:
         for a control plane whose loop is busy than the control plane waits for it.
         """
         return max(10_000, 5 * self.dead_after_ms)
-
-    @property
-    def longest_step_ms(self) -> int:
-        """`longest_step_s` in milliseconds."""
-        return round(self.longest_step_s * 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

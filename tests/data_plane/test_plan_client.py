@@ -53,7 +53,7 @@ class Peer:
                 dead_after_ms=2000,
                 plan_depth=2,
                 leave_after_ms=leave_ms,
-                longest_step_ms=60_000,
+                stuck_after_ms=60_000,
             )
         )
         return hello

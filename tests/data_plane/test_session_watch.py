@@ -14,7 +14,7 @@ from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream
 from data_plane.session_watch import EXIT_STUCK, HUNG_GRACE_S, SessionWatch, WatchTimes, WorkInHand
 from tests.fakes.fleet_rig import FakeClock
 
-TIMES = WatchTimes(heartbeat_interval_s=0.5, leave_after_s=10.0, longest_step_s=60.0)
+TIMES = WatchTimes(heartbeat_interval_s=0.5, leave_after_s=10.0, stuck_after_s=60.0)
 
 
 class Rig:

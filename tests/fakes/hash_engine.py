@@ -7,6 +7,7 @@ wrongly, a wrong slot, a lost or a doubled token changes every token after it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class HashEngineFaults:
 
     step_time_s: float = 0.0  # least time of a step
     crash_token: int | None = None  # feeding this token crashes the worker
+    hang_token: int | None = None  # feeding this token hangs the compute thread for ever
     non_finite_token: int | None = None  # sampling this token fails the row instead
     on_crash: Callable[[], None] = lambda: None  # called before the crash is raised; a process may end itself here
 
@@ -331,6 +333,8 @@ class HashEngine:
 
     def _advance(self, row: _Row, token: int) -> bytes:
         """Feed one token: read the chain before it from the blocks, store the chain after it there."""
+        if token == self.faults.hang_token:
+            threading.Event().wait()
         if token == self.faults.crash_token:
             self.faults.on_crash()
             raise RuntimeError(f"crashed on token {token}")

@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_host_blocks=args.num_host_blocks,
     )
     faults = HashEngineFaults(
-        step_time_s=args.step_time_ms / 1000, crash_token=args.crash_token, on_crash=lambda: os._exit(9)
+        step_time_s=args.step_time_ms / 1000,
+        crash_token=args.crash_token,
+        hang_token=args.hang_token,
+        on_crash=lambda: os._exit(9),
     )
     config = WorkerConfig(
         control_plane=args.control_plane,
@@ -82,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step-time-ms", type=float, default=0.0, help="least time of a step")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="on every message of the plan stream, each way")
     parser.add_argument("--crash-token", type=int, default=None, help="feeding this token ends the process at once")
+    parser.add_argument("--hang-token", type=int, default=None, help="feeding this token hangs the compute thread")
     parser.add_argument("--fail-digest", action="append", default=[], help="loads of this adapter fail; repeatable")
     parser.add_argument("--exit-when-disconnected-s", type=float, default=None)
     parser.add_argument("--log-level", default="warning")
