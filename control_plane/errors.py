@@ -206,6 +206,12 @@ class WorkerIdTaken(Unavailable):
     reason = "WORKER_ID_TAKEN"
 
 
+class WorkerQuarantined(Unavailable):
+    """The worker's sessions keep ending by faults."""
+
+    reason = "WORKER_QUARANTINED"
+
+
 class WorkerLost(Unavailable):
     """The request lost its worker too often."""
 

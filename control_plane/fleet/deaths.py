@@ -7,6 +7,8 @@ a process that outlived its session was killed by none of the session's requests
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from control_plane.fleet.jobs import Death, Job, num_indices_of
 from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 
@@ -53,7 +55,7 @@ def clear(job: Job) -> None:
         death.is_cleared = True
 
 
-def forgive(job: Job, epochs: set[int]) -> None:
+def forgive(job: Job, epochs: Set[int]) -> None:
     """The request was not the reason of these deaths."""
     if job.deaths:
         job.deaths = [death for death in job.deaths if death.epoch not in epochs]

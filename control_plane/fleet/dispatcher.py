@@ -15,8 +15,9 @@ from control_plane.fleet import placement
 from control_plane.fleet.deaths import is_given_up, is_suspect
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.failures import adapter_failed, lost, never_fits, poisoned
-from control_plane.fleet.isolation import Isolation
+from control_plane.fleet.isolation import Isolation, Verdict
 from control_plane.fleet.jobs import Job
+from control_plane.fleet.second_opinion import SecondOpinions
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.shortlist import Shortlist
@@ -45,6 +46,7 @@ class Dispatcher:
         self._shortlist = Shortlist()
         self._jobs = jobs
         self._isolation = Isolation(self.sessions, jobs, settings, awake)
+        self._opinions = SecondOpinions(self.sessions)
         self._costs = settings.placement
         self._is_cached = is_cached  # whether the host cache has an adapter
         self._fail = fail  # ends a job; calls `forget` for it
@@ -71,7 +73,7 @@ class Dispatcher:
     def _place(self, job: Job) -> MotetError | None:
         """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
         sessions = self._isolation.open_to(job)
-        if job.failed_load_epochs and sessions:
+        if sessions and placement.has_failed_anywhere(job):
             suited = {session.worker_id for session in placement.suited(job, self.sessions.values())}
             sessions = {i: s for i, s in sessions.items() if i in suited}
         if sessions:
@@ -116,11 +118,12 @@ class Dispatcher:
         if self.sessions.get(session.worker_id) is session:
             del self.sessions[session.worker_id]
 
-    def take_back(self, session: WorkerSession, jobs: list[Job], *, is_final: bool) -> None:
+    def take_back(self, session: WorkerSession, jobs: list[Job], *, is_final: bool) -> Verdict:
         """Move the jobs of a session that is closed, or fail those that may not go on; `is_final`: none may."""
+        self._opinions.forget(session)
         computed = self._computed_by(session, jobs)
         self.num_migrated += len(computed)
-        convicted = self._isolation.note_end(session, computed)
+        verdict = self._isolation.note_end(session, computed)
         moved = {request.request_id: request for request in session.scheduler.drain_requests()}
         failed: list[tuple[Job, MotetError]] = []
         for job in jobs:
@@ -130,7 +133,7 @@ class Dispatcher:
                 failed.append((job, lost(job)))
                 continue
             job.request = request
-            if job in convicted:
+            if job is verdict.convicted:
                 failed.append((job, poisoned(job)))
             elif self._has_hung_everywhere(session, job):
                 failed.append((job, adapter_failed(request)))
@@ -144,6 +147,7 @@ class Dispatcher:
         logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, len(jobs))
         self._sort_waiting()
         self.place_waiting()
+        return verdict
 
     def _has_hung_everywhere(self, session: WorkerSession, job: Job) -> bool:
         """Whether the session ended since the job's adapter did not load, as others did before."""
@@ -176,15 +180,32 @@ class Dispatcher:
         is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in suited)
         if is_tried_everywhere or len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES:
             return False
+        return self._move_on(job, request, "adapter not loaded")
+
+    def ask_another(self, job: Job, request: Request) -> bool:
+        """Move a job whose logits were not finite to another worker, if that may say more.
+
+        `request` is the job's with every accepted token.
+        """
+        return self._opinions.ask(job, request) and self._move_on(job, request, "logits not finite")
+
+    def refute(self, job: Job) -> None:
+        """A job whose logits were not finite at another worker gained a token: end that one's session if it is sick."""
+        session = self._opinions.refute(job)
+        if session is not None:
+            session.end(EndCause.SICK, "logits were not finite for requests that another worker computed")
+
+    def _move_on(self, job: Job, request: Request, reason: str) -> bool:
+        """Take a job that its scheduler ended to another worker; whether that may be, now or later."""
+        session = job.session
+        assert session is not None, "a request without a worker moves on"
         job.request, job.session = request, None
         is_group_over = is_suspect(job) and self._isolation.separate(job)
         self.waiting[request.request_id] = job
         self._sort_waiting()
         error = self._place(job)
         if error is None:
-            logger.info(
-                "request tried elsewhere request_id=%d epoch=%d: adapter not loaded", request.request_id, session.epoch
-            )
+            logger.info("request moves on request_id=%d epoch=%d: %s", request.request_id, session.epoch, reason)
         else:
             del self.waiting[request.request_id]
         if is_group_over:

@@ -17,18 +17,25 @@ class EndCause(enum.Enum):
     HUNG_STEP = "hung step"  # a step does not end
     HUNG_LOAD = "hung load"  # the load of an adapter does not end
     GARBAGE = "garbage"  # nothing that the worker says can be trusted
+    SICK = "sick"  # its logits are not finite where another worker's are
     BROKEN_BOOKS = "broken books"  # a mistake of the control plane's own
 
     @property
     def is_death(self) -> bool:
         """Whether a request that was being computed may be the reason."""
-        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.HUNG_LOAD)
+        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.HUNG_LOAD, EndCause.SICK)
+
+    @property
+    def blames_worker(self) -> bool:
+        """Whether the worker may be the reason."""
+        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.BROKEN_BOOKS)
 
     @property
     def code(self) -> grpc.StatusCode | None:
         """What the worker is told; None: the stream ends in order, since the worker ended it.
 
-        DEADLINE_EXCEEDED: a thread of it hangs, and it exits if that goes on.
+        DEADLINE_EXCEEDED: a thread of it hangs, and it exits if that goes on. DATA_LOSS: it computes wrongly, and
+        checks itself.
         """
         return _CODES[self]
 
@@ -41,5 +48,6 @@ _CODES: dict[EndCause, grpc.StatusCode | None] = {
     EndCause.HUNG_STEP: grpc.StatusCode.DEADLINE_EXCEEDED,
     EndCause.HUNG_LOAD: grpc.StatusCode.DEADLINE_EXCEEDED,
     EndCause.GARBAGE: grpc.StatusCode.ABORTED,
+    EndCause.SICK: grpc.StatusCode.DATA_LOSS,
     EndCause.BROKEN_BOOKS: grpc.StatusCode.ABORTED,
 }

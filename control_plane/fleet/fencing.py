@@ -1,18 +1,65 @@
-"""Which session of a worker counts, where there could be two: told from the epoch that the worker served last."""
+"""Whether a worker may attach, and with which epoch: its Hello, its quarantine, and which of two sessions counts."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 from motet.v1 import plan_pb2
 
 from control_plane.errors import StaleControlPlane, WorkerIdTaken
+from control_plane.fleet.hello import BaseModelLike, check_hello
+from control_plane.fleet.isolation import Verdict
+from control_plane.fleet.quarantine import Quarantine
+from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.settings import FleetSettings
 
 
 class SessionLike(Protocol):
     """A session that is attached under the same worker id."""
 
     epoch: int
+
+
+class WorkerGate:
+    """Hands out epochs."""
+
+    def __init__(
+        self, settings: FleetSettings, base_model: BaseModelLike, incarnation: int, clock: Callable[[], float]
+    ) -> None:
+        """`incarnation`: of the control plane; it counts up at every start."""
+        self.quarantine = Quarantine(settings, clock)
+        self._base_model = base_model
+        self._incarnation = incarnation
+        self._session_ids = itertools.count(1)
+
+    def admit(self, hello: plan_pb2.Hello, former: SessionLike | None) -> int:
+        """The epoch of the worker's new session; `former` is attached under its id.
+
+        Raises InvalidRequest, BaseModelMismatch, WorkerQuarantined, WorkerIdTaken or StaleControlPlane.
+        """
+        check_hello(hello, self._base_model)
+        if hello.last_epoch:
+            self.quarantine.outlived(hello.worker_id, hello.last_epoch)
+        self.quarantine.check(hello.worker_id)
+        epoch = (self._incarnation << 32) | next(self._session_ids)
+        check_epochs(hello, epoch, former)
+        return epoch
+
+    def note_end(self, session: WorkerSession, verdict: Verdict) -> None:
+        """Hold the end of a session against its worker, unless requests are the reason."""
+        self.quarantine.forgive(verdict.explained)
+        if not verdict.blames_suspects:
+            assert session.end_cause is not None, "a session without a cause has not ended"
+            self.quarantine.note_end(
+                session.worker_id,
+                session.epoch,
+                session.end_cause,
+                session.end_reason,
+                num_steps=session.num_steps,
+                lasted_s=session.lasted_s,
+            )
 
 
 def check_epochs(hello: plan_pb2.Hello, epoch: int, former: SessionLike | None) -> None:

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from motet.v1 import plan_pb2
 
 from control_plane.awake import AwakeClock
-from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer, Unavailable
+from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.failures import error_of, no_worker_came
-from control_plane.fleet.fencing import check_epochs
-from control_plane.fleet.hello import BaseModelLike, check_hello
+from control_plane.fleet.fencing import WorkerGate
+from control_plane.fleet.hello import BaseModelLike
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
 from control_plane.fleet.quotas import TenantQuotas, TenantUse
 from control_plane.fleet.retirement import Retirement
@@ -52,9 +52,8 @@ class Fleet:
         ticks_by_itself: bool = True,
     ) -> None:
         self.settings = settings
-        self._base_model = base_model
+        self._gate = WorkerGate(settings, base_model, incarnation, clock)
         self._weights = weights
-        self._incarnation = incarnation  # of the control plane; counts up at every start
         self._clock = clock
         self._awake = AwakeClock(clock)  # for all that is judged by silence
         self._jobs: dict[RequestId, Job] = {}
@@ -66,9 +65,7 @@ class Fleet:
             default_weight=settings.tenants.default.weight,
         )
         self._full: dict[RequestId, Job] = {}  # jobs whose stream is full
-        self._quarantined_until_s: dict[str, float] = {}  # worker id -> monotonic seconds
         self._request_ids = itertools.count(1)
-        self._session_ids = itertools.count(1)
         self._no_worker_since_s = self._awake()  # meaningful while there is no session
         self._pinned: set[str] = set()  # digests
         self._retirement = Retirement(self._sessions, self._jobs)
@@ -181,6 +178,8 @@ class Fleet:
             job.has_run = True
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
             self._quotas.start(job.charge)
+        if job.not_finite_at is not None and output.token_ids:
+            self._dispatcher.refute(job)
         job.num_tokens_here += len(output.token_ids)
         job.num_generated += len(output.token_ids)
         job.num_searched = max(job.num_searched, output.num_searched)
@@ -199,6 +198,10 @@ class Fleet:
         if output.finish_reason is FinishReason.ADAPTER_FAILED:
             assert output.request is not None, "a load failed, and the request is not given back"
             if self._dispatcher.try_elsewhere(job, output.request):
+                return
+        if output.finish_reason is FinishReason.NOT_FINITE:
+            assert output.request is not None, "logits are not finite, and the request is not given back"
+            if self._dispatcher.ask_another(job, output.request):
                 return
         self._fail(job, error_of(output, job.request))
 
@@ -271,19 +274,12 @@ class Fleet:
     def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
         """A session for the worker that said this; an earlier one of the same process is over with it.
 
-        Raises InvalidRequest, BaseModelMismatch, Draining, StaleControlPlane, WorkerIdTaken, or Unavailable for a
-        worker that sent garbage lately.
+        Raises Draining, or what WorkerGate.admit raises.
         """
         if self._is_closed:
             raise Draining("the control plane is shutting down")
-        check_hello(hello, self._base_model)
-        wait_s = self._quarantined_until_s.pop(hello.worker_id, 0.0) - self._clock()
-        if wait_s > 0:
-            self._quarantined_until_s[hello.worker_id] = self._clock() + wait_s
-            raise Unavailable(f"worker {hello.worker_id} sent garbage; it may attach in {wait_s:.1f} s")
-        epoch = (self._incarnation << 32) | next(self._session_ids)
         former = self._sessions.get(hello.worker_id)
-        check_epochs(hello, epoch, former)
+        epoch = self._gate.admit(hello, former)
         session = WorkerSession(
             hello, epoch, self.settings, self, self._weights.worker_url, self._clock, self._awake, self._counters
         )
@@ -301,13 +297,12 @@ class Fleet:
 
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that is over."""
-        if session.end_cause is EndCause.GARBAGE:
-            self._quarantined_until_s[session.worker_id] = self._clock() + self.settings.quarantine_s
         self._dispatcher.close(session)
         # What was accepted reaches its streams in any case: the requests move on from behind it.
         self.on_outputs(session, session.scheduler.take_outputs())
         jobs = [job for job in self._jobs.values() if job.session is session]
-        self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
+        verdict = self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
+        self._gate.note_end(session, verdict)
         if not self._sessions:
             self._no_worker_since_s = self._awake()
         self._retirement.check_soon()

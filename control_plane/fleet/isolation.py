@@ -23,7 +23,8 @@ a few steps at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 
 from control_plane.awake import AwakeClock
 from control_plane.fleet.deaths import book, clear, forgive, has_come_past, is_suspect, most_in_flight, open_deaths
@@ -37,6 +38,15 @@ from control_plane.scheduler.types import RequestId
 logger = logging.getLogger(__name__)
 
 FLEET_LOSS_S = 1.0  # within which the loss of all workers has one reason
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the end of a session says about requests."""
+
+    convicted: Job | None = None  # the reason of these deaths
+    explained: frozenset[int] = frozenset()  # epochs
+    blames_suspects: bool = False  # rather than anything else that ran there
 
 
 class _Group:
@@ -201,8 +211,8 @@ class Isolation:
         self._cleared.discard(job.request.request_id)
         return self._leave(job)
 
-    def note_end(self, session: WorkerSession, computed: list[Job]) -> list[Job]:
-        """Book the end of a session, which is detached, against the jobs that it computed; those that are convicted."""
+    def note_end(self, session: WorkerSession, computed: list[Job]) -> Verdict:
+        """Book the end of a session, which is detached, against the jobs that it computed."""
         now_s = self._awake()
         self._ended_s = {i: s for i, s in self._ended_s.items() if now_s - s < self._settings.worker_grace_s}
         self._ended_s[session.worker_id] = now_s
@@ -212,7 +222,7 @@ class Isolation:
         if group is not None:
             group.session = None
         if not session.is_death:
-            return []
+            return Verdict()
         isolated = [job for job in computed if group is not None and job.request.request_id in group.jobs]
         unsettled = [job for job in computed if job not in isolated and not self._is_settled(job)]
         blamed = computed if unsettled or not isolated else isolated
@@ -223,12 +233,11 @@ class Isolation:
             self._excuse({epoch for _, _, epoch in self._losses})
         isolated = [job for job in isolated if job.deaths and job.deaths[-1].epoch == session.epoch]
         if len(isolated) == 1 and not unsettled and not self._needs_another_worker(isolated[0]):
-            self._explain(isolated[0])
-            return isolated
+            return Verdict(isolated[0], self._explain(isolated[0]), blames_suspects=True)
         for job in isolated:
             self._leave(job)
         self._add([job for job in blamed if is_suspect(job) and job.request.request_id not in self._group_of])
-        return []
+        return Verdict(blames_suspects=bool(isolated))
 
     def outlived(self, worker_id: str, epoch: int) -> bool:
         """The worker's process outlived its session of this epoch; whether a group is over with that."""
@@ -312,15 +321,16 @@ class Isolation:
         logger.warning("all workers lost at once: held against no request num_workers=%d", len(epochs))
         self._forgive(epochs, excused)
 
-    def _explain(self, convict: Job) -> None:
-        """Forgive the deaths of which the convict is the reason."""
-        epochs = {death.epoch for death in convict.deaths if not death.is_cleared}
+    def _explain(self, convict: Job) -> frozenset[int]:
+        """Forgive everybody else the deaths of which the convict is the reason; their epochs."""
+        epochs = frozenset(death.epoch for death in convict.deaths if not death.is_cleared)
         others = [job for job in self._jobs.values() if job is not convict]
         for job in others:
             job.num_fruitless_losses = 0
         self._forgive(epochs, others)
+        return epochs
 
-    def _forgive(self, epochs: set[int], jobs: list[Job]) -> bool:
+    def _forgive(self, epochs: Set[int], jobs: list[Job]) -> bool:
         is_over = False
         for job in jobs:
             forgive(job, epochs)

@@ -183,10 +183,20 @@ def offer_of(session: Candidate, need: Need) -> Offer:
 
 
 def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
-    """Sessions that the job fits; if its adapter did not fail yet on some of them, only these."""
+    """Sessions that the job fits; only those where nothing of it failed yet, if there are any."""
     fitting = [session for session in sessions if session.refusal(job.request) is None]
-    untried = [session for session in fitting if session.epoch not in job.failed_load_epochs]
-    return untried or fitting
+    return [session for session in fitting if not _has_failed_at(session, job)] or fitting
+
+
+def has_failed_anywhere(job: Job) -> bool:
+    """Whether it matters which worker the job goes to."""
+    return bool(job.failed_load_epochs) or job.not_finite_at is not None
+
+
+def _has_failed_at(session: WorkerSession, job: Job) -> bool:
+    """Whether the worker could not load the job's adapter, or its logits were not finite there."""
+    is_in_doubt = job.not_finite_at is not None and job.not_finite_at[0] == session.worker_id
+    return is_in_doubt or session.epoch in job.failed_load_epochs
 
 
 def price(session: Candidate, need: Need, costs: PlacementCosts) -> float:

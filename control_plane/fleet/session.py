@@ -88,9 +88,11 @@ class WorkerSession:
         self.end_cause: EndCause | None = None
         self.end_reason = ""
 
+        self._begun_s = clock()
         self._last_heard_s = awake()
         self._round_trip = RoundTrip(settings.plan_depth)
-        self._num_plans = self._num_steps = 0
+        self._num_plans = 0
+        self.num_steps = 0  # answered
         self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
         self._resident_bytes = 0
         self._cached_loads: set[tuple[int, int]] = set()  # (slot, generation) that load from the host cache
@@ -112,6 +114,11 @@ class WorkerSession:
 
     def __repr__(self) -> str:
         return f"WorkerSession(worker_id={self.worker_id}, epoch={self.epoch}, end={self.end_reason or None})"
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._begun_s
 
     @property
     def is_death(self) -> bool:
@@ -250,7 +257,7 @@ class WorkerSession:
         result = self._encoder.decode_result(message)
         if result is None:
             return
-        self._num_steps += 1
+        self.num_steps += 1
         self._work.step_answered(message.step_time_us, self._last_heard_s)
         self._step_times_us.append(message.step_time_us)
         outputs = self.scheduler.apply(result, received_s)
@@ -369,7 +376,7 @@ class WorkerSession:
             worker_id=self.worker_id,
             device=self._device,
             epoch=self.epoch,
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             num_plans_in_flight=stats.num_plans_in_flight,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,

@@ -50,7 +50,9 @@ class FleetSettings:
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
     # How long a worker may take to be empty for requests that may be killing workers, seconds; isolation.py.
     emptying_timeout_s: float = 2.0
-    quarantine_s: float = 5.0  # how long a worker that sent garbage stays out, seconds
+    # How long a worker stays out whose session ended by a fault: doubled with every further one, at most the second.
+    quarantine_s: float = 1.0  # seconds
+    max_quarantine_s: float = 300.0  # seconds
     scheduler: SchedulerSettings = DEFAULT_SETTINGS  # of every worker
     placement: PlacementCosts = PlacementCosts()
     tenants: TenantTable = field(default_factory=TenantTable)  # weights and quotas
@@ -63,7 +65,13 @@ class FleetSettings:
             raise ValueError(
                 f"dead_after_ms: {self.dead_after_ms} is below two heartbeat intervals of {self.heartbeat_interval_ms}"
             )
-        for name in ("worker_grace_s", "slow_reader_timeout_s", "emptying_timeout_s", "quarantine_s"):
+        for name in (
+            "worker_grace_s",
+            "slow_reader_timeout_s",
+            "emptying_timeout_s",
+            "quarantine_s",
+            "max_quarantine_s",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 0")
         for name in ("step_timeout_s", "first_step_timeout_s", "load_timeout_s"):

@@ -112,7 +112,9 @@ class AnswerBook:
         # What it computed may not be finite either: nobody else may start from it.
         for member in group.members:
             self._roster.cache.forget(member.block_ids)
-        outputs.append(ending(group, FinishReason.NOT_FINITE))
+        end = ending(group, FinishReason.NOT_FINITE)
+        end.request = group.request_so_far()
+        outputs.append(end)
         self._roster.end(group)
 
     def _book_beam(self, sequence: Sequence, result: StepResult, outputs: list[RequestOutput]) -> None:

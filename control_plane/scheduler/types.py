@@ -208,7 +208,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     first_scheduled_s: float | None = None
     message: str = ""  # for ADAPTER_FAILED: why
-    request: Request | None = None  # for ADAPTER_FAILED: it with every accepted token, to be tried elsewhere
+    request: Request | None = None  # for ADAPTER_FAILED, NOT_FINITE: it with every accepted token, to go on elsewhere
     # With several samples or beams every index ends by itself; an end that is no LENGTH or STOP_TOKEN ends them all.
     index: int = 0
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for

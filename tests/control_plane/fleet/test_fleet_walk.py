@@ -74,7 +74,12 @@ class Walk:
         self.clock = FakeClock()
         # Far enough that nothing is ended by time: every stream must come to its end.
         self.fleet = make_fleet(
-            self.clock, max_waiting_requests=12, worker_grace_s=1e9, slow_reader_timeout_s=1e9, tenants=TENANTS
+            self.clock,
+            max_waiting_requests=12,
+            worker_grace_s=1e9,
+            quarantine_s=0,
+            slow_reader_timeout_s=1e9,
+            tenants=TENANTS,
         )
         self.adapters = [None, *(self.fleet._weights.add(f"a{i}") for i in range(5))]  # type: ignore[attr-defined]  # FakeWeights
         self.workers: dict[str, LoopbackWorker] = {}

@@ -163,8 +163,8 @@ async def test_progress_clears_earlier_deaths_wherever_it_is_made(clock: FakeClo
     request = make_request(fleet, [1], 400)
     [reader] = submit(fleet, [request])
     [job] = fleet._jobs.values()
-    for _ in range(6):
-        worker = LoopbackWorker(fleet)
+    for number in range(6):
+        worker = LoopbackWorker(fleet, f"w{number}")
         for _ in range(5):
             await worker.turn()
         worker.lose()
@@ -394,9 +394,9 @@ async def test_a_request_whose_workers_die_again_and_again_is_given_up_although_
 ) -> None:
     fleet = make_fleet(clock)
     [reader] = submit(fleet, [make_request(fleet, [1], 900)])
-    for _ in range(MAX_DEATHS + 1):
+    for number in range(MAX_DEATHS + 1):
         assert not reader.done()
-        worker = LoopbackWorker(fleet)
+        worker = LoopbackWorker(fleet, f"w{number}")
         for _ in range(8):  # far enough to be beyond suspicion
             await worker.turn()
         worker.lose()
