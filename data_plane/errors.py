@@ -15,6 +15,10 @@ class UnsupportedModel(ConfigError):
     """The checkpoint's architecture cannot be served."""
 
 
+class SelfCheckFailed(ConfigError):
+    """This worker computes wrongly: its checkpoint is damaged, or its device is broken."""
+
+
 class PlanRefused(WorkerError):
     """A plan that contradicts this worker's state."""
 

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 import grpc
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
-from data_plane.errors import AdapterLoadError, PlanRefused, WorkerError
+from data_plane.errors import AdapterLoadError, PlanRefused, SelfCheckFailed, WorkerError
 from data_plane.plan import AdapterSource, Engine
 from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
 from data_plane.session_watch import SessionWatch, WatchTimes, WorkInHand
@@ -95,9 +95,13 @@ class PlanClient:
         on_ready: Callable[[int], None] = lambda _epoch: None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        check_self: Callable[[], None] = lambda: None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """`exit_process` ends the process at once, where a thread of it is stuck."""
+        """`check_self` raises SelfCheckFailed where the engine computes wrongly: called once other workers say so.
+
+        `exit_process` ends the process at once, where a thread of it is stuck.
+        """
         self._engine = engine
         self._settings = settings
         self._make_source = make_source
@@ -107,6 +111,7 @@ class PlanClient:
         self._rng = rng or random.Random(settings.worker_id)
         self._is_stopping = False  # no Event: a signal handler may have interrupted who holds its lock
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
+        self._check_self = check_self
         self._exit_process = exit_process
         self._last_epoch = 0  # of the latest session, and so the highest
         self.num_sessions = 0
@@ -119,7 +124,8 @@ class PlanClient:
     def run(self) -> int:
         """Serve until stopped or drained; the process exit code.
 
-        1: the control plane refuses this worker for good, or stayed away for exit_when_disconnected_s.
+        1: the control plane refuses this worker for good, or stayed away for exit_when_disconnected_s. 2: it computes
+        wrongly.
         """
         backoff_s = BACKOFF_MIN_S
         disconnected_s = self._clock()
@@ -133,6 +139,8 @@ class PlanClient:
             if ended.code in _FATAL_CODES:
                 logger.error("refused by the control plane worker_id=%s: %s", self._settings.worker_id, ended.reason)
                 return 1
+            if ended.code is grpc.StatusCode.DATA_LOSS and not self._is_sound():
+                return 2
             limit_s = self._settings.exit_when_disconnected_s
             if limit_s is not None and self._clock() - disconnected_s >= limit_s:
                 logger.error("no control plane at %s for %.1f s", self._settings.control_plane, limit_s)
@@ -141,6 +149,15 @@ class PlanClient:
             self._rest(backoff_s * self._rng.uniform(0.5, 1.0))
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
         return 0
+
+    def _is_sound(self) -> bool:
+        """Whether the engine computes rightly, as far as it can be seen from here."""
+        try:
+            self._check_self()
+        except SelfCheckFailed as error:
+            logger.critical("self-check failed worker_id=%s: %s", self._settings.worker_id, error)
+            return False
+        return True
 
     def _rest(self, time_s: float) -> None:
         """Wait between sessions, or until a stop."""

@@ -17,6 +17,7 @@ from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine
 from data_plane.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
+from data_plane.self_check import check_engine
 from data_plane.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def _build_and_run(argv: Sequence[str] | None) -> int:
         from data_plane.engine.build import build_engine  # torch is imported here and nowhere before
 
         engine = build_engine(config)
+        check_engine(engine)
     except ConfigError as error:
         print(f"motet worker: {error}", file=sys.stderr)
         return 2
@@ -66,6 +68,7 @@ def run_worker(
         settings,
         make_source=make_source or source_factory(config.worker_id),
         open_channel=open_channel,
+        check_self=lambda: check_engine(engine),
         on_ready=lambda epoch: print(f"motet worker ready worker_id={config.worker_id} epoch={epoch}", flush=True),
     )
     with _handling_signals(client.stop):

@@ -97,7 +97,7 @@ def check_packing(model: PreTrainedModel, request: ProbePass, max_model_len: int
     if not packed.logits.isfinite().all():
         raise ConfigError(
             f"model type {model.config.model_type}: the logits of random tokens are not finite in {model.dtype}; "
-            "choose another --dtype"
+            "choose another --dtype, or fetch the checkpoint again, a shard of which may be damaged"
         )
     reordered = _check_order(model, packed, max_model_len)
     _check_request(

@@ -16,6 +16,7 @@ import pytest
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from data_plane import plan_client
+from data_plane.errors import SelfCheckFailed
 from data_plane.plan import AdapterSource
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.plan_stream import Ended
@@ -58,6 +59,9 @@ class Peer:
         )
         return hello
 
+    async def abort(self, code: grpc.StatusCode) -> None:
+        await self._context.abort(code, "as the test says")
+
     async def send(self, **message: object) -> None:
         await self._context.write(plan_pb2.AttachResponse(**message))  # type: ignore[arg-type]  # the caller names one
 
@@ -67,10 +71,13 @@ async def play(
     fetch: Callable[[], Awaitable[None]] | None = None,
     make_source: SourceFactory | None = None,
     on_worker: Callable[[ThreadedWorker], None] = lambda _worker: None,
+    check_self: Callable[[], None] = lambda: None,
+    ends_by_itself: bool = False,
 ) -> ThreadedWorker:
     """Let a worker meet one script per session, in order; the worker once the last script is through.
 
     `fetch` is what FetchAdapter does, for a `make_source` that calls it; `on_worker` gets the worker at its start.
+    `ends_by_itself`: the worker is not told to stop.
     """
     remaining = list(scripts)
     through = asyncio.Event()
@@ -83,6 +90,8 @@ async def play(
             script = remaining.pop(0)
             try:
                 await script(Peer(context))  # type: ignore[arg-type]  # a ServicerContext
+            except grpc.aio.AbortError:  # the script's own
+                raise
             except BaseException as error:
                 failures.append(error)
                 raise
@@ -100,12 +109,14 @@ async def play(
     await server.start()
     source = PackedSource({DIGEST: PACKED})
     worker = ThreadedWorker(
-        f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), make_source or (lambda _stub, _url: source)
+        f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), make_source or (lambda _stub, _url: source), check_self
     )
     on_worker(worker)
     try:
         async with asyncio.timeout(30):
             await through.wait()
+        if ends_by_itself:
+            await worker.join()
     finally:
         await worker.stop()
         await server.stop(None)
@@ -313,6 +324,28 @@ async def test_a_fault_is_the_last_word_of_its_session() -> None:
             await peer.receive("leave")
 
     await play(script)
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+async def test_a_worker_that_is_said_to_compute_wrongly_checks_itself(is_sound: bool) -> None:
+    checks: list[int] = []
+
+    def check() -> None:
+        checks.append(1)
+        if not is_sound:
+            raise SelfCheckFailed("the logits are not finite")
+
+    async def doubted(peer: Peer) -> None:
+        await peer.welcome(1)
+        await peer.abort(grpc.StatusCode.DATA_LOSS)
+
+    async def again(peer: Peer) -> None:
+        await peer.welcome(2)
+        await peer.receive("heartbeat")
+
+    scripts = [doubted, again] if is_sound else [doubted]
+    worker = await play(*scripts, check_self=check, ends_by_itself=not is_sound)
+    assert (worker.exit_code, worker.client.num_sessions, checks) == ((0, 2, [1]) if is_sound else (2, 1, [1]))
 
 
 async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:

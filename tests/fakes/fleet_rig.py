@@ -308,12 +308,18 @@ class ThreadedWorker:
     """A plan client with a hash engine in a thread."""
 
     def __init__(
-        self, address: str, worker_id: str, engine: HashEngine, make_source: SourceFactory | None = None
+        self,
+        address: str,
+        worker_id: str,
+        engine: HashEngine,
+        make_source: SourceFactory | None = None,
+        check_self: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.exit_code: int | None = None
         settings = PlanClientSettings(control_plane=address, worker_id=worker_id)
-        self.client = PlanClient(engine, settings, make_source=make_source or source_factory(worker_id))
+        make_source = make_source or source_factory(worker_id)
+        self.client = PlanClient(engine, settings, make_source=make_source, check_self=check_self)
         self._thread = threading.Thread(target=self._run, name=f"worker-{worker_id}")
         self._thread.start()
 
