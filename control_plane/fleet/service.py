@@ -61,6 +61,9 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_TIMEOUT_S:g} s")
         if first is _EOF or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
+        # By itself, not with the first write: where that is cancelled, gRPC would send the metadata once more with the
+        # status, fail, and leave the worker without an end of its stream.
+        await context.send_initial_metadata(())
         try:
             session = self._fleet.attach(first.hello)
         except MotetError as error:

@@ -11,6 +11,7 @@ from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from control_plane.fleet.service import PIECE_BYTES
 from control_plane.scheduler.types import AdapterRef, Request
+from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import CAPACITIES, FINGERPRINT, GrpcRig, expected, make_request, read_all
 from tests.fakes.hash_engine import HashEngineFaults
 from tests.fakes.tcp_proxy import TcpProxy
@@ -134,6 +135,17 @@ async def test_stopped_worker_leaves_and_its_requests_go_on_elsewhere() -> None:
         await leaving.stop()
         assert leaving.exit_code == 0
         assert await answers == [expected(request) for request in requests]
+
+
+async def test_a_session_that_ends_while_its_welcome_leaves_is_ended_for_the_worker_too() -> None:
+    async with GrpcRig() as rig, grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
+        stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+        leave = plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="at once"))
+        for number in range(40):
+            call = stub.Attach(iter([encode_hello(CAPACITIES, f"w{number}"), leave]), timeout=20)
+            async for _ in call:
+                pass
+            assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_fetch_adapter_streams_the_manifest_and_pieces_of_at_most_one_mebibyte() -> None:

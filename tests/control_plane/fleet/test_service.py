@@ -34,6 +34,9 @@ class Context:
             raise item
         return item
 
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        return
+
     async def write(self, _message: object) -> None:
         return
 
