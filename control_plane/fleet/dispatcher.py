@@ -14,7 +14,7 @@ from control_plane.errors import MotetError
 from control_plane.fleet import placement
 from control_plane.fleet.deaths import is_given_up, is_suspect
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.failures import adapter_failed, lost, never_fits, poisoned
+from control_plane.fleet.failures import adapter_failed, broken, lost, never_fits, poisoned
 from control_plane.fleet.isolation import Isolation, Verdict
 from control_plane.fleet.jobs import Job
 from control_plane.fleet.second_opinion import SecondOpinions
@@ -66,7 +66,11 @@ class Dispatcher:
         for job in self._isolation.in_turn(self.waiting.values(), is_group_over=is_group_over):
             if job.request.request_id not in self.waiting:
                 continue  # what became of one before brought it to its end
-            error = self._place(job)
+            try:
+                error = self._place(job)
+            except Exception:  # a mistake of ours costs one request, not all that wait behind it
+                logger.exception("request not placed request_id=%d", job.request.request_id)
+                error = broken()
             if error is not None:
                 self._fail(job, error)
 

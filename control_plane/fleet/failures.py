@@ -60,6 +60,11 @@ def adapter_failed(request: Request) -> MotetError:
     return AdapterLoadFailed(f"adapter {_digest(request)} could not be loaded by any worker that was asked; try again")
 
 
+def broken() -> MotetError:
+    """A mistake of ours ended the request; what it was stands in the log."""
+    return MotetError("the request met an internal error")
+
+
 def lost(job: Job) -> MotetError:
     """The request lost its worker too often."""
     return WorkerLost(f"the request lost its worker {job.num_losses} times; send it again")

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from motet.v1 import plan_pb2
 
@@ -21,7 +22,7 @@ from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorke
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.failures import error_of, no_worker_came
+from control_plane.fleet.failures import broken, error_of, no_worker_came
 from control_plane.fleet.fencing import WorkerGate
 from control_plane.fleet.hello import BaseModelLike
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
@@ -29,6 +30,7 @@ from control_plane.fleet.quotas import TenantQuotas, TenantUse
 from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings, QueueSnapshot, WorkerSnapshot
+from control_plane.fleet.slow_readers import SlowReaders
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import FinishReason, Outputs, Request, RequestId, RequestOutput
 
@@ -64,7 +66,7 @@ class Fleet:
             {tenant: limits.weight for tenant, limits in settings.tenants.named.items()},
             default_weight=settings.tenants.default.weight,
         )
-        self._full: dict[RequestId, Job] = {}  # jobs whose stream is full
+        self._slow_readers = SlowReaders(settings.slow_reader_timeout_s, self._awake)
         self._request_ids = itertools.count(1)
         self._no_worker_since_s = self._awake()  # meaningful while there is no session
         self._pinned: set[str] = set()  # digests
@@ -163,14 +165,20 @@ class Fleet:
             job = self._jobs.get(request_id)
             if job is None or job.session is not session:
                 continue  # cancelled meanwhile
-            job.num_tokens_here += 1
-            job.num_generated += 1
-            if job.stream.push_token(token_id):
-                self._check_reader(job)
+            try:
+                job.num_tokens_here += 1
+                job.num_generated += 1
+                if job.stream.push_token(token_id):
+                    self._check_reader(job)
+            except Exception:  # a mistake of ours costs one request, not all that follow
+                self._break(job)
         for output in outputs.others:
             job = self._jobs.get(output.request_id)
             if job is not None and job.session is session:
-                self._deliver(job, output)
+                try:
+                    self._deliver(job, output)
+                except Exception:  # as above
+                    self._break(job)
         self._dispatcher.judge()
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
@@ -207,21 +215,15 @@ class Fleet:
 
     def _check_reader(self, job: Job) -> None:
         """Schedule a job no more until its reader, who is far behind, has read."""
-        if job.full_since_s is None and not self._dispatcher.is_isolated(job):
-            request_id = job.request.request_id
-            job.full_since_s = self._awake()
-            self._full[request_id] = job
-            assert job.session is not None, "tokens of a request without a session"
-            job.session.pause(request_id)
+        if not self._dispatcher.is_isolated(job):
+            self._slow_readers.hold(job)
 
     def _on_read(self, request_id: RequestId) -> None:
-        job = self._full.pop(request_id, None)
-        if job is not None:
-            job.full_since_s = None
-            if job.session is not None:
-                job.session.unpause(request_id)
-            else:
-                self._dispatcher.place_waiting()  # a suspect is not tried while nobody reads
+        job = self._slow_readers.release(request_id)
+        if job is not None and job.session is not None:
+            job.session.unpause(request_id)
+        elif job is not None:
+            self._dispatcher.place_waiting()  # a suspect does not run while nobody reads
 
     def _cancel(self, request_id: RequestId) -> None:
         job = self._jobs.get(request_id)
@@ -244,6 +246,27 @@ class Fleet:
         job.stream.fail(error)
         self._finish(job)
 
+    def _break(self, job: Job) -> None:
+        """End a job in whose handling a mistake of ours was raised just now; the others live."""
+        request_id, session = job.request.request_id, job.session
+        logger.exception("request broken request_id=%d", request_id)
+        if session is not None:
+            self._try(lambda: session.cancel(request_id))
+        if not job.stream.has_ended:
+            self._try(lambda: job.stream.fail(broken()))
+        if request_id in self._jobs:
+            self._try(lambda: self._finish(job))
+
+    def _try(self, act: Callable[[], None], job: Job | None = None) -> None:
+        """Do one of several things; where it breaks, the job that it is about ends, and the others are done."""
+        try:
+            act()
+        except Exception:
+            if job is None:
+                logger.exception("fleet failed")
+            else:
+                self._break(job)
+
     def _finish(self, job: Job) -> None:
         self._num_finished += 1
         # A beam search delivers at its end only: who gives it up pays what was computed till then.
@@ -253,7 +276,7 @@ class Fleet:
     def _forget(self, job: Job) -> None:
         request_id = job.request.request_id
         del self._jobs[request_id]
-        self._full.pop(request_id, None)
+        self._slow_readers.forget(request_id)
         if not self._jobs:
             self._idle.set()
         self._dispatcher.forget(job)
@@ -301,8 +324,13 @@ class Fleet:
         # What was accepted reaches its streams in any case: the requests move on from behind it.
         self.on_outputs(session, session.scheduler.take_outputs())
         jobs = [job for job in self._jobs.values() if job.session is session]
-        verdict = self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
-        self._gate.note_end(session, verdict)
+        try:
+            verdict = self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
+            self._gate.note_end(session, verdict)
+        except Exception:  # nobody may wait for a session that is over
+            for job in jobs:
+                if job.session is session:
+                    self._break(job)
         if not self._sessions:
             self._no_worker_since_s = self._awake()
         self._retirement.check_soon()
@@ -361,20 +389,19 @@ class Fleet:
         """Do what is due: heartbeats, deadlines, slow readers, the grace without workers, the end of a drain."""
         now_s, awake_s = self._clock(), self._awake()
         for session in list(self._sessions.values()):
-            session.tick()
-        self._dispatcher.judge()  # a beam search gains tokens without an output
-        self._dispatcher.empty_for_suspects()
-        self._dispatcher.level()
+            self._try(session.tick)
+        self._try(self._dispatcher.judge)  # a beam search gains tokens without an output
+        self._try(self._dispatcher.empty_for_suspects)
+        self._try(self._dispatcher.level)
         for job in list(self._dispatcher.waiting.values()):
             if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
-                self._fail(job, DeadlineExceeded("the deadline passed before a worker could take the request"))
+                error = DeadlineExceeded("the deadline passed before a worker could take the request")
+                self._try(partial(self._fail, job, error), job)
         if not self._sessions and awake_s - self._no_worker_since_s >= self.settings.worker_grace_s:
             for job in list(self._dispatcher.waiting.values()):
-                self._fail(job, no_worker_came(job, self.settings.worker_grace_s))
-        for job in list(self._full.values()):
-            assert job.full_since_s is not None, "a full stream without a time"
-            if awake_s - job.full_since_s >= self.settings.slow_reader_timeout_s:
-                self._end_slow_reader(job)
+                self._try(partial(self._fail, job, no_worker_came(job, self.settings.worker_grace_s)), job)
+        for job in self._slow_readers.overdue():
+            self._try(partial(self._end_slow_reader, job), job)
         if self._drain_until_s is not None and now_s >= self._drain_until_s:
             self._idle.set()
 

@@ -15,6 +15,7 @@ from control_plane.errors import MotetError, status_of
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.session import WorkerSession
+from control_plane.telemetry import printable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         try:
             session = self._fleet.attach(first.hello)
         except MotetError as error:
-            logger.warning("worker refused worker_id=%s: %s", first.hello.worker_id[:80], error)
+            logger.warning("worker refused worker_id=%s: %s", printable(first.hello.worker_id, 63), error)
             await context.abort(status_of(error), str(error))
         tasks = [
             asyncio.create_task(self._read(session, context)),
@@ -108,6 +109,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         if not _DIGEST.fullmatch(request.digest):
             reason = f"digest: {request.digest[:80]!r} is not 64 lower-case hexadecimal digits"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+        worker_id = printable(request.worker_id, 63)
         try:
             packed = await self._weights.open_packed(request.digest)
             await context.write(plan_pb2.FetchAdapterResponse(manifest=packed.manifest))
@@ -115,8 +117,8 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
                 for start in range(0, len(part), PIECE_BYTES):
                     await context.write(plan_pb2.FetchAdapterResponse(data=part[start : start + PIECE_BYTES]))
         except MotetError as error:
-            logger.warning("adapter not served worker_id=%s digest=%s: %s", request.worker_id, request.digest, error)
+            logger.warning("adapter not served worker_id=%s digest=%s: %s", worker_id, request.digest, error)
             await context.abort(status_of(error), str(error))
         except OSError as error:  # a store that answers in its own words: those stay in the log
-            logger.exception("adapter not served worker_id=%s digest=%s", request.worker_id, request.digest)
+            logger.exception("adapter not served worker_id=%s digest=%s", worker_id, request.digest)
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the adapter cannot be read: {type(error).__name__}")

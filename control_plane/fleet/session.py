@@ -28,6 +28,7 @@ from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, Slo
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import LoadSlot, Outputs, Request, RequestId
+from control_plane.telemetry import printable
 
 logger = logging.getLogger(__name__)
 
@@ -244,11 +245,11 @@ class WorkerSession:
             if not self._round_trip.pong(message.pong.sequence, self._clock()):
                 raise GarbageResult(f"pong {message.pong.sequence} answers no ping")
         elif kind == "fault":
-            fault = message.fault
-            logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, fault.reason)
-            self.end(EndCause.FAULT, f"fault in step {fault.step_id}")
+            fault, reason = message.fault, printable(message.fault.reason)
+            logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, reason)
+            self.end(EndCause.FAULT, f"fault in step {fault.step_id}: {reason}")
         elif kind == "leave":
-            self.end(EndCause.LEFT, f"the worker left: {message.leave.reason}")
+            self.end(EndCause.LEFT, f"the worker left: {printable(message.leave.reason)}")
         else:
             raise GarbageResult(f"unexpected message {kind}")
 
@@ -283,9 +284,10 @@ class WorkerSession:
         elif message.state == _SlotStateKind.STATE_EMPTY:
             self.scheduler.slot_empty(slot, generation)
         elif message.state == _SlotStateKind.STATE_FAILED:
-            logger.warning("adapter load failed worker_id=%s slot=%d: %s", self.worker_id, slot, message.reason)
+            reason = printable(message.reason)
+            logger.warning("adapter load failed worker_id=%s slot=%d: %s", self.worker_id, slot, reason)
             outputs = self.scheduler.slot_failed(
-                slot, generation, message.reason, is_retryable=message.retryable, now_s=self._clock()
+                slot, generation, reason, is_retryable=message.retryable, now_s=self._clock()
             )
             self._owner.on_outputs(self, outputs)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from control_plane.errors import (
 )
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
-from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobStream
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.sequence import Sequence
@@ -729,6 +730,7 @@ async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> N
     unplaced = fleet.submit(make_request(fleet, [1], 500, deadline_s=clock() + 0.5))
     clock.advance(0.5)
     fleet.tick()
+    assert unplaced.has_ended and fleet.queue_snapshot().num_requests == 0, "without a worker, too"
     with pytest.raises(DeadlineExceeded):
         await read_all(unplaced)
     worker = LoopbackWorker(fleet)
@@ -849,6 +851,127 @@ async def test_an_adapter_whose_load_hangs_everywhere_is_given_up(clock: FakeClo
     with pytest.raises(AdapterLoadFailed):
         await read_all(cold)
     assert not other.has_ended
+
+
+# ---- mistakes of ours ----
+
+
+def break_stream(stream: JobStream, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    """Let these methods of a stream raise: the mistake of one request's own books."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the stream's books do not balance")
+
+    for name in names:
+        monkeypatch.setattr(stream, name, fail)
+
+
+@pytest.mark.parametrize("names", [("push_token",), ("push",), ("push", "push_token", "fail")])
+async def test_a_mistake_at_one_requests_tokens_loses_no_others(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    requests = [make_request(fleet, [i], 30) for i in range(5)]
+    streams = [fleet.submit(request) for request in requests]
+    readers = [asyncio.create_task(read_all(stream)) for stream in streams]
+    break_stream(streams[2], monkeypatch, names)
+    others = readers[:2] + readers[3:]
+    await worker.run(lambda: all(reader.done() for reader in others))
+    assert [await reader for reader in others] == [expected(r) for r in requests[:2] + requests[3:]]
+    assert fleet.queue_snapshot().num_requests == 0 and fleet.num_workers == 1
+    for _ in range(3):
+        await worker.turn()
+    assert_nothing_held(worker)
+    if "fail" in names:
+        readers[2].cancel()
+    else:
+        with pytest.raises(MotetError, match="internal error") as caught:
+            await readers[2]
+        assert status_of(caught.value) is grpc.StatusCode.INTERNAL
+
+
+async def test_a_mistake_in_one_part_of_a_tick_skips_no_other(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock, slow_reader_timeout_s=2.0)
+    worker = LoopbackWorker(fleet)
+    slow = fleet.submit(make_request(fleet, [1], 700))
+    for _ in range(400):
+        await worker.turn()
+    large = [3] * 3000  # fits no worker that is attached, and waits for one
+    monkeypatch.setattr(fleet._dispatcher, "_place", lambda _job: None)
+    streams = [fleet.submit(make_request(fleet, large, 10, deadline_s=clock() + 1)) for _ in range(3)]
+    break_stream(streams[0], monkeypatch, ("fail",))
+
+    def fail() -> None:
+        raise AssertionError("a mistake")
+
+    for owner, name in ((fleet._dispatcher, "judge"), (fleet._dispatcher, "level"), (worker.session, "tick")):
+        monkeypatch.setattr(owner, name, fail)
+    drained = asyncio.create_task(fleet.drain(3.0))
+    let_time_pass(clock, fleet, 1.1)
+    assert [stream.has_ended for stream in streams[1:]] == [True, True]
+    let_time_pass(clock, fleet, 1.5)
+    assert slow.has_ended
+    await asyncio.wait_for(drained, 30)
+    assert fleet.queue_snapshot().num_requests == 0
+
+
+async def test_a_mistake_at_placing_one_request_loses_none_behind_it(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock)
+    requests = [make_request(fleet, [i], 20) for i in range(4)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    place = fleet._dispatcher._place
+
+    def break_at_the_second(job: Job) -> MotetError | None:
+        assert job.request is not requests[1], "a mistake"
+        return place(job)
+
+    monkeypatch.setattr(fleet._dispatcher, "_place", break_at_the_second)
+    worker = LoopbackWorker(fleet)
+    await worker.run(lambda: all(reader.done() for reader in readers))
+    with pytest.raises(MotetError, match="internal error"):
+        await readers[1]
+    rest = [(requests[i], readers[i]) for i in (0, 2, 3)]
+    assert [await reader for _, reader in rest] == [expected(request) for request, _ in rest]
+
+
+async def test_a_mistake_when_a_session_ends_leaves_no_request_waiting_for_ever(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    readers = [asyncio.create_task(read_all(fleet.submit(make_request(fleet, [i], 20)))) for i in range(3)]
+    await worker.turn()
+
+    def fail() -> None:
+        raise AssertionError("the books do not balance")
+
+    monkeypatch.setattr(worker.session.scheduler, "drain_requests", fail)
+    worker.lose()
+    for reader in readers:
+        with pytest.raises(MotetError, match="internal error"):
+            await reader
+    assert fleet.queue_snapshot().num_requests == 0 and fleet.num_workers == 0
+
+
+async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fleet = make_fleet(clock)
+    text = "it broke\nERROR forged line \x1b[31m" + "x" * 10_000
+    for kind in ("fault", "leave"):
+        worker = LoopbackWorker(fleet, kind)
+        message = plan_pb2.AttachRequest()
+        getattr(message, kind).reason = text
+        worker.session.receive(message)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("it broke\\nERROR forged line \\x1b[31mxxx" in line for line in lines) >= 2
+    assert all("\n" not in line and len(line) < 600 for line in lines)
 
 
 async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock) -> None:
