@@ -18,11 +18,12 @@ from motet.v1 import plan_pb2
 
 from control_plane.awake import AwakeClock
 from control_plane.fleet.endings import EndCause
+from control_plane.fleet.errors import GarbageResult
 from control_plane.fleet.overdue import WorkWatch
 from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
-from control_plane.fleet.wire import PROTOCOL, GarbageResult, PlanEncoder, limits_of
+from control_plane.fleet.wire import PROTOCOL, PlanEncoder, limits_of
 from control_plane.scheduler.admission import check_fits
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters

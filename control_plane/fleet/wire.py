@@ -13,11 +13,11 @@ from itertools import chain
 import numpy as np
 from motet.v1 import plan_pb2
 
-from control_plane.scheduler.logprobs import PackedLogprobs
+from control_plane.fleet.errors import GarbageResult
+from control_plane.fleet.told_logprobs import ToldLogprobs, num_logprobs
 from control_plane.scheduler.types import (
     LoadSlot,
     NewRow,
-    Sampling,
     SlotCommand,
     StepPlan,
     StepResult,
@@ -29,10 +29,6 @@ PROTOCOL = 2
 _INT32 = np.dtype("<i4")
 _UINT32 = np.dtype("<u4")
 _FLOAT32 = np.dtype("<f4")
-
-
-class GarbageResult(Exception):
-    """The worker's answer contradicts what it was told to do: nothing it says can be trusted."""
 
 
 class PlanEncoder:
@@ -47,8 +43,7 @@ class PlanEncoder:
         self._paused: set[int] = set()
         self._stepwise: set[int] = set()  # past its prefill, and decodes only where it is fed
         self._is_stepwise: set[int] = set()  # rows that were begun so, those in prefill included
-        # Row -> candidates to be told with each of its tokens, and with those of its prompt; rows that ask for some.
-        self._asked: dict[int, tuple[int | None, int | None]] = {}
+        self._logprobs = ToldLogprobs(vocab_size)
         # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
         # name the same.
         self._steady: tuple[list[int], bytes] | None = None
@@ -67,9 +62,7 @@ class PlanEncoder:
             self._tokens_left[new.row] = len(new.token_ids) - new.num_computed_tokens
             if new.is_stepwise:
                 self._is_stepwise.add(new.row)
-            asked = _num_logprobs(new.sampling, self._vocab_size), new.sampling.num_prompt_logprobs
-            if asked != (None, None):
-                self._asked[new.row] = asked
+            self._logprobs.begin(new.row, new.sampling, self._tokens_left[new.row] + new.num_computed_tokens)
 
         paused, resumed, packed_rows = self._decode(plan)
         ended = self._prefill(plan)
@@ -165,10 +158,14 @@ class PlanEncoder:
             num_moved_blocks=message.num_moved_blocks,
             move_time_us=message.move_time_us,
         )
+        sampled = dict(zip(row_ids, result.token_ids, strict=True)) if message.sampled_logprobs else {}
         for told in message.sampled_logprobs:
-            result.logprobs[told.row] = self._logprobs(message.step_id, told, of_prompt=False)[0]
+            logprobs = self._logprobs.sampled(
+                message.step_id, told, sampled.get(told.row), is_sorted=told.row in self._is_stepwise
+            )
+            result.logprobs[told.row] = logprobs[0]
         for told in message.prompt_logprobs:
-            result.prompt_logprobs[told.row] = self._logprobs(message.step_id, told, of_prompt=True)
+            result.prompt_logprobs[told.row] = self._logprobs.of_prompt(message.step_id, told)
         self._expected.popleft()
         self._num_answered += 1
         return result
@@ -183,41 +180,6 @@ class PlanEncoder:
         evict = plan_pb2.EvictAdapter(slot=command.slot, generation=command.generation, epoch=self._epoch)
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
-    def _logprobs(self, step_id: int, told: plan_pb2.RowLogprobs, *, of_prompt: bool) -> PackedLogprobs:
-        """One row's log-probabilities, position by position.
-
-        Raises GarbageResult where they are not what the row asked for, or sizes, tokens or values are off.
-        """
-        num_tokens, num_top = len(told.token_ids) // 4, told.num_top
-        num_asked = self._asked.get(told.row, (None, None))[of_prompt]
-        if num_top != num_asked or not (of_prompt or num_tokens == 1):
-            raise GarbageResult(
-                f"step {step_id}: row {told.row} tells of {num_tokens} tokens with {num_top} candidates each; it asked "
-                f"for {num_asked} candidates {'of its prompt' if of_prompt else 'of one token'}"
-            )
-        sizes = [len(told.logprobs), len(told.ranks), len(told.top_token_ids), len(told.top_logprobs)]
-        if num_tokens < 1 or sizes != [4 * num_tokens, 4 * num_tokens, *[4 * num_tokens * num_top] * 2]:
-            raise GarbageResult(f"step {step_id}: row {told.row} has log-probabilities of sizes {sizes}")
-        token_ids = np.frombuffer(told.token_ids, dtype=_INT32)
-        top_token_ids = np.frombuffer(told.top_token_ids, dtype=_INT32)
-        for ids in (token_ids, top_token_ids):
-            if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-                raise GarbageResult(f"step {step_id}: log-probabilities of a token outside 0..{self._vocab_size - 1}")
-        logprobs, top_logprobs = (np.frombuffer(d, dtype=_FLOAT32) for d in (told.logprobs, told.top_logprobs))
-        if not (np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()):
-            raise GarbageResult(f"step {step_id}: row {told.row} has log-probabilities that are not finite")
-        if told.row in self._is_stepwise and (np.diff(top_logprobs) > 0).any():
-            # A beam search reads its candidates no further than they matter.
-            raise GarbageResult(f"step {step_id}: row {told.row} has candidates that do not come most likely first")
-        return PackedLogprobs(
-            token_ids,
-            logprobs,
-            np.frombuffer(told.ranks, dtype=_INT32),
-            top_token_ids,
-            top_logprobs,
-            num_top,
-        )
-
     def _is_known(self, row: int) -> bool:
         return row in self._tokens_left or row in self._decoding or row in self._paused or row in self._stepwise
 
@@ -229,7 +191,7 @@ class PlanEncoder:
         self._paused.discard(row)
         self._stepwise.discard(row)
         self._is_stepwise.discard(row)
-        self._asked.pop(row, None)
+        self._logprobs.forget(row)
 
 
 def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
@@ -269,15 +231,10 @@ def _encode_new_row(row: NewRow, vocab_size: int) -> plan_pb2.NewRow:
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
         min_tokens=sampling.min_tokens,
         banned_token_ids=_packed(list(row.banned_token_ids)),
-        num_logprobs=_num_logprobs(sampling, vocab_size),
+        num_logprobs=num_logprobs(sampling, vocab_size),
         num_prompt_logprobs=sampling.num_prompt_logprobs,
         is_stepwise=row.is_stepwise,
     )
-
-
-def _num_logprobs(sampling: Sampling, vocab_size: int) -> int | None:
-    """A beam search with many stop tokens may ask for more candidates than there are: it gets all of them."""
-    return None if sampling.num_logprobs is None else min(sampling.num_logprobs, vocab_size)
 
 
 def _packed(values: list[int]) -> bytes:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from motet.v1 import plan_pb2
 
-from control_plane.fleet.wire import GarbageResult, PlanEncoder
+from control_plane.fleet.errors import GarbageResult
+from control_plane.fleet.wire import PlanEncoder
 from control_plane.scheduler.types import (
     EvictSlot,
     LoadSlot,
@@ -263,14 +264,17 @@ def asking(*samplings: Sampling) -> PlanEncoder:
     return encoder
 
 
-def logprobs_of(row: int, token_ids: list[int], top: list[list[int]], logprob: float = -0.5) -> RowLogprobs:
+def logprobs_of(
+    row: int, token_ids: list[int], top: list[list[int]], logprob: float = -0.5, position: int = 2, rank: int = 2
+) -> RowLogprobs:
+    """Of the token that a row samples behind its two known ones, unless another position is given."""
     num_tokens, num_top = len(token_ids), len(top[0])
     return RowLogprobs(
         row,
-        1,
+        position,
         np.array(token_ids, dtype=np.int32),
         np.full(num_tokens, logprob, dtype=np.float32),
-        np.full(num_tokens, 2, dtype=np.int32),
+        np.full(num_tokens, rank, dtype=np.int32),
         np.array(top, dtype=np.int32).reshape(num_tokens, num_top),
         np.full((num_tokens, num_top), logprob, dtype=np.float32),
     )
@@ -294,7 +298,7 @@ def test_times_come_back_as_the_scheduler_takes_them() -> None:
 
 
 def test_logprobs_come_back_as_the_scheduler_takes_them() -> None:
-    message = told([logprobs_of(1, [6], [[4, 6]])], [logprobs_of(0, [8, 9], [[], []], logprob=-1.0)])
+    message = told([logprobs_of(1, [6], [[4, 6]])], [logprobs_of(0, [8, 9], [[], []], logprob=-1.0, position=1)])
     arrived = asking(*ASKED).decode_result(message)
     assert arrived is not None
     assert arrived.logprobs == {1: TokenLogprobs(6, -0.5, 2, ((4, -0.5), (6, -0.5)))}
@@ -303,7 +307,7 @@ def test_logprobs_come_back_as_the_scheduler_takes_them() -> None:
 
 def test_all_tokens_are_told_where_more_candidates_are_asked_for_than_there_are() -> None:
     encoder = asking(Sampling(num_logprobs=VOCAB_SIZE + 3), Sampling())
-    arrived = encoder.decode_result(told([logprobs_of(0, [6], [list(range(VOCAB_SIZE))])], []))
+    arrived = encoder.decode_result(told([logprobs_of(0, [5], [list(range(VOCAB_SIZE))])], []))
     assert arrived is not None and len(arrived.logprobs[0].top) == VOCAB_SIZE
 
 
@@ -317,6 +321,15 @@ def test_all_tokens_are_told_where_more_candidates_are_asked_for_than_there_are(
         "prompt not asked": ([], [logprobs_of(1, [6], [[4, 6]])], "row 1 .* asked for None candidates of its prompt"),
         "unknown row": ([logprobs_of(7, [6], [[4, 6]])], [], "row 7"),
         "not finite": ([logprobs_of(1, [6], [[4, 6]], logprob=-np.inf)], [], "row 1 .* not finite"),
+        "rank 0": ([logprobs_of(1, [6], [[4, 6]], rank=0)], [], rf"row 1 .* ranks outside 1\.\.{VOCAB_SIZE}"),
+        "a rank below zero": ([logprobs_of(1, [6], [[4, 6]], rank=-1)], [], "row 1 .* ranks outside"),
+        "a rank above all": ([logprobs_of(1, [6], [[4, 6]], rank=VOCAB_SIZE + 1)], [], "row 1 .* ranks outside"),
+        "a rank of the prompt": ([], [logprobs_of(0, [8], [[]], position=1, rank=-1)], "row 0 .* ranks outside"),
+        "of another token": ([logprobs_of(1, [7], [[4, 6]])], [], "token 7 at 2, and sampled token 6 at 2"),
+        "at another place": ([logprobs_of(1, [6], [[4, 6]], position=3)], [], "token 6 at 3, and sampled token 6 at 2"),
+        "twice": ([logprobs_of(1, [6], [[4, 6]])] * 2, [], "token 6 at 2, and sampled token 6 at 3"),
+        "of the prompt, twice": ([], [logprobs_of(0, [8], [[]], position=1)] * 2, "prompt at 1 and told of it up to 1"),
+        "of the prompt's first": ([], [logprobs_of(0, [8], [[]], position=0)], "prompt at 0 and told of it up to 0"),
     }.values(),
 )
 def test_logprobs_other_than_those_asked_for_are_garbage(

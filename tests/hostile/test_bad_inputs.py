@@ -39,7 +39,6 @@ FREE = {
     "motet.v1.Hello.device",  # for people
     "motet.v1.Hello.parallel",
     "motet.v1.Hello.num_host_blocks",
-    "motet.v1.RowLogprobs.first_position",  # not read: the place follows from the step
     "motet.v1.StepResult.step_time_us",
     "motet.v1.StepResult.num_moved_blocks",
     "motet.v1.StepResult.move_time_us",

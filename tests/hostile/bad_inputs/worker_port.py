@@ -254,6 +254,12 @@ def _results(facts: Facts) -> Iterator[Conversation]:
         "of a token above the vocabulary": _logprobs(token_ids=_packed(VOCAB_SIZE)),
         "with a candidate above the vocabulary": _logprobs(top_token_ids=_packed(1, VOCAB_SIZE)),
         "with a candidate below zero": _logprobs(top_token_ids=_packed(1, -1)),
+        "with rank 0": _logprobs(ranks=_packed(0)),
+        "with a rank below zero": _logprobs(ranks=_packed(-1)),
+        "with a rank above the vocabulary": _logprobs(ranks=_packed(VOCAB_SIZE + 1)),
+        "of another token than was sampled": _logprobs(token_ids=_packed(2)),
+        "of another place": _logprobs(first_position=1),
+        "of place 2^32 - 1": _logprobs(first_position=U32),
         "with nothing at all": told(),
     }.items():
         yield answered(f"log-probabilities {name}", "", sampled_logprobs=[entry])
@@ -270,7 +276,11 @@ def _answer(plan: pb.StepPlan, **changes: Any) -> pb.StepResult:
         "sampled_logprobs": [_logprobs()],
         "step_time_us": 1000,
     }
-    return pb.StepResult(**{**fields, **changes})
+    result = pb.StepResult(**{**fields, **changes})
+    for told in result.sampled_logprobs if plan.new_rows else ():
+        if not told.first_position:  # behind the tokens that the row begins with
+            told.first_position = len(plan.new_rows[0].token_ids) // 4
+    return result
 
 
 def _logprobs(**changes: Any) -> pb.RowLogprobs:
