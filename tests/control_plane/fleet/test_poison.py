@@ -389,6 +389,23 @@ async def test_a_request_that_gains_no_token_at_four_workers_in_a_row_is_given_u
         await reader
 
 
+async def test_a_token_makes_the_losses_before_it_forgotten(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    [reader] = submit(fleet, [make_request(fleet, [1], 40)])
+    last_epoch = 0
+    for gains in [False] * 3 + [True] + [False] * 3:
+        assert not reader.done()
+        worker = LoopbackWorker(fleet, "w0", last_epoch=last_epoch)
+        last_epoch = worker.session.epoch
+        await worker.receive()
+        if gains:
+            worker.answer()
+        worker.lose()
+    worker = LoopbackWorker(fleet, "w0", last_epoch=last_epoch)
+    await worker.run(reader.done)
+    assert await reader == expected(make_request(fleet, [1], 40))
+
+
 async def test_a_request_whose_workers_die_again_and_again_is_given_up_although_it_comes_further(
     clock: FakeClock,
 ) -> None:
