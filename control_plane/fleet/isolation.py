@@ -17,7 +17,7 @@ a few steps at a time.
   with the least to do is emptied: it takes nothing more, and what has no row there moves away. After
   `emptying_timeout_s`, and on an only worker at once, it is enough that what runs there has come past the point of its
   own death; after twice the time it need not. A death then speaks against whoever had not come past it.
-- Where one of two workers was lost within `worker_grace_s`, a group waits for it to come back.
+- Where one of two workers was lost within `emptying_timeout_s`, a group waits for it to come back.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Isolation:
         self._cleared: set[RequestId] = set()  # unfinished requests that were cleared in a group
         self._emptied: WorkerSession | None = None  # takes nothing but a group
         self._emptied_since_s = 0.0  # meaningful while there is one
-        self._ended_s: dict[str, float] = {}  # worker id -> when its session ended, within the grace
+        self._ended_s: dict[str, float] = {}  # worker id -> when its session ended, of late
         self._losses: list[tuple[float, str, int]] = []  # (when, worker id, epoch) within FLEET_LOSS_S
 
     # ---- where requests may run ----
@@ -174,9 +174,9 @@ class Isolation:
         return job.request.request_id in self._cleared or has_come_past(job, self._settings.plan_depth)
 
     def _is_only_worker(self) -> bool:
-        now_s, grace_s = self._awake(), self._settings.worker_grace_s
+        now_s, patience_s = self._awake(), self._settings.emptying_timeout_s
         return len(self._sessions) == 1 and not any(
-            now_s - ended_s < grace_s for i, ended_s in self._ended_s.items() if i not in self._sessions
+            now_s - ended_s < patience_s for i, ended_s in self._ended_s.items() if i not in self._sessions
         )
 
     # ---- what happens to them ----
@@ -214,7 +214,7 @@ class Isolation:
     def note_end(self, session: WorkerSession, computed: list[Job]) -> Verdict:
         """Book the end of a session, which is detached, against the jobs that it computed."""
         now_s = self._awake()
-        self._ended_s = {i: s for i, s in self._ended_s.items() if now_s - s < self._settings.worker_grace_s}
+        self._ended_s = {i: s for i, s in self._ended_s.items() if now_s - s < self._settings.emptying_timeout_s}
         self._ended_s[session.worker_id] = now_s
         if self._emptied is session:
             self._emptied = None

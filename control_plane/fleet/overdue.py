@@ -20,7 +20,9 @@ SLOWDOWN = 20  # times the slowest of the latest steps
 NUM_STEPS = 32  # the latest ones
 MIN_STEPS = 8
 LOAD_BYTES_PER_S = 4 << 20  # far below what any store gives
-NEVER_RECEIVED_S = 10.0  # a worker that says for so long that it has nothing to do did not receive what it was sent
+# A worker that says for so long that it has nothing to do did not receive what it was sent. A plan of 64 MiB takes 20 s
+# over a link of 25 Mbit/s.
+NEVER_RECEIVED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

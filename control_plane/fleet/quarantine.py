@@ -20,15 +20,16 @@ logger = logging.getLogger(__name__)
 SOUND_STEPS = 50  # answered in one session: what was before is forgotten
 SOUND_S = 60.0  # that a session lasts where the logits of the worker were in doubt: a sick one answers steps, too
 FREE_DEATHS = 2  # of a process, in a row
+FORGOTTEN_S = 3600.0  # after its pause, what is held against a worker that did not come back: ids have no end
 
 
 @dataclass(slots=True)
 class _Record:
     """Sessions that ended by faults, in a row."""
 
+    until_s: float  # end of the pause, or when there was none
     causes: dict[int, EndCause] = field(default_factory=dict)  # by epoch
     reason: str = ""  # of the latest
-    until_s: float = 0.0
 
     @property
     def num_counted(self) -> int:
@@ -58,19 +59,21 @@ class Quarantine:
         self, worker_id: str, epoch: int, cause: EndCause, reason: str, *, num_steps: int, lasted_s: float
     ) -> None:
         """A session of the worker, which answered so many steps and lasted so long, ended so."""
-        record = self._records.get(worker_id, _Record())
+        record = self._records.get(worker_id, _Record(self._clock()))
         is_in_doubt = EndCause.SICK in (cause, *record.causes.values())
         if lasted_s >= SOUND_S if is_in_doubt else num_steps >= SOUND_STEPS:
             self._records.pop(worker_id, None)
-            record = _Record()
+            record = _Record(self._clock())
         if not cause.blames_worker:
             return
+        now_s = self._clock()
+        self._records = {i: kept for i, kept in self._records.items() if now_s < kept.until_s + FORGOTTEN_S}
         self._records[worker_id] = record
         record.causes[epoch], record.reason = cause, reason
         if record.num_counted > 0:
             doubled_s = self._settings.quarantine_s * 2.0 ** min(record.num_counted - 1, 60)
             pause_s = min(self._settings.max_quarantine_s, doubled_s)
-            record.until_s = self._clock() + pause_s
+            record.until_s = now_s + pause_s
             logger.warning(
                 "worker quarantined worker_id=%s pause_s=%.1f num_faults=%d", worker_id, pause_s, record.num_counted
             )
@@ -86,6 +89,6 @@ class Quarantine:
         for worker_id, record in list(self._records.items()):
             if not epochs.isdisjoint(record.causes):
                 record.causes = {epoch: cause for epoch, cause in record.causes.items() if epoch not in epochs}
-                record.until_s = 0.0
+                record.until_s = self._clock()
                 if not record.causes:
                     del self._records[worker_id]

@@ -200,7 +200,7 @@ async def test_a_busy_worker_is_emptied_for_a_suspect(clock: FakeClock) -> None:
 
 
 async def test_beside_the_suspects_of_an_only_worker_nobody_runs_whose_own_death_may_come(clock: FakeClock) -> None:
-    fleet = make_fleet(clock, worker_grace_s=0.01)  # no other worker is waited for
+    fleet = make_fleet(clock, emptying_timeout_s=0.01)  # no other worker is waited for
     suspects = [make_request(fleet, [i], 40) for i in (1, 2)]
     readers = [asyncio.create_task(read_all(stream)) for stream in await see_two_deaths(fleet, suspects)]
     worker = LoopbackWorker(fleet, "third")
@@ -504,7 +504,7 @@ async def test_what_waits_or_is_held_moves_away_from_a_worker_that_is_emptied(cl
 
 
 async def test_a_suspect_waits_for_the_lost_one_of_two_workers(clock: FakeClock) -> None:
-    fleet = make_fleet(clock, worker_grace_s=10.0)
+    fleet = make_fleet(clock, emptying_timeout_s=10.0)
     workers = await two_busy_workers(fleet)
     suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
     suspect.num_tokens_here, suspect.deaths = 0, [Death(1, "elsewhere", is_loss=True)]
@@ -517,7 +517,7 @@ async def test_a_suspect_waits_for_the_lost_one_of_two_workers(clock: FakeClock)
 
 
 async def test_a_suspect_runs_beside_others_where_the_lost_one_of_two_workers_stays_away(clock: FakeClock) -> None:
-    fleet = make_fleet(clock, worker_grace_s=10.0, dead_after_ms=60_000)
+    fleet = make_fleet(clock, emptying_timeout_s=10.0, dead_after_ms=60_000)
     workers = await two_busy_workers(fleet)
     suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
     suspect.num_tokens_here, suspect.deaths = 0, [Death(1, "elsewhere", is_loss=True)]

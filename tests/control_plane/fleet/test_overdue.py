@@ -144,9 +144,10 @@ def test_a_load_that_nobody_began_is_overdue() -> None:
     watch = WorkWatch(SETTINGS)
     watch.heartbeat(at_work(), 90.0)
     watch.load_sent(2, 1, "ab" * 32, 0)
-    for tenths in range(0, 101, 5):
-        watch.heartbeat(at_work(), 100.0 + tenths / 10)
-        assert (watch.overdue(100.0 + tenths / 10) is not None) == (tenths == 100)
+    for half_s in range(round(2 * NEVER_RECEIVED_S) + 1):
+        now_s = 100.0 + half_s / 2
+        watch.heartbeat(at_work(), now_s)
+        assert (watch.overdue(now_s) is not None) == (half_s == 2 * NEVER_RECEIVED_S)
     watch.load_answered(2, 1)
     assert watch.overdue(1000.0) is None
 

@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.errors import WorkerQuarantined
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.quarantine import SOUND_S, SOUND_STEPS, Quarantine
+from control_plane.fleet.quarantine import FORGOTTEN_S, SOUND_S, SOUND_STEPS, Quarantine
 from control_plane.fleet.settings import FleetSettings
 from tests.fakes.fleet_rig import FakeClock
 
@@ -94,6 +94,20 @@ def test_steps_are_no_proof_where_the_logits_were_in_doubt_but_time_is() -> None
     rig.end(EndCause.SICK, num_steps=10 * SOUND_STEPS)
     assert rig.pause_s() == 2.0
     rig.end(EndCause.SICK, lasted_s=SOUND_S)
+    assert rig.pause_s() == 1.0
+
+
+def test_what_is_held_against_a_worker_that_stays_away_is_forgotten_in_the_end() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.end(EndCause.FAULT)
+    rig.clock.advance(FORGOTTEN_S)
+    rig.quarantine.note_end("w1", 99, EndCause.FAULT, "", num_steps=0, lasted_s=0.0)
+    rig.end(EndCause.FAULT)
+    assert rig.pause_s() == 8.0
+    rig.clock.advance(8.0 + FORGOTTEN_S)
+    rig.quarantine.note_end("w1", 99, EndCause.FAULT, "", num_steps=0, lasted_s=0.0)
+    rig.end(EndCause.FAULT)
     assert rig.pause_s() == 1.0
 
 
