@@ -223,8 +223,10 @@ class Isolation:
             group.session = None
         if not session.is_death:
             return Verdict()
-        isolated = [job for job in computed if group is not None and job.request.request_id in group.jobs]
-        unsettled = [job for job in computed if job not in isolated and not self._is_settled(job)]
+        members = {} if group is None else group.jobs
+        isolated = [job for job in computed if job.request.request_id in members]
+        beside = [job for job in computed if job.request.request_id not in members]
+        unsettled = [job for job in beside if not self._is_settled(job)]
         blamed = computed if unsettled or not isolated else isolated
         is_loss = session.end_cause is EndCause.LOST
         for job in blamed:
