@@ -21,6 +21,7 @@ from control_plane.telemetry import LOG_LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOST_CACHES = ("redis", "memory")
+DEFAULT_MAX_CONNECTIONS = 4096  # of clients
 POLICIES = tuple(policy.value for policy in Policy)
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ROOT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -41,6 +42,7 @@ _LOWEST: dict[str, float] = {
     "drain_timeout_s": 0,
     "max_streams_per_connection": 1,
     "max_concurrent_rpcs": 1,
+    "max_connections": 1,
 }
 
 
@@ -93,7 +95,9 @@ class ServerConfig:
     slow_reader_timeout_s: float = 30.0  # how long a full stream may stay unread, seconds
     drain_timeout_s: float = 30.0  # how long running streams may finish at shutdown, seconds
     max_streams_per_connection: int = 100  # requests of one connection at once; more wait at the client, a count
-    max_concurrent_rpcs: int = 4096  # requests at once over all connections; more are refused, a count
+    # Requests at once over all connections, a count; more are taken only of clients below their equal part.
+    max_concurrent_rpcs: int = 4096
+    max_connections: int | None = None  # of clients, a count; None: what the limit of open files leaves
     no_reflection: bool = False  # leave the gRPC reflection service out
     log_level: str = "info"
 
@@ -255,7 +259,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-concurrent-rpcs",
         int,
         "4096",
-        "requests of all connections at once, a count; more are refused (default 4096)",
+        "requests of all connections at once, a count; more only for clients below their equal part (default 4096)",
+    )
+    add(
+        "--max-connections",
+        int,
+        None,
+        f"connections of clients, a count; more are closed (default {DEFAULT_MAX_CONNECTIONS}, or what the limit of "
+        "open files leaves)",
     )
     add("--log-level", str, "info", "debug, info, warning or error (default info)")
     roots = os.environ.get("MOTET_ADAPTER_ROOT", "")

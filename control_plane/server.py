@@ -24,11 +24,11 @@ import uvloop
 
 # googleapis-common-protos ships no py.typed marker.
 from google.longrunning import operations_pb2_grpc  # type: ignore[import-untyped]
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2_grpc
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, plan_pb2_grpc, status_pb2_grpc
 
-from control_plane.api import adapters, generation, listeners, operations, status
+from control_plane import descriptors
+from control_plane.api import adapters, generation, health, listeners, operations, reflection, status
 from control_plane.api.adapter_roots import AdapterRoots
 from control_plane.api.gate import DrainGate
 from control_plane.api.pins import Pins
@@ -106,6 +106,7 @@ class ControlPlane:
 
 async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> ControlPlane:
     """Everything, started and listening; `stack` ends it."""
+    max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
     uploads_dir = config.data_dir / "uploads"
     base_model = await asyncio.to_thread(BaseModel.load, config.model_dir, config.dtype, config.max_model_len)
@@ -119,6 +120,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     clients = listeners.client_server(
         max_streams_per_connection=config.max_streams_per_connection,
         max_concurrent_rpcs=config.max_concurrent_rpcs,
+        max_connections=max_connections,
         # A response is written in a moment where the client reads; that moment it gets in any case.
         write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
     )
@@ -164,24 +166,24 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         weights=weights,
     )
 
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    reporter = status.HealthReporter(health_servicer, lambda: fleet.is_serving)
-    await reporter.start()
+    health_service = health.HealthService()
+    reporter = health.HealthReporter(health_service, lambda: fleet.is_serving)
+    reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
     joined: list[tuple[Any, object, grpc.aio.Server]] = [
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service, clients),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service, clients),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service, clients),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(book), clients),
-        (health_pb2_grpc.add_HealthServicer_to_server, health_servicer, clients),
+        (health_pb2_grpc.add_HealthServicer_to_server, health_service, clients),
         (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights), workers),
-        (health_pb2_grpc.add_HealthServicer_to_server, health_servicer, workers),
+        (health_pb2_grpc.add_HealthServicer_to_server, health_service, workers),
     ]
     for add, servicer, server in joined:
         add(servicer, server)
     if not config.no_reflection:
         names = [generation.SERVICE_NAME, adapters.SERVICE_NAME, status.SERVICE_NAME, operations.SERVICE_NAME]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], clients)
+        reflection.add_to_server([*names, health.SERVICE_NAME], clients)
     client_address = listeners.bind(clients, config.listen)
     worker_address = listeners.bind(workers, config.worker_listen)
     await clients.start()
@@ -192,7 +194,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     async def drain(timeout_s: float) -> None:
         logger.info("draining timeout_s=%g", timeout_s)
         gate.close()
-        await reporter.stop()
+        reporter.stop()
         await asyncio.gather(fleet.drain(timeout_s), book.close(timeout_s=timeout_s))
 
     return ControlPlane(client_address, worker_address, fleet, drain)

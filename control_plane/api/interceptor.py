@@ -1,9 +1,10 @@
-"""The outermost interceptor of both ports: whatever a handler does, the client gets a defined status.
+"""The outermost interceptor of both ports: it bounds what an RPC may take, and gives every RPC a defined status.
 
-Parses unary requests itself, so that malformed protobuf is INVALID_ARGUMENT; maps MotetError by the one table;
-turns everything else into INTERNAL with a correlation id, the rest in the log only. A handler's generator is
-closed before the RPC ends, so its `finally` runs at once. A client that does not read cannot hold a handler; time in
-which this process did not run is not held against it.
+Each RPC holds a place in a limit that is shared between peers. A client has a time to send its request and to read a
+response. The interceptor reads and parses unary requests itself, so that malformed protobuf is INVALID_ARGUMENT; it
+maps MotetError by the one table, and turns everything else into INTERNAL with a correlation id, the rest in the log
+only. A handler's generator is closed before the RPC ends, so its `finally` runs at once. Time in which this process did
+not run is held against no client.
 """
 
 from __future__ import annotations
@@ -22,24 +23,39 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from control_plane.api.error_status import DETAILS_KEY, internal_status, status_proto
+from control_plane.api.rpc_limits import RpcLimits
 from control_plane.awake import AwakeClock, AwakeTimeout
-from control_plane.errors import FieldViolation, InvalidRequest, MotetError, SlowConsumer
+from control_plane.errors import DeadlineExceeded, FieldViolation, InvalidRequest, MotetError, SlowConsumer
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Deserializer = Callable[[bytes], Any] | None
+REQUEST_TIMEOUT_S = 30.0
+WRITE_TIMEOUT_S = 30.0
+
 Limit = Callable[[], AwakeTimeout]  # how long a client may leave a message unread
+Context = grpc.aio.ServicerContext[Any, Any]
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Wraps the handlers of all four kinds of method.
 
-    `write_timeout_s`: how long a client may leave a response unread that its flow control has no room for.
+    `limits`: how many RPCs run at once. `write_timeout_s`: how long a client may leave a response unread that its flow
+    control has no room for. `request_timeout_s`: how long the request of an RPC may take to arrive after its headers;
+    a stream of requests has the time limits of its handler.
     """
 
-    def __init__(self, *, write_timeout_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: RpcLimits,
+        *,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
         self._write_timeout_s = write_timeout_s
+        self._request_timeout_s = request_timeout_s
         self._awake = AwakeClock(clock)
 
     async def intercept_service(
@@ -47,59 +63,66 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The handler with its errors mapped."""
+        """The bounded handler with its errors mapped."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:  # an unknown method; grpc answers UNIMPLEMENTED
             return handler  # type: ignore[return-value]  # the stubs forget None
-        method = str(handler_call_details.method)
-        make: Any
-        # Cases: (streamed request, streamed response). A streamed request is parsed by grpc inside the handler.
-        if not handler.request_streaming:
-            parse = handler.request_deserializer
-            if handler.response_streaming:
-                make, inner = grpc.unary_stream_rpc_method_handler, handler.unary_stream
-                outer = self._streaming(method, inner, parse)
-            else:
-                make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-                outer = self._single(method, inner, parse)
-            return make(outer, None, handler.response_serializer)  # type: ignore[no-any-return]
-        if handler.response_streaming:
-            make, outer = grpc.stream_stream_rpc_method_handler, self._streaming(method, handler.stream_stream, None)
-        else:
-            make, outer = grpc.stream_unary_rpc_method_handler, self._single(method, handler.stream_unary, None)
-        return make(outer, handler.request_deserializer, handler.response_serializer)  # type: ignore[no-any-return]
+        # Always a stream of both: grpc reads the message of a unary request before it calls the handler, for as long as
+        # the client likes. And always a coroutine that writes: grpc leaves the generator of a cancelled RPC to the
+        # garbage collector.
+        make: Any = grpc.stream_stream_rpc_method_handler
+        parse = handler.request_deserializer if handler.request_streaming else None
+        bounded = self._bounded(str(handler_call_details.method), handler)
+        return make(bounded, parse, handler.response_serializer)  # type: ignore[no-any-return]
 
-    def _limit(self) -> AwakeTimeout:
+    def _write_limit(self) -> AwakeTimeout:
         return AwakeTimeout(self._write_timeout_s, self._awake)
 
-    def _single(self, method: str, inner: Any, parse: Deserializer) -> Any:
-        async def handle(request: Any, context: Context) -> Any:
-            async with _mapped_errors(method, context, self._limit):
-                answer = inner(request if parse is None else parse(request), context)
-                return await answer if inspect.isawaitable(answer) else answer
+    def _bounded(self, method: str, handler: Any) -> Any:
+        limit = self._limits.of(method)
+        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def handle(requests: Any, context: Context) -> None:
+            with contextlib.ExitStack() as held:
+                async with _mapped_errors(method, context, self._write_limit):
+                    held.enter_context(limit.place(context.peer()))
+                    if handler.request_streaming:
+                        answer = inner(requests, context)
+                    else:
+                        answer = inner(await self._request(handler.request_deserializer, context), context)
+                    await self._respond(answer, context, is_stream=handler.response_streaming)
 
         return handle
 
-    def _streaming(self, method: str, inner: Any, parse: Deserializer) -> Any:
-        # Always a coroutine that writes: grpc.aio leaves the generator of a cancelled RPC to the garbage collector,
-        # aclosing() ends it here.
-        async def handle(request: Any, context: Context) -> None:
-            async with _mapped_errors(method, context, self._limit):
-                answer = inner(request if parse is None else parse(request), context)
-                if inspect.isawaitable(answer):
-                    await answer
-                    return
-                async with contextlib.aclosing(answer):
-                    async for message in answer:
-                        try:
-                            async with self._limit():
-                                await context.write(message)
-                        except TimeoutError as error:
-                            raise SlowConsumer(
-                                f"the stream was not read for {self._write_timeout_s:g} s; read faster"
-                            ) from error
+    async def _request(self, parse: Callable[[bytes], Any] | None, context: Context) -> Any:
+        try:
+            async with AwakeTimeout(self._request_timeout_s, self._awake):
+                raw: Any = await context.read()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the request did not arrive within {self._request_timeout_s:g} s of its headers; send it at once"
+            ) from error
+        if raw is _EOF:
+            raise InvalidRequest(FieldViolation("request", "missing; the call ended without a message"))
+        return raw if parse is None else parse(raw)
 
-        return handle
+    async def _respond(self, answer: Any, context: Context, *, is_stream: bool) -> None:
+        # Cases: 1. a generator of responses; 2. a coroutine that writes its responses itself; 3. one response.
+        if is_stream and not inspect.isawaitable(answer):
+            async with contextlib.aclosing(answer):
+                async for message in answer:
+                    await self._write(message, context)
+        elif is_stream:
+            await answer
+        else:
+            await self._write(await answer if inspect.isawaitable(answer) else answer, context)
+
+    async def _write(self, message: Any, context: Context) -> None:
+        try:
+            async with self._write_limit():
+                await context.write(message)
+        except TimeoutError as error:
+            raise SlowConsumer(f"the stream was not read for {self._write_timeout_s:g} s; read faster") from error
 
 
 @contextlib.asynccontextmanager

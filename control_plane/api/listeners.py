@@ -2,7 +2,8 @@
 
 The reasons are measurements: without a bound on streams one connection's rapid resets disable the server, and the
 option that allows clients to ping is min_ping_interval_without_data_ms (the often-seen min_recv_ping_... does not
-exist and is ignored).
+exist and is ignored). RPCs are counted by the interceptor and not by grpc.aio, whose maximum_concurrent_rpcs refuses
+everybody alike, status and health included, without telling when to try again.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.api.interceptor import ErrorInterceptor
+from control_plane.api.interceptor import REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, RpcInterceptor
+from control_plane.api.rpc_limits import RpcLimits
 
 CLIENT_MESSAGE_BYTES = 2**20 + 64 * 1024  # one upload chunk and its frame
 WORKER_MESSAGE_BYTES = 64 * 2**20  # a plan with many long prompts
 METADATA_BYTES = 8192
 WORKER_CONCURRENT_RPCS = 1024
+WORKER_CONNECTIONS = 512
+# A connection without an RPC is closed after this time; the client opens another one with its next RPC. Connections
+# have no greatest age: a stream may run for as long as its request does.
+CONNECTION_IDLE_MS = 5 * 60_000
+HANDSHAKE_TIMEOUT_MS = 20_000  # how long a peer may take to speak HTTP/2
 
 Option = tuple[str, int]
 
@@ -32,31 +39,43 @@ def common_options() -> list[Option]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_connection_idle_ms", CONNECTION_IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.so_reuseport", 0),
     ]
 
 
 def client_server(
-    *, max_streams_per_connection: int, max_concurrent_rpcs: int, write_timeout_s: float
+    *,
+    max_streams_per_connection: int,
+    max_concurrent_rpcs: int,
+    max_connections: int,
+    write_timeout_s: float,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> grpc.aio.Server:
-    """A server for the clients' port."""
+    """A server for the clients' port. The time limits are those of RpcInterceptor."""
     options = [
         *common_options(),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_streams_per_connection),
         ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
     ]
-    return _server(options, max_concurrent_rpcs, ErrorInterceptor(write_timeout_s=write_timeout_s))
+    limits = RpcLimits(max_concurrent_rpcs)
+    return _server(
+        options, RpcInterceptor(limits, write_timeout_s=write_timeout_s, request_timeout_s=request_timeout_s)
+    )
 
 
-def worker_server() -> grpc.aio.Server:
+def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S) -> grpc.aio.Server:
     """A server for the workers' port."""
     options = [
         *common_options(),
+        ("grpc.max_allowed_incoming_connections", WORKER_CONNECTIONS),
         ("grpc.max_concurrent_streams", 100),
         ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", WORKER_MESSAGE_BYTES),
     ]
-    return _server(options, WORKER_CONCURRENT_RPCS, ErrorInterceptor())
+    return _server(options, RpcInterceptor(RpcLimits(WORKER_CONCURRENT_RPCS), write_timeout_s=write_timeout_s))
 
 
 def bind(server: grpc.aio.Server, address: str) -> str:
@@ -68,7 +87,5 @@ def bind(server: grpc.aio.Server, address: str) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _server(
-    options: Sequence[tuple[str, Any]], max_concurrent_rpcs: int, interceptor: ErrorInterceptor
-) -> grpc.aio.Server:
-    return grpc.aio.server(interceptors=[interceptor], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs)
+def _server(options: Sequence[tuple[str, Any]], interceptor: RpcInterceptor) -> grpc.aio.Server:
+    return grpc.aio.server(interceptors=[interceptor], options=options)

@@ -1,18 +1,14 @@
-"""StatusService and grpc.health.v1: what the system is, how it fares, whether it takes work."""
+"""StatusService: what the system is and how it fares."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health_pb2
 from motet.v1 import status_pb2, status_pb2_grpc
 
-from control_plane.api import adapters, generation
 from control_plane.api.parts import Fleet, Registry, TenantUse, Weights
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
@@ -99,39 +95,3 @@ def _tenant_message(use: TenantUse) -> status_pb2.TenantStatus:
 def _fields(snapshot: Any) -> dict[str, Any]:
     # The snapshots are dataclasses with the very fields of the messages; a difference is an error at once.
     return dataclasses.asdict(snapshot)
-
-
-class HealthSink(Protocol):
-    """grpc_health.v1.health.aio.HealthServicer, which the type stubs lack."""
-
-    async def set(self, service: str, status: Any) -> None: ...
-    async def enter_graceful_shutdown(self) -> None: ...
-
-
-class HealthReporter:
-    """Keeps the health service in step: "" is the process, GenerationService needs workers that get on."""
-
-    def __init__(self, servicer: HealthSink, is_serving: Callable[[], bool]) -> None:
-        self._servicer = servicer
-        self._is_serving = is_serving
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        """Set every service for the first time."""
-        await self._servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._servicer.set(adapters.SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
-        await self._set_generation()
-
-    def on_workers_changed(self) -> None:
-        """For Fleet.on_workers_changed."""
-        task = asyncio.get_running_loop().create_task(self._set_generation())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def stop(self) -> None:
-        """NOT_SERVING everywhere, for good."""
-        await self._servicer.enter_graceful_shutdown()
-
-    async def _set_generation(self) -> None:
-        status = health_pb2.HealthCheckResponse
-        await self._servicer.set(generation.SERVICE_NAME, status.SERVING if self._is_serving() else status.NOT_SERVING)

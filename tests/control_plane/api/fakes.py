@@ -469,7 +469,9 @@ class Api:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Api]:
-        server = listeners.client_server(max_streams_per_connection=100, max_concurrent_rpcs=100, write_timeout_s=30.0)
+        server = listeners.client_server(
+            max_streams_per_connection=100, max_concurrent_rpcs=100, max_connections=100, write_timeout_s=30.0
+        )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)  # type: ignore[no-untyped-call]
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)  # type: ignore[no-untyped-call]
         status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)  # type: ignore[no-untyped-call]

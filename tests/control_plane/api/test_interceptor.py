@@ -15,7 +15,8 @@ from motet.v1 import types_pb2
 from control_plane import errors
 from control_plane.api import listeners
 from control_plane.api.error_status import MAX_MESSAGE_BYTES
-from control_plane.api.interceptor import ErrorInterceptor
+from control_plane.api.interceptor import RpcInterceptor
+from control_plane.api.rpc_limits import RpcLimits
 from tests.control_plane.api.fakes import details
 from tests.fakes.fleet_rig import FakeClock
 
@@ -69,7 +70,9 @@ class Handlers:
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Handlers, grpc.aio.Channel]]:
     handlers = Handlers()
-    server = listeners.client_server(max_streams_per_connection=10, max_concurrent_rpcs=10, write_timeout_s=0.3)
+    server = listeners.client_server(
+        max_streams_per_connection=10, max_concurrent_rpcs=10, max_connections=100, write_timeout_s=0.3
+    )
     methods = {
         kind: getattr(grpc, f"{kind}_rpc_method_handler")(
             getattr(handlers, kind), types_pb2.TokenIds.FromString, types_pb2.TokenIds.SerializeToString
@@ -235,7 +238,7 @@ async def test_time_in_which_the_process_was_stopped_is_not_held_against_a_reade
         looks.release()
         return clock()
 
-    interceptor = ErrorInterceptor(write_timeout_s=0.02, clock=stopped_between_readings)
+    interceptor = RpcInterceptor(RpcLimits(10), write_timeout_s=0.02, clock=stopped_between_readings)
     server = grpc.aio.server(interceptors=[interceptor])
     method = grpc.unary_stream_rpc_method_handler(
         handlers.unary_stream, types_pb2.TokenIds.FromString, types_pb2.TokenIds.SerializeToString

@@ -45,7 +45,9 @@ async def test_rpcs_beyond_the_limit_are_refused_at_once() -> None:
         await release.wait()
         return types_pb2.TokenIds()
 
-    server = listeners.client_server(max_streams_per_connection=10, max_concurrent_rpcs=2, write_timeout_s=30.0)
+    server = listeners.client_server(
+        max_streams_per_connection=10, max_concurrent_rpcs=2, max_connections=100, write_timeout_s=30.0
+    )
     handler = grpc.unary_unary_rpc_method_handler(wait, None, types_pb2.TokenIds.SerializeToString)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Wait": handler}),))
     address = listeners.bind(server, "127.0.0.1:0")

@@ -1,16 +1,11 @@
-"""StatusService and health."""
+"""StatusService."""
 
 from __future__ import annotations
 
-from grpc_health.v1 import health, health_pb2
 from motet.v1 import status_pb2, status_pb2_grpc
 
-from control_plane.api import adapters, generation
-from control_plane.api.status import HealthReporter
 from control_plane.fleet.settings import WorkerSnapshot
 from tests.control_plane.api.fakes import Api
-
-Status = health_pb2.HealthCheckResponse
 
 
 async def test_status_carries_every_number_of_every_part(api: Api) -> None:
@@ -50,42 +45,3 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
         num_generated_tokens=9,
     )
     assert not tenant.HasField("max_running_requests")
-
-
-class RecordingHealth:
-    def __init__(self) -> None:
-        self.status: dict[str, object] = {}
-
-    async def set(self, service: str, status: object) -> None:
-        self.status[service] = status
-
-    async def enter_graceful_shutdown(self) -> None:
-        self.status = dict.fromkeys(self.status, Status.NOT_SERVING)
-
-
-async def test_generation_is_serving_while_a_worker_is_attached() -> None:
-    import asyncio
-
-    sink, is_serving = RecordingHealth(), False
-    reporter = HealthReporter(sink, lambda: is_serving)
-    await reporter.start()
-    assert sink.status == {
-        "": Status.SERVING,
-        adapters.SERVICE_NAME: Status.SERVING,
-        generation.SERVICE_NAME: Status.NOT_SERVING,
-    }
-    is_serving = True
-    reporter.on_workers_changed()
-    await asyncio.gather(*reporter._tasks)
-    assert sink.status[generation.SERVICE_NAME] == Status.SERVING
-    await reporter.stop()
-    assert set(sink.status.values()) == {Status.NOT_SERVING}
-
-
-async def test_reporter_drives_the_real_servicer() -> None:
-    servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    reporter = HealthReporter(servicer, lambda: True)
-    await reporter.start()
-    await reporter.stop()
-    answer = await servicer.Check(health_pb2.HealthCheckRequest(service=""), None)
-    assert answer.status == Status.NOT_SERVING
