@@ -87,7 +87,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         """Receive, check, register."""
         self._gate.check()
         with _Audit("upload", context) as line:
-            async with self._uploads.open(request_iterator) as upload:
+            async with self._uploads.open(request_iterator, context.peer()) as upload:
                 header = upload.header
                 line.adapter_id = header.adapter_id
 

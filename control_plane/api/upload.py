@@ -1,6 +1,6 @@
 """Receives the files of an adapter from an upload stream into a directory that is gone when the upload ends.
 
-Owns sizes, order, hashes and the idle timeout; knows nothing of what the files mean.
+Owns sizes, order, hashes and the least rate of an upload; knows nothing of what the files mean.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
 from typing import IO, Any
 
 from motet.v1 import adapters_pb2
 
+from control_plane.api.disk_space import DiskSpace, Reservation, free_bytes_of
+from control_plane.api.shared_limit import SharedLimit
 from control_plane.api.validation import (
     Violations,
     check_adapter_id,
@@ -26,83 +28,126 @@ from control_plane.api.validation import (
     check_request_id,
     refuse,
 )
+from control_plane.awake import AwakeClock, AwakeTimeout
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_CHUNK_BYTES = 2**20
 MAX_LISTED_FILES = 16  # in a header that is looked at file by file
+MAX_OPEN_UPLOADS = 16
+IDLE_TIMEOUT_S = 30.0
+# A client may be waited for GRACE_S, and a second longer for every LEAST_BYTES_PER_S that it sent. So an upload of N
+# bytes ends after at most GRACE_S + N / LEAST_BYTES_PER_S of waiting.
+GRACE_S = 30.0
+LEAST_BYTES_PER_S = 64 * 2**10
+# Chunks go to the disk when so many bytes have come together: every write costs a change of threads.
+_WRITE_BYTES = 256 * 2**10
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# What an upload leaves free on the disk that it is written to.
-_SPARE_DISK_BYTES = 64 * 2**20
 
 
 class UploadReceiver:
-    """Bounds the uploads of one server."""
+    """Bounds the uploads of one server.
+
+    `clock` measures how long clients are waited for. `free_bytes` tells what is free on the disk of a directory.
+    """
 
     def __init__(
-        self, directory: Path, *, max_adapter_bytes: int, max_open: int = 4, idle_timeout_s: float = 30.0
+        self,
+        directory: Path,
+        *,
+        max_adapter_bytes: int,
+        max_open: int = MAX_OPEN_UPLOADS,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        clock: AwakeClock | None = None,
+        free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
         self._directory = directory
         self._max_adapter_bytes = max_adapter_bytes
-        self._max_open = max_open
+        self._places = SharedLimit(max_open, "uploads", retry_after_s=2.0)
+        self._space = DiskSpace(lambda: free_bytes(directory))
         self._idle_timeout_s = idle_timeout_s
-        self._num_open = 0
+        self._clock = clock or AwakeClock()
 
     @contextlib.asynccontextmanager
-    async def open(self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest]) -> AsyncIterator[Upload]:
-        """An upload whose checked header was read. Its files exist until the block ends."""
-        if self._num_open >= self._max_open:
-            raise Exhausted(
-                f"{self._num_open} uploads are open, at most {self._max_open}; try again", retry_after_s=2.0
-            )
-        self._num_open += 1
-        directory: Path | None = None
-        messages = aiter(stream)
-        try:
-            first = await self._next(messages)
+    async def open(self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], peer: str) -> AsyncIterator[Upload]:
+        """An upload of gRPC's `peer` whose checked header was read. Its files exist until the block ends."""
+        async with contextlib.AsyncExitStack() as held:
+            held.enter_context(self._places.place(peer))
+            messages = _Messages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
+            held.push_async_callback(messages.close)
+            first = await messages.next()
             if first is None or first.WhichOneof("part") != "header":
                 raise refuse("header", "missing; the first message of an upload is its header")
             check_header(first.header, self._max_adapter_bytes)
             self._directory.mkdir(parents=True, exist_ok=True)
-            total = sum(file.size_bytes for file in first.header.files)
-            free = shutil.disk_usage(self._directory).free
-            if free < total + _SPARE_DISK_BYTES:
-                raise Exhausted("the server has too little disk space for this upload", retry_after_s=60.0)
+            space = held.enter_context(self._space.reserved(sum(file.size_bytes for file in first.header.files)))
             directory = Path(tempfile.mkdtemp(dir=self._directory, prefix="upload-"))
-            yield Upload(first.header, messages, directory, self)
-        finally:
-            self._num_open -= 1
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-            if (aclose := getattr(messages, "aclose", None)) is not None:  # grpc.aio hands out a generator
-                await aclose()
+            held.callback(shutil.rmtree, directory, ignore_errors=True)
+            yield Upload(first.header, messages, directory, space)
 
-    async def _next(
-        self, messages: AsyncIterator[adapters_pb2.UploadAdapterRequest]
-    ) -> adapters_pb2.UploadAdapterRequest | None:
-        """The next message, None at the end of the stream."""
+
+class _Messages:
+    """The messages of one upload. Ends the upload of a client that is silent, or slower than the least rate.
+
+    Only the time is counted in which the server ran and waited for the client: a server that is slow or was stopped
+    itself blames nobody.
+    """
+
+    def __init__(
+        self,
+        stream: AsyncIterable[adapters_pb2.UploadAdapterRequest],
+        *,
+        idle_timeout_s: float,
+        clock: AwakeClock,
+    ) -> None:
+        self._messages = aiter(stream)
+        self._idle_timeout_s = idle_timeout_s
+        self._clock = clock
+        self._waited_s = 0.0
+        self._received_bytes = 0
+
+    async def next(self) -> adapters_pb2.UploadAdapterRequest | None:
+        """The next message, None at the end of the stream. Raises DeadlineExceeded."""
+        allowed_s = GRACE_S + self._received_bytes / LEAST_BYTES_PER_S - self._waited_s
+        if allowed_s <= 0:
+            raise self._too_slow()
+        asked_s = self._clock()
         try:
-            return await asyncio.wait_for(anext(messages), self._idle_timeout_s)
+            async with AwakeTimeout(min(allowed_s, self._idle_timeout_s), self._clock):
+                message = await anext(self._messages)
         except StopAsyncIteration:
             return None
         except TimeoutError:
+            if allowed_s < self._idle_timeout_s:
+                raise self._too_slow() from None
             raise DeadlineExceeded(f"no chunk came for {self._idle_timeout_s:g} s; start the upload again") from None
+        finally:
+            self._waited_s += self._clock() - asked_s
+        self._received_bytes += len(message.chunk.data)
+        return message
+
+    def _too_slow(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self._received_bytes} bytes came in {self._waited_s:.0f} s; after {GRACE_S:g} s an upload must bring "
+            f"{LEAST_BYTES_PER_S} bytes per second on average; start the upload again over a faster connection"
+        )
+
+    async def close(self) -> None:
+        """Take no further message."""
+        if (aclose := getattr(self._messages, "aclose", None)) is not None:  # grpc.aio hands out a generator
+            await aclose()
 
 
 class Upload:
     """One upload: `header` is checked, `receive` gets the files."""
 
     def __init__(
-        self,
-        header: adapters_pb2.UploadHeader,
-        messages: AsyncIterator[adapters_pb2.UploadAdapterRequest],
-        directory: Path,
-        receiver: UploadReceiver,
+        self, header: adapters_pb2.UploadHeader, messages: _Messages, directory: Path, space: Reservation
     ) -> None:
         self.header = header
         self._messages = messages
         self._directory = directory
-        self._receiver = receiver
+        self._space = space
 
     async def receive(self) -> dict[str, Path]:
         """The files by name, every byte as announced. Raises InvalidRequest, DigestMismatch, DeadlineExceeded."""
@@ -116,33 +161,41 @@ class Upload:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise Exhausted("the server ran out of disk space for this upload", retry_after_s=60.0) from error
             raise
-        if await self._receiver._next(self._messages) is not None:
+        if await self._messages.next() is not None:
             raise refuse("chunk", "after the last byte of the last file; send what the header announces")
         return paths
 
     async def _receive_file(self, index: int, file: adapters_pb2.UploadFile, out: IO[bytes]) -> None:
         digest: Any = hashlib.sha256()
         received = 0
+        unwritten: list[bytes] = []  # chunks
+        num_unwritten = 0  # their bytes
         while received < file.size_bytes:
-            message = await self._receiver._next(self._messages)
+            message = await self._messages.next()
             if message is None:
                 raise refuse(
                     f"header.files[{index}].size_bytes",
                     f"the upload of {file.name} ended after {received} of {file.size_bytes} bytes; send it again",
                 )
-            chunk = message.chunk
             if message.WhichOneof("part") != "chunk":
                 raise refuse("header", "sent twice; chunks follow the header")
-            _check_chunk(chunk, index, received, file)
-
-            def write(data: bytes = chunk.data) -> None:
-                out.write(data)
-                digest.update(data)
-
-            await asyncio.to_thread(write)
-            received += len(chunk.data)
+            _check_chunk(message.chunk, index, received, file)
+            unwritten.append(message.chunk.data)
+            num_unwritten += len(message.chunk.data)
+            received += len(message.chunk.data)
+            if num_unwritten >= _WRITE_BYTES or received == file.size_bytes:
+                await asyncio.to_thread(_write, out, digest, unwritten)
+                self._space.use(num_unwritten)
+                unwritten, num_unwritten = [], 0
         if digest.hexdigest() != file.sha256:
             raise DigestMismatch(f"{file.name}: the bytes that arrived do not have the announced sha256; send it again")
+
+
+def _write(out: IO[bytes], digest: Any, chunks: list[bytes]) -> None:
+    for chunk in chunks:
+        out.write(chunk)
+        digest.update(chunk)
+    out.flush()
 
 
 def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> None:

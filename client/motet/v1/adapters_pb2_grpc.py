@@ -97,7 +97,8 @@ class AdapterServiceServicer(object):
     def UploadAdapter(self, request_iterator, context):
         """Registers an adapter from files sent over this stream: a header, chunks in order, a trailer. Registering
         the same bytes again is allowed and changes nothing. New bytes under a known name are a new version, which
-        becomes the active one.
+        becomes the active one. DEADLINE_EXCEEDED ends an upload that sends nothing for 30 seconds, or less than
+        64 KiB per second on average after the first 30 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
