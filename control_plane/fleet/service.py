@@ -11,7 +11,7 @@ from typing import Protocol
 import grpc
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
-from control_plane.errors import MotetError, status_of
+from control_plane.errors import FieldViolation, InvalidRequest, MotetError, Unavailable, status_of
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.session import WorkerSession
@@ -104,21 +104,24 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         except Exception as error:  # as above
             session.end(EndCause.LOST, f"the stream broke: {type(error).__name__}")
 
-    async def FetchAdapter(self, request: plan_pb2.FetchAdapterRequest, context: _FetchContext) -> None:  # noqa: N802
+    async def FetchAdapter(  # noqa: N802 - the RPC's name
+        self, request: plan_pb2.FetchAdapterRequest, _context: _FetchContext
+    ) -> AsyncIterator[plan_pb2.FetchAdapterResponse]:
         """The manifest, then the chunks in pieces."""
         if not _DIGEST.fullmatch(request.digest):
-            reason = f"digest: {request.digest[:80]!r} is not 64 lower-case hexadecimal digits"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+            raise InvalidRequest(
+                FieldViolation("digest", f"{request.digest[:80]!r} is not 64 lower-case hexadecimal digits")
+            )
         worker_id = printable(request.worker_id, 63)
         try:
             packed = await self._weights.open_packed(request.digest)
-            await context.write(plan_pb2.FetchAdapterResponse(manifest=packed.manifest))
+            yield plan_pb2.FetchAdapterResponse(manifest=packed.manifest)
             async for part in packed.parts():
                 for start in range(0, len(part), PIECE_BYTES):
-                    await context.write(plan_pb2.FetchAdapterResponse(data=part[start : start + PIECE_BYTES]))
+                    yield plan_pb2.FetchAdapterResponse(data=part[start : start + PIECE_BYTES])
         except MotetError as error:
             logger.warning("adapter not served worker_id=%s digest=%s: %s", worker_id, request.digest, error)
-            await context.abort(status_of(error), str(error))
+            raise
         except OSError as error:  # a store that answers in its own words: those stay in the log
             logger.exception("adapter not served worker_id=%s digest=%s", worker_id, request.digest)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the adapter cannot be read: {type(error).__name__}")
+            raise Unavailable(f"the adapter cannot be read: {type(error).__name__}") from error

@@ -11,13 +11,14 @@ import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import grpc
 import numpy as np
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from control_plane.api import listeners
 from control_plane.errors import StoreUnavailable
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import TICK_S, Fleet
@@ -87,6 +88,7 @@ class FakePacked:
 
     manifest: bytes
     chunk_bytes: tuple[bytes, ...]
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # set once a reader has left the chunks
 
     @property
     def ref(self) -> AdapterRef:
@@ -94,8 +96,11 @@ class FakePacked:
         return AdapterRef(hashlib.sha256(self.manifest).hexdigest(), arena_bytes=8 * 32 * 4)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        for chunk in self.chunk_bytes:
-            yield chunk
+        try:
+            for chunk in self.chunk_bytes:
+                yield chunk
+        finally:
+            self.left.set()
 
 
 def make_packed(name: str, *, chunk_bytes: int = 64) -> FakePacked:
@@ -340,7 +345,7 @@ class ThreadedWorker:
 class GrpcRig:
     """A fleet behind a real worker port, in the test's loop. An async context manager; workers end with it."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, *, write_timeout_s: float = 30.0, **settings: float) -> None:
         self.weights = FakeWeights()
         self.fleet = Fleet(
             FleetSettings(**settings),  # type: ignore[arg-type]  # fields are int or float
@@ -349,12 +354,12 @@ class GrpcRig:
             incarnation=1,
         )
         self.workers: list[ThreadedWorker] = []
-        self._server = grpc.aio.server()
+        self._server = listeners.worker_server(write_timeout_s=write_timeout_s)
         service = WorkerService(self.fleet, self.weights)
         plan_pb2_grpc.add_WorkerServiceServicer_to_server(  # type: ignore[no-untyped-call]  # generated without types
             service, self._server
         )
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.port = int(listeners.bind(self._server, "127.0.0.1:0").rpartition(":")[2])
         self._changed = asyncio.Event()
         self.fleet.on_workers_changed(self._changed.set)
 

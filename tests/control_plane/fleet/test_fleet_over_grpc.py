@@ -168,6 +168,21 @@ async def test_fetch_adapter_streams_the_manifest_and_pieces_of_at_most_one_mebi
                 assert caught.value.code() is code
 
 
+async def test_reader_of_an_adapter_that_stops_reading_holds_nothing() -> None:
+    async with GrpcRig(write_timeout_s=0.2) as rig:
+        adapter = rig.weights.add("big", chunk_bytes=64 * PIECE_BYTES)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
+            stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+            call = stub.FetchAdapter(plan_pb2.FetchAdapterRequest(digest=adapter.digest))
+            assert (await call.read()).manifest
+            async with asyncio.timeout(30):
+                await rig.weights.packed[adapter.digest].left.wait()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+                    pass
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_stream_that_does_not_begin_with_a_hello_is_refused() -> None:
     async with GrpcRig() as rig, grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
         stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types

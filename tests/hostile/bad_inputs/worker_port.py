@@ -67,11 +67,11 @@ def cases(facts: Facts) -> Iterator[Case]:
     for digest in ["", *names.BAD_DIGESTS]:
         data = pb.FetchAdapterRequest(digest=digest, worker_id="w").SerializeToString()
         name = f"FetchAdapter: digest = {short(digest)}"
-        yield Case(name=name, method=FETCH, messages=(data,), code=INVALID, says="digest", has_details=False)
+        yield Case(name=name, method=FETCH, messages=(data,), fields=("digest",))
     for worker_id in ("", "w", "x" * 100_000, "a\nb", "\x1b[31m", "é"):
         data = pb.FetchAdapterRequest(digest=names.UNKNOWN_DIGEST, worker_id=worker_id).SerializeToString()
         name = f"FetchAdapter: unknown digest, worker_id = {short(worker_id)}"
-        yield Case(name=name, method=FETCH, messages=(data,), code=grpc.StatusCode.NOT_FOUND, has_details=False)
+        yield Case(name=name, method=FETCH, messages=(data,), code=grpc.StatusCode.NOT_FOUND)
     for name, data in {"digest": nested((1,), b"\xff\xfe"), "worker_id": nested((2,), b"\xff")}.items():
         yield Case(name=f"FetchAdapter: {name} is not UTF-8", method=FETCH, messages=(data,), fields=("request",))
 
