@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+from motet import __version__
 from motet.v1 import status_pb2, status_pb2_grpc
 
 from control_plane.api.parts import Fleet, Registry, TenantUse, Weights
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
-SERVER_VERSION = "0.0.0"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -56,7 +56,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
         tenants = self._fleet.tenant_use()
         workers = sorted(self._fleet.worker_snapshots(), key=lambda worker: worker.worker_id)
         return status_pb2.GetStatusResponse(
-            server_version=SERVER_VERSION,
+            server_version=__version__,
             model=status_pb2.ModelStatus(**dataclasses.asdict(self._model)),
             workers=[status_pb2.WorkerStatus(**_fields(worker)) for worker in workers],
             queues=status_pb2.QueueStatus(**_fields(self._fleet.queue_snapshot())),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import motet
 import pytest
 from motet.cli import server_parts
+from motet.cli.main import main
+
+CLIENT = Path(motet.__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("name", sorted(motet._MODULE_BY_NAME))
@@ -20,6 +25,16 @@ def test_every_name_is_there_and_comes_from_its_module(name: str) -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Clint"):
         _ = motet.Clint  # type: ignore[attr-defined]  # the point of the test
+
+
+def test_one_version_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """The package, the command and the server's status (tests/control_plane/api/test_status.py) tell the same one."""
+    settings = tomllib.loads((CLIENT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in settings["project"] and settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "motet.__version__"}
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"motet {motet.__version__}\n"
 
 
 def test_stubs_for_the_worker_need_none_of_the_clients_packages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import motet
 from motet.v1 import status_pb2, status_pb2_grpc
 
 from control_plane.fleet.settings import WorkerSnapshot
@@ -27,6 +28,7 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
         host_cache_budget_bytes=100,
         host_cache_available=True,
     )
+    assert answer.server_version == motet.__version__
     assert answer.model.name == "tiny" and answer.model.max_model_len == 64
     assert answer.limits.max_chunk_bytes == 1 << 20
     (tenant,) = answer.tenants
