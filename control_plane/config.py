@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from motet.command_line import byte_size
+from motet.model_dir import why_no_checkpoint
+from motet.process_log import settings_line
+
 from control_plane.fleet.settings import MIN_WORK_TIMEOUT_S, FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, Policy, SchedulerSettings
@@ -23,7 +27,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOST_CACHES = ("redis", "memory")
 DEFAULT_MAX_CONNECTIONS = 4096  # of clients
 POLICIES = tuple(policy.value for policy in Policy)
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ROOT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _FLEET = FleetSettings()
 _LOWEST: dict[str, float] = {
@@ -126,8 +129,8 @@ class ServerConfig:
                 f"--dead-after-ms: {self.dead_after_ms} is below twice "
                 f"--heartbeat-interval-ms {self.heartbeat_interval_ms}"
             )
-        if not (self.model_dir / "config.json").is_file():
-            raise ConfigError(f"--model: {self.model_dir} holds no config.json; give a checkpoint directory")
+        if (reason := why_no_checkpoint(self.model_dir)) is not None:
+            raise ConfigError(f"--model: {reason}")
         self._check_urls()
         self._check_roots()
         self.scheduler_settings()
@@ -175,9 +178,9 @@ class ServerConfig:
         """Where the artifact store lies."""
         return self.store if self.store is not None else str(self.data_dir.resolve() / "store")
 
-    def describe(self) -> str:
-        """Every setting on one line, for the log, without secrets."""
-        return " ".join(f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))
+    def describe(self, *, only_changed: bool = False) -> str:
+        """The settings on one line, for the log, without secrets: all, or those that differ from their defaults."""
+        return settings_line(self, only_changed=only_changed, show=_shown)
 
 
 def flag_of(field_name: str) -> str:
@@ -186,16 +189,10 @@ def flag_of(field_name: str) -> str:
     return special.get(field_name, "--" + field_name.replace("_", "-"))
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from "1048576", "512KiB", "64MiB" or "2GiB". Raises ValueError otherwise."""
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is no byte size; write 1048576, 512KiB, 64MiB or 2GiB")
-    return int(match[1]) * _UNITS[match[2].upper()]
-
-
 def redacted_url(url: str) -> str:
-    """The URL with user, password and query hidden."""
+    """The URL with user, password and query hidden. A path stays as it is."""
+    if "://" not in url:
+        return url
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{'***@' if '@' in parts.netloc else ''}{host}{parts.path}{'?***' if parts.query else ''}"
@@ -224,7 +221,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
     )
     add("--host-cache", str, "redis", "redis or memory, for machines without redis-py (default redis)")
-    add("--host-cache-bytes", _byte_size, "2GiB", "budget of the host cache, bytes with KiB/MiB/GiB (default 2GiB)")
+    add("--host-cache-bytes", byte_size, "2GiB", "budget of the host cache, bytes with KiB/MiB/GiB (default 2GiB)")
     add("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (default auto: the checkpoint's)")
     add("--max-waiting-requests", int, "1024", "requests that may wait, a count; more are refused (default 1024)")
     add("--plan-depth", int, "2", "plans sent to a worker and not answered, a count (default 2)")
@@ -241,7 +238,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_scheduling(add)
     add("--max-model-len", int, None, "longest context, tokens (default: the model's)")
-    add("--max-adapter-bytes", _byte_size, "1GiB", "largest adapter, bytes with KiB/MiB/GiB (default 1GiB)")
+    add("--max-adapter-bytes", byte_size, "1GiB", "largest adapter, bytes with KiB/MiB/GiB (default 1GiB)")
     add(
         "--slow-reader-timeout-s",
         float,
@@ -332,13 +329,6 @@ def from_args(namespace: argparse.Namespace) -> ServerConfig:
     return ServerConfig(**{**values, "adapter_roots": tuple(map(_adapter_root, values["adapter_roots"]))})
 
 
-def _byte_size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _adapter_root(text: str) -> tuple[str, Path]:
     name, sign, path = text.partition("=")
     if not (name and sign and path):
@@ -347,7 +337,7 @@ def _adapter_root(text: str) -> tuple[str, Path]:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, str) and "://" in value:
+    if isinstance(value, str):
         return redacted_url(value)
     if isinstance(value, tuple):
         return ",".join(f"{name}={path}" for name, path in value) or "none"

@@ -5,7 +5,6 @@ The only place that knows all parts. Whatever was started is ended in reverse or
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -25,6 +24,9 @@ import uvloop
 # googleapis-common-protos ships no py.typed marker.
 from google.longrunning import operations_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2_grpc
+from motet import __version__
+from motet.command_line import WRONG_COMMAND_LINE, Parser, size
+from motet.process_log import shown
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, plan_pb2_grpc, status_pb2_grpc
 
 from control_plane import descriptors
@@ -58,22 +60,21 @@ CLOSE_GRACE_S = 1.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a control plane until SIGTERM or SIGINT; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="control_plane", description="Motet's control plane: serves clients and workers."
-    )
+    parser = Parser(prog="motet control-plane", description="Motet's control plane: serves clients and workers.")
     add_arguments(parser)
     try:
         config = from_args(parser.parse_args(argv))
     except ConfigError as error:
-        parser.error(str(error))
+        parser.refuse(str(error))
     configure_logging(config.log_level)
-    logger.info("settings %s", config.describe())
+    logger.info("settings %s", config.describe(only_changed=True))
+    logger.debug("all settings %s", config.describe())
     try:
         return uvloop.run(serve(config))
     except (ConfigError, MotetError, OSError, ValueError) as error:
         # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
-        print(f"motet control-plane: {error}", file=sys.stderr)
-        return 1
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return WRONG_COMMAND_LINE if isinstance(error, ConfigError) else 1
 
 
 async def serve(config: ServerConfig) -> int:
@@ -90,7 +91,7 @@ async def serve(config: ServerConfig) -> int:
         logger.info("ready clients=%s workers=%s", plane.client_address, plane.worker_address)
         await stop.wait()
         await plane.drain(config.drain_timeout_s)
-    logger.info("stopped")
+    logger.info("stopped", extra=shown("stopped"))
     return 0
 
 
@@ -109,12 +110,28 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
     uploads_dir = config.data_dir / "uploads"
+    logger.info("reading checkpoint", extra=shown(f"Motet {__version__} serves {config.model_dir.resolve()}"))
     base_model = await asyncio.to_thread(BaseModel.load, config.model_dir, config.dtype, config.max_model_len)
-    logger.info("base model name=%s fingerprint=%s dtype=%s", base_model.name, base_model.fingerprint, base_model.dtype)
+    logger.info(
+        "base model name=%s fingerprint=%s dtype=%s",
+        base_model.name,
+        base_model.fingerprint,
+        base_model.dtype,
+        extra=shown(
+            f"base model {base_model.name}: {base_model.config.get('model_type')}, {base_model.num_layers} layers, "
+            f"{base_model.dtype}, context {base_model.max_model_len} tokens"
+        ),
+    )
     codec_file = config.data_dir / "tokenizers" / f"{base_model.fingerprint}.json"
     codec = await asyncio.to_thread(TextCodec.load, config.model_dir, codec_file)
     stack.push_async_callback(codec.close)
     await codec.start()
+    if not codec.has_tokenizer:
+        logger.warning("text is off: %s; token ids work", codec.reason)
+    elif not codec.has_chat_template:
+        logger.info(
+            "no chat template", extra=shown("the checkpoint has no chat template: chats are refused, text works")
+        )
     registry, weights = await _open_storage(config, base_model, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     clients = listeners.client_server(
@@ -192,7 +209,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     stack.push_async_callback(_cancelled, restoring)
 
     async def drain(timeout_s: float) -> None:
-        logger.info("draining timeout_s=%g", timeout_s)
+        sentence = f"stopping: running requests may finish, for at most {timeout_s:g} s"
+        logger.info("draining timeout_s=%g", timeout_s, extra=shown(sentence))
         gate.close()
         reporter.stop()
         await asyncio.gather(fleet.drain(timeout_s), book.close(timeout_s=timeout_s))
@@ -232,6 +250,10 @@ async def _open_storage(
         scratch_dir=scratch_dir,
     )
     stack.push_async_callback(registry.close)
+    num_adapters = registry.stats().num_registered
+    store_url = redacted_url(config.store_url)
+    sentence = f"{num_adapters} adapter{'' if num_adapters == 1 else 's'} registered in {store_url}"
+    logger.info("store url=%s num_adapters=%d", store_url, num_adapters, extra=shown(sentence))
     for directory in (uploads_dir, scratch_dir):
         shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
         directory.mkdir()
@@ -260,6 +282,7 @@ async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) ->
     if config.host_cache == "memory":
         from control_plane.host_cache.memory_cache import MemoryHostCache
 
+        _log_host_cache("memory", "this process's memory", config.host_cache_bytes)
         return MemoryHostCache(budget_bytes=config.host_cache_bytes)
     try:
         from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, RedisNotStarted
@@ -274,10 +297,16 @@ async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) ->
         url, worker_url = redis.url, config.worker_redis_url or redis.worker_url
     else:
         url, worker_url = config.redis_url, config.worker_redis_url or ""
-    logger.info("host cache url=%s", redacted_url(url))
+    where = "embedded Redis" if config.redis_url is None else f"Redis at {redacted_url(url)}"
+    _log_host_cache(redacted_url(url), where, config.host_cache_bytes)
     cache = RedisHostCache(url, worker_url=worker_url, budget_bytes=config.host_cache_bytes)
     stack.push_async_callback(cache.close)
     return cache
+
+
+def _log_host_cache(url: str, where: str, budget_bytes: int) -> None:
+    sentence = f"host cache for adapters: {where}, up to {size(budget_bytes)}"
+    logger.info("host cache url=%s budget_bytes=%d", url, budget_bytes, extra=shown(sentence))
 
 
 async def _restore(pins: Pins) -> None:

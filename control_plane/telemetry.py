@@ -1,11 +1,10 @@
-"""Logging of the control plane: one line per change of state on stderr; stdout carries the ready line alone."""
+"""Logging of the control plane: one record per change of state on stderr; stdout carries the ready line alone."""
 
 from __future__ import annotations
 
-import logging
-import sys
+from motet import process_log
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS = process_log.LOG_LEVELS
 
 
 def printable(text: str, most: int = 300) -> str:
@@ -16,7 +15,4 @@ def printable(text: str, most: int = 300) -> str:
 
 def configure_logging(level: str) -> None:
     """Send every record of `level` and above to stderr. The audit log is written at every level."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    logging.getLogger("motet.audit").setLevel(logging.INFO)
+    process_log.configure(level, process="control plane")

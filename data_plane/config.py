@@ -14,6 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from motet.command_line import byte_size
+from motet.process_log import settings_line
+
 from data_plane.errors import ConfigError
 from data_plane.telemetry import LOG_LEVELS
 
@@ -25,7 +28,6 @@ NATIVE_CODE = ("on", "off")
 CPU_TOKEN_BUDGET = 1024
 CUDA_TOKEN_BUDGET = 8192
 
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
 _LOWEST = {
     "num_blocks": 1,
@@ -40,14 +42,6 @@ _LOWEST = {
     "load_threads": 1,
     "exit_when_disconnected_s": 0,
 }
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from "1048576", "512KiB", "64MiB" or "2GiB". Raises ValueError otherwise."""
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is no byte size; write 1048576, 512KiB, 64MiB or 2GiB")
-    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +102,10 @@ class WorkerConfig:
         """Whether to warm up on "cpu" or "cuda"."""
         return self.warm_up == "on" or (self.warm_up == "auto" and device_type == "cuda")
 
+    def describe(self, *, only_changed: bool = False) -> str:
+        """The settings on one line, for the log: all, or those that differ from their defaults."""
+        return settings_line(self, only_changed=only_changed)
+
     @property
     def num_threads(self) -> int:
         """Compute threads to use."""
@@ -155,13 +153,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", int, "16", "tokens of one KV block, a count (default 16)")
     add(
         "--host-kv-bytes",
-        _byte_size,
+        byte_size,
         "0",
         "host memory for KV of swapped-out requests, bytes with KiB/MiB/GiB (default 0)",
     )
     add("--token-budget", int, None, "most tokens of one step, a count (default 1024 on the CPU, 8192 on CUDA)")
     add("--max-rows", int, "256", "most requests on this worker at once, a count (default 256)")
-    add("--arena-bytes", _byte_size, "1GiB", "memory for adapters, bytes with KiB/MiB/GiB (default 1GiB)")
+    add("--arena-bytes", byte_size, "1GiB", "memory for adapters, bytes with KiB/MiB/GiB (default 1GiB)")
     add("--num-slots", int, "256", "adapters in memory at once, a count (default 256)")
     add("--max-model-len", int, None, "longest context, tokens (default: the model's, at most what the KV blocks hold)")
     add("--threads", int, None, "compute threads, a count (default: the cores this process may use)")
@@ -182,10 +180,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_args(namespace: argparse.Namespace) -> WorkerConfig:
     """The checked configuration. Raises ConfigError naming the flag, the value and the limit."""
     return WorkerConfig(**{field.name: getattr(namespace, field.name) for field in fields(WorkerConfig)})
-
-
-def _byte_size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import logging
@@ -11,6 +10,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from motet.command_line import WRONG_COMMAND_LINE, Parser
+from motet.model_dir import why_no_checkpoint
+from motet.process_log import shown
 from motet.v1.plan_pb2_grpc import WorkerServiceStub
 
 from data_plane.config import WorkerConfig, add_arguments, from_args
@@ -32,20 +34,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_and_run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="motet worker", description="Compute for a Motet control plane.")
+    parser = Parser(prog="motet worker", description="Compute for a Motet control plane.")
     add_arguments(parser)
+    arguments = parser.parse_args(argv)
     try:
-        config = from_args(parser.parse_args(argv))
+        config = from_args(arguments)
+        if (reason := why_no_checkpoint(config.model_dir)) is not None:
+            raise ConfigError(f"--model: {reason}")
         configure_logging(config.log_level)
         refuse_foreign_kernels()
-        logger.info("starting %s", config)
+        logger.info("settings %s", config.describe(only_changed=True))
+        logger.debug("all settings %s", config.describe())
+        logger.info("importing torch and transformers", extra=shown("importing torch and transformers"))
         from data_plane.engine.build import build_engine  # torch is imported here and nowhere before
 
         engine = build_engine(config)
         check_engine(engine)
     except ConfigError as error:
-        print(f"motet worker: {error}", file=sys.stderr)
-        return 2
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return WRONG_COMMAND_LINE
     return run_worker(engine, config)
 
 

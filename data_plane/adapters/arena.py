@@ -77,6 +77,19 @@ class AdapterArena:
         self._unlisted: list[ResidentAdapter] = []  # published, not yet in the slot table
         self._reserved: dict[Load, npt.NDArray[np.int64]] = {}  # pages of loads, cancelled ones included
 
+    @property
+    def least_adapter_bytes(self) -> int:
+        """What the smallest adapter takes: of rank 1, on one site."""
+        return min(self._site_bytes(site, 1) for site in self._sites.values())
+
+    def adapter_bytes(self, rank: int) -> int:
+        """What an adapter of `rank` on every linear of the decoder layers takes."""
+        return sum(self._site_bytes(site, rank) for site in self._sites.values() if site.kind is SiteKind.LAYER)
+
+    def _site_bytes(self, site: Site, rank: int) -> int:
+        num_pages = sum(self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features))
+        return num_pages * self._pool.page_bytes
+
     # ---- loader threads ----
 
     def load(self, slot: int, generation: int, digest: str, source: AdapterSource) -> None:

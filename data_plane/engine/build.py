@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import platform
+import time
 from pathlib import Path
 
 import torch
+from motet.command_line import size
 from motet.fingerprint import checkpoint_fingerprint
+from motet.process_log import shown
 from transformers.utils import logging as transformers_logging
 
 from data_plane.adapters.arena import AdapterArena
@@ -19,12 +23,17 @@ from data_plane.engine.warm_up import warm_up
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
+from data_plane.models.load_progress import telling_progress
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
 from kernels import native_code
 from kernels.launches import check_tables
 from kernels.paged_attention import prepare_cpu
 from kernels.tuning import TABLES
+
+logger = logging.getLogger(__name__)
+
+USUAL_RANK = 8
 
 
 def build_engine(config: WorkerConfig) -> TorchEngine:
@@ -38,8 +47,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         raise ConfigError(f"--model: {error}") from error
     if device.type == "cuda":
         check_launches(torch.cuda.get_device_name(device))
-    kv_tokens = config.num_blocks * config.block_size if config.num_blocks is not None else None
-    loaded = load_model(config.model_dir, config.dtype, device, max_model_len=config.max_model_len, kv_tokens=kv_tokens)
+    loaded = _load(config, device)
     kv_format = KVFormat.of(config.kv_cache_dtype, loaded.dtype, device)
     layers = loaded.probe.attention_layers
     bytes_per_block = kv_format.block_bytes(layers, config.block_size)
@@ -62,6 +70,8 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             f"--num-blocks {num_blocks}, --arena-bytes {config.arena_bytes} and --host-kv-bytes {config.host_kv_bytes} "
             f"do not fit in memory: {error}"
         ) from error
+    _check_arena(arena, config.arena_bytes)
+    _tell_memory(num_blocks * config.block_size, num_blocks * bytes_per_block, config.arena_bytes)
     for index, layer in enumerate(layers):
         PagedAttention(
             loaded.context,
@@ -100,6 +110,28 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     return engine
 
 
+def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
+    weights_bytes = sum(file.stat().st_size for file in config.model_dir.glob("*.safetensors"))
+    sentence = f"loading {size(weights_bytes)} of weights for {device.type}"
+    logger.info("loading weights size_bytes=%d device=%s", weights_bytes, device, extra=shown(sentence))
+    kv_tokens = config.num_blocks * config.block_size if config.num_blocks is not None else None
+    started_s = time.perf_counter()
+    with telling_progress(logger):
+        loaded = load_model(
+            config.model_dir, config.dtype, device, max_model_len=config.max_model_len, kv_tokens=kv_tokens
+        )
+    time_s = time.perf_counter() - started_s
+    logger.info("model ready time_s=%.1f", time_s, extra=shown(f"weights loaded and model checked in {time_s:.1f} s"))
+    return loaded
+
+
+def _tell_memory(num_tokens: int, kv_bytes: int, arena_bytes: int) -> None:
+    sentence = f"KV cache for {num_tokens} tokens: {size(kv_bytes)}; adapters: {size(arena_bytes)}"
+    logger.info(
+        "memory kv_tokens=%d kv_bytes=%d arena_bytes=%d", num_tokens, kv_bytes, arena_bytes, extra=shown(sentence)
+    )
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -123,6 +155,27 @@ def _sites(loaded: LoadedModel) -> list[Site]:
             f"model type {loaded.model.config.model_type}: no linear layer that adapters could target"
         )
     return sites
+
+
+def _check_arena(arena: AdapterArena, arena_bytes: int) -> None:
+    """Raises ConfigError for an arena that no adapter fits. An empty one is allowed: it serves the base model alone."""
+    if not arena_bytes:
+        logger.warning("--arena-bytes is 0: this worker serves the base model and no adapter")
+        return
+    least, usual = arena.least_adapter_bytes, arena.adapter_bytes(USUAL_RANK)
+    if arena_bytes < least:
+        raise ConfigError(
+            f"--arena-bytes: {arena_bytes} bytes hold no adapter: the smallest takes {least} bytes, one of rank "
+            f"{USUAL_RANK} on every linear layer {usual}; give that for every adapter of a batch, or 0 for none"
+        )
+    if arena_bytes < usual:
+        logger.warning(
+            "--arena-bytes %d is less than one adapter of rank %d on every linear layer takes, %d bytes: such adapters "
+            "are refused",
+            arena_bytes,
+            USUAL_RANK,
+            usual,
+        )
 
 
 def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device, bytes_per_block: int) -> int:

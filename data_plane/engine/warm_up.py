@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+from motet.process_log import Progress, shown
 
 from data_plane.adapters.arena import AdapterArena
 from data_plane.engine.engine import TorchEngine
@@ -75,7 +76,10 @@ def warm_up(engine: TorchEngine, arena: AdapterArena) -> int:
     started = time.perf_counter()
     num_steps = 0
     ready, generation = (0, False), 0
-    for case in cases():
+    to_run = cases()
+    logger.info("warm-up cases=%d", len(to_run), extra=shown("warming up: runs each kind of step once"))
+    progress = Progress(logger, "warm-up", len(to_run))
+    for case in to_run:
         if case.rank and ready != (case.rank, case.has_vectors):
             if generation:
                 arena.evict(0, generation)
@@ -88,8 +92,10 @@ def warm_up(engine: TorchEngine, arena: AdapterArena) -> int:
         for plan in _plans(case, engine.capacities, num_steps + 1, generation):
             engine.execute(plan)
             num_steps += 1
+        progress.advance()
     engine.reset()
-    logger.info("warmed up steps=%d time_s=%.1f", num_steps, time.perf_counter() - started)
+    time_s = time.perf_counter() - started
+    logger.info("warmed up steps=%d time_s=%.1f", num_steps, time_s, extra=shown(f"warmed up in {time_s:.1f} s"))
     return num_steps
 
 

@@ -133,13 +133,21 @@ def test_wrong_command_line_ends_with_usage(capsys: Capture) -> None:
     assert "PROMPT" in capsys.readouterr().err
 
 
+def test_command_line_without_a_command_tells_which_there_are(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == exits.USAGE
+    names = "generate, adapters, status, up, control-plane, worker"
+    assert capsys.readouterr().err == f"motet: no command; give one of {names}; see motet --help\n"
+
+
 @pytest.mark.parametrize("value", ["nan", "-1", "0", "inf", "soon"])
 @pytest.mark.parametrize("command", [("generate", "hi", "--timeout-s"), ("status", "--watch", "--interval-s")])
 def test_time_that_is_none_is_refused(capsys: Capture, command: tuple[str, ...], value: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, value])
     assert caught.value.code == exits.USAGE
-    expected = f"argument {command[-1]}: {value}: seconds above 0 and at most 1e+06 are expected"
+    expected = f"{command[-1]}: {value}: seconds above 0 and at most 1e+06 are expected"
     assert expected in capsys.readouterr().err
 
 

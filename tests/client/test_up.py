@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CONTROL = """
     tell("control-started")
     if behaviour == "broken":
         sys.exit("no such model")
+    if behaviour == "misused":
+        sys.exit(2)
     print("something for people", flush=True)
     print("motet control-plane ready clients=127.0.0.1:7001 workers=0.0.0.0:7002", flush=True)
     while True:
@@ -167,7 +170,9 @@ async def test_worker_that_never_gets_ready_ends_everything(stage: Stage, capsys
     assert await asyncio.wait_for(stage.supervisor(worker="broken").run(), 30) == 1
     assert stage.words() == ["control-started", "worker-started", "control-stopped"]
     captured = capsys.readouterr()
-    assert "the worker ended with exit code 3 before it was ready" in captured.err and captured.out == ""
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert last == "motet up: the worker did not start (exit code 3); the reason is above"
 
 
 async def test_control_plane_that_cannot_start_ends_everything(
@@ -175,7 +180,12 @@ async def test_control_plane_that_cannot_start_ends_everything(
 ) -> None:
     assert await asyncio.wait_for(stage.supervisor(control="broken").run(), 30) == 1
     assert stage.words() == ["control-started"]
-    assert "the control plane ended with exit code 1 before it was ready" in capsys.readouterr().err
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "motet up: the control plane did not start (exit code 1); the reason is above"
+
+
+async def test_child_that_refuses_its_command_line_gives_its_exit_code(stage: Stage) -> None:
+    assert await asyncio.wait_for(stage.supervisor(control="misused").run(), 30) == 2
 
 
 async def test_end_of_the_control_plane_ends_the_worker(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +241,44 @@ def test_checkpoint_given_twice_is_refused_before_anything_starts(stage: Stage, 
     assert stage.words() == []
 
 
+def test_value_that_a_side_refuses_ends_before_anything_starts(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_mistake(arguments: Any) -> str | None:
+        return f"--threads: {arguments.threads} is below 1" if arguments.threads == "0" else None
+
+    control, worker = sides(stage)
+    picky = replace(worker, find_mistake=find_mistake)
+    with pytest.raises(SystemExit) as caught:
+        run_up(["--threads", "0"], sides=(control, picky))
+    assert caught.value.code == 2 and stage.words() == []
+    assert capsys.readouterr().err == "motet up: --threads: 0 is below 1\n"
+    assert run_up(["--threads", "1"], sides=(control, picky)) == 1, "the stand-in of the control plane fails"
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--model", "none"], "--model: there is no directory none; give"),
+        (["--model", "model", "--max-rows", "0"], "--max-rows: 0 is below 1"),
+        (["--model", "model", "--device", "gpu"], "--device: 'gpu' is none of auto, cpu, cuda"),
+        (["--model", "model", "--plan-depth", "0"], "--plan-depth: 0 is below 1"),
+        (["--model", "model", "--control-plane", "a:1"], "unrecognized arguments: --control-plane a:1"),
+    ],
+)
+def test_values_of_both_real_sides_are_checked_first_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], reason: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        run_up(argv)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"motet up: {reason}") and captured.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("argv", [["--nonsense"], ["--control-plane", "a:1"], ["--mod", "x"]])
 def test_unknown_flags_are_refused_before_anything_starts(stage: Stage, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -273,6 +321,11 @@ def test_no_orphan_stays_when_the_supervisor_is_killed(stage: Stage) -> None:
             assert select.select([child], [], [], 30)[0], "readable once the process has ended"
             os.close(child)
     assert sorted(stage.words()[2:]) == ["control-stopped", "worker-stopped"]
+
+
+def test_client_without_the_server_says_where_the_server_runs() -> None:
+    with pytest.raises(server_parts.ServerPartMissing, match=r"holds the client only\. The server runs from a"):
+        server_parts.load("no_such_part.config")
 
 
 def test_exit_codes_are_described() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import motet
 import numpy as np
 import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
@@ -317,7 +319,7 @@ async def test_broken_tokenizer_file_ends_the_start_with_a_line_that_names_it(tm
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"template": "x"}]}))
     process = await start("control_plane", "--model", str(model), "--data-dir", str(tmp_path / "data"), cwd=tmp_path)
     _, err = await asyncio.wait_for(process.communicate(), STEP_S)
-    assert process.returncode == 1
+    assert process.returncode == 2
     last = err.decode().splitlines()[-1]
     assert 'tokenizer_config.json: chat_template[0] has no string "name"' in last and b"Traceback" not in err
 
@@ -359,7 +361,7 @@ async def test_second_server_on_a_directory_spares_the_redis_of_the_first(tmp_pa
             cwd=tmp_path,
         )
         out, err = await asyncio.wait_for(second.communicate(), STEP_S)
-        assert second.returncode == 1 and not out
+        assert second.returncode == 2 and not out
         assert b"--data-dir: " in err and b"in use by another control plane" in err and b"Traceback" not in err
         os.kill(pid, 0)
         assert first.returncode is None
@@ -380,12 +382,33 @@ async def test_a_place_that_cannot_be_used_is_named_with_its_flag(
     process = await start("control_plane", *flags, cwd=tmp_path)
     out, err = await asyncio.wait_for(process.communicate(), STEP_S)
     last = err.decode().strip().splitlines()[-1]
-    assert process.returncode == 1 and not out
+    assert process.returncode == 2 and not out
     assert last.startswith("motet control-plane: ") and words in last and "Traceback" not in err.decode()
+
+
+async def test_start_tells_people_what_is_served_and_what_is_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = ["--model", str(model), "--data-dir", str(tmp_path / "data"), "--host-cache", "memory"]
+    config = from_args(parser.parse_args([*flags, "--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]))
+    with caplog.at_level(logging.INFO):
+        async with contextlib.AsyncExitStack() as stack:
+            await build(config, stack)
+    shown = [vars(record).get("shown") for record in caplog.records]
+    assert f"Motet {motet.__version__} serves {model}" in shown
+    assert "base model model: llama, 2 layers, float32, context 256 tokens" in shown
+    assert f"0 adapters registered in {tmp_path / 'data' / 'store'}" in shown
+    assert "host cache for adapters: this process's memory, up to 2.0 GiB" in shown
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and warnings[0].startswith("text is off: ") and warnings[0].endswith("token ids work")
 
 
 async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> None:
     process = await start("control_plane", "--model", str(tmp_path), cwd=tmp_path)
     out, err = await asyncio.wait_for(process.communicate(), STEP_S)
     assert process.returncode == 2 and not out
-    assert b"--model" in err and b"config.json" in err and b"Traceback" not in err
+    assert err.startswith(b"motet control-plane: --model: ") and err.count(b"\n") == 1 and b"config.json" in err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_plane.config import WorkerConfig, add_arguments, from_args, parse_bytes
+from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
 
 
@@ -26,20 +26,6 @@ def no_motet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("0", 0), ("1048576", 1 << 20), ("512KiB", 1 << 19), ("64MiB", 1 << 26), ("2GiB", 2 << 30), ("1 TiB", 1 << 40)],
-)
-def test_byte_sizes(text: str, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5GiB", "1GB", "0x10"])
-def test_what_is_no_byte_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="512KiB"):
-        parse_bytes(text)
-
-
 def test_defaults() -> None:
     config = parse("--worker-id", "w0")
     assert config == WorkerConfig(control_plane="127.0.0.1:50052", model_dir=Path("m"), worker_id="w0")
@@ -52,6 +38,12 @@ def test_defaults() -> None:
 def test_a_warm_up_is_for_devices_that_compile_unless_told(value: str, expected: tuple[bool, bool]) -> None:
     config = parse("--warm-up", value)
     assert (config.warms_up("cpu"), config.warms_up("cuda")) == expected
+
+
+def test_start_tells_the_settings_that_were_changed() -> None:
+    config = parse("--worker-id", "w0", "--threads", "3")
+    assert config.describe(only_changed=True) == "control_plane=127.0.0.1:50052 model_dir=m worker_id=w0 threads=3"
+    assert "num_slots=256" in config.describe()
 
 
 def test_flags_set_every_field() -> None:

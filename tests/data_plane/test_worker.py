@@ -34,6 +34,17 @@ def test_a_wrong_setting_ends_with_one_line(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "motet worker: --num-blocks: 0 is below 1\n"
 
 
+def test_no_checkpoint_and_an_unknown_flag_end_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith(f"motet worker: --model: there is no directory {tmp_path / 'none'}; give")
+    with pytest.raises(SystemExit) as caught:
+        main(["--model", "m", "--nonsense"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "motet worker: unrecognized arguments: --nonsense; see motet worker --help\n"
+
+
 def test_the_worker_side_of_the_stream_imports_no_torch() -> None:
     code = "import sys, data_plane.worker, tests.fakes.hash_worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": ".:client"}, check=True, timeout=60)
@@ -53,6 +64,7 @@ async def test_sigterm_while_the_engine_is_built_ends_with_0_and_without_a_word(
         "    except BaseException:\n"
         "        pass\n"
     )
+    (tmp_path / "config.json").write_text("{}")
     code = (
         f"import sys, data_plane; data_plane.__path__.insert(0, {str(engine.parent)!r});"
         "from data_plane.worker import main; sys.exit(main(sys.argv[1:]))"

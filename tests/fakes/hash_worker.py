@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from motet.command_line import byte_size
 from motet.fingerprint import checkpoint_fingerprint
 
-from data_plane.config import WorkerConfig, parse_bytes
+from data_plane.config import WorkerConfig
 from data_plane.plan import Capacities
 from data_plane.telemetry import configure_logging
 from data_plane.worker import run_worker
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--token-budget", type=int, default=1024)
     parser.add_argument("--max-rows", type=int, default=256)
-    parser.add_argument("--arena-bytes", type=parse_bytes, default=1 << 30)
+    parser.add_argument("--arena-bytes", type=byte_size, default=1 << 30)
     parser.add_argument("--num-slots", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=0, help="tokens (default: the model's, or 4096)")
     parser.add_argument("--vocab-size", type=int, default=0, help="tokens (default: the model's, or 256)")

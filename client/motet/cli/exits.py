@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import grpc
 
+from motet.command_line import WRONG_COMMAND_LINE
 from motet.errors import MotetError
 
 OK = 0
 FAILED = 1  # anything not listed here
-USAGE = 2  # argparse's own
+USAGE = WRONG_COMMAND_LINE
 REFUSED = 3
 NOT_FOUND = 4
 EXHAUSTED = 5

@@ -9,9 +9,15 @@ from collections.abc import Callable, Sequence
 
 from motet import __version__
 from motet.cli import adapters, exits, generate, server_parts, status, up
-from motet.cli.context import server_option
+from motet.cli.context import Subparsers, server_option
+from motet.command_line import Parser
 from motet.errors import MotetError
 
+_CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
+    "generate": generate.add_parser,
+    "adapters": adapters.add_parser,
+    "status": status.add_parser,
+}
 # Their command lines belong to the server parts, so they are handed over unread.
 _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "up": ("run control plane and worker on this machine", up.run_up),
@@ -48,13 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if argv and argv[0] in _HANDED_OVER:
         return _HANDED_OVER[argv[0]][1](argv[1:])
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    if not argv:
+        parser.error(f"no command; give one of {', '.join([*_CLIENT_COMMANDS, *_HANDED_OVER])}")
+    arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="motet",
         description="Serve one language model with many LoRA adapters, and use it.",
         epilog=exits.HELP,
@@ -63,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"motet {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_parser in (generate.add_parser, adapters.add_parser, status.add_parser):
+    for add_parser in _CLIENT_COMMANDS.values():
         add_parser(commands)
     for name, (help_text, _) in _HANDED_OVER.items():
         commands.add_parser(name, help=help_text, add_help=False)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from motet.command_line import size as size
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns aligned by spaces; numbers to the right."""
@@ -24,16 +26,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         ]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people."""
-    amount = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
 
 
 def json_line(value: Any) -> str:

@@ -38,8 +38,8 @@ def load(module: str) -> ModuleType:
     if importlib.util.find_spec(package) is None:
         if not (_CHECKOUT / package / "__init__.py").is_file():
             raise ServerPartMissing(
-                f"the server part {package!r} is not here: this installation holds the client only; "
-                f"run the command from a Motet checkout or its container image"
+                f"the server part {package!r} is not here: this installation holds the client only. The server runs "
+                "from a checkout of Motet's repository: run `make setup` there, and this command in its environment"
             )
         sys.path.insert(0, str(_CHECKOUT))
     try:

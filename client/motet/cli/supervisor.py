@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from motet.command_line import WRONG_COMMAND_LINE
+
 _CONTROL_READY = re.compile(r"motet control-plane ready clients=(\S+) workers=(\S+)")
 _WORKER_READY = re.compile(r"motet worker ready worker_id=(\S+)")
 _PR_SET_PDEATHSIG = 1
@@ -30,7 +32,11 @@ WORKER_STOP_S = 10.0
 
 
 class ChildFailed(Exception):
-    """A child ended that everything else needs."""
+    """A child ended that everything else needs. `exit_code` is what this command ends with."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class _Child:
@@ -57,7 +63,12 @@ class _Child:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self.ready.done():
                 return self.ready.result()
-            raise ChildFailed(f"the {self.name} ended with {describe(ended.result())} before it was ready")
+            code = ended.result()
+            # It said itself why, on the standard error that it shares with this process.
+            raise ChildFailed(
+                f"the {self.name} did not start ({describe(code)}); the reason is above",
+                exit_code=code if code == WRONG_COMMAND_LINE else 1,
+            )
         finally:
             ended.cancel()
 
@@ -115,13 +126,17 @@ class Supervisor:
         self._stop_asked = asyncio.Event()
 
     async def run(self) -> int:
-        """Runs until SIGINT, SIGTERM or SIGHUP (exit code 0) or until something ends that should not (1)."""
+        """Runs until SIGINT, SIGTERM or SIGHUP (exit code 0) or until something ends that should not (1).
+
+        A child that did not start because its command line is wrong gives 2.
+        """
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         work = asyncio.create_task(self._run_all())
         stop = asyncio.create_task(self._stop_asked.wait())
+        failure: ChildFailed | OSError | None = None
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -129,13 +144,15 @@ class Supervisor:
             work.result()
             raise AssertionError("_run_all ends by an error only")
         except (ChildFailed, OSError) as error:
-            _log(str(error))
-            return 1
+            failure = error
+            return error.exit_code if isinstance(error, ChildFailed) else 1
         finally:
             for task in (work, stop):
                 task.cancel()
             await asyncio.gather(work, stop, return_exceptions=True)
             await self._stop_children()
+            if failure is not None:  # last, below what the other child said when it was stopped
+                _log(str(failure))
             for number in signals:
                 loop.remove_signal_handler(number)
 
@@ -237,4 +254,4 @@ def _reachable(address: str) -> str:
 
 
 def _log(text: str) -> None:
-    print(f"motet: {text}", file=sys.stderr, flush=True)
+    print(f"motet up: {text}", file=sys.stderr, flush=True)

@@ -11,12 +11,18 @@ from typing import Any
 
 from motet.cli import server_parts
 from motet.cli.supervisor import Supervisor
+from motet.command_line import Parser
 from motet.errors import invalid_field
 
 # Set by this command itself, from the control plane's ready line.
 _OWN_FLAG = "--control-plane"
+_ANY_ADDRESS = "127.0.0.1:1"  # stands for it until it is known
 _MODEL_FLAG = "--model"
 _DEFAULT_DRAIN_TIMEOUT_S = 30.0
+
+
+def _nothing_wrong(_arguments: argparse.Namespace) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Side:
 
     add_arguments: Callable[[Any], None]  # declares its flags
     command: Sequence[str]  # starts it; its flags are appended
+    # What is wrong with the values of its flags, or None. Asked before anything is started.
+    find_mistake: Callable[[argparse.Namespace], str | None] = _nothing_wrong
 
 
 class _Flags:
@@ -40,10 +48,20 @@ class _Flags:
 
 def default_sides() -> tuple[Side, Side]:
     """Control plane and worker of the checkout. Raises ServerPartMissing."""
-    return (
-        Side(server_parts.load("control_plane.config").add_arguments, (sys.executable, "-m", "control_plane")),
-        Side(server_parts.load("data_plane.config").add_arguments, (sys.executable, "-m", "data_plane")),
-    )
+    return _side("control_plane"), _side("data_plane")
+
+
+def _side(package: str) -> Side:
+    config = server_parts.load(f"{package}.config")
+
+    def find_mistake(arguments: argparse.Namespace) -> str | None:
+        try:
+            config.from_args(arguments)
+        except config.ConfigError as error:
+            return str(error)
+        return None
+
+    return Side(config.add_arguments, (sys.executable, "-m", package), find_mistake)
 
 
 def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> int:
@@ -52,7 +70,12 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
     control_side, worker_side = sides or default_sides()
     control, worker = _Flags(control_side), _Flags(worker_side)
     worker.declared.pop(_OWN_FLAG, None)
-    arguments = _parser(control, worker).parse_args(argv)
+    parser = _parser(control, worker)
+    arguments = parser.parse_args(argv)
+    arguments.control_plane = _ANY_ADDRESS
+    for side in (control_side, worker_side):
+        if (mistake := side.find_mistake(arguments)) is not None:
+            parser.refuse(mistake)
     control_argv, worker_argv = _argv_of(control, argv), _argv_of(worker, argv)
     supervisor = Supervisor(
         control_command=[*control_side.command, *control_argv],
@@ -63,8 +86,8 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
     return asyncio.run(supervisor.run())
 
 
-def _parser(control: _Flags, worker: _Flags) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(control: _Flags, worker: _Flags) -> Parser:
+    parser = Parser(
         prog="motet up",
         description="Run a control plane and one worker on this machine, until Ctrl-C. "
         "`motet up DIR` is short for `motet up --model DIR`.",

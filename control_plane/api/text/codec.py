@@ -86,6 +86,11 @@ class TextCodec:
         return self._tokenizer is not None
 
     @property
+    def reason(self) -> str:
+        """Why there is no tokenizer, for people."""
+        return self._reason
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
 

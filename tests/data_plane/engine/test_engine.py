@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -312,12 +314,49 @@ def test_blocks_are_counted_from_memory_and_bounded_by_what_rows_can_use(checkpo
         ({"num_blocks": None, "arena_bytes": 1 << 60}, "--num-blocks: .* lower --arena-bytes"),
         ({"num_blocks": None, "host_kv_bytes": 1 << 60}, "--host-kv-bytes 1152921504606846976; .* or --host-kv-bytes"),
         ({"arena_bytes": 1 << 60}, "--num-blocks 300, --arena-bytes .* do not fit in memory"),
+        (
+            {"arena_bytes": 1},
+            "--arena-bytes: 1 bytes hold no adapter: the smallest takes 3072 bytes, one of rank 8 on every linear "
+            "layer 65536; give that",
+        ),
         ({"host_kv_bytes": 100}, "--host-kv-bytes: 100 bytes hold no KV block of 4096"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(checkpoint: Path, settings: dict[str, int | None], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build_engine(worker_config(checkpoint, **settings))
+
+
+@pytest.mark.parametrize(
+    ("arena_bytes", "says"),
+    [
+        (0, "--arena-bytes is 0: this worker serves the base model and no adapter"),
+        (65535, "--arena-bytes 65535 is less"),
+    ],
+)
+def test_arena_that_refuses_common_adapters_is_told_at_the_start(
+    checkpoint: Path, arena_bytes: int, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build_engine(worker_config(checkpoint, arena_bytes=arena_bytes))
+    assert engine.capacities.arena_bytes == arena_bytes
+    assert [record.getMessage() for record in caplog.records if says in record.getMessage()]
+
+
+def test_start_tells_people_how_far_it_is(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build_engine(worker_config(checkpoint, num_blocks=10, max_model_len=None, arena_bytes=1 << 20, warm_up="on"))
+    shown = [vars(record)["shown"] for record in caplog.records if hasattr(record, "shown")]
+    patterns = [
+        r"loading \d+\.\d KiB of weights for cpu",
+        r"weights loaded and model checked in \d+\.\d s",
+        r"KV cache for 80 tokens: 40\.0 KiB; adapters: 1\.0 MiB",
+        r"warming up: .*",
+        r"warmed up in \d+\.\d s",
+    ]
+    told = [sentence for sentence in shown if not sentence.startswith(("loading weights:", "warm-up:"))]
+    assert len(told) == len(patterns)
+    for sentence, pattern in zip(told, patterns, strict=True):
+        assert re.fullmatch(pattern, sentence), sentence
 
 
 def test_launch_parameters_that_cannot_be_read_or_run_with_end_the_start(tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""What a terminal shows of a server's log, and what a file gets."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from motet import process_log
+from motet.process_log import PROGRESS_EVERY_S, Progress, settings_line, shown
+
+logger = logging.getLogger("motet.test_process_log")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NO_COLOR", "1")
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []  # pytest's own are not ours to close
+    yield
+    root.handlers, root.level = handlers, level
+
+
+def written(stream: io.StringIO, act: Callable[[], None], level: str = "info") -> list[str]:
+    process_log.configure(level, process="worker", stream=stream)
+    act()
+    return stream.getvalue().splitlines()
+
+
+def act() -> None:
+    logger.debug("detail n=%d", 1)
+    logger.info("blocks n=%d", 2)
+    logger.info("ready n=%d", 3, extra=shown("ready for 3 things"))
+    logger.warning("session ended reason=%s", "gone")
+    logging.getLogger("motet.audit").info("verb=upload")
+
+
+def test_terminal_shows_sentences_warnings_and_the_audit_log() -> None:
+    lines = written(Terminal(), act)
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
+        "worker        ready for 3 things",
+        "worker        warning: session ended reason=gone",
+        "worker        verb=upload",
+    ]
+
+
+def test_terminal_at_debug_shows_everything() -> None:
+    lines = written(Terminal(), act, "debug")
+    assert len(lines) == 5 and lines[0].endswith("worker        detail n=1")
+
+
+def test_file_gets_every_record_as_keys_and_values() -> None:
+    lines = written(io.StringIO(), act)
+    assert [line.partition(",")[2][4:] for line in lines] == [
+        "INFO motet.test_process_log: blocks n=2",
+        "INFO motet.test_process_log: ready n=3",
+        "WARNING motet.test_process_log: session ended reason=gone",
+        "INFO motet.audit: verb=upload",
+    ]
+
+
+def test_terminal_at_error_keeps_the_audit_log() -> None:
+    assert [line.rpartition(" ")[2] for line in written(Terminal(), act, "error")] == ["verb=upload"]
+
+
+def test_terminal_shows_tracebacks_and_colours_what_needs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+
+    def fail() -> None:
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logger.exception("failed")
+
+    text = "\n".join(written(Terminal(), fail))
+    assert "\x1b[31merror: failed\x1b[0m\nTraceback" in text and "ValueError: why" in text
+
+
+def test_progress_is_told_now_and_then_and_not_at_the_end() -> None:
+    now_s = 0.0
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        progress = Progress(logger, "loading weights", 10, clock=lambda: now_s)
+        for _ in range(10):
+            now_s += PROGRESS_EVERY_S * 0.4
+            progress.advance()
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in records] == [
+        "loading weights done=3 total=10",
+        "loading weights done=6 total=10",
+        "loading weights done=9 total=10",
+    ]
+    assert next(vars(record)["shown"] for record in records) == "loading weights: 30%"
+
+
+def test_settings_line_leaves_defaults_out() -> None:
+    @dataclass
+    class Config:
+        model: str
+        rows: int = 4
+        url: str | None = None
+
+    config = Config("m", url="secret")
+    assert settings_line(config, only_changed=True, show=lambda value: str(value).upper()) == "model=M url=SECRET"
+    assert settings_line(config, only_changed=False) == "model=m rows=4 url=secret"
