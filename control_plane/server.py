@@ -45,7 +45,7 @@ from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
 from control_plane.host_cache.base import HostCache
 from control_plane.host_cache.weights import AdapterWeights
-from control_plane.registry.base_model import BaseModel
+from control_plane.registry.base_model import BaseModel, BaseModelError
 from control_plane.registry.registry import Registry
 from control_plane.registry.remote_files import StoreUrlError
 from control_plane.registry.store import ArtifactStore
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, MotetError, OSError, ValueError) as error:
         # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
         print(f"{parser.prog}: {error}", file=sys.stderr)
-        return WRONG_COMMAND_LINE if isinstance(error, ConfigError) else 1
+        return WRONG_COMMAND_LINE if isinstance(error, (ConfigError, BaseModelError)) else 1
 
 
 async def serve(config: ServerConfig) -> int:

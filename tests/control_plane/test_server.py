@@ -412,3 +412,11 @@ async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> N
     out, err = await asyncio.wait_for(process.communicate(), STEP_S)
     assert process.returncode == 2 and not out
     assert err.startswith(b"motet control-plane: --model: ") and err.count(b"\n") == 1 and b"config.json" in err
+
+
+async def test_checkpoint_that_cannot_be_served_ends_as_a_wrong_setting_does(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    process = await start("control_plane", "--model", str(tmp_path), "--host-cache", "memory", cwd=tmp_path)
+    out, err = await asyncio.wait_for(process.communicate(), STEP_S)
+    assert process.returncode == 2 and not out
+    assert b"motet control-plane: " in err.splitlines()[-1] and b"quantised checkpoints are not served" in err
