@@ -115,16 +115,16 @@ lint: setup-dev  ## ruff, the import contracts, the protos
 format: setup-dev  ## let ruff and buf rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/buf format -w protos
+	$(BIN)/buf format -w protos/motet
 
 type: setup-dev  ## mypy, strict; the programs of README.md too
 	$(BIN)/mypy control_plane data_plane kernels client/motet benchmarks
 	$(PY) .ci/readme_types.py
 
-stubs: $(STUBS_VENV)/.stamp  ## regenerate client/motet/v1 from protos/
+stubs: $(STUBS_VENV)/.stamp  ## regenerate client/motet/v1 from protos/, and protos/google
 	PYTHONPATH= $(STUBS_VENV)/bin/python protos/generate.py
 
-check-stubs: $(STUBS_VENV)/.stamp  ## fail if client/motet/v1 is not what protos/ gives
+check-stubs: $(STUBS_VENV)/.stamp  ## fail if client/motet/v1 or protos/google is out of date
 	PYTHONPATH= $(STUBS_VENV)/bin/python protos/generate.py --check
 
 check: lint type check-stubs test  ## all of it

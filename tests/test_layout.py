@@ -17,6 +17,8 @@ NOT_OURS = {".git", ".motet", "__pycache__", "build", "dist"}
 
 def is_ours(path: Path) -> bool:
     parts = path.relative_to(ROOT).parts
+    if parts[:2] == ("protos", "google"):  # copies of Google's files
+        return False
     return not any(
         part in NOT_OURS or part.startswith((".venv", ".env")) or part.endswith(("_cache", ".egg-info"))
         for part in parts

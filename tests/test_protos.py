@@ -28,7 +28,25 @@ def enums_of(file: descriptor.FileDescriptor) -> list[descriptor.EnumDescriptor]
 
 
 def test_every_proto_file_is_checked_here() -> None:
-    assert {file.name for file in FILES} == {str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto")}
+    ours = PROTOS / "motet"
+    assert {file.name for file in FILES} == {str(path.relative_to(PROTOS)) for path in ours.rglob("*.proto")}
+
+
+def test_protos_are_complete() -> None:
+    """`protoc -I protos` alone finds every import; google/protobuf comes with protoc itself."""
+    missing = [
+        f"{path.relative_to(PROTOS)}: {imported}"
+        for path in PROTOS.rglob("*.proto")
+        for imported in re.findall(r'^import "([^"]+)";', path.read_text(encoding="utf-8"), re.MULTILINE)
+        if not imported.startswith("google/protobuf/") and not (PROTOS / imported).is_file()
+    ]
+    assert not missing
+
+
+def test_protos_of_google_carry_their_license_and_a_client_can_decode_error_details() -> None:
+    files = sorted((PROTOS / "google").rglob("*.proto"))
+    assert PROTOS / "google/rpc/error_details.proto" in files
+    assert [path for path in files if "Apache License, Version 2.0" not in path.read_text("utf-8")[:1000]] == []
 
 
 @by_file
