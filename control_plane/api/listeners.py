@@ -8,6 +8,8 @@ everybody alike, status and health included, without telling when to try again.
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,12 +81,48 @@ def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S) -> grpc.aio.Serve
 
 
 def bind(server: grpc.aio.Server, address: str) -> str:
-    """Listen there; HOST:PORT with the port that was taken. Raises OSError where the port is in use."""
+    """Listen there; HOST:PORT with the port that was taken. Raises OSError with the reason and what to do."""
+    _try_to_bind(address)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}; is the port in use?") from error
+        raise _cannot_listen(address, "gRPC gives no reason") from error
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _try_to_bind(address: str) -> None:
+    """Raise OSError where no socket can be bound. gRPC would say so in its own log and not tell the reason."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise _cannot_listen(address, str(error.strerror)) from error
+    errors = [failure for failure in map(_bind_error, found) if failure is not None]
+    in_use = next((failure for failure in errors if failure.errno == errno.EADDRINUSE), None)
+    # One of several addresses of a name may be missing, as that of IPv6 where it is turned off; gRPC takes the others.
+    if in_use is not None or len(errors) == len(found):
+        worst = in_use or errors[0]
+        raise _cannot_listen(address, str(worst.strerror)) from worst
+
+
+def _bind_error(entry: tuple[Any, ...]) -> OSError | None:
+    family, kind, protocol, _, where = entry
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error
+    return None
+
+
+def _cannot_listen(address: str, reason: str) -> OSError:
+    return OSError(
+        f"cannot listen on {address}: {reason}; give another address with --listen or --worker-listen, or end what "
+        "listens there"
+    )
 
 
 def _server(options: Sequence[tuple[str, Any]], interceptor: RpcInterceptor) -> grpc.aio.Server:

@@ -65,11 +65,30 @@ async def test_rpcs_beyond_the_limit_are_refused_at_once() -> None:
     await server.stop(None)
 
 
-async def test_port_in_use_is_told_plainly(api: Api) -> None:
+async def test_port_in_use_is_told_plainly_and_once(api: Api, capfd: pytest.CaptureFixture[str]) -> None:
     first, second = listeners.worker_server(), listeners.worker_server()
     address = listeners.bind(first, "127.0.0.1:0")
     await first.start()
-    with pytest.raises(OSError, match="cannot listen on"):
+    with pytest.raises(OSError, match=rf"cannot listen on {address}: Address already in use; give another address"):
         listeners.bind(second, address)
+    assert capfd.readouterr().err == "", "gRPC has nothing to say about it"
     await first.stop(None)
     await second.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("192.0.2.1:0", "Cannot assign requested address"), ("no-such-host.invalid:1", "not known|resolution|No address")],
+)
+async def test_address_of_another_machine_is_told_plainly(address: str, reason: str) -> None:
+    server = listeners.worker_server()
+    with pytest.raises(OSError, match=rf"cannot listen on {address}: .*({reason}).*; give another address"):
+        listeners.bind(server, address)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
+async def test_a_name_and_any_address_are_listened_on(host: str) -> None:
+    server = listeners.worker_server()
+    assert listeners.bind(server, f"{host}:0").startswith(f"{host}:")
+    await server.stop(None)
