@@ -127,7 +127,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     stack.push_async_callback(codec.close)
     await codec.start()
     if not codec.has_tokenizer:
-        logger.warning("text is off: %s; token ids work", codec.reason)
+        logger.warning("text is off, token ids work: %s; put a tokenizer.json into %s", codec.reason, config.model_dir)
     elif not codec.has_chat_template:
         logger.info(
             "no chat template", extra=shown("the checkpoint has no chat template: chats are refused, text works")

@@ -404,7 +404,8 @@ async def test_start_tells_people_what_is_served_and_what_is_off(
     assert f"0 adapters registered in {tmp_path / 'data' / 'store'}" in shown
     assert "host cache for adapters: this process's memory, up to 2.0 GiB" in shown
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and warnings[0].startswith("text is off: ") and warnings[0].endswith("token ids work")
+    assert len(warnings) == 1 and warnings[0].startswith("text is off, token ids work: the checkpoint has no tokenizer")
+    assert warnings[0].endswith(f"; put a tokenizer.json into {model}")
 
 
 async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import subprocess
 from pathlib import Path
 
+from motet.process_log import shown
 from tokenizers import Tokenizer
 
 from control_plane.child_process import module_command
@@ -37,6 +38,7 @@ def _convert(model_dir: Path, out: Path) -> bool:
     if not any((model_dir / name).exists() for name in ("tokenizer_config.json", "tokenizer.model", "vocab.json")):
         return False  # nothing to convert: spare the import of transformers
     out.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("converting tokenizer", extra=shown("converting the checkpoint's tokenizer; this happens once"))
     command, environment = module_command("control_plane.api.text.convert", str(model_dir), str(out))
     try:
         done = subprocess.run(
@@ -46,7 +48,8 @@ def _convert(model_dir: Path, out: Path) -> bool:
         logger.warning("tokenizer conversion timed out timeout_s=%g", CONVERT_TIMEOUT_S)
         return False
     if done.returncode != 0:
-        logger.warning("tokenizer conversion failed reason=%s", done.stderr.strip()[-500:])
+        # The libraries' words fill several lines; the server says what it means for clients.
+        logger.info("tokenizer conversion failed reason=%s", " ".join(done.stderr.split())[-500:])
         return False
     logger.info("tokenizer converted file=%s", out)
     return True
