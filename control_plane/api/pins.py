@@ -6,12 +6,12 @@ at every start.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 
 from control_plane.api.parts import Fleet, Record, Registry, Weights
 from control_plane.errors import AdapterNotFound, MotetError
+from control_plane.registry.keyed_locks import KeyedLocks
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,13 @@ class Pins:
         # Invariant: _num_names[digest] names hold a pin on the digest, and the tiers have it pinned if that is not 0.
         self._digest_by_id: dict[str, str] = {}
         self._num_names: Counter[str] = Counter()
-        self._lock = asyncio.Lock()
+        # A name's lock is taken before a digest's. A store that hangs holds up the names that wait for it, no others.
+        self._name_locks = KeyedLocks()
+        self._digest_locks = KeyedLocks()
 
     async def pin(self, adapter_id: str) -> Record:
         """Pin the active version. Raises PinBudgetExceeded and changes nothing where it does not fit."""
-        async with self._lock:
+        async with self._name_locks.hold(adapter_id):
             had_pin = adapter_id in self._digest_by_id
             await self._hold(adapter_id, self._registry.get(adapter_id).active_digest)
             try:
@@ -44,7 +46,7 @@ class Pins:
 
     async def unpin(self, adapter_id: str) -> Record:
         """Take the pin back; not pinned is not an error."""
-        async with self._lock:
+        async with self._name_locks.hold(adapter_id):
             record = await self._registry.clear_pinned(adapter_id)
             await self._release(adapter_id)
             return record
@@ -55,9 +57,9 @@ class Pins:
         Where the new version does not fit the pin budget the name stays pinned in the registry and this says so in
         the log: the version is served all the same.
         """
-        async with self._lock:
+        async with self._name_locks.hold(adapter_id):
             try:
-                # Asked under the lock: others may have pinned, unpinned, updated or deleted it since the change.
+                # Asked under the name's lock: others may have pinned, unpinned, updated or deleted it since the change.
                 record = self._registry.get(adapter_id)
             except AdapterNotFound:
                 return
@@ -66,7 +68,7 @@ class Pins:
 
     async def forget(self, adapter_id: str) -> None:
         """The name is being deleted."""
-        async with self._lock:
+        async with self._name_locks.hold(adapter_id):
             await self._release(adapter_id)
 
     async def restore(self) -> None:
@@ -90,14 +92,15 @@ class Pins:
         before = self._digest_by_id.get(adapter_id)
         if before == digest:
             return
-        if self._num_names[digest] == 0:
-            try:
-                await self._weights.pin(digest)
-            except BaseException:
-                await self._weights.unpin(digest)  # it may have counted before it failed
-                raise
-            self._fleet.pin(digest)
-        self._num_names[digest] += 1
+        async with self._digest_locks.hold(digest):
+            if self._num_names[digest] == 0:
+                try:
+                    await self._weights.pin(digest)
+                except BaseException:
+                    await self._weights.unpin(digest)  # it may have counted before it failed
+                    raise
+                self._fleet.pin(digest)
+            self._num_names[digest] += 1
         self._digest_by_id[adapter_id] = digest
         if before is not None:
             await self._drop_one(before)
@@ -108,9 +111,10 @@ class Pins:
             await self._drop_one(digest)
 
     async def _drop_one(self, digest: str) -> None:
-        self._num_names[digest] -= 1
-        assert self._num_names[digest] >= 0, f"pins of {digest} do not balance"
-        if self._num_names[digest] == 0:
-            del self._num_names[digest]
-            self._fleet.unpin(digest)
-            await self._weights.unpin(digest)
+        async with self._digest_locks.hold(digest):
+            self._num_names[digest] -= 1
+            assert self._num_names[digest] >= 0, f"pins of {digest} do not balance"
+            if self._num_names[digest] == 0:
+                del self._num_names[digest]
+                self._fleet.unpin(digest)
+                await self._weights.unpin(digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -50,3 +51,33 @@ async def test_pin_follows_what_the_registry_says_by_then(change: str) -> None:
     await pins.follow(updated.adapter_id)
     expected = [DIGEST] if change == "updated again" else []
     assert weights.pinned == [*fleet.pinned] == expected
+
+
+async def test_a_store_that_hangs_for_one_name_holds_up_no_other() -> None:
+    registry, fleet, weights = FakeRegistry(), FakeFleet([]), FakeWeights([])
+    pins = Pins(registry, weights, fleet)
+    registry.add("hung", DIGEST)
+    registry.add("other", OTHER_DIGEST)
+    gate = weights.pin_gate = asyncio.Event()
+    hung = asyncio.ensure_future(pins.pin("hung"))
+    await asyncio.wait_for(weights.pin_begun.wait(), 30)
+    weights.pin_gate = None
+    async with asyncio.timeout(30):
+        assert (await pins.pin("other")).is_pinned
+        await pins.unpin("other")
+    gate.set()
+    assert (await hung).is_pinned
+
+
+async def test_two_names_of_one_digest_pin_it_once_whatever_the_order() -> None:
+    registry, fleet, weights = FakeRegistry(), FakeFleet([]), FakeWeights([])
+    pins = Pins(registry, weights, fleet)
+    names = [f"n{number}" for number in range(5)]
+    for name in names:
+        registry.add(name, DIGEST)
+    await asyncio.gather(*(pins.pin(name) for name in names))
+    assert weights.pinned == [*fleet.pinned] == [DIGEST]
+    await asyncio.gather(*(pins.unpin(name) for name in names[1:]), pins.pin(names[0]))
+    assert weights.pinned == [*fleet.pinned] == [DIGEST]
+    await pins.unpin(names[0])
+    assert weights.pinned == [*fleet.pinned] == []
