@@ -45,6 +45,10 @@ class AdapterUnavailable(AdapterLoadError):
     is_retryable = True
 
 
+class AdapterLost(AdapterLoadError):
+    """The adapter's bytes are nowhere, or damaged where they lie for good: no other try helps."""
+
+
 class AdapterCorrupt(AdapterLoadError):
     """The bytes that arrived are not the adapter that was asked for."""
 

@@ -21,6 +21,9 @@ class WeightsLike(Protocol):
     def is_cached(self, digest: str) -> bool:
         """Whether the host cache is thought to hold an adapter."""
 
+    def damage(self, digest: str) -> MotetError | None:
+        """The error for an adapter whose stored weights were found wrong."""
+
     async def ensure_cached(self, digest: str) -> None:
         """Bring an adapter into the host cache."""
 

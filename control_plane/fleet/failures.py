@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from control_plane.errors import (
     AdapterLoadFailed,
     AdapterTooLarge,
@@ -42,15 +44,17 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
     )
 
 
-def error_of(output: RequestOutput, request: Request) -> MotetError:
+def error_of(output: RequestOutput, request: Request, damage: Callable[[str], MotetError | None]) -> MotetError:
     """The error for an output that ended without reaching its length or a stop token.
 
-    What a worker said about a failed load stays in the log: it may name paths and addresses.
+    What a worker said about a failed load stays in the log: it may name paths and addresses. `damage` gives what the
+    control plane itself found wrong with the stored weights of a digest, if anything.
     """
     if output.finish_reason is FinishReason.DEADLINE:
         return DeadlineExceeded("the request's deadline passed")
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
-        return adapter_failed(request)
+        assert request.adapter is not None, "no adapter, and its load failed"
+        return damage(request.adapter.digest) or adapter_failed(request)
     assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is no error"
     return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
 

@@ -211,7 +211,7 @@ class Fleet:
             assert output.request is not None, "logits are not finite, and the request is not given back"
             if self._dispatcher.ask_another(job, output.request):
                 return
-        self._fail(job, error_of(output, job.request))
+        self._fail(job, error_of(output, job.request, self._weights.damage))
 
     def _check_reader(self, job: Job) -> None:
         """Schedule a job no more until its reader, who is far behind, has read."""

@@ -232,6 +232,8 @@ class AdapterWeights:
         try:
             manifest = await self._from_store(self._store.read_manifest, digest)
         except FileNotFoundError as error:
+            if self._is_wanted(digest):
+                raise self._note_damage(digest) from error
             raise AdapterNotFound(
                 f"no weights of digest {digest}; register the adapter again", resource=f"digests/{digest}"
             ) from error

@@ -7,14 +7,15 @@ threads; all calls block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from data_plane.adapters.manifest import Manifest, read_manifest, verify_chunk
-from data_plane.errors import AdapterCorrupt, AdapterUnavailable
+from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
 from data_plane.plan import AdapterSource
 
 logger = logging.getLogger(__name__)
@@ -23,35 +24,62 @@ PART_BYTES = (4 << 20) - 64  # docs/protocol.md, host cache keys
 # A part takes milliseconds on a healthy network; after this the control plane is asked instead.
 CONNECT_TIMEOUT_S = 0.5
 READ_TIMEOUT_S = 2.0
+# How long Redis is left alone after trouble; doubled while the trouble lasts.
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 5.0
+# The control plane has no such adapter, or its store holds wrong bytes.
+_PERMANENT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS)
 FETCH_TIMEOUT_S = 120.0  # one whole adapter through the control plane, from the artifact store if need be
 
 
 class HostCacheSource:
-    """Reads the host cache with a read-only user. Raises ImportError where redis-py is not installed."""
+    """Reads the host cache with a read-only user. Raises ImportError where redis-py is not installed.
+
+    After trouble with Redis itself it asks nothing of it for a while, so that loads do not wait for its timeouts one
+    after the other: a first read with a short time limit finds out when it is back. One source serves all loaders.
+    """
 
     def __init__(
-        self, url: str, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, read_timeout_s: float = READ_TIMEOUT_S
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        self._redis_error = redis.RedisError
-        self._client: redis.Redis | None = None
-        try:
-            self._client = redis.Redis.from_url(
+        def connect(timeout_s: float) -> redis.Redis:
+            client: redis.Redis = redis.Redis.from_url(
                 url,
                 socket_connect_timeout=connect_timeout_s,
-                socket_timeout=read_timeout_s,
+                socket_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
             )
+            return client
+
+        self._redis_error = redis.RedisError
+        self._clock = clock  # monotonic, seconds
+        self._quiet_until_s = float("-inf")  # nothing is asked of Redis before
+        self._pause_s = FIRST_PAUSE_S
+        # For the manifest, which is small and read first; and for the chunks. None: the url is unusable.
+        self._clients: tuple[redis.Redis, redis.Redis] | None = None
+        try:
+            self._clients = connect(min(connect_timeout_s, read_timeout_s)), connect(read_timeout_s)
         except ValueError as error:  # the url's text may hold a password: not logged
             logger.warning("host cache url cannot be read: adapters come through the control plane (%s)", type(error))
 
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
         """See AdapterSource."""
-        data = self._get(f"motet:a:{digest}:manifest", digest)
+        data = self._get(f"motet:a:{digest}:manifest", digest, is_first=True)
         return data, self._chunks(read_manifest(data, digest))
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients or ():
+            client.close()
 
     def _chunks(self, manifest: Manifest) -> Iterator[bytes]:
         for index, chunk in enumerate(manifest.chunks):
@@ -62,13 +90,18 @@ class HostCacheSource:
             verify_chunk(chunk, data, manifest.digest)
             yield data
 
-    def _get(self, key: str, digest: str) -> bytes:
-        if self._client is None:
+    def _get(self, key: str, digest: str, *, is_first: bool = False) -> bytes:
+        if self._clients is None:
             raise AdapterUnavailable(f"adapter {digest}: the host cache has no usable url")
+        if self._clock() < self._quiet_until_s:
+            raise AdapterUnavailable(f"adapter {digest}: the host cache did not answer a moment ago")
         try:
-            value = self._client.get(key)
+            value = self._clients[0 if is_first else 1].get(key)
         except (self._redis_error, OSError) as error:
+            self._quiet_until_s = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             raise AdapterUnavailable(f"adapter {digest}: host cache: {type(error).__name__}") from error
+        self._pause_s = FIRST_PAUSE_S
         if not isinstance(value, bytes):
             raise AdapterUnavailable(f"adapter {digest}: the host cache has no {key}")
         return value
@@ -131,6 +164,8 @@ class _Pieces:
             return piece
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
+            if code in _PERMANENT:
+                raise AdapterLost(f"adapter {self._digest}: FetchAdapter ended with {code}") from error
             raise AdapterUnavailable(f"adapter {self._digest}: FetchAdapter ended with {code}") from error
 
     def close(self) -> None:

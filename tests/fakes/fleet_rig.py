@@ -19,7 +19,7 @@ import numpy as np
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from control_plane.api import listeners
-from control_plane.errors import StoreUnavailable
+from control_plane.errors import AdapterDamaged, StoreUnavailable
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import TICK_S, Fleet
 from control_plane.fleet.jobs import JobStream
@@ -133,6 +133,7 @@ class FakeWeights:
     def __init__(self) -> None:
         self.packed: dict[str, FakePacked] = {}
         self.cached: list[str] = []  # digests that ensure_cached was asked for
+        self.damaged: set[str] = set()
 
     def add(self, name: str, *, chunk_bytes: int = 64) -> AdapterRef:
         """Make an adapter available."""
@@ -146,7 +147,12 @@ class FakeWeights:
     async def ensure_cached(self, digest: str) -> None:
         self.cached.append(digest)
 
+    def damage(self, digest: str) -> AdapterDamaged | None:
+        return AdapterDamaged("the stored weights are damaged") if digest in self.damaged else None
+
     async def open_packed(self, digest: str) -> FakePacked:
+        if (error := self.damage(digest)) is not None:
+            raise error
         if digest not in self.packed:
             raise StoreUnavailable(f"adapter {digest[:12]} is not in the store")
         return self.packed[digest]

@@ -12,6 +12,7 @@ import pytest
 from motet.v1 import plan_pb2
 
 from control_plane.errors import (
+    AdapterDamaged,
     AdapterLoadFailed,
     AdapterTooLarge,
     ContextTooLong,
@@ -1054,6 +1055,21 @@ async def test_adapter_that_no_worker_can_load_fails_after_one_try_on_each(clock
         with pytest.raises(AdapterLoadFailed):
             await reader
         assert sum(worker.num_answered for worker in workers) - before == min(num_attached, 4)
+
+
+async def test_damaged_weights_are_told_as_what_they_are_without_a_wait(clock: FakeClock) -> None:
+    """A worker is told that nothing helps, and the client what does: it took 47 s to be told to try again."""
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    adapter = weights_of(fleet).add("a")
+    weights_of(fleet).damaged.add(adapter.digest)
+    worker.engine.hash_slots.failing[adapter.digest] = False  # as FetchAdapter's DATA_LOSS makes it
+    before_s = clock.now_s
+    reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1, 2], 5, adapter))))
+    await worker.run(reader.done)
+    assert clock.now_s == before_s and worker.num_answered == 1
+    with pytest.raises(AdapterDamaged):
+        await reader
 
 
 async def test_levelling_passes_over_what_failed_on_the_idle_worker(clock: FakeClock) -> None:

@@ -38,12 +38,14 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.blobs: dict[str, tuple[bytes, list[bytes]]] = {}
+        self.added: set[str] = set()  # digests, removed ones too
         self.num_manifest_reads = 0
         self.num_chunk_reads = 0
 
     def add(self, seed: int, sizes: tuple[int, ...] = (1000, 2000)) -> str:
         digest, manifest, chunks = make_blob(seed, sizes)
         self.blobs[digest] = (manifest, chunks)
+        self.added.add(digest)
         return digest
 
     def content(self, digest: str) -> bytes:
@@ -99,8 +101,8 @@ class RedisProcess:
 def make_weights(
     cache: HostCache, store: FakeStore, *, is_wanted: Callable[[str], bool] | None = None
 ) -> AdapterWeights:
-    """Over a fake store, where every digest is wanted unless told otherwise."""
-    return AdapterWeights(cache, store, StoreCalls(), is_wanted=is_wanted or (lambda digest: True))
+    """Over a fake store. Wanted is what was ever added to it, unless told otherwise."""
+    return AdapterWeights(cache, store, StoreCalls(), is_wanted=is_wanted or store.added.__contains__)
 
 
 async def read_all(packed: PackedAdapter) -> bytes:

@@ -91,13 +91,17 @@ async def test_a_large_chunk_that_changes_between_two_reads_is_noticed(
 
 
 async def test_weights_that_are_gone_are_not_called_damaged(cache: MemoryHostCache, store: FakeStore) -> None:
-    weights = make_weights(MemoryHostCache(budget_bytes=0), store)
+    names = Names()
+    weights = make_weights(MemoryHostCache(budget_bytes=0), store, is_wanted=names)
     digest = store.add(1)
     packed = await weights.open_packed(digest)
     del store.blobs[digest]
     with pytest.raises(AdapterNotFound, match="register the adapter again"):
         await read_all(packed)
     assert weights.damage(digest) is None
+    names.wanted.add(digest)  # a name has them: the store lost its manifest
+    with pytest.raises(AdapterDamaged):
+        await weights.open_packed(digest)
 
 
 class Names:

@@ -19,7 +19,7 @@ from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from data_plane.adapters import sources
 from data_plane.adapters.sources import ControlPlaneSource, FallbackSource, HostCacheSource
-from data_plane.errors import AdapterCorrupt, AdapterUnavailable
+from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
 from tests.data_plane.adapters.factories import DictSource, Packed, make_arena, pack, run_step
 
 
@@ -43,6 +43,7 @@ class Servicer(plan_pb2_grpc.WorkerServiceServicer):
         self.adapters: dict[str, Packed] = {}
         self.num_calls = 0
         self.stop_after: int | None = None  # pieces, then the call aborts
+        self.missing_code = grpc.StatusCode.NOT_FOUND
 
     def FetchAdapter(  # noqa: N802
         self, request: plan_pb2.FetchAdapterRequest, context: grpc.ServicerContext
@@ -50,7 +51,7 @@ class Servicer(plan_pb2_grpc.WorkerServiceServicer):
         self.num_calls += 1
         packed = self.adapters.get(request.digest)
         if packed is None:
-            context.abort(grpc.StatusCode.NOT_FOUND, "no such adapter")
+            context.abort(self.missing_code, "no such adapter")
         yield plan_pb2.FetchAdapterResponse(manifest=packed.manifest)
         num_pieces = 0
         for chunk in packed.chunks:
@@ -127,8 +128,7 @@ def test_real_redis_gives_the_bytes_back(real_redis: str) -> None:
     arena = make_arena()
     arena.load(0, 1, packed.digest, source)
     run_step(arena, [0, -1], {0: packed})
-    assert source._client is not None
-    source._client.close()
+    source.close()
 
 
 @pytest.mark.parametrize("missing", ["manifest", "0:0", "1:1"])
@@ -168,9 +168,14 @@ def test_control_plane_gives_the_bytes_back(control_plane: ControlPlaneSource, s
     assert read(control_plane, packed.digest) == (packed.manifest, packed.chunks)
 
 
-def test_control_plane_without_the_adapter_is_unavailable(control_plane: ControlPlaneSource) -> None:
-    with pytest.raises(AdapterUnavailable, match="NOT_FOUND"):
+@pytest.mark.parametrize("code", [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS])
+def test_an_adapter_that_is_gone_or_damaged_for_good_is_not_asked_for_again(
+    control_plane: ControlPlaneSource, servicer: Servicer, code: grpc.StatusCode
+) -> None:
+    servicer.missing_code = code
+    with pytest.raises(AdapterLost, match=code.name) as caught:
         read(control_plane, "0" * 64)
+    assert not caught.value.is_retryable
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 30])
@@ -240,6 +245,53 @@ def test_redis_that_never_answers_costs_one_timeout() -> None:
         cache = HostCacheSource(f"redis://127.0.0.1:{port}/0", connect_timeout_s=0.2, read_timeout_s=0.1)
         source = FallbackSource(cache, DictSource().add(packed))
         assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+
+
+def test_redis_that_does_not_answer_is_left_alone_until_it_does(
+    fake: fakeredis.FakeRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many cold adapters one waits for a timeout, the others go to the control plane at once."""
+    now_s, num_asked, is_down = 0.0, 0, True
+    get = fake.get
+
+    def answer(key: str) -> bytes | None:
+        nonlocal num_asked
+        num_asked += 1
+        if is_down:
+            raise redis.TimeoutError("stopped")
+        return get(key)  # type: ignore[return-value]  # bytes: responses are not decoded
+
+    monkeypatch.setattr(fake, "get", answer)
+    cache = HostCacheSource("redis://unused", clock=lambda: now_s)
+    cold = [pack(9, seed=seed) for seed in range(10)]
+    store = DictSource()
+    for packed in cold:
+        fill(fake, packed)
+        store.add(packed)
+    source = FallbackSource(cache, store)
+    for packed in cold:
+        assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+    assert num_asked == 1
+    for _ in range(20):  # pauses grow to the longest one
+        now_s += sources.LONGEST_PAUSE_S
+        read(source, cold[0].digest)
+    assert num_asked == 21
+    now_s += sources.LONGEST_PAUSE_S - 0.01
+    read(source, cold[0].digest)
+    assert num_asked == 21
+    is_down = False
+    now_s += 0.01
+    assert read(cache, cold[0].digest) == (cold[0].manifest, cold[0].chunks)
+    assert read(cache, cold[1].digest) == (cold[1].manifest, cold[1].chunks)
+
+
+def test_a_read_that_finds_no_adapter_is_no_trouble(fake: fakeredis.FakeRedis) -> None:
+    packed = pack(9)
+    cache = HostCacheSource("redis://unused", clock=lambda: 0.0)
+    with pytest.raises(AdapterUnavailable, match="has no"):
+        read(cache, packed.digest)
+    fill(fake, packed)
+    assert read(cache, packed.digest) == (packed.manifest, packed.chunks)
 
 
 def test_url_that_cannot_be_read_falls_to_the_second() -> None:
