@@ -286,9 +286,14 @@ async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) ->
         return MemoryHostCache(budget_bytes=config.host_cache_bytes)
     try:
         from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, RedisNotStarted
-        from control_plane.host_cache.redis_cache import RedisHostCache
+        from control_plane.host_cache.redis_cache import RedisHostCache, check_url
     except ModuleNotFoundError as error:
         raise ConfigError(f"--host-cache redis: {error}; install it or take --host-cache memory") from error
+    for flag, given in (("--redis-url", config.redis_url), ("--worker-redis-url", config.worker_redis_url)):
+        try:
+            check_url(given or "redis://127.0.0.1")
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {error}") from error
     if config.redis_url is None:
         try:
             redis = await stack.enter_async_context(EmbeddedRedis(config.data_dir / "redis"))

@@ -15,7 +15,7 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
 # Slow admin work answers with an operation; its name is Google's.
 OPERATION = "google.longrunning.Operation"
-OPERATION_METHODS = {"CreateAdapter", "DeleteAdapter"}
+OPERATION_METHODS = {"CreateAdapter", "DeleteAdapter", "DeleteAdapterVersion"}
 
 _DECLARATION = re.compile(
     r"\s*(service|rpc|message|enum|oneof|repeated|optional|map<|[\w.]+ \w+ = \d+|[A-Z_0-9]+ = \d+)"

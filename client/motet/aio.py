@@ -251,6 +251,14 @@ class AsyncAdapters:
         if wait:
             await self._client.wait_operation(operation, timeout_s)
 
+    async def delete_version(
+        self, name: str, digest: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """Deletes a version that is not the active one. Running streams finish; `wait` as for delete()."""
+        operation = await self._client.send(calls.delete_version(name, digest, etag))
+        if wait:
+            await self._client.wait_operation(operation, timeout_s)
+
 
 class AsyncGenerationStream(AsyncIterator[Chunk]):
     """Chunks of one request, those of each answer in order. Closing it, leaving its `async with`, a cancelled read or

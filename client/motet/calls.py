@@ -128,6 +128,11 @@ def delete_adapter(name: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
     return _operation_call(_ADAPTERS + "DeleteAdapter", request, is_repeatable=False)
 
 
+def delete_version(name: str, digest: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
+    request = adapters_pb2.DeleteAdapterVersionRequest(name=resource_name(name), digest=digest, etag=etag)
+    return _operation_call(_ADAPTERS + "DeleteAdapterVersion", request)
+
+
 def get_operation(name: str) -> UnaryCall[operations_pb2.Operation]:
     request = operations_pb2.GetOperationRequest(name=name)
     return _operation_call("/google.longrunning.Operations/GetOperation", request, is_repeatable=True)

@@ -267,6 +267,14 @@ class Adapters:
         if wait:
             self._client.wait_operation(operation, timeout_s)
 
+    def delete_version(
+        self, name: str, digest: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """Deletes a version that is not the active one. Running streams finish; `wait` as for delete()."""
+        operation = self._client.send(calls.delete_version(name, digest, etag))
+        if wait:
+            self._client.wait_operation(operation, timeout_s)
+
 
 class GenerationStream(Iterator[Chunk]):
     """Chunks of one request, those of each answer in order.

@@ -223,7 +223,7 @@ class Adapter:
     state_reason: str  # for people; empty when active
     active_version: AdapterVersion | None  # what new requests get
     pinned: bool
-    placements: tuple[AdapterPlacement, ...]  # filled by get() only
+    placements: tuple[AdapterPlacement, ...]  # filled by get() and pin() only
     create_time: datetime | None  # UTC
     update_time: datetime | None  # UTC
     etag: str  # give it back to make a change conditional
@@ -297,6 +297,7 @@ class AdapterStatus:
     host_cache_bytes: int
     host_cache_budget_bytes: int
     host_cache_available: bool
+    host_cache_trouble: str = ""  # why it does not answer, for people; empty when it does
 
 
 @dataclass(frozen=True, slots=True)

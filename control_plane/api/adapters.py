@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ from control_plane.api.validation import (
     page_size_of,
     refuse,
 )
-from control_plane.errors import MotetError
+from control_plane.errors import MotetError, Unavailable
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("motet.audit")
@@ -76,7 +77,8 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._uploads = uploads
         self._roots = roots
         self._memory = memory
-        self._deletions: dict[str, asyncio.Task[Any]] = {}  # by adapter id, until the deletion ends: its operation
+        # The operations of deletions that have not ended, by (adapter id, digest of the version or "" for all).
+        self._deletions: dict[tuple[str, str], asyncio.Task[Any]] = {}
 
     # The stubs name the methods.
     # ruff: noqa: N802
@@ -93,6 +95,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
 
                 async def register() -> adapters_pb2.UploadAdapterResponse:
                     files = await upload.receive()
+                    await _check_whole(context)
                     registered = await self._register(header, files)
                     line.digest = registered.record.active_digest
                     return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
@@ -223,7 +226,10 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         adapter_id = adapter_id_of(request.name)
         with _Audit("pin", context, adapter_id):
             record = await _to_the_end(self._pins.pin(adapter_id))
-        return adapters_pb2.PinAdapterResponse(adapter=wire.adapter_message(record))
+        # Placements tell whether it is in the host cache by now: a cache that is away gets it when it is back.
+        return adapters_pb2.PinAdapterResponse(
+            adapter=wire.adapter_message(record, placements=self._placements(record))
+        )
 
     async def UnpinAdapter(
         self, request: adapters_pb2.UnpinAdapterRequest, context: Context
@@ -240,12 +246,18 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._gate.check()
         adapter_id = adapter_id_of(request.name)
         with _Audit("delete", context, adapter_id):
-            # A client that leaves now must not leave a name behind that is being deleted and never gone.
-            begun = self._deletions.get(adapter_id)
-            if begun is None:
-                begun = asyncio.ensure_future(self._begin_delete(adapter_id, request.etag))
-                self._deletions[adapter_id] = begun
-            return await asyncio.shield(begun)
+            return await self._begun((adapter_id, ""), self._begin_delete(adapter_id, request.etag))
+
+    async def DeleteAdapterVersion(self, request: adapters_pb2.DeleteAdapterVersionRequest, context: Context) -> Any:
+        """Refuse new requests of the version at once; the operation ends when every tier is clear of it."""
+        self._gate.check()
+        adapter_id = adapter_id_of(request.name)
+        violations = Violations()
+        check_digest(request.digest, "digest", violations)
+        violations.raise_if_any()
+        with _Audit("delete_version", context, adapter_id, request.digest):
+            begin = self._begin_delete_version(adapter_id, request.digest, request.etag)
+            return await self._begun((adapter_id, request.digest), begin)
 
     async def _register(
         self, asked: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapterRequest, files: Mapping[str, Path]
@@ -266,22 +278,48 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             if not asked.validate_only:
                 await _to_the_end(self._pins.follow(asked.adapter_id))
 
+    async def _begun(self, key: tuple[str, str], begin: Coroutine[Any, Any, Any]) -> Any:
+        """The operation of a deletion. One runs at a time for each key; a second call joins it."""
+        begun = self._deletions.get(key)
+        if begun is None:
+            begun = self._deletions[key] = asyncio.ensure_future(begin)
+            begun.add_done_callback(partial(self._forget_failed, key))
+        else:
+            begin.close()
+        # A client that leaves now must not leave a name behind that is being deleted and never gone.
+        return await asyncio.shield(begun)
+
+    def _forget_failed(self, key: tuple[str, str], begun: asyncio.Task[Any]) -> None:
+        """A deletion that could not begin may be tried again."""
+        if begun.cancelled() or begun.exception() is not None:
+            del self._deletions[key]
+
     async def _begin_delete(self, adapter_id: str, etag: str) -> Any:
+        digests = await self._registry.begin_delete(adapter_id, etag)
+
         async def work() -> empty_pb2.Empty:
             try:
                 await self.clear(adapter_id, digests)
             finally:
-                del self._deletions[adapter_id]
+                del self._deletions[adapter_id, ""]
             return empty_pb2.Empty()
 
-        try:
-            # Reserved first: refused after the mark, the name would stay half deleted.
-            with self._book.reserved():
-                digests = await self._registry.begin_delete(adapter_id, etag)
-                return self._book.start(adapter_id, "delete", work, is_cancellable=False, has_room=True)
-        except BaseException:
-            del self._deletions[adapter_id]
-            raise
+        return self._book.start(adapter_id, "delete", work, is_cancellable=False, is_waiting=True)
+
+    async def _begin_delete_version(self, adapter_id: str, digest: str, etag: str) -> Any:
+        await self._registry.begin_delete_version(adapter_id, digest, etag)
+
+        async def work() -> empty_pb2.Empty:
+            try:
+                await self._clear_digest(digest)
+                await self._registry.finish_delete_version(digest)
+            finally:
+                del self._deletions[adapter_id, digest]
+            return empty_pb2.Empty()
+
+        return self._book.start(
+            adapter_id, "delete_version", work, is_cancellable=False, is_waiting=True, digest=digest
+        )
 
     async def clear(self, adapter_id: str, digests: Sequence[str]) -> None:
         """Take a name that is being deleted, and its versions, out of every tier."""
@@ -310,6 +348,18 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             for worker_id in self._fleet.placements(digest)
         ]
         return placements
+
+
+async def _check_whole(context: Context) -> None:
+    """Raise Unavailable unless the client ended its side in order.
+
+    The end of a cancelled or cut-off stream looks like an orderly one, and comes before the cancellation is known. But
+    nothing can be sent on such a stream any more.
+    """
+    try:
+        await context.send_initial_metadata(())
+    except Exception as error:
+        raise Unavailable("the upload was cut off before its end; nothing was registered") from error
 
 
 async def _to_the_end(change: Coroutine[Any, Any, T]) -> T:

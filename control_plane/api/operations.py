@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,23 +54,7 @@ class OperationBook:
         self._max_kept = max_kept
         self._operations: dict[str, _Operation] = {}  # by name, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_reserved = 0  # operations that are about to start
-
-    def check_room(self) -> None:
-        """Raises Exhausted where one more could not run."""
-        num_running = len(self._tasks) + self._num_reserved
-        if num_running >= self._max_running:
-            raise Exhausted(f"{num_running} operations are running, at most {self._max_running}; try again")
-
-    @contextlib.contextmanager
-    def reserved(self) -> Iterator[None]:
-        """Hold room for one operation that is started inside. Raises Exhausted where one more could not run."""
-        self.check_room()
-        self._num_reserved += 1
-        try:
-            yield
-        finally:
-            self._num_reserved -= 1
+        self._num_working = 0  # running ones that do not mostly wait
 
     def start(
         self,
@@ -79,14 +63,19 @@ class OperationBook:
         work: Callable[[], Awaitable[Message]],
         *,
         is_cancellable: bool,
-        has_room: bool = False,
+        is_waiting: bool = False,
+        digest: str = "",
     ) -> Any:
-        """Begin; the operation as it stands. `work`'s message becomes its response. `has_room`: it was reserved."""
-        if not has_room:
-            self.check_room()
+        """Begin; the operation as it stands. `work`'s message becomes its response.
+
+        `is_waiting`: it mostly waits, as a deletion does for streams. Such a one always has room: each name and version
+        has at most one, and nobody else's work may stop for them. Raises Exhausted where another one has none.
+        """
+        if not is_waiting and self._num_working >= self._max_running:
+            raise Exhausted(f"{self._num_working} operations are running, at most {self._max_running}; try again")
         message = operations_pb2.Operation(name=f"operations/{secrets.token_hex(16)}")
         metadata = adapters_pb2.AdapterOperationMetadata(
-            adapter=f"adapters/{adapter_id}", verb=verb, create_time=timestamp(self._wall_clock())
+            adapter=f"adapters/{adapter_id}", verb=verb, create_time=timestamp(self._wall_clock()), digest=digest
         )
         message.metadata.Pack(metadata)
         operation = self._operations[message.name] = _Operation(message, is_cancellable)
@@ -94,6 +83,9 @@ class OperationBook:
         self._tasks.add(operation.task)
         operation.task.add_done_callback(self._tasks.discard)
         operation.task.add_done_callback(lambda _task: _end(operation))
+        if not is_waiting:
+            self._num_working += 1
+            operation.task.add_done_callback(self._count_ended)
         self._forget_oldest()
         return message
 
@@ -107,6 +99,9 @@ class OperationBook:
             correlation_id = secrets.token_hex(8)
             logger.error("operation failed name=%s correlation_id=%s", message.name, correlation_id, exc_info=error)
             message.error.CopyFrom(internal_status(correlation_id))
+
+    def _count_ended(self, _task: asyncio.Task[None]) -> None:
+        self._num_working -= 1
 
     def _forget_oldest(self) -> None:
         num_over = len(self._operations) - self._max_kept

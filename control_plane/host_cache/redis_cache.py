@@ -317,6 +317,8 @@ def _client(url: str, call_timeout_s: float) -> Any:
 
 def _reason(error: BaseException) -> str:
     """What is wrong, for people who may see no address: the log has the error itself."""
+    if "HELLO must be called with the client already authenticated" in str(error):
+        return "Redis refuses: it wants a password"
     if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
         return f"Redis refuses: {str(error)[:200]}"
     if isinstance(error, redis.InvalidResponse):

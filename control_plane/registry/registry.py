@@ -284,7 +284,7 @@ class Registry:
         if len(record.versions) >= MAX_VERSIONS:
             raise Exhausted(
                 f"adapter {adapter_id!r} has {MAX_VERSIONS} versions, the limit; delete versions that nobody uses "
-                "(DeleteAdapterVersion, `motet adapters delete NAME --version DIGEST`), or use another id",
+                "(DeleteAdapterVersion, `motet adapters remove NAME --version DIGEST`), or use another id",
                 retry_after_s=60.0,
             )
         number = record.last_number + 1

@@ -273,6 +273,10 @@ class ScriptedServer(
         del self.adapters[request.name.removeprefix("adapters/")]
         return operations_pb2.Operation(name="operations/1")
 
+    def DeleteAdapterVersion(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._find(request, context)
+        return operations_pb2.Operation(name="operations/1")
+
     def CreateAdapter(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.requests.append(request)
         if self.unary_error is not None:

@@ -227,6 +227,17 @@ def test_delete_waits_for_its_operation(server: ScriptedServer, driver: Driver) 
         driver.run(lambda client: client.adapters.get("pirate"))
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_version_is_deleted_and_its_adapter_stays(server: ScriptedServer, driver: Driver, wait: bool) -> None:
+    server.adapters["pirate"] = make_adapter("pirate")
+    server.num_polls_until_done = 2
+    driver.run(lambda client: client.adapters.delete_version("adapters/pirate", "ef" * 32, etag="e1", wait=wait))
+    asked = server.requests[0]
+    assert (asked.name, asked.digest, asked.etag) == ("adapters/pirate", "ef" * 32, "e1")
+    assert [request.name for request in server.requests[1:]] == ["operations/1"] * (2 if wait else 0)
+    assert driver.run(lambda client: client.adapters.get("pirate")).id == "pirate"
+
+
 def test_delete_without_waiting_asks_once(server: ScriptedServer, driver: Driver) -> None:
     server.adapters["pirate"] = make_adapter("pirate")
     driver.run(lambda client: client.adapters.delete("pirate", wait=False))

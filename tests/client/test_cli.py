@@ -164,6 +164,19 @@ def test_every_error_has_an_exit_code_that_help_documents(
     assert exit_code != 0 and f"\n  {exit_code} " in exits.HELP
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_pin_says_when_the_adapter_is_not_in_the_host_cache(
+    server: ScriptedServer, capsys: Capture, is_cached: bool
+) -> None:
+    adapter = server.adapters["pirate"] = make_adapter("pirate")
+    if is_cached:
+        adapter.placements.add(tier=adapters_pb2.ADAPTER_TIER_HOST_CACHE)
+    assert motet(server, "adapters", "pin", "pirate") == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("pinned pirate: version ")
+    assert ("is pinned, but not in the host cache now" in told.err) is not is_cached
+
+
 def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
@@ -182,6 +195,10 @@ def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, c
     assert motet(server, "adapters", "activate", "pirate", "ef" * 32) == 0
     assert capsys.readouterr().out == "activated pirate: version 2 (efefefefefef)\n"
     assert motet(server, "adapters", "unpin", "pirate") == 0 and not server.adapters["pirate"].pinned
+    digest = "ab" * 32
+    assert motet(server, "adapters", "remove", "--no-wait", "--version", digest, "pirate") == 0
+    assert server.requests[-1].digest == digest
+    assert capsys.readouterr().out.splitlines()[-1] == f"removed pirate version {digest}"
     assert motet(server, "adapters", "remove", "--no-wait", "pirate") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "removed pirate"
     assert motet(server, "adapters", "get", "pirate") == exits.NOT_FOUND
@@ -308,6 +325,9 @@ def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture)
     assert motet(server, "status") == 0
     text = capsys.readouterr().out
     assert "none attached" in text and "host cache (not answering)" in text
+    server.status.adapters.host_cache_trouble = "Redis refuses: no"
+    assert motet(server, "status") == 0
+    assert "host cache (not answering: Redis refuses: no)" in capsys.readouterr().out
 
 
 def test_status_json_and_watch(server: ScriptedServer, capsys: Capture) -> None:

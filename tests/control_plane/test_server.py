@@ -372,13 +372,19 @@ async def test_second_server_on_a_directory_spares_the_redis_of_the_first(tmp_pa
     [
         ("--data-dir", "/proc/nope", "--data-dir: /proc/nope cannot be made or locked"),
         ("--store", "s3://bucket/path", "--store: s3://: Install s3fs"),
+        (
+            "--redis-url",
+            "redis://:pw@h?ssl_verify=no",
+            "--redis-url: has an option that redis-py does not know: ssl_ver",
+        ),
+        ("--worker-redis-url", "unix:///s?a=b", "--worker-redis-url: has an option that redis-py does not know: a"),
     ],
 )
 async def test_a_place_that_cannot_be_used_is_named_with_its_flag(
     tmp_path: Path, flag: str, value: str, words: str
 ) -> None:
     model = checkpoint(tmp_path / "model")
-    flags = ("--model", str(model), "--data-dir", str(tmp_path / "data"), "--host-cache", "memory", flag, value)
+    flags = ("--model", str(model), "--data-dir", str(tmp_path / "data"), flag, value)
     process = await start("control_plane", *flags, cwd=tmp_path)
     out, err = await asyncio.wait_for(process.communicate(), STEP_S)
     last = err.decode().strip().splitlines()[-1]

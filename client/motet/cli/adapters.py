@@ -10,7 +10,7 @@ from motet.cli.context import Subparsers, connect, server_option
 from motet.cli.digests import SHORT_DIGITS, full_digest
 from motet.cli.output import json_line, size, table
 from motet.errors import invalid_field
-from motet.types import Adapter, AdapterVersion, RegistrationChange
+from motet.types import Adapter, AdapterTier, AdapterVersion, RegistrationChange
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -37,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
         ("get", "one adapter in full", _get),
         ("pin", "keep it in the host cache and on the devices", _pin),
         ("unpin", "take the pin back", _unpin),
-        ("remove", "delete it; running requests finish first", _remove),
+        ("remove", "delete it, or one version of it; running requests finish first", _remove),
         ("versions", "its versions, newest first", _versions),
         ("activate", "make a registered version the one that new requests get", _activate),
     ):
@@ -46,6 +46,9 @@ def add_parser(commands: Subparsers) -> None:
         if name == "activate":
             parser.add_argument("digest", metavar="DIGEST", help="of the version, or at least 8 digits that begin it")
         if name == "remove":
+            parser.add_argument(
+                "--version", metavar="DIGEST", help="only this version: its digest, or at least 8 digits that begin it; not the active one"
+            )
             parser.add_argument("--no-wait", action="store_true", help="do not wait until every tier is cleared")
         parser.set_defaults(run=run)
 
@@ -158,7 +161,14 @@ def _get(arguments: argparse.Namespace) -> int:
 
 def _pin(arguments: argparse.Namespace) -> int:
     with connect(arguments) as client:
-        return _show(client.adapters.pin(arguments.name), is_json=arguments.json, verb="pinned")
+        adapter = client.adapters.pin(arguments.name)
+    if not any(place.tier is AdapterTier.HOST_CACHE for place in adapter.placements):
+        print(
+            "motet: the adapter is pinned, but not in the host cache now; `motet status` tells whether the host cache "
+            "answers",
+            file=sys.stderr,
+        )
+    return _show(adapter, is_json=arguments.json, verb="pinned")
 
 
 def _unpin(arguments: argparse.Namespace) -> int:
@@ -167,9 +177,17 @@ def _unpin(arguments: argparse.Namespace) -> int:
 
 
 def _remove(arguments: argparse.Namespace) -> int:
+    wait = not arguments.no_wait
     with connect(arguments) as client:
-        client.adapters.delete(arguments.name, wait=not arguments.no_wait)
-    print(json_line({"removed": arguments.name}) if arguments.json else f"removed {arguments.name}")
+        if arguments.version:
+            digest = full_digest(client, arguments.name, arguments.version, field="--version")
+            client.adapters.delete_version(arguments.name, digest, wait=wait)
+        else:
+            digest = ""
+            client.adapters.delete(arguments.name, wait=wait)
+    removed = {"removed": arguments.name} | ({"version": digest} if digest else {})
+    text = f"removed {arguments.name}" + (f" version {digest}" if digest else "")
+    print(json_line(removed) if arguments.json else text)
     return exits.OK
 
 

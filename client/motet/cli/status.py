@@ -52,7 +52,8 @@ def render(status: ServerStatus) -> str:
         (f"arena of {w.worker_id}", w.num_adapters_loaded, size(w.arena_used_bytes), size(w.arena_bytes))
         for w in status.workers
     ]
-    cache_state = "" if adapters.host_cache_available else " (not answering)"
+    trouble = f": {adapters.host_cache_trouble}" if adapters.host_cache_trouble else ""
+    cache_state = "" if adapters.host_cache_available else f" (not answering{trouble})"
     sections = [
         f"motet {status.server_version}, model {model.name} ({model.dtype}, context {model.max_model_len} tokens, "
         f"fingerprint {model.fingerprint[:12]})",

@@ -308,12 +308,24 @@ class DeleteAdapterRequest(_message.Message):
     etag: str
     def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
 
+class DeleteAdapterVersionRequest(_message.Message):
+    __slots__ = ("name", "digest", "etag")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+
 class AdapterOperationMetadata(_message.Message):
-    __slots__ = ("adapter", "verb", "create_time")
+    __slots__ = ("adapter", "verb", "create_time", "digest")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     VERB_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     adapter: str
     verb: str
     create_time: _timestamp_pb2.Timestamp
-    def __init__(self, adapter: _Optional[str] = ..., verb: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    digest: str
+    def __init__(self, adapter: _Optional[str] = ..., verb: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., digest: _Optional[str] = ...) -> None: ...

@@ -87,6 +87,11 @@ class AdapterServiceStub(object):
                 request_serializer=motet_dot_v1_dot_adapters__pb2.DeleteAdapterRequest.SerializeToString,
                 response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
                 _registered_method=True)
+        self.DeleteAdapterVersion = channel.unary_unary(
+                '/motet.v1.AdapterService/DeleteAdapterVersion',
+                request_serializer=motet_dot_v1_dot_adapters__pb2.DeleteAdapterVersionRequest.SerializeToString,
+                response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+                _registered_method=True)
 
 
 class AdapterServiceServicer(object):
@@ -95,10 +100,11 @@ class AdapterServiceServicer(object):
     """
 
     def UploadAdapter(self, request_iterator, context):
-        """Registers an adapter from files sent over this stream: a header, chunks in order, a trailer. Registering
-        the same bytes again is allowed and changes nothing. New bytes under a known name are a new version, which
-        becomes the active one. DEADLINE_EXCEEDED ends an upload that sends nothing for 30 seconds, or less than
-        64 KiB per second on average after the first 30 seconds.
+        """Registers an adapter from files sent over this stream: a header, then chunks in order, then the end of the client's
+        side. A call that ends in another way, cancelled or cut off, registers nothing. Registering the same bytes again is
+        allowed: it makes their version the active one, and repairs what is damaged of it in the artifact store. New bytes
+        under a known name are a new version, which becomes the active one. DEADLINE_EXCEEDED ends an upload that sends
+        nothing for 30 seconds, or less than 64 KiB per second on average after the first 30 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,6 +175,15 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteAdapterVersion(self, request, context):
+        """Deletes a version that is not the active one: requests that name it get NOT_FOUND at once, streams that run finish,
+        then every tier is cleared of it. The operation ends after that; its response is google.protobuf.Empty. The active
+        version gives FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdapterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -220,6 +235,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
             'DeleteAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteAdapter,
                     request_deserializer=motet_dot_v1_dot_adapters__pb2.DeleteAdapterRequest.FromString,
+                    response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
+            ),
+            'DeleteAdapterVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteAdapterVersion,
+                    request_deserializer=motet_dot_v1_dot_adapters__pb2.DeleteAdapterVersionRequest.FromString,
                     response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
             ),
     }
@@ -494,6 +514,33 @@ class AdapterService(object):
             target,
             '/motet.v1.AdapterService/DeleteAdapter',
             motet_dot_v1_dot_adapters__pb2.DeleteAdapterRequest.SerializeToString,
+            google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteAdapterVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/motet.v1.AdapterService/DeleteAdapterVersion',
+            motet_dot_v1_dot_adapters__pb2.DeleteAdapterVersionRequest.SerializeToString,
             google_dot_longrunning_dot_operations__pb2.Operation.FromString,
             options,
             channel_credentials,

@@ -232,6 +232,7 @@ class FakeWeights:
         self.calls = calls
         self.pinned: list[str] = []
         self.stored: list[str] = []  # digests that were registered
+        self.trouble = ""
         self.max_pinned = 10
         self.pin_gate: asyncio.Event | None = None  # pin waits for it
         self.pin_begun = asyncio.Event()
@@ -259,7 +260,7 @@ class FakeWeights:
         self.stored.append(digest)
 
     def stats(self) -> FakeCacheStats:
-        return FakeCacheStats()
+        return FakeCacheStats(is_available=not self.trouble, trouble=self.trouble)
 
 
 @dataclass(frozen=True)
@@ -466,6 +467,7 @@ class Api:
         )
         self.address = ""
         self.channel: grpc.aio.Channel
+        self.port = 0  # while it runs
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Api]:
@@ -479,6 +481,7 @@ class Api:
         self.address = listeners.bind(server, "127.0.0.1:0")
         await server.start()
         try:
+            self.port = int(self.address.rpartition(":")[2])
             async with grpc.aio.insecure_channel(self.address) as self.channel:
                 yield self
         finally:

@@ -21,6 +21,7 @@ from control_plane.api.operations import OperationBook
 from control_plane.api.upload import check_header
 from control_plane.errors import Exhausted, InvalidAdapter, InvalidRequest
 from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, Api, details
+from tests.fakes.tcp_proxy import TcpProxy
 
 FILES = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": bytes(range(256)) * 300}
 Messages = list[adapters_pb2.UploadAdapterRequest]
@@ -215,6 +216,31 @@ async def test_cancelled_upload_is_removed(api: Api) -> None:
     for _ in range(20):  # turns of the loop in which the handler unwinds
         await asyncio.sleep(0)
     assert no_upload_left(api)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "cut off"])
+async def test_upload_that_does_not_end_in_order_registers_nothing(api: Api, way: str) -> None:
+    """Every byte has arrived; what is missing is the end of the client's side."""
+    total = sum(map(len, FILES.values()))
+    for _ in range(20):
+        async with TcpProxy(api.port) as proxy, grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel:
+            stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.UploadAdapter()
+            for message in messages():
+                await call.write(message)
+            async with asyncio.timeout(30):
+                while sum(path.stat().st_size for path in api.uploads_dir.rglob("adapter_*")) < total:
+                    await asyncio.sleep(0)
+            if way == "cancelled":
+                call.cancel()
+            else:
+                proxy.cut()
+            async with asyncio.timeout(30):
+                while not no_upload_left(api):
+                    await asyncio.sleep(0)
+    assert api.calls == []
+    await upload(api, messages())  # one that ends in order
+    assert api.calls == [("register", "poet", False)]
 
 
 async def test_repeated_request_id_answers_as_before_for_a_day(api: Api) -> None:
@@ -442,7 +468,7 @@ async def test_pin_follows_a_new_version_though_the_client_leaves(api: Api, chan
         task.cancel()
         await asyncio.wait([task])
         gate.set()
-    await api.pins.follow("b")  # comes after the change, which holds the lock
+    await api.pins.follow("a")  # comes after the change, which holds the lock of the name
     assert api.weights.pinned == [*api.fleet.pinned] == [DIGEST]
 
 
@@ -459,7 +485,7 @@ async def test_pin_and_unpin_reach_every_tier_though_the_client_leaves(api: Api)
             unpin = adapters_pb2.UnpinAdapterRequest(name="adapters/a")
             handler = asyncio.create_task(api.adapters.UnpinAdapter(unpin, caller))
         await left(handler, api.registry.answer_due, gate)
-        await api.pins.follow("b")  # comes after the change, which holds the lock
+        await api.pins.follow("a")  # comes after the change, which holds the lock of the name
         assert api.registry.records["a"].is_pinned == is_pinned
         assert api.weights.pinned == [*api.fleet.pinned] == ([DIGEST] if is_pinned else [])
 
@@ -519,24 +545,77 @@ async def test_second_delete_joins_the_first(api: Api) -> None:
     assert [call[0] for call in api.calls] == ["begin_delete", "retire", "drop", "finish_delete"]
 
 
-async def test_delete_that_begins_has_room_for_its_operation(api: Api) -> None:
-    for name in ("poet", "bard"):
-        api.registry.add(name)
+async def test_deletions_that_wait_for_streams_stop_nobody_elses_work(api: Api) -> None:
+    names = [f"n{number}" for number in range(70)]  # more than may run of other operations
+    for name in [*names, "poet"]:
+        api.registry.add(name, DIGEST, OTHER_DIGEST)
+    gate = api.fleet.retire_gate = asyncio.Event()
     api.adapters._book = book = OperationBook(max_running=1)
-    gate = api.registry.delete_gate = asyncio.Event()
     caller: Any = Caller()
-    request = adapters_pb2.DeleteAdapterRequest(name="adapters/poet")
-    first = asyncio.create_task(api.adapters.DeleteAdapter(request, caller))
-    await asyncio.wait_for(api.registry.delete_begun.wait(), 5)
-    with pytest.raises(Exhausted, match="1 operations are running, at most 1"):
-        await asyncio.wait_for(
-            api.adapters.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/bard"), caller), 5
-        )
+    for name in names:
+        await api.adapters.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name=f"adapters/{name}"), caller)
+    poet = {"name": "adapters/poet", "digest": OTHER_DIGEST}
+    await api.adapters.DeleteAdapterVersion(adapters_pb2.DeleteAdapterVersionRequest(**poet), caller)
+    directory = api.root / "x"
+    directory.mkdir()
+    for name, data in FILES.items():
+        (directory / name).write_bytes(data)
+    api.registry.gate = asyncio.Event()
+    create = adapters_pb2.CreateAdapterRequest(adapter_id="bard", source="team/x")
+    await api.adapters.CreateAdapter(create, caller)
+    with pytest.raises(Exhausted, match="1 operations are running, at most 1"):  # this one works, and has its limit
+        await api.adapters.CreateAdapter(create, caller)
+    api.registry.gate.set()
     gate.set()
-    await asyncio.wait_for(first, 5)
-    await asyncio.wait_for(api.registry.delete_finished.wait(), 5)
-    assert "bard" in api.registry.records
     await book.close(timeout_s=5)
+    assert sorted(api.registry.records) == ["bard", "poet"]
+
+
+async def test_a_version_is_deleted_when_its_streams_have_ended(api: Api) -> None:
+    api.registry.add("poet", DIGEST, OTHER_DIGEST)
+    gate = api.fleet.retire_gate = asyncio.Event()
+    request = adapters_pb2.DeleteAdapterVersionRequest(name="adapters/poet", digest=OTHER_DIGEST, etag="e1")
+    stub = adapters(api)
+    operation = await stub.DeleteAdapterVersion(request)
+    metadata = adapters_pb2.AdapterOperationMetadata()
+    assert operation.metadata.Unpack(metadata)
+    assert (metadata.adapter, metadata.verb, metadata.digest) == ("adapters/poet", "delete_version", OTHER_DIGEST)
+    assert (await stub.DeleteAdapterVersion(request)).name == operation.name  # a second call joins it
+    assert [v.digest for v in api.registry.records["poet"].versions] == [DIGEST]  # at once
+    gate.set()
+    assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
+    assert api.calls == [
+        ("begin_delete_version", "poet", OTHER_DIGEST, "e1"),
+        ("retire", OTHER_DIGEST),
+        ("drop", OTHER_DIGEST),
+        ("finish_delete_version", OTHER_DIGEST),
+    ]
+
+
+async def test_weights_of_a_deleted_version_that_a_name_has_stay(api: Api) -> None:
+    api.registry.add("poet", DIGEST, OTHER_DIGEST)
+    api.registry.add("bard", OTHER_DIGEST)
+    request = adapters_pb2.DeleteAdapterVersionRequest(name="adapters/poet", digest=OTHER_DIGEST)
+    await finished(api, await adapters(api).DeleteAdapterVersion(request))
+    assert [call[0] for call in api.calls] == ["begin_delete_version", "finish_delete_version"]
+
+
+async def test_bad_deletions_of_versions_are_refused_and_may_be_tried_again(api: Api) -> None:
+    api.registry.add("poet", DIGEST, OTHER_DIGEST)
+    stub = adapters(api)
+
+    def ask(name: str = "adapters/poet", digest: str = DIGEST) -> Any:
+        return refused(stub.DeleteAdapterVersion(adapters_pb2.DeleteAdapterVersionRequest(name=name, digest=digest)))
+
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    assert await ask(digest="ab") == (invalid, "FIELD_INVALID", ["digest"])
+    assert await ask(name="poet") == (invalid, "FIELD_INVALID", ["name"])
+    assert (await ask(name="adapters/nobody"))[:2] == (grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND")
+    for _ in range(2):
+        assert (await ask())[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_ACTIVE")
+    await api.registry.activate("poet", OTHER_DIGEST)
+    request = adapters_pb2.DeleteAdapterVersionRequest(name="adapters/poet", digest=DIGEST)
+    await finished(api, await stub.DeleteAdapterVersion(request))
 
 
 async def test_weights_that_another_name_registers_are_not_dropped(api: Api) -> None:
@@ -561,6 +640,7 @@ async def test_mutations_are_refused_while_draining(api: Api) -> None:
         stub.PinAdapter(adapters_pb2.PinAdapterRequest(**named)),
         stub.UnpinAdapter(adapters_pb2.UnpinAdapterRequest(**named)),
         stub.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(**named)),
+        stub.DeleteAdapterVersion(adapters_pb2.DeleteAdapterVersionRequest(digest=DIGEST, **named)),
     ]
     for call in calls:
         assert (await refused(call))[:2] == (grpc.StatusCode.UNAVAILABLE, "DRAINING")

@@ -141,7 +141,8 @@ async def test_book_is_bounded() -> None:
     for _ in range(2):
         book.start("a", "create", work, is_cancellable=True)
     with pytest.raises(Exhausted, match="at most 2"):
-        book.check_room()
+        book.start("a", "create", work, is_cancellable=True)
+    book.start("a", "delete", work, is_cancellable=False, is_waiting=True)  # one that waits always has room
     gate.set()
     await book.close(timeout_s=5)
     for _ in range(5):

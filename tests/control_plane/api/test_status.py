@@ -29,6 +29,9 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
         host_cache_available=True,
     )
     assert answer.server_version == motet.__version__
+    api.weights.trouble = "Redis refuses: no"
+    answer = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
+    assert (answer.adapters.host_cache_available, answer.adapters.host_cache_trouble) == (False, "Redis refuses: no")
     assert answer.model.name == "tiny" and answer.model.max_model_len == 64
     assert answer.limits.max_chunk_bytes == 1 << 20
     (tenant,) = answer.tenants

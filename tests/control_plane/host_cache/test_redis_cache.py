@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from control_plane.errors import AdapterDamaged, AdapterNotFound, InvalidRequest, PinBudgetExceeded
 from control_plane.host_cache.packed import PART_BYTES
-from control_plane.host_cache.redis_cache import RedisHostCache
+from control_plane.host_cache.redis_cache import RedisHostCache, check_url
 from control_plane.host_cache.weights import AdapterWeights
 from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, make_weights, read_all, settle
 
@@ -20,7 +20,7 @@ BUDGET = 20_000
 
 @pytest.fixture
 async def cache(redis_process: RedisProcess) -> AsyncIterator[RedisHostCache]:
-    made = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=0.4, seed=1)
+    made = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=20.0, seed=1)  # on a busy machine too
     await made.check()
     yield made
     await made.close()
@@ -41,6 +41,104 @@ async def test_a_miss_fills_the_cache_and_the_next_read_is_a_hit(weights: Adapte
     assert store.num_chunk_reads == reads
     stats = weights.stats()
     assert (stats.num_hits, stats.num_misses, stats.num_adapters, stats.used_bytes) == (1, 1, 1, store.size(digest))
+
+
+def is_up(process: RedisProcess) -> str:
+    return process.url
+
+
+def wants_a_password(process: RedisProcess) -> str:
+    process.client.config_set("requirepass", "secret")
+    return process.url
+
+
+def has_another_password(process: RedisProcess) -> str:
+    process.client.config_set("requirepass", "secret")
+    return process.url.replace("unix://", "unix://:wr0ng@")
+
+
+def is_not_there(process: RedisProcess) -> str:
+    process.client.close()
+    process.kill()
+    return process.url
+
+
+def is_stopped(process: RedisProcess) -> str:
+    process.signal(signal.SIGSTOP)
+    return process.url
+
+
+def permits_no_scan(process: RedisProcess) -> str:
+    process.client.execute_command("ACL", "SETUSER", "narrow", "on", ">pw", "~*", "+@all", "-scan")
+    return process.url.replace("unix://", "unix://narrow:pw@")
+
+
+@pytest.mark.parametrize(
+    ("state", "trouble"),
+    [
+        (is_up, ""),
+        (wants_a_password, "Redis refuses: it wants a password"),
+        (has_another_password, "Redis refuses: invalid username-password pair or user is disabled."),
+        (is_not_there, "Redis cannot be reached: "),
+        (is_stopped, "Redis does not answer in time"),
+        (permits_no_scan, "Redis refuses: this user has no permissions to run the 'scan' command"),
+    ],
+    ids=lambda case: case.__name__ if callable(case) else "",
+)
+async def test_why_redis_cannot_be_used_is_told_and_logged_once(
+    redis_process: RedisProcess,
+    store: FakeStore,
+    caplog: pytest.LogCaptureFixture,
+    state: Callable[[RedisProcess], str],
+    trouble: str,
+) -> None:
+    cache = RedisHostCache(state(redis_process), budget_bytes=BUDGET, call_timeout_s=0.4)
+    for _ in range(3):
+        await cache.check()
+    told = make_weights(cache, store).stats()
+    assert told.trouble.startswith(trouble) and told.is_available is (not trouble)
+    assert (not trouble) is (not told.trouble)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (1 if trouble else 0)
+    assert all(f"not available reason={told.trouble}" in warning for warning in warnings)
+    assert str(redis_process.socket) not in told.trouble and "wr0ng" not in caplog.text
+    await cache.close()
+
+
+async def test_a_server_that_is_no_redis_is_told_as_such(store: FakeStore) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    cache = RedisHostCache(f"redis://127.0.0.1:{port}", budget_bytes=BUDGET)
+    await cache.check()
+    assert cache.trouble == "the server that answers is not a Redis"
+    assert str(port) not in cache.trouble
+    await cache.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://:pw@host?ssl_verify=no", "has an option that redis-py does not know: ssl_verify"),
+        ("rediss://host?ssl_cert_reqs=perhaps", "ssl_cert_reqs|Certificate"),
+        ("redis://host:99999", "Port"),
+        ("unix:///tmp/s?colour=red", "colour"),
+        ("redis://:pw@host?socket_timeout=long", "socket_timeout"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_without_its_password(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        check_url(url)
+    assert "pw" not in str(caught.value)
+
+
+def test_urls_that_work_are_taken() -> None:
+    for url in ("redis://u:pw@host:1/2", "rediss://host?ssl_cert_reqs=none", "unix:///tmp/s", "redis://h?db=3"):
+        check_url(url)
 
 
 async def test_large_chunks_travel_in_parts(redis_process: RedisProcess, store: FakeStore) -> None:
@@ -180,9 +278,10 @@ async def test_killed_redis_is_a_miss_and_is_used_again_when_back(
     assert weights.is_cached(digest)
 
 
-async def test_hung_redis_is_given_up_and_the_store_answers(
-    weights: AdapterWeights, store: FakeStore, redis_process: RedisProcess
-) -> None:
+async def test_hung_redis_is_given_up_and_the_store_answers(store: FakeStore, redis_process: RedisProcess) -> None:
+    cache = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=0.4)
+    await cache.check()
+    weights = make_weights(cache, store)
     digest, cold = store.add(1), store.add(2)
     await weights.ensure_cached(digest)
     redis_process.signal(signal.SIGSTOP)
@@ -190,6 +289,7 @@ async def test_hung_redis_is_given_up_and_the_store_answers(
         assert await read_all(await weights.open_packed(digest)) == store.content(digest)
         assert await read_all(await weights.open_packed(cold)) == store.content(cold)
     redis_process.signal(signal.SIGCONT)
+    await cache.close()
 
 
 async def test_full_redis_refuses_writes_and_reads_go_on(
