@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from control_plane.registry.safetensors_header import parse_json_object, refuse, shorten
 
@@ -20,7 +20,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES = 100_000
 MAX_SCALING = 1000.0
 _FIELD = "adapter_config.json"
-_PLAIN_NAME = re.compile(r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")
+_PLAIN_NAME = re.compile(r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
 # Change nothing about what a trained adapter computes.
 _IGNORED = {
     "base_model_name_or_path",
@@ -78,6 +78,23 @@ _HANDLED = {
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
+class NamePattern(Generic[_T]):
+    """Values by plain names or suffixes of module names, "^full.name" for one exact module; the first that fits counts.
+
+    Finding it costs a few look-ups, however many names there are.
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, _T]]) -> None:
+        # By name: its place in the configuration, and the value.
+        self._by_name = {name: (place, value) for place, (name, value) in enumerate(entries)}
+
+    def first(self, module: str, default: _T) -> _T:
+        """The value of the first name that fits the module."""
+        names = ["^" + module, *_suffixes(module)]
+        found = [entry for name in names if (entry := self._by_name.get(name)) is not None]
+        return min(found, key=lambda entry: entry[0])[1] if found else default
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """What an adapter_config.json says, checked against itself only."""
@@ -87,10 +104,10 @@ class AdapterConfig:
     is_rslora: bool
     is_dora: bool
     has_lora_bias: bool  # never of a DoRA adapter: PEFT has no such one
-    rank_pattern: dict[str, int]  # plain name or suffix -> rank; the first that fits a module counts
-    alpha_pattern: dict[str, float]
-    target_modules: tuple[str, ...] | None  # names or suffixes; None: all linears
-    exclude_modules: tuple[str, ...]
+    rank_pattern: NamePattern[int]
+    alpha_pattern: NamePattern[float]
+    target_modules: frozenset[str] | None  # names or suffixes; None: all linears
+    exclude_modules: frozenset[str]
 
     @property
     def kind(self) -> str:
@@ -99,20 +116,21 @@ class AdapterConfig:
 
     def is_targeted(self, module: str, *, is_linear: bool = True) -> bool:
         """Whether PEFT would put an adapter on `module`. is_linear: of "all-linear", which leaves the head out."""
-        if any(_is_suffix(name, module) for name in self.exclude_modules):
+        suffixes = _suffixes(module)
+        if not self.exclude_modules.isdisjoint(suffixes):
             return False
         if self.target_modules is None:
             return is_linear
-        return any(_is_suffix(name, module) for name in self.target_modules)
+        return not self.target_modules.isdisjoint(suffixes)
 
     def rank_of(self, module: str) -> int:
         """Rank of A and B of `module`."""
-        return _first_match(self.rank_pattern, module, self.rank)
+        return self.rank_pattern.first(module, self.rank)
 
     def scaling_of(self, module: str) -> float:
         """alpha / r, or alpha / sqrt(r) for rsLoRA."""
         rank = self.rank_of(module)
-        alpha = _first_match(self.alpha_pattern, module, self.alpha)
+        alpha = self.alpha_pattern.first(module, self.alpha)
         return alpha / math.sqrt(rank) if self.is_rslora else alpha / rank
 
 
@@ -134,8 +152,8 @@ def read_adapter_config(raw: bytes) -> AdapterConfig:
         is_dora=is_dora,
         has_lora_bias=has_lora_bias,
         is_rslora=_flag(config, "use_rslora"),
-        rank_pattern={name: _rank("rank_pattern", value) for name, value in _pattern(config, "rank_pattern")},
-        alpha_pattern={name: _number("alpha_pattern", value) for name, value in _pattern(config, "alpha_pattern")},
+        rank_pattern=NamePattern(_pattern(config, "rank_pattern", _rank)),
+        alpha_pattern=NamePattern(_pattern(config, "alpha_pattern", _number)),
         target_modules=_target_modules(config.get("target_modules")),
         exclude_modules=_names("exclude_modules", config.get("exclude_modules") or ()),
     )
@@ -178,7 +196,7 @@ def _is_empty(value: Any) -> bool:
     return value is None or value is False or value in ({}, [])
 
 
-def _target_modules(value: Any) -> tuple[str, ...] | None:
+def _target_modules(value: Any) -> frozenset[str] | None:
     if isinstance(value, str):
         if value.lower() == "all-linear":
             return None
@@ -192,12 +210,12 @@ def _target_modules(value: Any) -> tuple[str, ...] | None:
     return names
 
 
-def _names(field: str, value: Any) -> tuple[str, ...]:
+def _names(field: str, value: Any) -> frozenset[str]:
     if not isinstance(value, list | tuple) or len(value) > MAX_NAMES:
         raise refuse(field, f"is {_show(value)}; a list of module names is expected, patterns are not read")
     for name in value:
         _check_name(field, name)
-    return tuple(value)
+    return frozenset(value)
 
 
 def _check_name(field: str, name: Any) -> None:
@@ -205,16 +223,16 @@ def _check_name(field: str, name: Any) -> None:
         raise refuse(field, f"holds {_show(name)}; only plain dotted module names are read, no patterns")
 
 
-def _pattern(config: dict[str, Any], field: str) -> Iterable[tuple[str, Any]]:
+def _pattern(config: dict[str, Any], field: str, read: Callable[[str, Any], _T]) -> Iterable[tuple[str, _T]]:
     value = config.get(field)
     if value is None:
-        return []
+        return
     if not isinstance(value, dict):
         raise refuse(field, f"is {_show(value)}; a map of module names to numbers is expected")
-    for name in value:
+    for name, number in value.items():
         # PEFT documents "^full.name" for one exact module.
         _check_name(field, name.removeprefix("^"))
-    return value.items()
+        yield name, read(field, number)
 
 
 def _rank(field: str, value: Any) -> int:
@@ -237,15 +255,10 @@ def _flag(config: dict[str, Any], field: str) -> bool:
     return bool(value)
 
 
-def _is_suffix(name: str, module: str) -> bool:
-    return module == name or module.endswith("." + name)
-
-
-def _first_match(pattern: Mapping[str, _T], module: str, default: _T) -> _T:
-    for name, value in pattern.items():
-        if module == name[1:] if name.startswith("^") else _is_suffix(name, module):
-            return value
-    return default
+def _suffixes(module: str) -> list[str]:
+    """The names in a configuration that fit a module: "a.b.c" gives "a.b.c", "b.c" and "c"."""
+    parts = module.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _show(value: Any) -> str:

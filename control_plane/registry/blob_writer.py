@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from control_plane.errors import MotetError
 from control_plane.registry.catalog import Catalog
-from control_plane.registry.packing import Packed
+from control_plane.registry.ingest import PackedChunk, PackedInfo
 from control_plane.registry.store import ArtifactStore
 from control_plane.store_calls import StoreCalls
 
@@ -22,19 +21,19 @@ class BlobWriter:
         self._calls = calls
         self._catalog = catalog
 
-    async def put(self, packed: Packed) -> None:
+    async def put(self, packed: PackedInfo) -> None:
         """Have the whole blob in the store. One that is there already is read in full, and repaired if it is damaged.
 
         A half-written blob goes again; a damaged one that could not be repaired stays as it is.
         """
-        digest = packed.info.digest
+        digest = packed.digest
         if digest in self._catalog.blobs:
             await self._repair(packed)
             return
         try:
-            for index, path in enumerate(packed.chunk_paths):
-                await self._put_chunk(digest, index, path)
-            await self._calls.change(self._store.put_manifest, digest, packed.info.manifest)
+            for index, chunk in enumerate(packed.chunks):
+                await self._put_chunk(digest, index, chunk)
+            await self._calls.change(self._store.put_manifest, digest, packed.manifest)
         except BaseException:
             await self._delete(digest)
             raise
@@ -45,25 +44,24 @@ class BlobWriter:
         if not self._catalog.is_named(digest):
             await self._delete(digest)
 
-    async def _repair(self, packed: Packed) -> None:
-        info = packed.info
+    async def _repair(self, packed: PackedInfo) -> None:
         repaired = []
-        for index, (chunk, path) in enumerate(zip(info.chunks, packed.chunk_paths, strict=True)):
-            check = (info.digest, index, chunk.size_bytes, chunk.sha256)
+        for index, chunk in enumerate(packed.chunks):
+            check = (packed.digest, index, chunk.size_bytes, chunk.sha256)
             if not await self._calls.change(self._store.is_whole_chunk, *check, size_bytes=chunk.size_bytes):
-                await self._put_chunk(info.digest, index, path)
+                await self._put_chunk(packed.digest, index, chunk)
                 repaired.append(index)
         try:
-            has_manifest = await self._calls.change(self._store.read_manifest, info.digest) == info.manifest
+            has_manifest = await self._calls.change(self._store.read_manifest, packed.digest) == packed.manifest
         except FileNotFoundError:
             has_manifest = False
         if not has_manifest:
-            await self._calls.change(self._store.put_manifest, info.digest, info.manifest)
+            await self._calls.change(self._store.put_manifest, packed.digest, packed.manifest)
         if repaired or not has_manifest:
-            logger.warning("blob repaired digest=%s chunks=%s had_manifest=%s", info.digest, repaired, has_manifest)
+            logger.warning("blob repaired digest=%s chunks=%s had_manifest=%s", packed.digest, repaired, has_manifest)
 
-    async def _put_chunk(self, digest: str, index: int, path: Path) -> None:
-        await self._calls.change(self._store.put_chunk, digest, index, path, size_bytes=path.stat().st_size)
+    async def _put_chunk(self, digest: str, index: int, chunk: PackedChunk) -> None:
+        await self._calls.change(self._store.put_chunk, digest, index, chunk.path, size_bytes=chunk.size_bytes)
 
     async def _delete(self, digest: str) -> None:
         self._catalog.blobs.discard(digest)

@@ -1,7 +1,7 @@
 """Turns the files of a PEFT adapter into the packed layout of docs/protocol.md, checking everything on the way.
 
-Runs in a worker thread. One decoder layer is in memory at a time. The same input gives the same bytes, hence the same
-digest, on every machine.
+Runs in a thread. A few MiB of an adapter are in memory at a time, whatever its size. The same input gives the same
+bytes, hence the same digest, on every machine.
 """
 
 from __future__ import annotations
@@ -11,38 +11,34 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from control_plane.registry.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
 from control_plane.registry.base_model import BaseModel
+from control_plane.registry.chunk_writer import ITEMSIZE, PackedTensor, write_chunk
 from control_plane.registry.module_plans import ModulePlan, plan_modules
 from control_plane.registry.outer_modules import is_same_weight
-from control_plane.registry.safetensors_header import FIELD, TensorEntry, read_header, refuse, shorten
-from control_plane.registry.tensor_codec import Float32Array, decode, encode
+from control_plane.registry.safetensors_header import TensorEntry, read_header, refuse, shorten
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 RANKS_PER_PAGE = 8  # of the worker's arena
-_SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-ChunkSink = Callable[[int, bytes], None]  # (chunk index, bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """One chunk as the manifest has it."""
+    """One chunk as the manifest has it, and the file that it is in."""
 
+    path: Path = field(compare=False)
     size_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInfo:
-    """A packed adapter, without the bytes of its chunks."""
+    """A packed adapter, but for the bytes of its chunks."""
 
     digest: str
     manifest: bytes
@@ -54,10 +50,18 @@ class PackedInfo:
     target_modules: tuple[str, ...]  # sorted
 
 
-def ingest(files: Mapping[str, Path], base_model: BaseModel, *, max_adapter_bytes: int, sink: ChunkSink) -> PackedInfo:
-    """Check the adapter in full and give its chunks to `sink`, in order. Raises InvalidAdapter.
+def ingest(
+    files: Mapping[str, Path],
+    base_model: BaseModel,
+    *,
+    max_adapter_bytes: int,
+    directory: Path,
+    check: Callable[[], None] = lambda: None,
+) -> PackedInfo:
+    """Check the adapter in full and write its chunks into `directory`, which is empty. Raises InvalidAdapter.
 
     `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose.
+    `check` is called every few MiB, and may raise to end the work.
     """
     for name in sorted(set(files) - {CONFIG_FILE, WEIGHTS_FILE}):
         raise refuse(shorten(name), f"only {CONFIG_FILE} and {WEIGHTS_FILE} belong to an adapter")
@@ -79,7 +83,7 @@ def ingest(files: Mapping[str, Path], base_model: BaseModel, *, max_adapter_byte
         entries = read_header(file, size, max_tensors=max_tensors)
         modules = plan_modules(config, entries, base_model)
         _check_base_weights(file, modules, base_model)
-        return _pack(file, config, modules, base_model, sink)
+        return _pack(file, config, modules, base_model, directory, check)
 
 
 def _check_base_weights(file: BinaryIO, modules: list[ModulePlan], base_model: BaseModel) -> None:
@@ -97,22 +101,36 @@ def _check_base_weights(file: BinaryIO, modules: list[ModulePlan], base_model: B
 
 
 def _pack(
-    file: BinaryIO, config: AdapterConfig, modules: list[ModulePlan], base_model: BaseModel, sink: ChunkSink
+    file: BinaryIO,
+    config: AdapterConfig,
+    modules: list[ModulePlan],
+    base_model: BaseModel,
+    directory: Path,
+    check: Callable[[], None],
 ) -> PackedInfo:
     groups: dict[int | None, list[ModulePlan]] = {}
     for plan in modules:
         groups.setdefault(plan.layer, []).append(plan)
     layers = sorted(layer for layer in groups if layer is not None)
-    chunks, packed = [], []
+    described, chunks = [], []
     for index, layer in enumerate([*layers, *([None] if None in groups else [])]):
-        data, described = _pack_chunk(file, groups[layer], base_model.dtype)
-        sha256, name = hashlib.sha256(data).hexdigest(), "rest" if layer is None else f"layers.{layer}"
-        chunks.append({"modules": described, "name": name, "sha256": sha256, "size_bytes": len(data)})
-        packed.append(PackedChunk(len(data), sha256))
-        sink(index, data)
+        path = directory / str(index)
+        tensors = [tensor for plan in groups[layer] for tensor in _tensors(plan, base_model.dtype)]
+        with path.open("x+b") as out:
+            written = write_chunk(out, file, tensors, check)
+        hashes = dict(zip((tensor.name for tensor in tensors), written.tensor_sha256, strict=True))
+        chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
+        described.append(
+            {
+                "modules": [_described(plan, hashes) for plan in groups[layer]],
+                "name": "rest" if layer is None else f"layers.{layer}",
+                "sha256": written.sha256,
+                "size_bytes": written.size_bytes,
+            }
+        )
     document = {
         "base_fingerprint": base_model.fingerprint,
-        "chunks": chunks,
+        "chunks": described,
         "dtype": base_model.dtype,
         "format": 1,
         "kind": config.kind,
@@ -121,13 +139,39 @@ def _pack(
     return PackedInfo(
         digest=hashlib.sha256(manifest).hexdigest(),
         manifest=manifest,
-        chunks=tuple(packed),
+        chunks=tuple(chunks),
         kind=config.kind,
         max_rank=max(plan.rank for plan in modules),
-        size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in packed),
+        size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
         arena_bytes=_arena_bytes(modules, ITEMSIZE[base_model.dtype]),
         target_modules=tuple(plan.name for plan in modules),
     )
+
+
+def _sides(plan: ModulePlan) -> list[tuple[str, TensorEntry]]:
+    """The tensors of a module by their names in the packed layout, in the order in which they are stored."""
+    sides = (("a", plan.a), ("b", plan.b), ("bias", plan.bias), ("magnitude", plan.magnitude))
+    return [(side, entry) for side, entry in sides if entry is not None]
+
+
+def _tensors(plan: ModulePlan, dtype: str) -> list[PackedTensor]:
+    return [
+        PackedTensor(f"{plan.name}.{side}", entry, dtype if side in ("a", "b") else "float32", side == "b")
+        for side, entry in _sides(plan)
+    ]
+
+
+def _described(plan: ModulePlan, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """The manifest's words for a module."""
+    return {
+        **{f"{side}_sha256": hashes[f"{plan.name}.{side}"] for side, _ in _sides(plan)},
+        **({"is_embedding": True} if plan.is_embedding else {}),
+        "in_features": plan.in_features,
+        "name": plan.name,
+        "out_features": plan.out_features,
+        "rank": plan.rank,
+        "scaling": float(plan.scaling),
+    }
 
 
 def _arena_bytes(modules: list[ModulePlan], itemsize: int) -> int:
@@ -140,55 +184,3 @@ def _arena_bytes(modules: list[ModulePlan], itemsize: int) -> int:
     )
     num_values = sum(plan.out_features for plan in modules if plan.has_vector)
     return (num_pages + -(-4 * num_values // page_bytes)) * page_bytes
-
-
-def _pack_chunk(file: BinaryIO, modules: list[ModulePlan], dtype: str) -> tuple[bytes, list[dict[str, Any]]]:
-    """One chunk's bytes and the manifest's description of its modules."""
-    header: dict[str, Any] = {}
-    payload: list[bytes] = []
-    described = []
-    position = 0
-    for plan in modules:
-        hashes = {}
-        for side, entry in (("a", plan.a), ("b", plan.b), ("bias", plan.bias), ("magnitude", plan.magnitude)):
-            if entry is None:
-                continue
-            values = _read_finite(file, entry)
-            packed_dtype = dtype if side in ("a", "b") else "float32"
-            packed = np.ascontiguousarray(values.T) if side == "b" else values
-            raw = encode(packed, packed_dtype)
-            if raw is None:
-                raise refuse(shorten(entry.name), f"holds a value too large for {dtype}, the base model's type")
-            hashes[f"{side}_sha256"] = hashlib.sha256(raw).hexdigest()
-            header[f"{plan.name}.{side}"] = {
-                "data_offsets": [position, position + len(raw)],
-                "dtype": _SAFETENSORS_DTYPE[packed_dtype],
-                "shape": list(packed.shape),
-            }
-            payload.append(raw)
-            position += len(raw)
-        described.append(
-            {
-                **hashes,
-                **({"is_embedding": True} if plan.is_embedding else {}),
-                "in_features": plan.in_features,
-                "name": plan.name,
-                "out_features": plan.out_features,
-                "rank": plan.rank,
-                "scaling": float(plan.scaling),
-            }
-        )
-    head = json.dumps(header, sort_keys=True, separators=(",", ":")).encode("ascii")
-    head += b" " * (-len(head) % 8)  # data begins at a multiple of 8 bytes
-    return b"".join([len(head).to_bytes(8, "little"), head, *payload]), described
-
-
-def _read_finite(file: BinaryIO, entry: TensorEntry) -> Float32Array:
-    file.seek(entry.start)
-    raw = file.read(entry.size_bytes)
-    if len(raw) != entry.size_bytes:
-        raise refuse(FIELD, "became shorter while it was read; send it again")
-    values = decode(raw, entry.dtype, entry.shape)
-    if not np.isfinite(values).all():
-        raise refuse(shorten(entry.name), "holds NaN or infinite values; the training diverged")
-    return values

@@ -83,9 +83,9 @@ def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], base
         _check_parts(name, found[name], config, is_embedding=name in outer and outer[name].is_embedding)
         if name not in targeted:
             raise refuse("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
-    for target in config.target_modules or ():
-        last = target.rsplit(".", 1)[-1]
-        if last in _OUTER_NAMES and not any(name == target or name.endswith("." + target) for name in outer):
+    outer_targets = [name for name in config.target_modules or () if name.rsplit(".", 1)[-1] in _OUTER_NAMES]
+    for target in sorted(outer_targets):
+        if not any(name == target or name.endswith("." + target) for name in outer):
             raise refuse("target_modules", f"names {target}; this base model has no such embedding or head")
     for name in sorted(targeted - found.keys()):
         part = (_EMBEDDING if name in outer and outer[name].is_embedding else _LINEAR)[0]

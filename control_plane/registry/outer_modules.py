@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 from control_plane.registry.safetensors_header import TensorEntry
 from control_plane.registry.tensor_codec import decode, encode
 
-_EMBEDDING = re.compile(r"^(?:[a-z_0-9]+\.)*(?P<name>embed_tokens|embed_in|word_embeddings|wte)\.weight$")
-_HEAD = re.compile(r"^(?:[a-z_0-9]+\.)*(?:lm_head|embed_out)\.(?P<part>weight|bias)$")
+_EMBEDDING = re.compile(r"^(?:[a-z_0-9]+\.)*(?P<name>embed_tokens|embed_in|word_embeddings|wte)\.weight\Z")
+_HEAD = re.compile(r"^(?:[a-z_0-9]+\.)*(?:lm_head|embed_out)\.(?P<part>weight|bias)\Z")
 _HEAD_MODULE = "lm_head"  # in transformers' tree, whatever the checkpoint calls it
 _SLICE_VALUES = 4 << 20  # compared at a time
 

@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from control_plane.errors import Exhausted, StoreUnavailable
@@ -20,14 +19,6 @@ from control_plane.registry.ingest import PackedInfo, ingest
 logger = logging.getLogger(__name__)
 
 _CONCURRENT_INGESTS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A packed adapter on the disk."""
-
-    info: PackedInfo
-    chunk_paths: tuple[Path, ...]  # in order; none if they were not asked for
 
 
 class Packer:
@@ -41,35 +32,34 @@ class Packer:
         self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
 
     @asynccontextmanager
-    async def packed(
-        self, files: Mapping[str, Path], is_abandoned: threading.Event, *, keeps_chunks: bool
-    ) -> AsyncIterator[Packed]:
-        """The adapter, until the block ends. Raises InvalidAdapter; Abandoned soon after `is_abandoned` is set."""
+    async def packed(self, files: Mapping[str, Path], is_abandoned: threading.Event) -> AsyncIterator[PackedInfo]:
+        """The adapter, whose chunks lie on the disk until the block ends.
+
+        Raises InvalidAdapter, and Abandoned soon after `is_abandoned` is set.
+        """
+
+        def check() -> None:
+            if is_abandoned.is_set():
+                raise Abandoned
+
         async with self._turns:
             with _disk_errors():
                 scratch = await asyncio.to_thread(
                     tempfile.TemporaryDirectory, prefix="motet-pack-", dir=self._scratch_dir, ignore_cleanup_errors=True
                 )
             try:
-                directory = Path(scratch.name) if keeps_chunks else None
                 with _disk_errors():
-                    packed = await asyncio.to_thread(self._pack, dict(files), directory, is_abandoned)
-                yield packed
+                    info = await asyncio.to_thread(
+                        ingest,
+                        dict(files),
+                        self._base_model,
+                        max_adapter_bytes=self._max_adapter_bytes,
+                        directory=Path(scratch.name),
+                        check=check,
+                    )
+                yield info
             finally:
                 await asyncio.to_thread(scratch.cleanup)
-
-    def _pack(self, files: dict[str, Path], directory: Path | None, is_abandoned: threading.Event) -> Packed:
-        paths: list[Path] = []
-
-        def keep(index: int, chunk: bytes) -> None:
-            if is_abandoned.is_set():
-                raise Abandoned
-            if directory is not None:
-                paths.append(directory / str(index))
-                paths[-1].write_bytes(chunk)
-
-        info = ingest(files, self._base_model, max_adapter_bytes=self._max_adapter_bytes, sink=keep)
-        return Packed(info, tuple(paths))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
 from control_plane.registry.ingest import PackedInfo
 from control_plane.registry.limits import check_adapter_id, check_digest, check_display_name, check_labels
-from control_plane.registry.packing import Packed, Packer
+from control_plane.registry.packing import Packer
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
@@ -228,14 +228,14 @@ class Registry:
         *,
         validate_only: bool,
     ) -> Registered:
-        async with self._packer.packed(files, is_abandoned, keeps_chunks=not validate_only) as packed:
+        async with self._packer.packed(files, is_abandoned) as packed:
             if validate_only:
-                return self._registered(adapter_id, packed.info, display_name, labels)
+                return self._registered(adapter_id, packed, display_name, labels)
             locks = self._changes.locks
-            async with locks.hold(f"name {adapter_id}"), locks.hold(f"blob {packed.info.digest}"):
+            async with locks.hold(f"name {adapter_id}"), locks.hold(f"blob {packed.digest}"):
                 if is_abandoned.is_set():
                     raise Abandoned
-                registered = self._registered(adapter_id, packed.info, display_name, labels)
+                registered = self._registered(adapter_id, packed, display_name, labels)
                 await self._store_version(registered.record, packed)
             return registered
 
@@ -305,13 +305,13 @@ class Registry:
             number=number,
         )
 
-    async def _store_version(self, record: AdapterRecord, packed: Packed) -> None:
+    async def _store_version(self, record: AdapterRecord, packed: PackedInfo) -> None:
         """Blob first, then the version's document, then the record that names it.
 
         A whole blob stays even if the record's write fails: whether that write took effect is not known then, and the
         next start removes blobs that no record names.
         """
-        digest = packed.info.digest
+        digest = packed.digest
         await self._blobs.put(packed)
         known = self._catalog.find(record.adapter_id)
         if known is not record:

@@ -11,7 +11,7 @@ from motet.v1 import plan_pb2
 
 from control_plane.fleet.wire import PlanEncoder, limits_of
 from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
@@ -27,6 +27,7 @@ from control_plane.scheduler.types import (
 )
 from data_plane.engine.engine import TorchEngine
 from data_plane.wire import decode_steps, encode_hello, encode_output
+from tests.control_plane.registry.rig import pack
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,8 @@ class IngestedAdapter:
 
 def ingested(directory: Path, base_model: BaseModel) -> IngestedAdapter:
     """What the registry makes of a PEFT directory."""
-    chunks: list[bytes] = []
     files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
-    info = ingest(files, base_model, max_adapter_bytes=1 << 30, sink=lambda _, chunk: chunks.append(chunk))
-    return IngestedAdapter(info, chunks)
+    return IngestedAdapter(*pack(files, base_model, max_adapter_bytes=1 << 30))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
 from control_plane.registry.registry import Registry
 from control_plane.registry.store import ArtifactStore
 from control_plane.registry.store_files import StoreFiles
@@ -97,6 +98,15 @@ def write_adapter(directory: Path, config: Any = None, weights: bytes | None = N
     (directory / CONFIG_FILE).write_bytes(raw)
     (directory / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors()) if weights is None else weights)
     return {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
+
+
+def pack(
+    files: Mapping[str, Path], base: BaseModel | None = None, *, max_adapter_bytes: int = 1 << 20
+) -> tuple[PackedInfo, list[bytes]]:
+    """What ingest makes of an adapter, and its chunks."""
+    with tempfile.TemporaryDirectory() as directory:
+        info = ingest(files, base or base_model(), max_adapter_bytes=max_adapter_bytes, directory=Path(directory))
+        return info, [chunk.path.read_bytes() for chunk in info.chunks]
 
 
 async def open_registry(

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from control_plane.errors import InvalidAdapter
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, ingest
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE
 from tests.control_plane.registry.rig import (
     CONFIG,
     MODULES,
     base_model,
+    pack,
     safetensors_bytes,
     tensors,
     with_header,
@@ -34,7 +35,7 @@ def refused(files: dict[str, Path]) -> tuple[str, str]:
     """Field and description of the refusal."""
     start = time.thread_time()  # work done, however busy the machine is
     with pytest.raises(InvalidAdapter) as caught:
-        ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda index, chunk: None)
+        pack(files)
     assert time.thread_time() - start < 0.2
     (violation,) = caught.value.violations
     assert str(files[CONFIG_FILE].parent) not in str(caught.value)
@@ -105,7 +106,7 @@ def test_a_field_that_changes_the_meaning_is_refused_by_name(tmp_path: Path, fie
 
 def test_unknown_fields_without_a_value_pass(tmp_path: Path) -> None:
     files = write_adapter(tmp_path, future=None, other={}, more=[], last=False)
-    assert ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None).max_rank == 4
+    assert pack(files)[0].max_rank == 4
 
 
 def test_a_choice_of_layers_is_told_what_to_do_and_that_works(tmp_path: Path) -> None:
@@ -114,13 +115,13 @@ def test_a_choice_of_layers_is_told_what_to_do_and_that_works(tmp_path: Path) ->
     for fields in ({"layers_to_transform": [0]}, {"layers_pattern": "layers"}, {"layers_pattern": ["layers"]}):
         assert "full module names in target_modules" in refused(write_adapter(tmp_path, weights=weights, **fields))[1]
     files = write_adapter(tmp_path, weights=weights, target_modules=MODULES[:2])
-    info = ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None)
+    info, _ = pack(files)
     assert list(info.target_modules) == MODULES[:2]
 
 
 def test_a_switch_that_is_null_is_off(tmp_path: Path) -> None:
     files = write_adapter(tmp_path, use_rslora=None, use_dora=None, lora_bias=None)
-    assert ingest(files, base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None).kind == "lora"
+    assert pack(files)[0].kind == "lora"
 
 
 def test_every_field_of_peft_is_known() -> None:
@@ -313,7 +314,7 @@ def test_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:
 def test_a_value_too_large_for_the_served_type_is_refused(tmp_path: Path) -> None:
     files = write_adapter(tmp_path, weights=_bent(_poison(1e6)))
     with pytest.raises(InvalidAdapter, match="too large for float16"):
-        ingest(files, base_model("float16"), max_adapter_bytes=1 << 20, sink=lambda i, c: None)
+        pack(files, base_model("float16"))
 
 
 _WHOLE = safetensors_bytes(tensors())
@@ -326,12 +327,7 @@ def test_a_changed_byte_is_refused_or_packed_but_never_more(tmp_path: Path, posi
     weights = bytearray(_WHOLE)
     weights[position] = value
     try:
-        ingest(
-            write_adapter(tmp_path, weights=bytes(weights)),
-            base_model(),
-            max_adapter_bytes=1 << 20,
-            sink=lambda i, c: None,
-        )
+        pack(write_adapter(tmp_path, weights=bytes(weights)))
     except InvalidAdapter as error:
         assert error.violations
 
@@ -350,6 +346,6 @@ def test_a_changed_byte_is_refused_or_packed_but_never_more(tmp_path: Path, posi
 def test_any_config_is_refused_or_read_but_never_more(tmp_path: Path, fields: dict[str, Any]) -> None:
     """Whatever is not InvalidAdapter would fail the test."""
     try:
-        ingest(write_adapter(tmp_path, **fields), base_model(), max_adapter_bytes=1 << 20, sink=lambda i, c: None)
+        pack(write_adapter(tmp_path, **fields))
     except InvalidAdapter as error:
         assert error.violations

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from control_plane.registry.base_model import BaseModel, BaseModelError
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, ingest
-from tests.control_plane.registry.rig import safetensors_bytes
+from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE
+from tests.control_plane.registry.rig import pack, safetensors_bytes
 from tests.makers import ARCHS, make_adapter, make_checkpoint
 
 
@@ -26,7 +26,7 @@ def test_linears_are_those_that_peft_targets_and_its_adapters_are_read(tmp_path:
     assert (base_model.eos_token_ids, base_model.dtype) == ((0,), "float32")
     adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=3, alpha=6)
     files = {name: adapter / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
-    info = ingest(files, base_model, max_adapter_bytes=1 << 20, sink=lambda index, chunk: None)
+    info, _ = pack(files, base_model)
     assert set(info.target_modules) == set(base_model.linear_shapes)
 
 

@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.registry.adapter_config import read_adapter_config
-from control_plane.registry.ingest import PackedInfo, ingest
 from control_plane.registry.tensor_codec import decode, encode
-from tests.control_plane.registry.rig import CONFIG, MODULES, base_model, safetensors_bytes, tensors, write_adapter
-
-
-def pack(files: dict[str, Path], dtype: str = "float32") -> tuple[PackedInfo, list[bytes]]:
-    chunks: list[bytes] = []
-    info = ingest(files, base_model(dtype), max_adapter_bytes=1 << 20, sink=lambda index, chunk: chunks.append(chunk))
-    return info, chunks
+from tests.control_plane.registry.rig import (
+    CONFIG,
+    MODULES,
+    base_model,
+    pack,
+    safetensors_bytes,
+    tensors,
+    write_adapter,
+)
 
 
 def test_the_packed_layout_holds_a_and_transposed_b_with_all_hashes(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_vectors_are_packed_as_float32_and_count_as_bytes(
     tmp_path: Path, kind: str, field: str, tensor: str, dtype: str
 ) -> None:
     source = tensors(vectors=kind)
-    info, chunks = pack(write_adapter(tmp_path, weights=safetensors_bytes(source), **{field: True}), dtype)
+    info, chunks = pack(write_adapter(tmp_path, weights=safetensors_bytes(source), **{field: True}), base_model(dtype))
     manifest = json.loads(info.manifest)
     assert info.kind == manifest["kind"] == ("dora" if kind == "magnitude" else "lora")
     for described, chunk in zip(manifest["chunks"], chunks, strict=True):

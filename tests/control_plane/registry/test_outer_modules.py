@@ -11,10 +11,10 @@ import pytest
 
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import PackedInfo, ingest
+from control_plane.registry.ingest import PackedInfo
 from control_plane.registry.outer_modules import CheckpointTensor, is_same_weight
 from control_plane.registry.safetensors_header import TensorEntry
-from tests.control_plane.registry.rig import safetensors_bytes, write_adapter
+from tests.control_plane.registry.rig import pack, safetensors_bytes, write_adapter
 
 VOCAB, HIDDEN, RANK = 37, 16, 3
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -50,22 +50,21 @@ def adapter(**extra: np.ndarray[Any, Any]) -> Tensors:
     return {f"base_model.model.{name}": values for name, values in content.items()}
 
 
-def pack(tmp_path: Path, base: BaseModel, tensors: Tensors, **fields: Any) -> tuple[PackedInfo, list[bytes]]:
-    chunks: list[bytes] = []
+def packed(tmp_path: Path, base: BaseModel, tensors: Tensors, **fields: Any) -> tuple[PackedInfo, list[bytes]]:
     config = {"r": RANK, "target_modules": ["embed_tokens", "lm_head"]} | fields
     files = write_adapter(tmp_path / "adapter", weights=safetensors_bytes(tensors), **config)
-    return ingest(files, base, max_adapter_bytes=1 << 20, sink=lambda _, chunk: chunks.append(chunk)), chunks
+    return pack(files, base)
 
 
 def refusal(tmp_path: Path, base: BaseModel, tensors: Tensors, **fields: Any) -> tuple[str, str]:
     with pytest.raises(InvalidAdapter) as caught:
-        pack(tmp_path, base, tensors, **fields)
+        packed(tmp_path, base, tensors, **fields)
     (violation,) = caught.value.violations
     return violation.field, violation.description
 
 
 def test_they_make_the_last_chunk(tmp_path: Path, checkpoint: Tensors) -> None:
-    info, chunks = pack(tmp_path, base_model(tmp_path, checkpoint), adapter())
+    info, chunks = packed(tmp_path, base_model(tmp_path, checkpoint), adapter())
     (chunk,) = json.loads(info.manifest)["chunks"]
     assert chunk["name"] == "rest" and len(chunks) == 1
     head, embedding = chunk["modules"]
@@ -91,10 +90,10 @@ def test_the_bases_own_weight_beside_an_adapter_changes_nothing(
     base = base_model(tmp_path, checkpoint)
     embedding = checkpoint["model.embed_tokens.weight"]
     head = checkpoint.get("lm_head.weight", embedding)
-    plain, _ = pack(tmp_path, base, adapter())
+    plain, _ = packed(tmp_path, base, adapter())
     rounded = (embedding.view("<u4") & np.uint32(0xFFFFFF80)).view("<f4")  # the same in bfloat16
     saved = adapter(model__embed_tokens__base_layer__weight=rounded, lm_head__base_layer__weight=head)
-    assert pack(tmp_path, base, saved)[0].digest == plain.digest
+    assert packed(tmp_path, base, saved)[0].digest == plain.digest
     changed = head.copy()
     changed[-1, -1] *= 1.5
     field, words = refusal(tmp_path, base, adapter(lm_head__base_layer__weight=changed))
@@ -110,7 +109,7 @@ def test_the_bases_own_bias_of_the_head_changes_nothing(tmp_path: Path, checkpoi
     assert (field, "the base model has no such bias" in words) == ("lm_head.base_layer.bias", True)
     checkpoint["lm_head.bias"] = bias
     base = base_model(tmp_path, checkpoint)
-    assert pack(tmp_path, base, saved)[0].digest == pack(tmp_path, base, adapter())[0].digest
+    assert packed(tmp_path, base, saved)[0].digest == packed(tmp_path, base, adapter())[0].digest
     for wrong, expected in ((bias * 2, "not the base model's own"), (bias[1:], "shape [36], expected [37]")):
         field, words = refusal(tmp_path, base, adapter(lm_head__base_layer__bias=wrong))
         assert (field, expected in words) == ("lm_head.base_layer.bias", True)

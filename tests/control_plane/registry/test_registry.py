@@ -21,6 +21,7 @@ from control_plane.errors import (
     InvalidRequest,
     StoreUnavailable,
 )
+from control_plane.registry import packing
 from control_plane.registry.name_index import NameIndex
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
@@ -441,11 +442,11 @@ async def test_disk_trouble_while_packing_is_no_mistake_of_ours(
     registry = await open_registry(str(tmp_path / "store"))
     adapter = files(tmp_path)
 
-    def write_bytes(path: Path, data: bytes) -> int:
-        raise OSError(number, "the disk", str(path))
+    def fail(*args: object, directory: Path, **kwargs: object) -> None:
+        raise OSError(number, "the disk", str(directory))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", write_bytes)
+        patch.setattr(packing, "ingest", fail)
         with pytest.raises(error) as caught:
             await registry.register("a", adapter)
     assert str(tmp_path) not in str(caught.value)
