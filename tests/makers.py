@@ -124,7 +124,7 @@ def make_adapter(
     if targets == "all-linear" and base.config.model_type in ("mixtral", "qwen3_moe"):
         targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     lora = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=config.pop("task_type", "CAUSAL_LM"),
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT says int and takes any number
         target_modules=targets if isinstance(targets, str) else list(targets),

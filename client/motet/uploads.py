@@ -18,6 +18,7 @@ CHUNK_BYTES = 512 * 1024
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
+_LFS_POINTER = b"version https://git-lfs"
 
 Progress = Callable[[int, int], None]  # (bytes sent, bytes in all)
 
@@ -102,16 +103,34 @@ def _adapter_files(directory: Path) -> list[Path]:
     for path in (config, weights):
         if not path.is_file():
             raise invalid_field(
-                "directory",
-                f"{directory} has no {path.name}; an adapter is {CONFIG_FILE} and {WEIGHTS_FILE}",
-                reason="ADAPTER_INVALID",
+                "directory", f"{directory} has no {path.name}; {_way_on(directory)}", reason="ADAPTER_INVALID"
             )
     return [config, weights]
+
+
+def _way_on(directory: Path) -> str:
+    """What to do about a directory that is no adapter's, from what lies there instead."""
+    shards = sorted(path.name for path in directory.glob("adapter_model-*-of-*.safetensors"))
+    if shards:
+        return f"its weights are in {len(shards)} shards ({shards[0]} ...): join them into one {WEIGHTS_FILE}"
+    below = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG_FILE}"))
+    if below:
+        return (
+            f"there are adapters in {', '.join(below[:3])}{', ...' if below[3:] else ''}: give one of these directories"
+        )
+    return f"an adapter is {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained writes them"
 
 
 def _describe(path: Path) -> _File:
     try:
         with path.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise invalid_field(
+                    "directory",
+                    f"{path.name} is a git-lfs pointer, not the file itself; run `git lfs pull` in the clone",
+                    reason="ADAPTER_INVALID",
+                )
+            opened.seek(0)
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
             return _File(path, opened.tell(), digest)
     except OSError as error:

@@ -32,7 +32,9 @@ class AdapterRoots:
             try:
                 path = root.joinpath(*parts, name).resolve(strict=True)
             except (OSError, RuntimeError):
-                raise refuse("source", f"{quoted(source)} has no {name}") from None
+                raise refuse(
+                    "source", f"{quoted(source)} has no {name}; name a directory that PEFT's save_pretrained wrote"
+                ) from None
             if not path.is_relative_to(root):
                 raise PathNotAllowed(f"source {quoted(source)} leads out of its root")
             if not path.is_file():

@@ -1,4 +1,4 @@
-"""Reads adapter_config.json with a closed schema: every field of PEFT is handled, harmless, or refused by name.
+"""Reads adapter_config.json with a closed schema: every field of PEFT is read here, harmless, or refused by name.
 
 Never uses PEFT itself (it imports modules that a config names, and runs its strings as regular expressions), never
 follows base_model_name_or_path. Patterns are plain dotted names here; on those the meaning is PEFT's.
@@ -6,14 +6,14 @@ follows base_model_name_or_path. Patterns are plain dotted names here; on those 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from control_plane.registry.safetensors_header import parse_json_object, refuse, shorten
+from control_plane.registry.config_fields import check_fields, show
+from control_plane.registry.safetensors_header import parse_json_object, refuse, refuse_lfs_pointer
 
 _T = TypeVar("_T")
 MAX_CONFIG_BYTES = 1 << 20
@@ -21,61 +21,6 @@ MAX_NAMES = 100_000
 MAX_SCALING = 1000.0
 _FIELD = "adapter_config.json"
 _PLAIN_NAME = re.compile(r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
-# Change nothing about what a trained adapter computes.
-_IGNORED = {
-    "base_model_name_or_path",
-    "inference_mode",
-    "lora_dropout",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-}
-# Served only as they stand here; anything else would be another kind of adapter. `None` and empty are always allowed.
-_DEFAULTS: dict[str, Any] = {
-    "alora_invocation_tokens": None,
-    "arrow_config": None,
-    "auto_mapping": None,
-    "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "eva_config": None,
-    "fan_in_fan_out": False,
-    "kasa_config": None,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
-    "lora_ga_config": None,
-    "megatron_config": None,
-    "modules_to_save": None,
-    "monteclora_config": None,
-    "revision": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "use_bdlora": None,
-    "use_qalora": False,
-    "velora_config": None,
-}
-# What to do about some of them.
-_NEXT_STEPS = dict.fromkeys(
-    ("layers_pattern", "layers_to_transform"), "list the layers' full module names in target_modules"
-)
-_HANDLED = {
-    "alpha_pattern",
-    "exclude_modules",
-    "init_lora_weights",
-    "lora_alpha",
-    "lora_bias",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "task_type",
-    "use_dora",
-    "use_rslora",
-}
-# How the adapter's start was chosen; the trained tensors stand on their own. Others change the base.
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class NamePattern(Generic[_T]):
@@ -108,6 +53,7 @@ class AdapterConfig:
     alpha_pattern: NamePattern[float]
     target_modules: frozenset[str] | None  # names or suffixes; None: all linears
     exclude_modules: frozenset[str]
+    ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
 
     @property
     def kind(self) -> str:
@@ -138,11 +84,13 @@ def read_adapter_config(raw: bytes) -> AdapterConfig:
     """Parse and check. Raises InvalidAdapter, its field being the key at fault."""
     if len(raw) > MAX_CONFIG_BYTES:
         raise refuse(_FIELD, f"{len(raw)} bytes, limit {MAX_CONFIG_BYTES}")
+    refuse_lfs_pointer(raw, _FIELD)
     config = parse_json_object(raw, _FIELD)
-    _refuse_other_kinds(config)
+    check_fields(config)
+    _flag(config, "fan_in_fan_out")  # whatever it says: PEFT corrects it by the type of each module
     rank = config.get("r", 8)
     if type(rank) is not int or rank < 1:
-        raise refuse("r", f"is {_show(rank)}; a rank of at least 1 is expected")
+        raise refuse("r", f"is {show(rank)}; a rank of at least 1 is expected")
     is_dora, has_lora_bias = _flag(config, "use_dora"), _flag(config, "lora_bias")
     if is_dora and has_lora_bias:
         raise refuse("lora_bias", "is true beside use_dora, which PEFT does not read; train one of the two")
@@ -156,6 +104,7 @@ def read_adapter_config(raw: bytes) -> AdapterConfig:
         alpha_pattern=NamePattern(_pattern(config, "alpha_pattern", _number)),
         target_modules=_target_modules(config.get("target_modules")),
         exclude_modules=_names("exclude_modules", config.get("exclude_modules") or ()),
+        ties_weights=_flag(config, "ensure_weight_tying"),
     )
 
 
@@ -166,53 +115,27 @@ def check_scaling(module: str, scaling: float) -> float:
     return scaling
 
 
-def _refuse_other_kinds(config: dict[str, Any]) -> None:
-    peft_type = config.get("peft_type")
-    if peft_type != "LORA":
-        raise refuse("peft_type", f"is {_show(peft_type)}; only LORA adapters are served")
-    if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise refuse("task_type", f"is {_show(config['task_type'])}; only CAUSAL_LM adapters are served")
-    init = config.get("init_lora_weights", True)
-    if init is not None and not any(
-        init is known or (isinstance(init, str) and init == known) for known in _PLAIN_INITS
-    ):
-        raise refuse(
-            "init_lora_weights",
-            f"is {_show(init)}, which changes the base weights or the form; convert it to plain LoRA",
-        )
-    for key, value in config.items():
-        if key in _HANDLED or key in _IGNORED or _is_empty(value):
-            continue
-        if key not in _DEFAULTS:
-            raise refuse(
-                shorten(key), "is not a field that we know, and it carries a value; remove it or set it to null"
-            )
-        if type(value) is not type(_DEFAULTS[key]) or value != _DEFAULTS[key]:
-            next_step = f"; {_NEXT_STEPS[key]}" if key in _NEXT_STEPS else ""
-            raise refuse(key, f"is {_show(value)}, which is not served; only {_show(_DEFAULTS[key])} is{next_step}")
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or value is False or value in ({}, [])
-
-
 def _target_modules(value: Any) -> frozenset[str] | None:
     if isinstance(value, str):
         if value.lower() == "all-linear":
             return None
         raise refuse(
             "target_modules",
-            f"is the pattern {_show(value)}; patterns are not read: list module names, or 'all-linear'",
+            f"is the pattern {show(value)}, and patterns are not read; list module names, or all-linear",
         )
+    if value is None:
+        raise refuse("target_modules", "is null, so PEFT chose the modules itself; list the module names it chose")
     names = _names("target_modules", value)
     if not names:
-        raise refuse("target_modules", "names no module; list module names, or 'all-linear'")
+        raise refuse("target_modules", "names no module; list module names, or all-linear")
     return names
 
 
 def _names(field: str, value: Any) -> frozenset[str]:
-    if not isinstance(value, list | tuple) or len(value) > MAX_NAMES:
-        raise refuse(field, f"is {_show(value)}; a list of module names is expected, patterns are not read")
+    if isinstance(value, list | tuple) and len(value) > MAX_NAMES:
+        raise refuse(field, f"has {len(value)} names, limit {MAX_NAMES}; list suffixes of module names")
+    if not isinstance(value, list | tuple):
+        raise refuse(field, f"is {show(value)}, and patterns are not read; list module names")
     for name in value:
         _check_name(field, name)
     return frozenset(value)
@@ -220,7 +143,7 @@ def _names(field: str, value: Any) -> frozenset[str]:
 
 def _check_name(field: str, name: Any) -> None:
     if not isinstance(name, str) or not _PLAIN_NAME.match(name):
-        raise refuse(field, f"holds {_show(name)}; only plain dotted module names are read, no patterns")
+        raise refuse(field, f"holds {show(name)}; only plain dotted module names are read, no patterns")
 
 
 def _pattern(config: dict[str, Any], field: str, read: Callable[[str, Any], _T]) -> Iterable[tuple[str, _T]]:
@@ -228,7 +151,7 @@ def _pattern(config: dict[str, Any], field: str, read: Callable[[str, Any], _T])
     if value is None:
         return
     if not isinstance(value, dict):
-        raise refuse(field, f"is {_show(value)}; a map of module names to numbers is expected")
+        raise refuse(field, f"is {show(value)}; a map of module names to numbers is expected")
     for name, number in value.items():
         # PEFT documents "^full.name" for one exact module.
         _check_name(field, name.removeprefix("^"))
@@ -237,13 +160,13 @@ def _pattern(config: dict[str, Any], field: str, read: Callable[[str, Any], _T])
 
 def _rank(field: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise refuse(field, f"holds the rank {_show(value)}; at least 1 is expected")
+        raise refuse(field, f"holds the rank {show(value)}; at least 1 is expected")
     return value
 
 
 def _number(field: str, value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) <= 1e9:
-        raise refuse(field, f"is {_show(value)}; a finite number is expected")
+        raise refuse(field, f"is {show(value)}; a finite number is expected")
     return float(value)
 
 
@@ -251,7 +174,7 @@ def _flag(config: dict[str, Any], field: str) -> bool:
     """Off where it is left out or null."""
     value = config.get(field)
     if value is not None and type(value) is not bool:
-        raise refuse(field, f"is {_show(value)}; true or false is expected")
+        raise refuse(field, f"is {show(value)}; true or false is expected")
     return bool(value)
 
 
@@ -259,10 +182,3 @@ def _suffixes(module: str) -> list[str]:
     """The names in a configuration that fit a module: "a.b.c" gives "a.b.c", "b.c" and "c"."""
     parts = module.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
-
-
-def _show(value: Any) -> str:
-    try:
-        return shorten(json.dumps(value), 80)
-    except ValueError:
-        return "a number of too many digits"

@@ -10,29 +10,12 @@ from dataclasses import dataclass
 
 from control_plane.registry.adapter_config import AdapterConfig, check_scaling
 from control_plane.registry.base_model import BaseModel
-from control_plane.registry.safetensors_header import TensorEntry, refuse, shorten
+from control_plane.registry.outer_modules import are_tied
+from control_plane.registry.safetensors_header import CHECK_BASE, TensorEntry, refuse, shorten
+from control_plane.registry.tensor_names import split_key
 
-_KEY_PREFIX = "base_model.model."
-# How the name of a tensor ends, and which part of a module it is.
-_PARTS = {
-    ".lora_A.weight": "lora_A",
-    ".lora_B.weight": "lora_B",
-    ".lora_B.bias": "lora_B.bias",
-    ".lora_embedding_A": "lora_embedding_A",
-    ".lora_embedding_B": "lora_embedding_B",
-    ".lora_magnitude_vector": "lora_magnitude_vector",
-    ".lora_magnitude_vector.weight": "lora_magnitude_vector",  # as PEFT reads it too
-    ".base_layer.weight": "base_layer.weight",
-    ".base_layer.bias": "base_layer.bias",
-}
 _LINEAR = ("lora_A", "lora_B")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
-# Parts of tensor names that belong to kinds of adapters that are not served.
-_OTHER_KINDS = {
-    "modules_to_save": "fully trained modules",
-    "trainable_tokens_delta": "trained tokens",
-    "base_layer": "LoRA on stacked parameters, such as experts",
-}
 # Last parts of the names of embeddings and heads, over all models.
 _OUTER_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte")
 
@@ -73,11 +56,17 @@ def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], base
     shapes = base_model.linear_shapes | {name: module.linear_shape for name, module in outer.items()}
     found: dict[str, dict[str, TensorEntry]] = {}
     for entry in entries.values():
-        module, part = _split_key(entry.name, base_model)
+        module, part = split_key(entry.name, base_model)
         parts = found.setdefault(module, {})
         if part in parts:
             raise refuse(shorten(entry.name), f"is there a second time, as {shorten(parts[part].name)}; remove one")
         parts[part] = entry
+    if config.ties_weights and are_tied(outer) and (adapted := sorted(found.keys() & outer.keys())):
+        raise refuse(
+            "ensure_weight_tying",
+            f"is true, the base model ties embedding and head, and the adapter changes {adapted[0]}; tied adapters are "
+            "not served: train without ensure_weight_tying, or leave embedding and head out",
+        )
     targeted = {name for name in shapes if config.is_targeted(name, is_linear=name not in outer)}
     for name in sorted(found):
         _check_parts(name, found[name], config, is_embedding=name in outer and outer[name].is_embedding)
@@ -93,26 +82,6 @@ def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], base
     return [_plan_module(name, found[name], config, base_model, shapes[name]) for name in sorted(found)]
 
 
-def _split_key(key: str, base_model: BaseModel) -> tuple[str, str]:
-    """Module path and part of a tensor's name: base_model.model.{module}.lora_A.weight and the like."""
-    label = shorten(key)
-    suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
-    module = key[len(_KEY_PREFIX) : -len(suffix)] if suffix and key.startswith(_KEY_PREFIX) else ""
-    if suffix and module in base_model.outer_modules:
-        return module, _PARTS[suffix]
-    for part in key.split("."):
-        if part in _OTHER_KINDS:
-            raise refuse(label, f"belongs to {_OTHER_KINDS[part]}, which is not served; train plain LoRA")
-    if suffix and module in base_model.linear_shapes:
-        return module, _PARTS[suffix]
-    if module:
-        raise refuse(
-            label,
-            "the base model has no such linear in its decoder layers, nor embedding or head; is it another model's?",
-        )
-    raise refuse(label, "is not a LoRA tensor's name: base_model.model.{module}.lora_A.weight or lora_B is expected")
-
-
 def _check_parts(name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, *, is_embedding: bool) -> None:
     """Every tensor of a module that the configuration asks for, and no other."""
     sides, others = (_EMBEDDING, _LINEAR) if is_embedding else (_LINEAR, _EMBEDDING)
@@ -121,7 +90,7 @@ def _check_parts(name: str, parts: Mapping[str, TensorEntry], config: AdapterCon
             raise refuse(
                 f"{name}.{part}",
                 f"is there, of {'an embedding' if is_embedding else 'a linear'} "
-                f"{sides[0]} and {sides[1]} are expected; is it another model's?",
+                f"{sides[0]} and {sides[1]} are expected; {CHECK_BASE}",
             )
     if is_embedding and config.has_lora_bias:
         raise refuse("lora_bias", f"is true and target_modules names {name}; PEFT knows no LoRA bias on embeddings")
@@ -152,7 +121,7 @@ def _plan_module(
         "base_layer.weight": (in_features, out_features) if is_embedding else (out_features, in_features),
     }
     if "base_layer.bias" in parts and (outer is None or outer.bias is None):
-        raise refuse(f"{name}.base_layer.bias", "is there, the base model has no such bias; is it another model's?")
+        raise refuse(f"{name}.base_layer.bias", f"is there, the base model has no such bias; {CHECK_BASE}")
     for part, entry in parts.items():
         if entry.shape != shapes[part]:
             raise refuse(

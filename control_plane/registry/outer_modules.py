@@ -60,6 +60,11 @@ def find_outer_modules(
     }
 
 
+def are_tied(modules: Mapping[str, OuterModule]) -> bool:
+    """Whether embedding and head have one weight."""
+    return len(modules) > 1 and len({module.weight for module in modules.values()}) == 1
+
+
 def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor, dtype: str) -> bool:
     """Whether a tensor of an adapter's file is the base model's own, both as they would be served in `dtype`.
 

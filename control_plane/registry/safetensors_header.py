@@ -6,6 +6,7 @@ writes and nothing else, and allocates nothing before sizes are checked. Never r
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections.abc import Iterable
@@ -27,6 +28,8 @@ _MAGICS = (
     (b"\xfd7zXZ", "an xz archive"),
 )
 _MAX_DIMENSION = 1 << 31
+_LFS_POINTER = b"version https://git-lfs"
+CHECK_BASE = "check that the adapter was trained on this base model"  # the next step where nothing fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ def read_header(file: BinaryIO, file_size: int, *, max_tensors: int) -> dict[str
     Dimensions are two, the types floats, the data of all tensors fills the file without gap or overlap.
     """
     prefix = file.read(8)
+    refuse_lfs_pointer(prefix, FIELD)
     for magic, what in _MAGICS:
         # A safetensors file that begins with such bytes would have a header far over any limit.
         if prefix.startswith(magic) and int.from_bytes(prefix, "little") > file_size:
@@ -70,11 +74,17 @@ def read_header(file: BinaryIO, file_size: int, *, max_tensors: int) -> dict[str
     if not header:
         raise refuse(FIELD, "holds no tensor; the adapter would change nothing")
     if len(header) > max_tensors:
-        raise refuse(FIELD, f"holds {len(header)} tensors, limit {max_tensors}; is it another model's?")
+        raise refuse(FIELD, f"holds {len(header)} tensors, limit {max_tensors}; {CHECK_BASE}")
     data_start = 8 + header_size
     entries = [_entry(name, value, data_start, file_size - data_start) for name, value in header.items()]
     _check_tiling(entries, data_start, file_size)
     return {entry.name: entry for entry in entries}
+
+
+def refuse_lfs_pointer(raw: bytes, field: str) -> None:
+    """Raise InvalidAdapter if a file begins as the text that git-lfs keeps in the place of a large file."""
+    if raw and raw.startswith(_LFS_POINTER[: len(raw)]):
+        raise refuse(field, "is a git-lfs pointer, not the file itself; run `git lfs pull` where it was cloned")
 
 
 def parse_json_object(raw: bytes, field: str) -> dict[str, Any]:
@@ -84,7 +94,9 @@ def parse_json_object(raw: bytes, field: str) -> dict[str, Any]:
     except _Duplicate as error:
         raise refuse(field, f"the key {error.key!r} occurs twice") from error
     except (ValueError, RecursionError) as error:
-        raise refuse(field, "is not valid JSON in UTF-8") from error
+        if raw.startswith(codecs.BOM_UTF8):
+            raise refuse(field, "begins with a byte order mark; save it as UTF-8 without one") from error
+        raise refuse(field, "is not valid JSON in UTF-8; save the adapter again") from error
     if not isinstance(value, dict):
         raise refuse(field, "is not a JSON object")
     return value

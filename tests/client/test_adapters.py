@@ -171,6 +171,33 @@ def test_pickled_weights_are_refused_with_the_way_out(
     assert server.requests == []
 
 
+def test_what_lies_there_instead_is_named_with_the_way_on(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path
+) -> None:
+    weights = adapter_dir / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+
+    def refusal() -> str:
+        with pytest.raises(InvalidArgument) as caught:
+            driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+        return str(caught.value)
+
+    for number in (1, 2):
+        (adapter_dir / f"adapter_model-0000{number}-of-00002.safetensors").write_bytes(content)
+    assert "has no adapter_model.safetensors; its weights are in 2 shards" in refusal()
+    for path in adapter_dir.glob("adapter_*"):
+        path.unlink()
+    for step in (500, 1000):
+        (adapter_dir / f"checkpoint-{step}").mkdir()
+        (adapter_dir / f"checkpoint-{step}" / "adapter_config.json").write_text("{}")
+    assert "there are adapters in checkpoint-1000, checkpoint-500: give one of these" in refusal()
+    (adapter_dir / "adapter_config.json").write_text("{}")
+    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 7\n")
+    assert "adapter_model.safetensors is a git-lfs pointer, not the file itself; run `git lfs pull`" in refusal()
+    assert server.requests == []
+
+
 def test_file_that_shrinks_during_the_upload_is_told(driver: Driver, adapter_dir: Path) -> None:
     weights = adapter_dir / "adapter_model.safetensors"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
-from tests.control_plane.registry.rig import CONFIG
+from tests.control_plane.registry.rig import CONFIG, pack, write_adapter
 
 _NAME = st.lists(st.sampled_from(["q_proj", "v_proj", "layers", "0", "1", "self_attn"]), min_size=1, max_size=4).map(
     ".".join
@@ -89,3 +90,39 @@ def count_calls(work: Callable[[], None]) -> int:
 def test_only_plain_names_are_read(name: str, field: str) -> None:
     with pytest.raises(InvalidAdapter, match=field):
         read(**{field: {name: 8} if field.endswith("pattern") else [name]})
+
+
+INERT: list[tuple[str, Any]] = [
+    ("auto_mapping", {"base_model_class": "LlamaForCausalLM", "parent_library": "os", "unsloth_fixed": True}),
+    ("bias", "all"),
+    ("bias", "lora_only"),
+    ("corda_config", {"cache_file": "/etc/passwd", "corda_method": "ipm"}),
+    ("ensure_weight_tying", True),
+    ("eva_config", {"rho": 2.0, "tau": 0.99}),
+    ("fan_in_fan_out", True),
+    ("lora_dtype", "float32"),
+    ("lora_ga_config", {"direction": "ArBr"}),
+    ("lorap_emb_lr", 1e-6),
+    ("lorap_lr_ratio", 16.0),
+    ("megatron_config", {"hidden_size": 64}),
+    ("merge_weights", True),
+    ("revision", "main"),
+    ("runtime_config", {"ephemeral_gpu_offload": True}),
+    ("task_type", None),
+    ("task_type", "SEQ_2_SEQ_LM"),
+    ("task_type", "SEQ_CLS"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), INERT, ids=[f"{f}={v}"[:40] for f, v in INERT])
+def test_a_field_that_changes_nothing_gives_the_same_adapter(tmp_path: Path, field: str, value: Any) -> None:
+    plain = pack(write_adapter(tmp_path / "plain"))
+    assert pack(write_adapter(tmp_path / "field", **{field: value})) == plain
+
+
+def test_eva_is_taken_with_its_configuration_and_corda_only_without(tmp_path: Path) -> None:
+    eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
+    assert pack(write_adapter(tmp_path / "eva", **eva)) == pack(write_adapter(tmp_path / "plain"))
+    for init, field in (("corda", "corda_config"), ("lora_ga", "lora_ga_config")):
+        with pytest.raises(InvalidAdapter, match="path_initial_model_for_weight_conversion"):
+            pack(write_adapter(tmp_path / init, **{"init_lora_weights": init, field: {"a": 1}}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,11 @@ def refused(files: dict[str, Path]) -> tuple[str, str]:
 BAD_FIELDS: list[tuple[str, Any]] = [
     ("alora_invocation_tokens", [1]),
     ("arrow_config", {"top_k": 2}),
-    ("auto_mapping", {"parent_library": "os"}),
-    ("bias", "all"),
-    ("corda_config", {"cache_file": "x"}),
-    ("ensure_weight_tying", True),
-    ("eva_config", {"rho": 2.0}),
+    ("bias", "some"),
+    ("bias", ["all"]),
+    ("ensure_weight_tying", "yes"),
     ("exclude_modules", ".*q_proj"),
-    ("fan_in_fan_out", True),
+    ("fan_in_fan_out", 1),
     ("init_lora_weights", "pissa"),
     ("init_lora_weights", 1),
     ("kasa_config", {"beta": 1}),
@@ -65,8 +64,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("lora_alpha", True),
     ("lora_alpha", 8000),
     ("lora_bias", 1),
-    ("lora_ga_config", {"direction": "ArBr"}),
-    ("megatron_config", {"a": 1}),
+    ("init_lora_weights", "corda"),
+    ("init_lora_weights", "lora_ga"),
     ("modules_to_save", ["lm_head"]),
     ("monteclora_config", {"num_samples": 1}),
     ("peft_type", "LOHA"),
@@ -80,7 +79,6 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("rank_pattern", ["q_proj"]),
     ("alpha_pattern", {"q_proj|v_proj": 4}),
     ("alpha_pattern", {"q_proj": "many"}),
-    ("revision", "main"),
     ("target_modules", "(.*)*q_proj"),
     ("target_modules", []),
     ("target_modules", None),
@@ -88,7 +86,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("target_modules", ["q_proj", "v_proj", "lm_head"]),
     ("target_modules", ["q_proj"]),
     ("target_parameters", ["experts.gate_up_proj"]),
-    ("task_type", "SEQ_CLS"),
+    ("task_type", "TEXT"),
+    ("task_type", 1),
     ("trainable_token_indices", [1]),
     ("use_bdlora", {"nblocks": 1}),
     ("use_dora", "yes"),
@@ -127,11 +126,12 @@ def test_a_switch_that_is_null_is_off(tmp_path: Path) -> None:
 def test_every_field_of_peft_is_known() -> None:
     from peft import LoraConfig
 
-    from control_plane.registry import adapter_config
+    from control_plane.registry import config_fields
 
-    known = adapter_config._HANDLED | adapter_config._IGNORED | set(adapter_config._DEFAULTS)
-    fields = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config"}
-    assert fields <= known
+    known = config_fields.READ | config_fields.INERT | set(config_fields._REFUSED)
+    assert {field.name for field in dataclasses.fields(LoraConfig)} <= known
+    assert not config_fields.READ & config_fields.INERT
+    assert not (config_fields.READ | config_fields.INERT) & set(config_fields._REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,10 @@ def test_every_field_of_peft_is_known() -> None:
         b'{"r": ' + b"9" * 5000 + b"}",
         b'{"r": NaN}',
         b'{"r": 1, "r": 4}',
+        b"\xef\xbb\xbf{}",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     ],
-    ids=["empty", "list", "cut", "not utf-8", "nested", "digits", "nan", "twice"],
+    ids=["empty", "list", "cut", "not utf-8", "nested", "digits", "nan", "twice", "byte order mark", "git-lfs"],
 )
 def test_a_config_that_is_no_plain_json_object_is_refused(tmp_path: Path, raw: bytes) -> None:
     assert refused(write_adapter(tmp_path, config=raw))[0] == CONFIG_FILE
@@ -171,6 +173,7 @@ def _file(entries: dict[str, Any], payload: int = 0) -> bytes:
 BAD_FILES: list[tuple[str, bytes, str]] = [
     ("pickle", pickle.dumps({"a": 1}, protocol=4) + b"x" * 100, "pickle"),
     ("zip", b"PK\x03\x04" + b"\0\0\0\x01" + b"x" * 100, "zip"),
+    ("git-lfs", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run `git lfs pull`"),
     ("gguf", b"GGUF\x03\0\0\x01" + b"x" * 100, "GGUF"),
     ("gzip", b"\x1f\x8b\x08\0\0\0\0\x01" + b"x" * 100, "gzip"),
     ("header bomb", (99_000_000).to_bytes(8, "little") + b"{", "limit"),
@@ -263,6 +266,49 @@ def test_a_bad_tensor_is_refused_by_name(tmp_path: Path, weights: bytes, field: 
     told, description = refused(write_adapter(tmp_path, weights=weights))
     assert told == field
     assert word in description
+
+
+PREFIX = f"base_model.model.{MODULES[0]}"  # of tensors of the first module
+OTHER_NAMES = [
+    (f"{PREFIX}.lora_A.default.weight", "holds the adapter's name ('default'); save the adapter with PEFT's"),
+    (f"{MODULES[0]}.lora_A.weight", f"as {MODULES[0]}, and names begin with base_model.model.; rename"),
+    (f"base_model.model._orig_mod.{MODULES[0]}.lora_A.weight", f"{MODULES[0]} (the name comes from torch.compile)"),
+    (f"base_model.model._fsdp_wrapped_module.{MODULES[0]}.lora_A.weight", f"{MODULES[0]} (the name comes from FSDP)"),
+    (
+        f"base_model.model.{MODULES[0].replace('model.', 'model.language_model.')}.lora_A.weight",
+        f"{MODULES[0]} (the name comes from a vision model around the language model); rename the tensors",
+    ),
+    (
+        f"base_model.model.{MODULES[0].removeprefix('model.')}.lora_A.weight",
+        f"{MODULES[0]} (it was trained without the head, as another task); rename the tensors",
+    ),
+    (
+        "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight",
+        "belongs to an expert of a mixture, and adapters on experts are not served; train without them",
+    ),
+    (f"{PREFIX}.base_layer.bias", 'is a trained bias of the base model, which is not served; train with bias="none"'),
+    ("base_model.model.model.norm.bias", "is a trained bias of the base model, which is not served; train with bias="),
+    (f"{PREFIX}.base_layer.lora_A.weight", "belongs to LoRA on stacked parameters"),
+    ("base_model.model.score.modules_to_save.weight", "belongs to a fully trained module, which is not served; train"),
+    ("base_model.model.model.encoder.lora_A.weight", "check that the adapter was trained on this base model"),
+    ("decoder.layers.0.self_attention.linear_qkv.adapter.weight", "is not a LoRA tensor's name; base_model.model."),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), OTHER_NAMES, ids=[name for name, _ in OTHER_NAMES])
+def test_a_name_that_does_not_fit_is_refused_with_what_is_wrong_and_what_to_do(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    field, description = refused(write_adapter(tmp_path, weights=_bent(_put(name, np.zeros((4, 16), "<f4")))))
+    assert (field, words in description) == (name, True), description
+
+
+def test_a_refused_field_says_what_to_do(tmp_path: Path) -> None:
+    """The reason first, and never "only null is" without a way on."""
+    for field, value in BAD_FIELDS:
+        description = refused(write_adapter(tmp_path, **{field: value}))[1]
+        assert re.search(r"[;:,] .+", description), (field, description)
+        assert "another model" not in description
 
 
 def _vectors_bent(kind: str, change: Any) -> bytes:

@@ -81,6 +81,20 @@ def test_they_make_the_last_chunk(tmp_path: Path, checkpoint: Tensors) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
+def test_weight_tying_is_refused_where_there_is_something_to_tie(
+    tmp_path: Path, checkpoint: Tensors, is_tied: bool
+) -> None:
+    if is_tied:
+        del checkpoint["lm_head.weight"]
+    base = base_model(tmp_path, checkpoint)
+    if is_tied:
+        told = refusal(tmp_path, base, adapter(), ensure_weight_tying=True)
+        assert told[0] == "ensure_weight_tying" and "leave embedding and head out" in told[1]
+    else:
+        assert packed(tmp_path, base, adapter(), ensure_weight_tying=True) == packed(tmp_path, base, adapter())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_the_bases_own_weight_beside_an_adapter_changes_nothing(
     tmp_path: Path, checkpoint: Tensors, is_tied: bool
 ) -> None:
@@ -149,7 +163,6 @@ def test_what_peft_would_not_load_is_refused(tmp_path: Path, checkpoint: Tensors
         (adapter(lm_head__lora_B__bias=a[0]), {"lora_bias": True}, "lora_bias", "names model.embed_tokens"),
         (adapter(), {"target_modules": "all-linear"}, "target_modules", "does not name lm_head"),
         (adapter(), {"target_modules": ["embed_tokens"]}, "target_modules", "does not name lm_head"),
-        (adapter(), {"ensure_weight_tying": True}, "ensure_weight_tying", "only false"),
         (adapter(), {"modules_to_save": ["lm_head"]}, "modules_to_save", "not served"),
     ]
     for tensors, fields, field, words in cases:

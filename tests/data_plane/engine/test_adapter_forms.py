@@ -5,6 +5,7 @@ Base rows, plain adapters and all others share each batch; in a second round eve
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from control_plane.registry.base_model import BaseModel
+from control_plane.registry.ingest import CONFIG_FILE
 from data_plane.engine.build import build_engine
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
@@ -147,3 +149,57 @@ def test_head_and_embedding_answer_as_peft(case: str, tmp_path: Path) -> None:
     arch, sizes, embedding = OUTER_CASES[case]
     linear = {"gpt_neox": "dense_h_to_4h"}.get(arch, "v_proj")
     check_forms(tmp_path, arch, outer_forms(embedding, linear), sizes=sizes)
+
+
+def plainest_forms() -> dict[str, dict[str, Any]]:
+    """What PEFT writes for its plainest configuration, and for fields that change nothing of a trained adapter."""
+    from peft import EvaConfig
+    from peft.tuners.lora.config import CordaConfig
+
+    return {
+        "plain": {"rank": 8},
+        "no task": {"rank": 8, "task_type": None},  # PEFT writes auto_mapping
+        "another task": {"rank": 4, "task_type": "SEQ_2_SEQ_LM"},
+        "eva": {"rank": 4, "init_lora_weights": "eva", "eva_config": EvaConfig(rho=1.5)},
+        "corda left over": {"rank": 4, "corda_config": CordaConfig(), "revision": "main"},
+        "bias": {"rank": 4, "bias": "all"},
+        "tying": {"rank": 4, "ensure_weight_tying": True, "targets": ["v_proj"]},
+        "fan in": {"rank": 6, "fan_in_fan_out": True, "targets": ["embed_tokens"]},
+    }
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*ensure_weight_tying", "ignore:.*corda_config", "ignore:.*save_embedding_layers", "ignore:.*[Ee][Vv][Aa]"
+)
+def test_what_peft_writes_from_its_plainest_configurations_answers_as_peft(tmp_path: Path) -> None:
+    check_forms(tmp_path, "llama", plainest_forms())
+    written = {
+        path.name: json.loads((path / CONFIG_FILE).read_text()) for path in tmp_path.iterdir() if path.name != "model"
+    }
+    assert written["no task"]["auto_mapping"]["base_model_class"] == "LlamaForCausalLM"
+    assert written["eva"]["eva_config"]["rho"] == 1.5 and written["corda left over"]["corda_config"]
+    assert written["fan in"]["fan_in_fan_out"] and written["bias"]["bias"] == "all"
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
+@pytest.mark.filterwarnings("ignore:The configuration file contains a `runtime_config` key")
+@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
+def test_fields_that_others_write_answer_as_peft_reads_them(tmp_path: Path) -> None:
+    """By other versions of PEFT and by trainers: PEFT corrects or ignores them when it loads the adapter."""
+    checkpoint = make_checkpoint(tmp_path / "model")
+    base_model = BaseModel.load(checkpoint)
+    path = make_adapter(tmp_path / "adapter", checkpoint)
+    plain = ingested(path, base_model)
+    config = json.loads((path / CONFIG_FILE).read_text())
+    added = {
+        "fan_in_fan_out": True,
+        "runtime_config": {"ephemeral_gpu_offload": False},
+        "lorap_emb_lr": 1e-6,
+        "lora_dtype": "float32",
+        "merge_weights": False,
+    }
+    prompt = make_prompt(1, 12)
+    before = Oracle(checkpoint, {"a": path}).logits(prompt, "a")
+    (path / CONFIG_FILE).write_text(json.dumps(config | added))
+    assert torch.equal(Oracle(checkpoint, {"a": path}).logits(prompt, "a"), before)
+    assert ingested(path, base_model) == plain
