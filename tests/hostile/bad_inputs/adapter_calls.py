@@ -27,6 +27,7 @@ NAMED: dict[str, tuple[Message, str]] = {
     "PinAdapter": (pb.PinAdapterRequest(), "name"),
     "UnpinAdapter": (pb.UnpinAdapterRequest(), "name"),
     "DeleteAdapter": (pb.DeleteAdapterRequest(), "name"),
+    "DeleteAdapterVersion": (pb.DeleteAdapterVersionRequest(digest=names.UNKNOWN_DIGEST), "name"),
     "UpdateAdapter": (
         pb.UpdateAdapterRequest(update_mask=field_mask_pb2.FieldMask(paths=["labels"])),
         "adapter.name",
@@ -69,8 +70,11 @@ def _names() -> Iterator[Case]:
         yield call("CreateAdapter", create, {"adapter_id": adapter_id})
     for digest in ["", *names.BAD_DIGESTS]:
         yield call("ActivateAdapterVersion", pb.ActivateAdapterVersionRequest(name=GOOD), {"digest": digest})
+        yield call("DeleteAdapterVersion", pb.DeleteAdapterVersionRequest(name=GOOD), {"digest": digest})
     unknown = pb.ActivateAdapterVersionRequest(name=GOOD, digest=names.UNKNOWN_DIGEST)
     yield call("ActivateAdapterVersion", unknown, {}, "an unknown version", code=NOT_FOUND)
+    unknown_too = pb.DeleteAdapterVersionRequest(name=GOOD, digest=names.UNKNOWN_DIGEST)
+    yield call("DeleteAdapterVersion", unknown_too, {}, "an unknown version", code=NOT_FOUND)
 
 
 def _pages() -> Iterator[Case]:
@@ -107,6 +111,11 @@ def _changes(good_digest: str) -> Iterator[Case]:
         activate = pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest)
         yield call("ActivateAdapterVersion", activate, {"etag": etag}, **due)
         yield call("DeleteAdapter", pb.DeleteAdapterRequest(name=GOOD), {"etag": etag}, **due)
+        delete = pb.DeleteAdapterVersionRequest(name=GOOD, digest=good_digest)
+        yield call("DeleteAdapterVersion", delete, {"etag": etag}, **due)
+    active = {"code": grpc.StatusCode.FAILED_PRECONDITION, "reason": "VERSION_ACTIVE"}
+    delete = pb.DeleteAdapterVersionRequest(name=GOOD, digest=good_digest)
+    yield call("DeleteAdapterVersion", delete, {}, "the active version", **active)
     for request_id in names.BAD_REQUEST_IDS:
         yield call("CreateAdapter", create, {"request_id": request_id})
     for request_id in names.GOOD_REQUEST_IDS:

@@ -114,6 +114,7 @@ def _sources(facts: Facts) -> list[tuple[str, tuple[bytes, ...]]]:
         "PinAdapter": pb.PinAdapterRequest(name=name),
         "UnpinAdapter": pb.UnpinAdapterRequest(name=name),
         "DeleteAdapter": pb.DeleteAdapterRequest(name=name, etag="e"),
+        "DeleteAdapterVersion": pb.DeleteAdapterVersionRequest(name=name, digest=digest, etag="e"),
     }
     operation = names.UNKNOWN_OPERATION
     operations = {

@@ -30,7 +30,7 @@ UNARY = {
         f"{ADAPTERS}{name}": getattr(adapters_pb2, f"{name}Request")
         for name in (
             *("CreateAdapter", "GetAdapter", "ListAdapters", "UpdateAdapter", "ListAdapterVersions"),
-            *("ActivateAdapterVersion", "PinAdapter", "UnpinAdapter", "DeleteAdapter"),
+            *("ActivateAdapterVersion", "PinAdapter", "UnpinAdapter", "DeleteAdapter", "DeleteAdapterVersion"),
         )
     },
     f"{OPERATIONS}GetOperation": operations_pb2.GetOperationRequest,
