@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,10 @@ async def serve(config: ServerConfig) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        plane = await build(config, stack)
+        plane = await _unless(stop, build(config, stack))
+        if plane is None:
+            logger.info("stopped before it was ready")
+            return 0
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be walked by every collection
         print(f"motet control-plane ready clients={plane.client_address} workers={plane.worker_address}", flush=True)
@@ -93,6 +96,18 @@ async def serve(config: ServerConfig) -> int:
         await plane.drain(config.drain_timeout_s)
     logger.info("stopped", extra=shown("stopped"))
     return 0
+
+
+async def _unless(stop: asyncio.Event, building: Coroutine[Any, Any, ControlPlane]) -> ControlPlane | None:
+    """The control plane, or None if it is stopped before: a start may wait for a store that does not answer."""
+    built, stopped = asyncio.ensure_future(building), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([built, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if built.done():
+        stopped.cancel()
+        return built.result()
+    built.cancel()
+    await asyncio.wait([built])
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
@@ -180,7 +181,8 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     modules = values.pop("target_modules")
     if not all(isinstance(module, str) for module in modules):
         raise ValueError("target_modules is no list of names")
-    return AdapterVersion(**values, target_modules=tuple(modules))
+    # Interned: thousands of versions name the same few hundred modules.
+    return AdapterVersion(**values, target_modules=tuple(map(sys.intern, modules)))
 
 
 def _object(raw: bytes) -> dict[str, Any]:

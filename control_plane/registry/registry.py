@@ -6,6 +6,7 @@ same etag one wins. A caller's cancellation never leaves memory and store apart.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -79,7 +80,8 @@ class Registry:
         try:
             recovered = await recover(store, calls)
         except BaseException:
-            await calls.read(store.close)
+            with contextlib.suppress(MotetError):
+                await calls.read(store.close)
             raise
         catalog = Catalog(base_model, recovered.blobs, recovered.records)
         packer = Packer(base_model, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir)
