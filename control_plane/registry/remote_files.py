@@ -103,7 +103,7 @@ class RemoteFiles:
             self.filesystem.put_file(str(source), full)
 
     def move(self, path: str, new_path: str) -> None:
-        """See StoreFiles. A crash may leave both."""
+        """See StoreFiles. A copy, then a deletion: a crash or an error may leave both."""
         with self._changing():
             self.filesystem.mv(self._path(path), self._path(new_path))
 

@@ -48,7 +48,7 @@ _HASHED_BYTES = 4 << 20  # of a stored chunk, in memory at a time
 class StoredNames:
     """What lies in the store, by name only. Unknown files are left out, with a line in the log."""
 
-    records: tuple[str, ...]  # adapter ids, those that are being deleted left out
+    records: tuple[str, ...]  # adapter ids
     deleting: tuple[str, ...]  # adapter ids
     versions: tuple[str, ...]  # adapter ids that have a directory of versions
     blobs: tuple[str, ...]  # digests; not all of them need be whole
@@ -87,7 +87,7 @@ class ArtifactStore:
         self._files.close()
 
     def list_names(self) -> StoredNames:
-        """What there is. Leftovers of broken-off writes of records are removed on the way."""
+        """What there is. Leftovers of broken-off writes and renames of records are removed on the way."""
         records, deleting = [], []
         with _reading("list"):
             for name in self._files.names("adapters"):
@@ -101,8 +101,12 @@ class ArtifactStore:
                     self._files.delete(f"adapters/{name}")
                 else:
                     logger.warning("file in the store is no record, left alone name=%r", name)
+            # A rename that broke off in a remote store leaves both: the deletion had not begun.
+            for adapter_id in set(records) & set(deleting):
+                self._files.delete(_deleting(adapter_id))
+                deleting.remove(adapter_id)
             return StoredNames(
-                tuple(adapter_id for adapter_id in records if adapter_id not in set(deleting)),
+                tuple(records),
                 tuple(deleting),
                 self._known("versions", ADAPTER_ID),
                 self._known("blobs", DIGEST),
@@ -185,7 +189,7 @@ class ArtifactStore:
             self._files.write(_record(adapter_id), document)
 
     def mark_deleting(self, adapter_id: str) -> None:
-        """Rename the record of a name: from here on the name is being deleted. Needs no space."""
+        """Rename the record of a name: once it is gone the name is being deleted. Needs no space on a local disk."""
         with _changing("delete"):
             try:
                 self._files.move(_record(adapter_id), _deleting(adapter_id))
@@ -198,7 +202,6 @@ class ArtifactStore:
         """Remove all documents of a name that is marked."""
         with _changing("delete"):
             self._files.delete_tree(_versions(adapter_id))
-            self._files.delete(_record(adapter_id))  # a remote store may have kept it beside the mark
             self._files.delete(_deleting(adapter_id))
 
     def read_version(self, adapter_id: str, digest: str) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-from control_plane.errors import AdapterNotActive
+from control_plane.errors import AdapterNotActive, StoreUnavailable
 from control_plane.registry.records import AdapterState
 from control_plane.registry.recovery import recover
 from control_plane.registry.store import ArtifactStore
@@ -159,6 +159,38 @@ async def test_a_store_that_others_reach_keeps_what_they_may_be_writing(
     registry = await open_registry(place)
     await registry.close()
     assert memory.find(f"{tmp_path.name}/blobs") == []
+
+
+async def test_a_deletion_that_could_not_begin_deletes_nothing_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object store has no rename: the copy was made, the original stayed, and the client was told to try again."""
+    place = f"memory://{tmp_path.name}"
+    registry = await open_registry(place)
+    await registry.register("a", files(tmp_path, 1))
+
+    def fail(self: MemoryFileSystem, path: str, **kwargs: Any) -> None:
+        raise OSError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", fail)
+        with pytest.raises(StoreUnavailable):
+            await registry.begin_delete("a")
+    await registry.update("a", display_name="still here")
+    await registry.close()
+    assert sorted(MemoryFileSystem().ls(f"{tmp_path.name}/adapters", detail=False)) == [
+        f"/{tmp_path.name}/adapters/a.deleting",
+        f"/{tmp_path.name}/adapters/a.json",
+    ]
+    registry = await open_registry(place)
+    assert registry.get("a").display_name == "still here" and registry.resolve("a")
+    assert MemoryFileSystem().ls(f"{tmp_path.name}/adapters", detail=False) == [f"/{tmp_path.name}/adapters/a.json"]
+    await registry.begin_delete("a")
+    await registry.close()
+    registry = await open_registry(place)  # killed before the deletion ended
+    assert registry.list_page()[0] == []
+    assert MemoryFileSystem().find(f"{tmp_path.name}/adapters") == []
+    await registry.close()
 
 
 async def test_two_stores_on_one_bucket_do_not_meet(tmp_path: Path) -> None:
