@@ -65,22 +65,14 @@ class ArtifactStore:
         self._clock = clock  # wall clock, seconds
 
     def acquire(self) -> int:
-        """Lock the store and return its incarnation, one more than ever before."""
+        """Lock the store and return its incarnation, one more than ever before. What fails leaves it unlocked."""
         with _reading("open"):
             self._files.lock()
-            try:
-                last = json.loads(self._files.read(_INCARNATION))["incarnation"]
-                if type(last) is not int or last < 0:
-                    raise ValueError(f"incarnation is {last!r}")
-            except FileNotFoundError:
-                last = 0
-            except (ValueError, KeyError, TypeError, RecursionError):
-                # The clock's seconds are beyond any count of starts.
-                last = int(self._clock())
-                logger.warning("incarnation unreadable, going on from the clock incarnation=%d", last)
-        with _changing("open"):
-            self._files.write(_INCARNATION, json.dumps({"incarnation": last + 1}).encode())
-        return last + 1
+        try:
+            return self._next_incarnation()
+        except BaseException:
+            self._files.close()
+            raise
 
     def close(self) -> None:
         """Give the lock back."""
@@ -111,6 +103,22 @@ class ArtifactStore:
                 self._known("versions", ADAPTER_ID),
                 self._known("blobs", DIGEST),
             )
+
+    def _next_incarnation(self) -> int:
+        with _reading("open"):
+            try:
+                last = json.loads(self._files.read(_INCARNATION))["incarnation"]
+                if type(last) is not int or last < 0:
+                    raise ValueError(f"incarnation is {last!r}")
+            except FileNotFoundError:
+                last = 0
+            except (ValueError, KeyError, TypeError, RecursionError):
+                # The clock's seconds are beyond any count of starts.
+                last = int(self._clock())
+                logger.warning("incarnation unreadable, going on from the clock incarnation=%d", last)
+        with _changing("open"):
+            self._files.write(_INCARNATION, json.dumps({"incarnation": last + 1}).encode())
+        return last + 1
 
     def _known(self, directory: str, pattern: re.Pattern[str]) -> tuple[str, ...]:
         known = []
