@@ -128,7 +128,7 @@ class RedisHostCache:
         if not self.is_available or self._is_scanning or self._clock() < self._writes_after_s:
             return False
         all_sizes = (len(manifest), *sizes)
-        if not await self._remove_leaving():
+        if not await self._remove_leaving() or self._is_scanning:
             return False
         scan_count = self._scan_count
         if not self._ledger.reserve(digest, all_sizes):

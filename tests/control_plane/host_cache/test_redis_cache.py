@@ -262,6 +262,32 @@ async def test_no_write_begins_while_redis_is_scanned(
     assert cache.contains(digest)
 
 
+async def test_a_write_that_waits_for_an_eviction_does_not_begin_within_a_scan(
+    cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    evicted, digest = store.add(1), store.add(2)
+    weights = make_weights(cache, store)
+    await weights.ensure_cached(evicted)
+    cache._ledger.remove(evicted)
+    manifest, chunks = store.blobs[digest]
+    scanned = asyncio.Event()
+
+    async def arriving() -> AsyncIterator[bytes]:
+        await scanned.wait()
+        for chunk in chunks:
+            yield chunk
+
+    writing = asyncio.create_task(cache.write(digest, manifest, [len(chunk) for chunk in chunks], arriving()))
+    await asyncio.sleep(0)  # it waits for the removal
+    redis_process.client.flushall()
+    await cache.check()
+    scanned.set()
+    await writing
+    assert cache.contains(digest) == bool(redis_process.client.exists(f"motet:a:{digest}:manifest"))
+    await weights.ensure_cached(digest)
+    assert cache.contains(digest)
+
+
 async def test_killed_redis_is_a_miss_and_is_used_again_when_back(
     weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
 ) -> None:
