@@ -547,8 +547,9 @@ async def test_second_delete_joins_the_first(api: Api) -> None:
 
 async def test_deletions_that_wait_for_streams_stop_nobody_elses_work(api: Api) -> None:
     names = [f"n{number}" for number in range(70)]  # more than may run of other operations
-    for name in [*names, "poet"]:
-        api.registry.add(name, DIGEST, OTHER_DIGEST)
+    for number, name in enumerate(names):
+        api.registry.add(name, f"{number:064x}")  # weights of its own: its deletion waits
+    api.registry.add("poet", DIGEST, OTHER_DIGEST)
     gate = api.fleet.retire_gate = asyncio.Event()
     api.adapters._book = book = OperationBook(max_running=1)
     caller: Any = Caller()
