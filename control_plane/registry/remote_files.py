@@ -7,7 +7,6 @@ where it cannot, the operator has to say that there is none.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -19,7 +18,7 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 
 from control_plane.registry.store_files import LocalFiles, StoreFiles, StoreLocked
-from control_plane.registry.store_lease import LeaseTaken, StoreLease
+from control_plane.registry.store_lease import LeaseTaken, LeaseUnsupported, StoreLease
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +60,22 @@ class RemoteFiles:
         """See StoreFiles."""
         with _as_os_errors():
             self.filesystem.makedirs(self.root, exist_ok=True)
-        if not creates_atomically(self.filesystem):
-            if not self._is_exclusive:
-                raise StoreLocked(
-                    f"the file system of the store ({type(self.filesystem).__name__}) cannot keep two control planes "
-                    "apart; if no other one uses this store, say so with --exclusive-store"
-                )
-            logger.warning("store without a lease: that nobody else uses it is the operator's word")
-            return
         try:
+            if not has_own_creation(self.filesystem):
+                raise LeaseUnsupported("the file system only looks whether a file is there before it writes it")
             self._lease.acquire()
         except LeaseTaken as error:
             raise StoreLocked(f"the store is in use: {error}; give each control plane its own") from error
+        except OSError as error:
+            if self._is_exclusive:
+                logger.warning("store without a lease: that nobody else uses it is the operator's word error=%s", error)
+            elif isinstance(error, LeaseUnsupported):
+                raise StoreLocked(
+                    f"the store ({type(self.filesystem).__name__}) cannot keep two control planes apart: {error}; if "
+                    "no other one uses it, say so with --exclusive-store"
+                ) from error
+            else:
+                raise
 
     def close(self) -> None:
         """See StoreFiles."""
@@ -172,11 +175,10 @@ class RemoteFiles:
         return f"{self.root}/{path}"
 
 
-def creates_atomically(filesystem: Any) -> bool:
-    """Whether `pipe_file(mode="create")` is the file system's own: the general one only looks before it writes."""
+def has_own_creation(filesystem: Any) -> bool:
+    """Whether `pipe_file` is the file system's own: with mode="create" the general one looks first, and then writes."""
     own = getattr(type(filesystem), "_pipe_file", None) or type(filesystem).pipe_file
-    general = (fsspec.AbstractFileSystem.pipe_file, AsyncFileSystem._pipe_file)
-    return own not in general and "mode" in inspect.signature(own).parameters
+    return own not in (fsspec.AbstractFileSystem.pipe_file, AsyncFileSystem._pipe_file)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,10 @@ class LeaseTaken(OSError):
     """Another control plane holds the store."""
 
 
+class LeaseUnsupported(OSError):
+    """The store writes over a file that it was to create only where none is."""
+
+
 class LeaseLost(OSError):
     """The lease is not held at this moment: nothing may be changed."""
 
@@ -84,7 +88,7 @@ class StoreLease:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lease, after waiting for one whose owner shows no life. Raises LeaseTaken."""
+        """Take the lease, after waiting for one whose owner shows no life. Raises LeaseTaken or LeaseUnsupported."""
         last = self._highest()
         seen = self._read(last) if last else None
         if seen is not None and not self._takes_over:
@@ -99,6 +103,7 @@ class StoreLease:
         if self._highest() != last + 1 or (seen is not None and not self._takes_over and self._read(last) != seen):
             self._files.remove(_path(last + 1))
             raise LeaseTaken("another control plane uses the store")
+        self._check_creation(last + 1)
         self._number = last + 1
         self._held_until_s = started_s + LEASE_S
         for name in self._files.names(_DIRECTORY):
@@ -139,6 +144,15 @@ class StoreLease:
             except OSError as error:
                 logger.warning("store lease not released, it ends by itself error=%s", error)
         self._number = 0
+
+    def _check_creation(self, number: int) -> None:
+        """Raise LeaseUnsupported unless the store refuses to create what is there: some ignore the condition."""
+        try:
+            self._files.create(_path(number), self._document())
+        except FileExistsError:
+            return
+        self._files.remove(_path(number))
+        raise LeaseUnsupported("the store writes over a file that it was to create only where none is")
 
     def _wait_until_void(self, number: int, seen: bytes) -> bytes:
         """Wait until the lease is released or showed no life for its time; its last document."""

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from control_plane.errors import StoreUnavailable
-from control_plane.registry.remote_files import LEFTOVER_AGE, RemoteFiles, StoreUrlError, creates_atomically, open_files
+from control_plane.registry.remote_files import LEFTOVER_AGE, RemoteFiles, StoreUrlError, has_own_creation, open_files
 from control_plane.registry.store import ArtifactStore
 from control_plane.registry.store_files import LocalFiles, StoreLocked
 from control_plane.registry.store_lease import LeaseLost, StoreLease
@@ -23,6 +23,20 @@ class PlainFiles(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
     """A file system that cannot write "only where no file is", as most cannot."""
 
     pipe_file = fsspec.AbstractFileSystem.pipe_file
+
+
+class IgnoresTheCondition(MemoryFileSystem):  # type: ignore[misc]
+    """An object store that takes the request and writes all the same, as some that speak S3's protocol do."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        super().pipe_file(path, value)
+
+
+class KnowsNoCondition(MemoryFileSystem):  # type: ignore[misc]
+    """An older package."""
+
+    def pipe_file(self, path: str, value: bytes) -> None:
+        super().pipe_file(path, value)
 
 
 class OwnErrors(MemoryFileSystem):  # type: ignore[misc]
@@ -93,14 +107,18 @@ def test_a_control_plane_that_lost_the_store_changes_nothing(files: RemoteFiles,
 
 
 def test_a_file_system_without_atomic_creation_needs_the_operators_word(root: str) -> None:
-    assert creates_atomically(MemoryFileSystem()) and not creates_atomically(PlainFiles())
-    with pytest.raises(StoreLocked, match="say so with --exclusive-store"):
-        RemoteFiles(PlainFiles(), root).lock()
-    said = RemoteFiles(PlainFiles(), root, is_exclusive=True)
-    said.lock()
-    said.write("adapters/a.json", b"a")
-    assert said.names("leases") == []
-    said.close()
+    assert has_own_creation(MemoryFileSystem()) and not has_own_creation(PlainFiles())
+    for filesystem in (PlainFiles(), IgnoresTheCondition()):
+        with pytest.raises(StoreLocked, match=r"cannot keep two control planes apart: .*say so with --exclusive-store"):
+            RemoteFiles(filesystem, root).lock()
+    with pytest.raises(OSError, match="unexpected keyword"):
+        RemoteFiles(KnowsNoCondition(), root).lock()
+    for filesystem in (PlainFiles(), IgnoresTheCondition(), KnowsNoCondition()):
+        said = RemoteFiles(filesystem, root, is_exclusive=True)
+        said.lock()
+        said.write("adapters/a.json", b"a")
+        assert said.names("leases") == []
+        said.close()
 
 
 def test_what_changed_lately_may_be_written_still(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
