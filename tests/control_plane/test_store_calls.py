@@ -49,7 +49,7 @@ async def test_once_enough_calls_hang_others_are_refused_at_once() -> None:
     store.is_back.set()
     while calls.num_hung:
         await asyncio.sleep(0)
-    assert await calls.read(store.call) == "done"
+    assert await calls.change(store.call) == "done"
     calls.close()
 
 
@@ -79,9 +79,9 @@ async def test_a_large_write_has_more_time() -> None:
 
 
 async def test_errors_come_through_and_one_of_a_call_that_nobody_waits_for_is_not_lost_in_silence() -> None:
-    calls = StoreCalls(timeout_s=0.05)
     with pytest.raises(FileNotFoundError):
-        await calls.read(open, "/nowhere/at/all")
+        await StoreCalls().read(open, "/nowhere/at/all")
+    calls = StoreCalls(timeout_s=0.05)
     is_back = threading.Event()
 
     def fail() -> None:

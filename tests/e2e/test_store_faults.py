@@ -26,7 +26,7 @@ from tests.control_plane.test_server import (
     upload,
 )
 
-FLAGS = ("--host-cache", "memory", "--store-timeout-s", "1")
+FLAGS = ("--host-cache", "memory", "--store-timeout-s", "5")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
