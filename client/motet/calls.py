@@ -130,7 +130,7 @@ def delete_adapter(name: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
 
 def delete_version(name: str, digest: str, etag: str) -> UnaryCall[operations_pb2.Operation]:
     request = adapters_pb2.DeleteAdapterVersionRequest(name=resource_name(name), digest=digest, etag=etag)
-    return _operation_call(_ADAPTERS + "DeleteAdapterVersion", request)
+    return _operation_call(_ADAPTERS + "DeleteAdapterVersion", request, is_repeatable=False)
 
 
 def get_operation(name: str) -> UnaryCall[operations_pb2.Operation]:

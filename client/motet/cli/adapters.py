@@ -47,7 +47,9 @@ def add_parser(commands: Subparsers) -> None:
             parser.add_argument("digest", metavar="DIGEST", help="of the version, or at least 8 digits that begin it")
         if name == "remove":
             parser.add_argument(
-                "--version", metavar="DIGEST", help="only this version: its digest, or at least 8 digits that begin it; not the active one"
+                "--version",
+                metavar="DIGEST",
+                help="this version only: its digest, or at least 8 digits that begin it",
             )
             parser.add_argument("--no-wait", action="store_true", help="do not wait until every tier is cleared")
         parser.set_defaults(run=run)
