@@ -43,7 +43,7 @@ def decode_plan(message: plan_pb2.StepPlan) -> StepPlan:
     return StepPlan(
         step_id=message.step_id,
         freed_rows=_ints(message.freed_rows, "freed_rows"),
-        new_rows=[_decode_new_row(row) for row in message.new_rows],
+        new_rows=_decode_new_rows(message),
         appended_blocks=_pairs(message.appended_blocks, "appended_blocks"),
         paused_rows=_ints(message.paused_rows, "paused_rows"),
         resumed_rows=_ints(message.resumed_rows, "resumed_rows"),
@@ -98,10 +98,21 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
     )
 
 
-def _decode_new_row(message: plan_pb2.NewRow) -> NewRow:
+def _decode_new_rows(message: plan_pb2.StepPlan) -> list[NewRow]:
+    prompts = [_ints(prompt, "prompts") for prompt in message.prompts]
+    return [_decode_new_row(row, prompts) for row in message.new_rows]
+
+
+def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewRow:
+    token_ids = _ints(message.token_ids, "token_ids")
+    if message.HasField("prompt"):
+        if message.prompt >= len(prompts):
+            raise PlanRefused(f"new row {message.row} names prompt {message.prompt} of {len(prompts)}")
+        prompt = prompts[message.prompt]
+        token_ids = np.concatenate([prompt, token_ids]) if len(token_ids) else prompt
     return NewRow(
         row=message.row,
-        token_ids=_ints(message.token_ids, "token_ids"),
+        token_ids=token_ids,
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
         block_ids=_ints(message.block_ids, "block_ids"),

@@ -62,7 +62,7 @@ class StepTimes:
 def answer(plan: StepPlan, prefill_left: dict[int, int], rng: random.Random) -> plan_pb2.StepResult:
     """The message that a worker would send, with random tokens."""
     for new in plan.new_rows:
-        prefill_left[new.row] = len(new.token_ids) - new.num_computed_tokens
+        prefill_left[new.row] = new.num_tokens - new.num_computed_tokens
     rows = list(plan.decode_rows)
     for row, num_tokens in plan.prefills:
         prefill_left[row] -= num_tokens

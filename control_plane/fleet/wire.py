@@ -6,8 +6,8 @@ encoder keeps a mirror of the worker's rows for that, and of what each unanswere
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -59,7 +59,7 @@ class PlanEncoder:
             self._forget(row)
         for new in plan.new_rows:
             assert not self._is_known(new.row), f"row {new.row} begins and was not freed"
-            self._tokens_left[new.row] = len(new.token_ids) - new.num_computed_tokens
+            self._tokens_left[new.row] = new.num_tokens - new.num_computed_tokens
             if new.is_stepwise:
                 self._is_stepwise.add(new.row)
             self._logprobs.begin(new.row, new.sampling, self._tokens_left[new.row] + new.num_computed_tokens)
@@ -72,12 +72,14 @@ class PlanEncoder:
             assert is_repeatable, f"step {plan.step_id} is no plan to be repeated"
             rows = sorted(self._decoding)
             self._expected.extend([(rows, _packed(rows))] * (plan.num_steps - 1))
+        prompts = _shared_prompts(plan.new_rows)
         return plan_pb2.AttachResponse(
             step_plan=plan_pb2.StepPlan(
                 step_id=plan.step_id,
                 epoch=self._epoch,
                 freed_rows=_packed(plan.freed_rows),
-                new_rows=[_encode_new_row(row, self._vocab_size) for row in plan.new_rows],
+                prompts=[_packed(prompt) for prompt in prompts.values()],
+                new_rows=[_encode_new_row(row, self._vocab_size, list(prompts)) for row in plan.new_rows],
                 appended_blocks=_packed_pairs(plan.appended_blocks),
                 paused_rows=_packed(paused),
                 resumed_rows=_packed(resumed),
@@ -209,12 +211,23 @@ def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
     )
 
 
-def _encode_new_row(row: NewRow, vocab_size: int) -> plan_pb2.NewRow:
-    sampling = row.sampling
+def _shared_prompts(rows: list[NewRow]) -> dict[int, tuple[int, ...]]:
+    """By id, the prompts that several of the rows have in common: those of one request are one object."""
+    if len(rows) < 2:
+        return {}
+    counts = Counter(id(row.prompt_token_ids) for row in rows)
+    prompts = {id(row.prompt_token_ids): row.prompt_token_ids for row in rows}
+    return {key: prompt for key, prompt in prompts.items() if counts[key] > 1}
+
+
+def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> plan_pb2.NewRow:
+    sampling, prompt = row.sampling, id(row.prompt_token_ids)
+    is_shared = prompt in shared_prompts
     return plan_pb2.NewRow(
         row=row.row,
-        token_ids=_packed(row.token_ids),
-        num_prompt_tokens=row.num_prompt_tokens,
+        prompt=shared_prompts.index(prompt) if is_shared else None,
+        token_ids=_packed(row.generated_token_ids if is_shared else row.token_ids),
+        num_prompt_tokens=len(row.prompt_token_ids),
         num_computed_tokens=row.num_computed_tokens,
         block_ids=_packed(row.block_ids),
         slot=row.slot,
@@ -237,7 +250,7 @@ def _encode_new_row(row: NewRow, vocab_size: int) -> plan_pb2.NewRow:
     )
 
 
-def _packed(values: list[int]) -> bytes:
+def _packed(values: Sequence[int]) -> bytes:
     return np.array(values, dtype=_INT32).tobytes() if values else b""
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from control_plane.scheduler.beam_search import BeamSearcher
-from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, RowsNeverFit
+from control_plane.scheduler.errors import (
+    AdapterNeverFits,
+    ContextNeverFits,
+    PlanNeverFits,
+    RequestNeverFits,
+    RowsNeverFit,
+)
+from control_plane.scheduler.new_rows import BLOCK_BYTES, MAX_ROW_BYTES, TOKEN_BYTES
 from control_plane.scheduler.prefix_cache import chain_root
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import SequenceGroup
@@ -32,6 +39,15 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
             num_blocks,
             limits.num_blocks,
             f"{num_known} tokens leave no room to generate in a context of {limits.max_model_len}; shorten the prompt",
+        )
+    num_computed = num_prompt + max_generated
+    num_bytes = TOKEN_BYTES * num_computed + BLOCK_BYTES * -(-num_computed // limits.block_size)
+    if num_bytes > MAX_ROW_BYTES:
+        raise PlanNeverFits(
+            num_blocks,
+            limits.num_blocks,
+            f"{num_computed} tokens with their block table take {num_bytes} bytes of a plan, at most {MAX_ROW_BYTES} "
+            "fit; shorten the prompt or lower max_tokens",
         )
     if num_sequences > limits.max_rows:
         raise RowsNeverFit(

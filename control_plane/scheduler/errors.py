@@ -23,6 +23,10 @@ class ContextNeverFits(RequestNeverFits):
     """The tokens given fill the context already: nothing can be generated."""
 
 
+class PlanNeverFits(RequestNeverFits):
+    """The request's tokens and block table are more than one plan carries."""
+
+
 class AdapterNeverFits(RequestNeverFits):
     """The adapter is larger than the whole arena."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from control_plane.scheduler.new_rows import begin_row
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.sequence import Sequence, SequenceState
@@ -84,7 +83,7 @@ def begin_fork(fork: Sequence, roster: Roster, draft: PlanDraft) -> None:
     if fork.copied_block is not None:
         own_block = fork.block_ids[fork.num_planned // roster.block_size]
         draft.block_copies.append((fork.copied_block, own_block))
-    draft.new_rows.append(begin_row(fork, roster.slot_generation(fork)))
+    draft.begin(fork, roster.slot_generation(fork))
     draft.prefill(fork)
 
 

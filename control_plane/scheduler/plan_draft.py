@@ -1,15 +1,18 @@
 """One step plan in the making, and what is remembered of it until its result comes.
 
-The draft owns the token budget: nothing is scheduled without taking tokens from it.
+The draft owns the token budget and the byte budget: nothing is scheduled without taking tokens from the one, and no
+row begins that the other has no room for.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from control_plane.scheduler.decode_batch import DecodeBatch
 from control_plane.scheduler.errors import ResultMismatch
+from control_plane.scheduler.new_rows import PLAN_BYTES, TOKEN_BYTES, begin_row, row_bytes
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.types import NewRow, StepPlan, StepResult
 
@@ -31,8 +34,11 @@ class Flight:
 class PlanDraft:
     """What the next step will hold, within `budget` tokens."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, block_size: int) -> None:
         self.budget = budget  # tokens left
+        self._block_size = block_size
+        self._num_row_bytes = 0  # of new rows
+        self._prompts: set[int] = set()  # ids of the prompts of new rows, which the plan carries once each
         self.decodes = DecodeBatch([])
         self.prefills: list[tuple[Sequence, int, bool]] = []
         self.new_rows: list[NewRow] = []
@@ -47,6 +53,24 @@ class PlanDraft:
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not self.decodes and not self.prefills
+
+    def may_begin(self, sequences: Items[Sequence]) -> bool:
+        """Whether the plan has bytes left for the rows of these sequences of one request; without others it always has.
+
+        Where it has not, they begin in the next plan.
+        """
+        return not self.new_rows or self._num_row_bytes + self._bytes_of(sequences) <= PLAN_BYTES
+
+    def begin(self, sequence: Sequence, slot_generation: int) -> None:
+        """Begin the row of a sequence; see `begin_row`."""
+        self._num_row_bytes += self._bytes_of([sequence])
+        self._prompts.add(id(sequence.request.prompt_token_ids))
+        self.new_rows.append(begin_row(sequence, slot_generation))
+
+    def _bytes_of(self, sequences: Items[Sequence]) -> int:
+        prompt = sequences[0].request.prompt_token_ids
+        prompt_bytes = 0 if id(prompt) in self._prompts else TOKEN_BYTES * len(prompt)
+        return prompt_bytes + sum(row_bytes(sequence, self._block_size) for sequence in sequences)
 
     def prefill(self, sequence: Sequence) -> None:
         """Schedule as much of a sequence's prefill as the budget allows, at least one token."""

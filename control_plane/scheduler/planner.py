@@ -10,7 +10,6 @@ from control_plane.scheduler.backfill import Backfill
 from control_plane.scheduler.decode_batch import DecodeBatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.forks import begin_fork, may_begin, num_fork_blocks, reserve_forks
-from control_plane.scheduler.new_rows import begin_row
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.preemption import choose_paused, choose_victim
 from control_plane.scheduler.roster import Roster
@@ -142,7 +141,8 @@ class Planner:
 
     def _prefill(self, sequence: Sequence, draft: PlanDraft) -> None:
         if sequence.state is SequenceState.FORKING:
-            begin_fork(sequence, self._roster, draft)
+            if draft.may_begin([sequence]):
+                begin_fork(sequence, self._roster, draft)
         else:
             draft.prefill(sequence)
 
@@ -174,7 +174,7 @@ class Planner:
         roster = self._roster
         while (group := roster.swap.peek()) is not None:
             members = group.live_members()
-            if draft.budget < len(members):
+            if draft.budget < len(members) or not draft.may_begin(members):
                 return False
             num_needed, num_unheld = roster.swap.count_blocks(group)
             has_rows = roster.rows.num_free >= len(members)
@@ -190,7 +190,7 @@ class Planner:
         self._roster.swap.move_in(group, draft)
         for member in group.live_members():
             self._roster.take_row(member, SequenceState.RUNNING)
-            draft.new_rows.append(begin_row(member, self._roster.slot_generation(member)))
+            draft.begin(member, self._roster.slot_generation(member))
             draft.prefill(member)
 
     def _free_paused(self, draft: PlanDraft) -> bool:
@@ -233,7 +233,9 @@ class Planner:
             num_long += self._start(waiting, num_hits, draft, now_s)
 
     def _may_start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft) -> bool:
-        """Whether the first prefill of a group that has room ends in this step, or may go on in the next ones."""
+        """Whether a group that has room may begin: the plan has bytes left, and its prefill ends here or may go on."""
+        if not draft.may_begin(group.live_members()[:1]):
+            return False
         num_left = group.live_members()[0].num_known - num_hits * self._block_size
         if num_left <= draft.budget:
             return True
@@ -314,7 +316,7 @@ class Planner:
         sequence.num_registered = num_hits
         sequence.register_at = num_cached + size
         reserve_forks(members, self._roster)
-        draft.new_rows.append(begin_row(sequence, self._roster.slot_generation(sequence)))
+        draft.begin(sequence, self._roster.slot_generation(sequence))
         draft.prefill(sequence)
         return _num_left(sequence) > self._long_tokens
 

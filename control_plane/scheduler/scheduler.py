@@ -221,7 +221,7 @@ class Scheduler:
         if not may_plan(len(self.flights), self.limits.plan_depth, max_steps):
             return None
         self._end_expired(now_s)
-        draft = PlanDraft(self.limits.max_step_tokens)
+        draft = PlanDraft(self.limits.max_step_tokens, self.limits.block_size)
         self.roster.swap.tell_outs(draft)
         self._planner.fill(draft, now_s)
         if draft.is_empty and not draft.swap_outs:

@@ -86,10 +86,6 @@ class Sequence:
         """Whether the log-probabilities of its prompt are asked for and still to come: with its first token."""
         return self.sampling.num_prompt_logprobs is not None and not self.generated
 
-    def known_tokens(self) -> list[int]:
-        """Prompt, then what was generated."""
-        return [*self.request.prompt_token_ids, *self.generated]
-
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Known tokens of positions [start, end)."""
         prompt = self.request.prompt_token_ids

@@ -17,6 +17,7 @@ from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.host_blocks import HostBlockPool
+from control_plane.scheduler.new_rows import MAX_ROW_BYTES, group_bytes
 from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.prefix_cache import PrefixCache
 from control_plane.scheduler.sequence import Sequence, SequenceState
@@ -62,7 +63,7 @@ class SwapSpace:
         """Whether a running request should be preempted by swap, not by recompute.
 
         1. It cannot where host blocks are short, where it gained nothing yet, where some of its sequences is not past
-           its prefill, or where one step cannot take a token of each: they return together.
+           its prefill, or where one plan cannot take a token of each, or all their rows: they return together.
         2. One with several sequences should: computing it once more would compute each of them.
         3. A single one should where moving its blocks out and in costs less than computing its tokens once more.
         """
@@ -71,6 +72,8 @@ class SwapSpace:
             return False
         blocks = {block_id for member in members for block_id in self._moved_blocks(member)}
         if len(blocks) > self.host.num_free or len(members) > self._max_step_tokens:
+            return False
+        if group_bytes(members, self._block_size) > MAX_ROW_BYTES:
             return False
         return len(members) > 1 or self._costs.is_swap_cheaper(len(blocks), members[0].num_planned)
 

@@ -106,8 +106,8 @@ class NewRow:
 
     row: int
     request_id: RequestId
-    token_ids: list[int]  # prompt, then what was generated before
-    num_prompt_tokens: int
+    prompt_token_ids: tuple[int, ...]  # one object for all rows of a request
+    generated_token_ids: list[int]  # before; they follow the prompt
     num_computed_tokens: int  # leading tokens whose KV lies in block_ids already (prefix cache)
     block_ids: list[int]  # block table at the start of this step
     slot: int | None  # None: no adapter
@@ -115,6 +115,16 @@ class NewRow:
     sampling: Sampling
     banned_token_ids: tuple[int, ...] = ()  # before sampling.min_tokens generated tokens; empty without min_tokens
     is_stepwise: bool = False  # decodes only in steps that feed it a token
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        return len(self.prompt_token_ids) + len(self.generated_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Known tokens, in a list of their own."""
+        return [*self.prompt_token_ids, *self.generated_token_ids]
 
 
 @dataclass(frozen=True, slots=True)

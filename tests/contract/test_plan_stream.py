@@ -36,7 +36,7 @@ int32s = st.integers(0, 2**31 - 1)
 
 
 def new_row(row: int, num_tokens: int, *, num_computed: int = 0) -> NewRow:
-    return NewRow(row, RequestId(row), list(range(num_tokens)), num_tokens, num_computed, [row], None, 0, Sampling())
+    return NewRow(row, RequestId(row), tuple(range(num_tokens)), [], num_computed, [row], None, 0, Sampling())
 
 
 def steady(num_rows: int) -> PlanEncoder:
@@ -76,7 +76,7 @@ def test_everything_of_a_plan_survives_the_wire(
     pairs: list[tuple[int, int]],
 ) -> None:
     generation = 0 if slot is None else 7
-    new = NewRow(row, RequestId(1), tokens, len(tokens), 0, blocks, slot, generation, sampling)
+    new = NewRow(row, RequestId(1), tuple(tokens), [], 0, blocks, slot, generation, sampling)
     plan = StepPlan(1, [], [(row, len(tokens))], [new], appended_blocks=pairs, block_copies=pairs)
     message = PlanEncoder(EPOCH, VOCAB_SIZE).encode(plan)
     decoded = decode_plan(plan_pb2.AttachResponse.FromString(message.SerializeToString()).step_plan)
@@ -202,7 +202,7 @@ def test_every_option_of_a_row_arrives() -> None:
         num_logprobs=0,
         num_prompt_logprobs=5,
     )
-    new = NewRow(2, RequestId(1), [1, 2], 2, 0, [0], None, 0, sampling, banned_token_ids=(7, 8), is_stepwise=True)
+    new = NewRow(2, RequestId(1), (1, 2), [], 0, [0], None, 0, sampling, banned_token_ids=(7, 8), is_stepwise=True)
     [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [], [new])).step_plan).new_rows
     there = arrived.sampling
     assert arrived.is_stepwise
@@ -231,7 +231,7 @@ def test_a_row_that_asks_for_more_logprobs_than_tokens_gets_all_of_them() -> Non
 
 def test_fed_tokens_and_swaps_arrive() -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
-    stepwise = NewRow(3, RequestId(3), [1, 2], 2, 0, [0], None, 0, Sampling(), is_stepwise=True)
+    stepwise = NewRow(3, RequestId(3), (1, 2), [], 0, [0], None, 0, Sampling(), is_stepwise=True)
     encoder.encode(StepPlan(1, [], [(3, 2)], [stepwise]))
     plan = StepPlan(2, [3], fed_tokens=[(3, 5)], swap_outs=[(4, 1), (5, 0)], swap_ins=[(2, 6)])
     [step] = decode_steps(encoder.encode(plan).step_plan)

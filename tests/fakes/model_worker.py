@@ -196,15 +196,15 @@ class ModelWorker:
 
     def _begin(self, new: NewRow) -> None:
         assert new.row not in self.rows, f"row {new.row} begins but is taken"
-        assert new.num_computed_tokens < len(new.token_ids), "nothing is left to compute"
+        assert new.num_computed_tokens < new.num_tokens, "nothing is left to compute"
         self.rows[new.row] = Row(
-            token_ids=list(new.token_ids),
-            num_known=len(new.token_ids),
+            token_ids=new.token_ids,
+            num_known=new.num_tokens,
             num_computed=new.num_computed_tokens,
             block_ids=list(new.block_ids),
             slot=new.slot,
             slot_generation=new.slot_generation,
-            num_prompt=new.num_prompt_tokens,
+            num_prompt=len(new.prompt_token_ids),
             sampling=new.sampling,
             banned_token_ids=new.banned_token_ids,
             is_stepwise=new.is_stepwise,

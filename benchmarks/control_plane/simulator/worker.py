@@ -83,7 +83,7 @@ class SimulatedWorker:
         """Take a plan that was made now; returns when the result of each of its steps is back."""
         for new in plan.new_rows:
             self._context[new.row] = new.num_computed_tokens
-            self._left[new.row] = len(new.token_ids) - new.num_computed_tokens
+            self._left[new.row] = new.num_tokens - new.num_computed_tokens
             self._slot[new.row] = -1 if new.slot is None else new.slot
             self._key[new.row] = answer_key(new.request_id, new.sampling.seed)
         decodes = plan.decode_rows

@@ -108,7 +108,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "temperature", "top_k", "top_p", "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "num_logprobs", "num_prompt_logprobs", "is_stepwise")
+    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "temperature", "top_k", "top_p", "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "num_logprobs", "num_prompt_logprobs", "is_stepwise", "prompt")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class NewRow(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     IS_STEPWISE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     row: int
     token_ids: bytes
     num_prompt_tokens: int
@@ -153,10 +154,11 @@ class NewRow(_message.Message):
     num_logprobs: int
     num_prompt_logprobs: int
     is_stepwise: bool
-    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., is_stepwise: bool = ...) -> None: ...
+    prompt: int
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., is_stepwise: bool = ..., prompt: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "epoch", "freed_rows", "new_rows", "appended_blocks", "paused_rows", "resumed_rows", "prefills", "block_copies", "fed_tokens", "swap_outs", "swap_ins", "num_steps")
+    __slots__ = ("step_id", "epoch", "freed_rows", "new_rows", "appended_blocks", "paused_rows", "resumed_rows", "prefills", "block_copies", "fed_tokens", "swap_outs", "swap_ins", "num_steps", "prompts")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FREED_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +172,7 @@ class StepPlan(_message.Message):
     SWAP_OUTS_FIELD_NUMBER: _ClassVar[int]
     SWAP_INS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     epoch: int
     freed_rows: bytes
@@ -183,7 +186,8 @@ class StepPlan(_message.Message):
     swap_outs: bytes
     swap_ins: bytes
     num_steps: int
-    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., freed_rows: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., appended_blocks: _Optional[bytes] = ..., paused_rows: _Optional[bytes] = ..., resumed_rows: _Optional[bytes] = ..., prefills: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ..., fed_tokens: _Optional[bytes] = ..., swap_outs: _Optional[bytes] = ..., swap_ins: _Optional[bytes] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    prompts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, step_id: _Optional[int] = ..., epoch: _Optional[int] = ..., freed_rows: _Optional[bytes] = ..., new_rows: _Optional[_Iterable[_Union[NewRow, _Mapping]]] = ..., appended_blocks: _Optional[bytes] = ..., paused_rows: _Optional[bytes] = ..., resumed_rows: _Optional[bytes] = ..., prefills: _Optional[bytes] = ..., block_copies: _Optional[bytes] = ..., fed_tokens: _Optional[bytes] = ..., swap_outs: _Optional[bytes] = ..., swap_ins: _Optional[bytes] = ..., num_steps: _Optional[int] = ..., prompts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RowLogprobs(_message.Message):
     __slots__ = ("row", "first_position", "token_ids", "logprobs", "ranks", "num_top", "top_token_ids", "top_logprobs")

@@ -1,0 +1,195 @@
+"""Plans stay far below what a message may have, whatever the requests: their size as encoded, and what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from motet.v1 import plan_pb2
+
+from control_plane.fleet.wire import PlanEncoder
+from control_plane.scheduler.admission import make_group
+from control_plane.scheduler.errors import PlanNeverFits
+from control_plane.scheduler.new_rows import MAX_ROW_BYTES, PLAN_BYTES, begin_row, row_bytes
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.settings import SchedulerSettings
+from control_plane.scheduler.types import (
+    Answer,
+    BeamSearch,
+    NewRow,
+    Request,
+    RequestId,
+    Sampling,
+    StepPlan,
+    StepResult,
+    WorkerLimits,
+)
+from data_plane.errors import PlanRefused
+from data_plane.wire import decode_plan
+
+VOCAB_SIZE = 128_256
+LIMITS = WorkerLimits(
+    num_blocks=60_000,
+    block_size=16,
+    max_rows=256,
+    max_step_tokens=8192,
+    num_slots=1,
+    arena_bytes=0,
+    max_model_len=131_072,
+    num_host_blocks=60_000,
+)
+# Of a plan beside its new rows: tags, decoded and prefilled rows, appended blocks, copies.
+OTHER_BYTES = 64 << 10
+
+
+class Peers:
+    """A scheduler, its encoder, and a worker that answers every row with the same token."""
+
+    def __init__(self, limits: WorkerLimits = LIMITS, settings: SchedulerSettings | None = None) -> None:
+        self.scheduler = Scheduler(limits, settings or SchedulerSettings(swap_us_per_block=0.0))
+        self._encoder = PlanEncoder(1, VOCAB_SIZE)
+
+    def plans(self) -> Iterator[plan_pb2.StepPlan]:
+        """Every plan as encoded, until nothing is left to do; each is answered when the next one is asked for."""
+        while (plan := self.scheduler.plan(0.0)) is not None:
+            yield self._encoder.encode(plan).step_plan
+            rows = list(self.scheduler.flights[-1].sampled_rows)
+            list(self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows)), 0.0))
+
+
+def make_request(request_id: int, num_prompt: int, max_tokens: int = 2, **fields: object) -> Request:
+    prompt = tuple((request_id * 7 + position) % VOCAB_SIZE for position in range(num_prompt))
+    return replace(Request(RequestId(request_id), prompt, max_tokens), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_samples", [64, 256])
+def test_forks_of_a_long_prompt_carry_it_once_in_each_plan(num_samples: int) -> None:
+    peers = Peers()
+    request = make_request(1, 70_000, num_samples=num_samples)
+    peers.scheduler.add(request, 0.0)
+    prompt = np.array(request.prompt_token_ids)
+    num_begun = num_bytes = 0
+    for message in peers.plans():
+        assert message.ByteSize() <= PLAN_BYTES + OTHER_BYTES
+        num_bytes += message.ByteSize()
+        for row in decode_plan(message).new_rows:
+            assert row.num_prompt_tokens == len(prompt)
+            assert np.array_equal(row.token_ids[: len(prompt)], prompt)
+            num_begun += 1
+    assert (num_begun, peers.scheduler.num_unfinished) == (num_samples, 0)
+    assert num_bytes < 4 * num_samples * len(prompt) / 8, "far less than one prompt for each"
+
+
+def test_requests_that_share_a_cached_prompt_begin_in_as_many_plans_as_their_tokens_take() -> None:
+    peers = Peers()
+    first = make_request(1, 50_000)
+    peers.scheduler.add(first, 0.0)
+    for _ in peers.plans():
+        pass
+    for number in range(2, 42):
+        own = (*first.prompt_token_ids,)  # equal, and not the same object
+        peers.scheduler.add(replace(first, request_id=RequestId(number), prompt_token_ids=own), 0.0)
+    begun: list[int] = []
+    for message in peers.plans():
+        assert message.ByteSize() <= PLAN_BYTES + OTHER_BYTES
+        begun.append(len(message.new_rows))
+        assert all(row.num_computed_tokens > 49_900 for row in decode_plan(message).new_rows)
+    assert sum(begun) == 40
+    assert begun[:4] == [9, 9, 9, 9], "200 000 bytes of tokens and 12 500 of block ids each"
+
+
+def test_answers_that_go_on_begin_in_as_many_plans_as_their_own_tokens_take() -> None:
+    peers = Peers()
+    answers = (Answer((7,) * 30_000),) * 30
+    request = make_request(1, 1000, 30_001, num_samples=30, answers=answers)
+    peers.scheduler.add(request, 0.0)
+    lengths = []
+    for message in peers.plans():
+        assert message.ByteSize() <= PLAN_BYTES + OTHER_BYTES
+        lengths += [len(row.token_ids) for row in decode_plan(message).new_rows]
+    assert lengths == [31_000] * 30
+
+
+def test_a_row_that_takes_more_than_a_plans_share_begins_alone() -> None:
+    limits = replace(LIMITS, max_model_len=1_000_000, max_step_tokens=600_000)
+    peers = Peers(limits)
+    peers.scheduler.add(make_request(1, 600_000), 0.0)
+    peers.scheduler.add(make_request(2, 10), 0.0)
+    sizes = [(len(message.new_rows), message.ByteSize()) for message in peers.plans()]
+    assert sizes[0][0] == 1 and PLAN_BYTES < sizes[0][1] < MAX_ROW_BYTES
+    assert sum(num_rows for num_rows, _ in sizes) == 2
+
+
+def test_a_request_that_no_plan_can_carry_is_refused_with_the_numbers() -> None:
+    limits = replace(LIMITS, max_model_len=10_000_000, num_blocks=600_000)
+    scheduler = Scheduler(limits)
+    with pytest.raises(PlanNeverFits, match=r"4000000 tokens .* take 17000000 bytes of a plan") as caught:
+        scheduler.add(make_request(1, 10, 3_999_990), 0.0)
+    assert str(MAX_ROW_BYTES) in str(caught.value)
+    scheduler.add(make_request(2, 10, 3_000_000), 0.0)
+
+
+def test_a_search_whose_rows_one_plan_cannot_carry_is_not_swapped_out() -> None:
+    """They would have to return together."""
+    limits = replace(LIMITS, block_size=1, num_blocks=3_000_000, num_host_blocks=3_000_000, max_model_len=200_000)
+    scheduler = Scheduler(limits)
+    scheduler.add(make_request(1, 66_000, beam=BeamSearch(64)), 0.0)
+    plan = scheduler.plan(0.0)
+    group = scheduler.groups[RequestId(1)]
+    assert plan is not None
+    for member in group.members:
+        member.is_decoding, member.state = True, group.members[0].state
+    group.has_progressed = True
+    assert not scheduler.roster.swap.is_better(group), "64 block tables of 66 000 entries"
+    del group.members[16:]
+    assert scheduler.roster.swap.is_better(group)
+
+
+@pytest.mark.parametrize("is_banned", [True, False])
+def test_the_bytes_that_a_row_is_counted_for_are_no_fewer_than_it_takes(is_banned: bool) -> None:
+    sampling = Sampling(
+        temperature=0.7,
+        top_k=2**31,
+        top_p=0.3,
+        seed=2**64 - 1,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=tuple((token, 1.5) for token in range(300)),
+        min_tokens=2**20 if is_banned else 0,
+        num_logprobs=20,
+        num_prompt_logprobs=20,
+    )
+    request = make_request(
+        1, 3000, 5000, sampling=sampling, stop_token_ids=frozenset(range(256)), generated_token_ids=(1,) * 1000
+    )
+    (sequence,) = make_group(request, LIMITS, 0).members
+    sequence.row, sequence.slot_idx, sequence.block_ids = 2**16, 2**16, [LIMITS.num_blocks] * 250
+    plan = StepPlan(1, [], [], [begin_row(sequence, 2**32 - 1)])
+    size = PlanEncoder(1, VOCAB_SIZE).encode(plan).step_plan.new_rows[0].ByteSize()
+    assert size <= 4 * 3000 + row_bytes(sequence, LIMITS.block_size) < size + 1200
+
+
+def test_a_row_that_names_a_prompt_which_is_not_there_is_refused() -> None:
+    row = plan_pb2.NewRow(row=3, prompt=1)
+    with pytest.raises(PlanRefused, match="new row 3 names prompt 1 of 1"):
+        decode_plan(plan_pb2.StepPlan(step_id=1, prompts=[b"1234"], new_rows=[row]))
+    with pytest.raises(PlanRefused, match="prompts: 3 bytes"):
+        decode_plan(plan_pb2.StepPlan(step_id=1, prompts=[b"123"]))
+
+
+def test_rows_of_different_prompts_carry_their_own() -> None:
+    first, second = (1, 2, 3), (4, 5)
+    rows = [
+        NewRow(0, RequestId(1), first, [], 0, [0], None, 0, Sampling()),
+        NewRow(1, RequestId(1), first, [9], 0, [1], None, 0, Sampling()),
+        NewRow(2, RequestId(2), second, [8], 0, [2], None, 0, Sampling()),
+    ]
+    message = PlanEncoder(1, VOCAB_SIZE).encode(StepPlan(1, [], [], rows)).step_plan
+    assert [row.HasField("prompt") for row in message.new_rows] == [True, True, False]
+    decoded = decode_plan(message).new_rows
+    assert [row.token_ids.tolist() for row in decoded] == [[1, 2, 3], [1, 2, 3, 9], [4, 5, 8]]
+    assert [row.num_prompt_tokens for row in decoded] == [3, 3, 2]
