@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from control_plane.scheduler.errors import SlotReportMismatch
+from control_plane.scheduler.free_ids import FreeIds
 from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, SlotCommand
 
 # An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
@@ -85,12 +86,13 @@ class AdapterSlots:
         """`is_strict`: the first in line is passed by nobody, so its adapter goes before all others."""
         self._is_strict = is_strict
         self.arena_bytes = arena_bytes
-        self.slots = [Slot(idx) for idx in range(num_slots)]
+        self.num_slots = num_slots
+        self.slots: list[Slot] = []  # those that were ever filled
         self.used_bytes = 0  # of slots that are not EMPTY
         self.is_blocked = False  # at the last `place`, some adapter found neither room nor an idle slot to evict
         self._evicting_bytes = 0
         self._num_evicting = 0
-        self._empty = list(range(num_slots - 1, -1, -1))  # a stack
+        self._empty = FreeIds(num_slots)
         self._by_digest: dict[str, Slot] = {}  # LOADING and READY
         # Invariant: READY slots without leases, least recently used first.
         self._idle: OrderedDict[int, Slot] = OrderedDict()
@@ -265,7 +267,7 @@ class AdapterSlots:
         pinned = [slot.adapter.arena_bytes for digest, slot in self._by_digest.items() if digest in self._pinned]
         others = [want for want in islice(self._unplaced.values(), PREFETCH_LOOKAHEAD) if want is not head]
         for want in others if head is None else [head, *others]:
-            if len(pinned) == len(self.slots) or sum(pinned) + want.ref.arena_bytes > self.arena_bytes:
+            if len(pinned) == self.num_slots or sum(pinned) + want.ref.arena_bytes > self.arena_bytes:
                 given_up.append((want.ref.digest, "pinned adapters leave no room for it in the arena"))
                 continue
             if is_starving and want is head:
@@ -331,7 +333,8 @@ class AdapterSlots:
         assert self.used_bytes == sum(slot.adapter.arena_bytes for slot in used) <= self.arena_bytes, "arena bytes"
         assert self._evicting_bytes == sum(slot.adapter.arena_bytes for slot in evicting), "bytes being evicted"
         assert self._num_evicting == len(evicting), "slots being evicted are miscounted"
-        assert sorted(self._empty) == [s.slot_idx for s in self.slots if s.ref is None], "empty slots are miscounted"
+        empty = [*(s.slot_idx for s in self.slots if s.ref is None), *range(len(self.slots), self.num_slots)]
+        assert sorted(self._empty) == empty, "empty slots are miscounted"
         placed = [slot for slot in used if slot.state is not SlotState.EVICTING]
         assert len(placed) == len(self._by_digest), "an adapter lies in two slots"
         assert all(self._by_digest[slot.adapter.digest] is slot for slot in placed), "the index by digest is wrong"
@@ -370,7 +373,9 @@ class AdapterSlots:
 
     def _reported(self, slot_idx: int, generation: int, expected: SlotState) -> Slot:
         if not 0 <= slot_idx < len(self.slots):
-            raise SlotReportMismatch(f"slot {slot_idx}: the worker has {len(self.slots)} slots")
+            raise SlotReportMismatch(
+                f"slot {slot_idx}: of the worker's {self.num_slots} slots {len(self.slots)} were ever filled"
+            )
         slot = self.slots[slot_idx]
         if slot.generation != generation or slot.state is not expected:
             raise SlotReportMismatch(
@@ -380,7 +385,10 @@ class AdapterSlots:
         return slot
 
     def _load(self, ref: AdapterRef) -> None:
-        slot = self.slots[self._empty.pop()]
+        slot_idx = self._empty.take()
+        if slot_idx == len(self.slots):
+            self.slots.append(Slot(slot_idx))
+        slot = self.slots[slot_idx]
         slot.state = SlotState.LOADING
         slot.generation += 1
         slot.ref = ref
@@ -414,7 +422,7 @@ class AdapterSlots:
         self.used_bytes -= slot.adapter.arena_bytes
         slot.state = SlotState.EMPTY
         slot.ref = None
-        self._empty.append(slot.slot_idx)
+        self._empty.give_back(slot.slot_idx)
         self._is_dirty = True
 
     def _is_unused(self, digest: str) -> bool:

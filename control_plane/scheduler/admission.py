@@ -12,11 +12,19 @@ from control_plane.scheduler.errors import (
     RequestNeverFits,
     RowsNeverFit,
 )
-from control_plane.scheduler.new_rows import BLOCK_BYTES, MAX_ROW_BYTES, TOKEN_BYTES
+from control_plane.scheduler.new_rows import BLOCK_BYTES, MAX_ROW_BYTES
 from control_plane.scheduler.prefix_cache import chain_root
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import Answer, BeamSearch, Request, Sampling, WorkerLimits, sample_seed
+from control_plane.scheduler.types import (
+    TOKEN_BYTES,
+    Answer,
+    BeamSearch,
+    Request,
+    Sampling,
+    WorkerLimits,
+    sample_seed,
+)
 from control_plane.scheduler.verdict import Verdict, judge_blocks
 
 

@@ -56,11 +56,11 @@ def share_blocks(source: Sequence, fork: Sequence, num_common: int, roster: Rost
     size = roster.block_size
     num_full = num_common // size
     fork.block_ids = source.block_ids[:num_full]
-    for block_id in fork.block_ids:
-        roster.pool.share(block_id)
+    roster.pool.share_all(fork.block_ids)
     if num_common % size:
         fork.copied_block = source.block_ids[num_full]
         roster.pool.share(fork.copied_block)
+    roster.cache.extend_hashes(source, num_full)  # here, or each of its forks would do it
     fork.block_hashes = source.block_hashes[:num_full]
     fork.prefill_end = fork.num_known
     fork.num_planned = fork.num_computed = num_common

@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from control_plane.scheduler.free_ids import FreeIds
+
 
 class HostBlockPool:
     """Host blocks with reference counts."""
@@ -15,8 +17,9 @@ class HostBlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         # Invariant: a block is free or held (ref_counts > 0), never both.
-        self.ref_counts = array("i", [0]) * num_blocks  # host block -> sequences and unanswered plans that name it
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack
+        # Host block -> sequences and unanswered plans that name it; of blocks that were ever held.
+        self.ref_counts = array("i")
+        self._free = FreeIds(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -25,7 +28,9 @@ class HostBlockPool:
 
     def take(self) -> int:
         """A block for one holder; there must be one."""
-        block = self._free.pop()
+        block = self._free.take()
+        if block == len(self.ref_counts):
+            self.ref_counts.append(0)
         self.ref_counts[block] = 1
         return block
 
@@ -40,7 +45,7 @@ class HostBlockPool:
             assert self.ref_counts[block] > 0, f"host block {block} is released but nobody holds it"
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
-                self._free.append(block)
+                self._free.give_back(block)
 
     def check_invariants(self, holders: dict[int, int]) -> None:
         """Raise AssertionError unless the counts are those of `holders` by block, and all others are free."""

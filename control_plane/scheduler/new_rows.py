@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from control_plane.scheduler.sequence import Sequence
-from control_plane.scheduler.types import NewRow, Sampling
+from control_plane.scheduler.types import TOKEN_BYTES, NewRow, Sampling
 
 # Bytes of new rows in one plan: 524 288 token ids, which take about 20 ms to encode. One row may take more.
 PLAN_BYTES = 2 << 20
 # Bytes of one row at most, and of the rows of one request that return from host memory together: with moves of blocks
 # beside it a plan stays below the 64 MiB that a message may have.
 MAX_ROW_BYTES = 16 << 20
-TOKEN_BYTES = BLOCK_BYTES = 4  # of a token id or a block id, as int32
+BLOCK_BYTES = 4  # of a block id, as int32
 _OTHER_BYTES = 160  # of a row beside its lists: at most 22 fields with their tags
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from control_plane.scheduler.decode_batch import DecodeBatch
 from control_plane.scheduler.errors import ResultMismatch
-from control_plane.scheduler.new_rows import PLAN_BYTES, TOKEN_BYTES, begin_row, row_bytes
+from control_plane.scheduler.new_rows import PLAN_BYTES, begin_row, row_bytes
 from control_plane.scheduler.sequence import Sequence
-from control_plane.scheduler.types import NewRow, StepPlan, StepResult
+from control_plane.scheduler.types import TOKEN_BYTES, NewRow, StepPlan, StepResult
 
 
 @dataclass(slots=True)

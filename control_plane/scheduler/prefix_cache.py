@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterable
 
 from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.sequence import Sequence
-from control_plane.scheduler.types import Request
+from control_plane.scheduler.types import TOKEN_BYTES, Request
+
+_sha256 = hashlib.sha256
 
 
 def chain_root(request: Request) -> bytes:
@@ -28,7 +30,11 @@ def chain_root(request: Request) -> bytes:
 
 def chain_next(parent: bytes, token_ids: Collection[int]) -> bytes:
     """Key of a block with these tokens after the block (or root) with key `parent`."""
-    return hashlib.sha256(parent + struct.pack(f"{len(token_ids)}i", *token_ids)).digest()
+    return _sha256(parent + _packed(token_ids)).digest()
+
+
+def _packed(token_ids: Collection[int]) -> bytes:
+    return struct.pack(f"{len(token_ids)}i", *token_ids)
 
 
 class PrefixCache:
@@ -52,9 +58,12 @@ class PrefixCache:
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Chain on until the sequence has the keys of its first `num_blocks` blocks; their tokens must be known."""
         hashes, size = sequence.block_hashes, self._block_size
+        if len(hashes) >= num_blocks:
+            return
         key = hashes[-1] if hashes else sequence.group.cache_root
-        for idx in range(len(hashes), num_blocks):
-            key = chain_next(key, sequence.tokens_between(idx * size, (idx + 1) * size))
+        packed = _packed(sequence.tokens_between(len(hashes) * size, num_blocks * size))  # once for all: it is faster
+        for begin in range(0, len(packed), TOKEN_BYTES * size):
+            key = _sha256(key + packed[begin : begin + TOKEN_BYTES * size]).digest()
             hashes.append(key)
 
     def find_hits(self, sequence: Sequence, max_blocks: int) -> list[int]:
@@ -81,8 +90,7 @@ class PrefixCache:
     def take_hits(self, sequence: Sequence, num_hits: int) -> list[int]:
         """The blocks that `count_hits` found, each held once more."""
         blocks = [self._block_by_key[key] for key in sequence.block_hashes[:num_hits]]
-        for block_id in blocks:
-            self._pool.share(block_id)
+        self._pool.share_all(blocks)
         return blocks
 
     def register(self, sequence: Sequence, *, keep: bool) -> None:

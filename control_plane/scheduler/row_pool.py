@@ -13,17 +13,22 @@ class RowPool:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._free = list(range(num_rows))  # a heap
+        self._num_taken = 0  # rows below it were taken at some time
+        self._free: list[int] = []  # of those; a heap
         self._untold: list[int] = []  # freed since the last plan
 
     @property
     def num_free(self) -> int:
         """Rows that can be taken."""
-        return len(self._free)
+        return len(self._free) + self.num_rows - self._num_taken
 
     def take(self) -> int:
         """The lowest free row; there must be one."""
-        return heapq.heappop(self._free)
+        if self._free:
+            return heapq.heappop(self._free)
+        assert self._num_taken < self.num_rows, f"all of {self.num_rows} rows are taken"
+        self._num_taken += 1
+        return self._num_taken - 1
 
     def give_back(self, row: int) -> None:
         """The row's request left it."""
@@ -45,5 +50,5 @@ class RowPool:
 
     def check_invariants(self, held_rows: list[int]) -> None:
         """Raise AssertionError unless free and held rows are all rows, each once."""
-        assert sorted(self._free + held_rows) == list(range(self.num_rows)), "a row is lost or used twice"
+        assert sorted(self._free + held_rows) == list(range(self._num_taken)), "a row is lost or used twice"
         assert len(set(self._untold)) == len(self._untold), "a row is freed twice in one plan"

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
+TOKEN_BYTES = 4  # of a token id as int32, packed to be hashed or sent
+
 RequestId = NewType("RequestId", int)  # made by the fleet, never reused within one control plane process
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from control_plane.scheduler.block_pool import BlockPool
+from control_plane.scheduler.block_pool import MANY_BLOCKS, BlockPool
+from control_plane.scheduler.host_blocks import HostBlockPool
 
 
 def test_releasing_a_block_that_nobody_holds_is_a_bug() -> None:
@@ -46,6 +48,66 @@ def test_a_block_that_is_neither_held_nor_cached_cannot_be_shared() -> None:
     pool.share(0)
     pool.release([0])
     assert pool.num_held == 1, "the other table holds it"
+
+
+def test_large_tables_are_counted_as_small_ones_are() -> None:
+    """Two pools through the same moves, one with tables that numpy counts, one block by block."""
+    large, small = BlockPool(4 * MANY_BLOCKS), BlockPool(4 * MANY_BLOCKS)
+    first = large.take(2 * MANY_BLOCKS)
+    assert small.take(2 * MANY_BLOCKS) == first
+    shared = first[: MANY_BLOCKS + 3]
+    for pool in (large, small):
+        for block_id in first[::2]:
+            pool.mark_cached(block_id)
+
+    def same() -> bool:
+        ours, theirs = (
+            (list(pool.ref_counts), list(pool.evictable), list(pool.free), pool.num_available)
+            for pool in (large, small)
+        )
+        return ours == theirs
+
+    large.share_all(shared)
+    for block_id in shared:
+        small.share(block_id)
+    assert same()
+    large.release(first)
+    for block_id in reversed(first):
+        small.release([block_id])
+    assert same() and len(large.evictable) > 0
+    large.release(shared)
+    for block_id in reversed(shared):
+        small.release([block_id])
+    assert same() and large.num_held == 0
+    cached = first[::2]
+    assert len(cached) == MANY_BLOCKS, "enough for numpy"
+    large.share_all(cached)
+    for block_id in cached:
+        small.share(block_id)
+    assert same() and large.num_held == len(cached)
+
+
+def test_a_large_table_is_refused_like_a_small_one() -> None:
+    pool = BlockPool(2 * MANY_BLOCKS)
+    table = pool.take(MANY_BLOCKS)
+    pool.release(table[:1])
+    with pytest.raises(AssertionError, match=f"block {table[0]} is released but nobody holds it"):
+        pool.release(table)
+    with pytest.raises(AssertionError, match=f"block {table[0]} is shared but neither held"):
+        pool.share_all(table)
+
+
+def test_a_pool_takes_memory_for_the_blocks_that_were_held() -> None:
+    tracemalloc.start()
+    try:
+        pool, host = BlockPool(1 << 24), HostBlockPool(1 << 24)
+        taken = pool.take(1000)
+        host.take()
+        size = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size < 200_000 and taken == list(range(1000))
+    assert (pool.num_available, pool.num_held, host.num_free) == ((1 << 24) - 1000, 1000, (1 << 24) - 1)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -92,7 +154,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         holders = Counter(block_id for table in self.tables for block_id in table)
-        assert list(self.pool.ref_counts) == [holders[block_id] for block_id in range(7)]
+        assert list(self.pool.ref_counts) == [holders[block_id] for block_id in range(len(self.pool.ref_counts))]
         assert set(self.pool.evictable) == self.cached - set(holders)
         assert sorted(self.pool.free) == sorted(set(range(7)) - self.cached - set(holders))
         assert self.pool.num_held == len(holders)
