@@ -42,6 +42,15 @@ _LOWEST = {
     "load_threads": 1,
     "exit_when_disconnected_s": 0,
 }
+# What a Hello may say; a control plane refuses more (plan.proto).
+HIGHEST = {
+    "num_blocks": 1 << 24,
+    "block_size": 1 << 16,
+    "token_budget": 1 << 20,
+    "max_rows": 1 << 16,
+    "num_slots": 1 << 16,
+}
+MAX_HOST_BLOCKS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +84,10 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{flag_of(name)}: {value} is below {lowest}")
+        for name, highest in HIGHEST.items():
+            value = getattr(self, name)
+            if value is not None and value > highest:
+                raise ConfigError(f"{flag_of(name)}: {value} is above {highest}")
         choices_by_name = {
             "device": DEVICES,
             "dtype": DTYPES,

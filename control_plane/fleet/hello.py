@@ -12,16 +12,24 @@ from control_plane.fleet.wire import PROTOCOL
 
 _WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
 _INT32_MAX = 2**31 - 1
+# Bounds a little above what machines have: 2^24 blocks of 16 tokens are 268 million tokens. Within them, a plan that
+# moves every host block and names every row is no larger than a message may be.
+MAX_BLOCKS = 1 << 24
+MAX_HOST_BLOCKS = 1 << 21
+MAX_ROWS = 1 << 16
+MAX_SLOTS = 1 << 16
+MAX_DEVICE_CHARS = 128
 # Field -> lowest and highest value. Ids travel as int32.
-_BOUNDS = {
-    "num_blocks": (1, _INT32_MAX),
+BOUNDS = {
+    "num_blocks": (1, MAX_BLOCKS),
     "block_size": (1, 1 << 16),
-    "max_rows": (1, 1 << 20),
-    "max_step_tokens": (1, _INT32_MAX),
+    "max_rows": (1, MAX_ROWS),
+    "max_step_tokens": (1, 1 << 20),
     "arena_bytes": (0, 1 << 50),
-    "num_slots": (1, 1 << 20),
+    "num_slots": (1, MAX_SLOTS),
     "max_model_len": (2, _INT32_MAX),
     "vocab_size": (1, _INT32_MAX),
+    "num_host_blocks": (0, MAX_HOST_BLOCKS),
 }
 
 
@@ -53,7 +61,9 @@ def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
         violations.append(
             FieldViolation("hello.worker_id", f"{hello.worker_id[:80]!r} is not 1 to 63 of a-z, 0-9, '.', '_', '-'")
         )
-    for name, (lowest, highest) in _BOUNDS.items():
+    if len(hello.device) > MAX_DEVICE_CHARS:
+        violations.append(FieldViolation("hello.device", f"{len(hello.device)} characters; at most {MAX_DEVICE_CHARS}"))
+    for name, (lowest, highest) in BOUNDS.items():
         value = getattr(hello, name)
         if not lowest <= value <= highest:
             violations.append(FieldViolation(f"hello.{name}", f"{value} is not in {lowest}..{highest}"))

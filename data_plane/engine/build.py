@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from data_plane.adapters.arena import AdapterArena
 from data_plane.adapters.sites import Site
-from data_plane.config import WorkerConfig
+from data_plane.config import HIGHEST, MAX_HOST_BLOCKS, WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks
@@ -179,14 +179,14 @@ def _check_arena(arena: AdapterArena, arena_bytes: int) -> None:
 
 
 def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device, bytes_per_block: int) -> int:
-    """Blocks for --num-blocks left out: what fits, at most what all rows of the longest context can use."""
+    """Blocks for --num-blocks left out: what fits, at most what all rows of the longest context can use or may be."""
     length = config.max_model_len or loaded.context_limit
     return fitting_blocks(
         bytes_per_block,
         arena_bytes=config.arena_bytes,
         host_kv_bytes=config.host_kv_bytes,
         device=device,
-        most=config.max_rows * -(-length // config.block_size),
+        most=min(config.max_rows * -(-length // config.block_size), HIGHEST["num_blocks"]),
     )
 
 
@@ -197,5 +197,10 @@ def _num_host_blocks(config: WorkerConfig, bytes_per_block: int) -> int:
         raise ConfigError(
             f"--host-kv-bytes: {config.host_kv_bytes} bytes hold no KV block of {bytes_per_block}; give more, or 0 "
             "for no swapping"
+        )
+    if num_blocks > MAX_HOST_BLOCKS:
+        raise ConfigError(
+            f"--host-kv-bytes: {config.host_kv_bytes} bytes hold {num_blocks} KV blocks of {bytes_per_block}, at most "
+            f"{MAX_HOST_BLOCKS} may be; give {MAX_HOST_BLOCKS * bytes_per_block} or less, or raise --block-size"
         )
     return num_blocks

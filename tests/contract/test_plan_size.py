@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from motet.v1 import plan_pb2
 
+from control_plane.api.listeners import WORKER_MESSAGE_BYTES
+from control_plane.fleet.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
 from control_plane.fleet.wire import PlanEncoder
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.errors import PlanNeverFits
@@ -26,6 +28,7 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
+from data_plane import config, plan_client
 from data_plane.errors import PlanRefused
 from data_plane.wire import decode_plan
 
@@ -171,6 +174,21 @@ def test_the_bytes_that_a_row_is_counted_for_are_no_fewer_than_it_takes(is_banne
     plan = StepPlan(1, [], [], [begin_row(sequence, 2**32 - 1)])
     size = PlanEncoder(1, VOCAB_SIZE).encode(plan).step_plan.new_rows[0].ByteSize()
     assert size <= 4 * 3000 + row_bytes(sequence, LIMITS.block_size) < size + 1200
+
+
+def test_the_largest_plan_of_the_largest_worker_fits_in_a_message() -> None:
+    """One row of the greatest size, every host block moved out and in, and something said of every row."""
+    bytes_per_row = 8 + 8 + 8 + 8 + 4 + 4 + 4  # prefill, appended block, block copy, fed token, freed, paused, resumed
+    size = MAX_ROW_BYTES + 2 * 8 * MAX_HOST_BLOCKS + MAX_ROWS * bytes_per_row
+    assert size + OTHER_BYTES < min(WORKER_MESSAGE_BYTES, plan_client.MAX_MESSAGE_BYTES)
+
+
+def test_a_workers_flags_are_bounded_as_its_hello_is() -> None:
+    fields = {"token_budget": "max_step_tokens"}
+    assert {fields.get(name, name): highest for name, highest in config.HIGHEST.items()} == {
+        name: BOUNDS[name][1] for name in ("num_blocks", "block_size", "max_step_tokens", "max_rows", "num_slots")
+    }
+    assert BOUNDS["num_host_blocks"][1] == config.MAX_HOST_BLOCKS
 
 
 def test_a_row_that_names_a_prompt_which_is_not_there_is_refused() -> None:

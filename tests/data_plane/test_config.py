@@ -65,6 +65,7 @@ def test_environment_is_the_default_and_a_flag_overrides_it(monkeypatch: pytest.
     ("flag", "value", "match"),
     [
         ("--num-blocks", "0", "--num-blocks: 0 is below 1"),
+        ("--max-rows", "65537", "--max-rows: 65537 is above 65536"),
         ("--max-model-len", "1", "--max-model-len: 1 is below 2"),
         ("--device", "tpu", "--device: 'tpu' is none of auto, cpu, cuda"),
         ("--dtype", "int8", "--dtype: 'int8'"),

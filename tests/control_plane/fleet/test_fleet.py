@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tracemalloc
 from collections.abc import Coroutine
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ from control_plane.errors import (
 )
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.hello import BOUNDS
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
@@ -1158,6 +1160,12 @@ async def test_requests_go_to_the_worker_that_holds_the_adapter_unless_it_is_bus
         ("dtype", "bfloat16", "dtype"),
         ("vocab_size", 255, "logits"),
         ("num_blocks", 0, "num_blocks"),
+        ("num_blocks", 2**24 + 1, "16777217 is not in 1..16777216"),
+        ("max_rows", 2**16 + 1, "65537 is not in 1..65536"),
+        ("max_step_tokens", 2**20 + 1, "1048577 is not in 1..1048576"),
+        ("num_slots", 2**16 + 1, "65537 is not in 1..65536"),
+        ("num_host_blocks", 2**21 + 1, "2097153 is not in 0..2097152"),
+        ("device", "x" * 129, "129 characters; at most 128"),
         ("protocol_min", 3, "protocol"),
         ("worker_id", "../w", "worker_id"),
     ],
@@ -1171,6 +1179,21 @@ async def test_worker_that_does_not_match_is_refused(clock: FakeClock, field: st
     with pytest.raises(MotetError, match=match):
         fleet.attach(hello)
     assert fleet.num_workers == 0
+
+
+async def test_a_session_takes_no_memory_for_what_its_worker_only_claims(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    hello = encode_hello(CAPACITIES, "w0").hello
+    for name, (_, highest) in BOUNDS.items():
+        setattr(hello, name, highest)
+    hello.vocab_size = CAPACITIES.vocab_size
+    tracemalloc.start()
+    try:
+        fleet.attach(hello)
+        size = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size < 300_000
 
 
 def heartbeat() -> plan_pb2.AttachRequest:

@@ -120,15 +120,17 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     bad_ids = ["", "A", "a b", "a/b", "a\nb", "\0", "\x1b[31m", "é", "\uff41", "a\u202e", "x" * 64, "x" * 100_000]
     yield from (refused(INVALID, "hello.worker_id", worker_id=worker_id) for worker_id in bad_ids)
     bounds: dict[str, list[int]] = {
-        "num_blocks": [0, 2**31, U32],
+        "num_blocks": [0, (1 << 24) + 1, U32],
         "block_size": [0, (1 << 16) + 1, U32],
-        "max_rows": [0, (1 << 20) + 1, U32],
-        "max_step_tokens": [0, 2**31, U32],
+        "max_rows": [0, (1 << 16) + 1, U32],
+        "max_step_tokens": [0, (1 << 20) + 1, U32],
         "arena_bytes": [(1 << 50) + 1, U64],
-        "num_slots": [0, (1 << 20) + 1, U32],
+        "num_slots": [0, (1 << 16) + 1, U32],
         "max_model_len": [0, 1, 2**31, U32],
         "vocab_size": [0, 2**31, U32],
+        "num_host_blocks": [(1 << 21) + 1, U32],
     }
+    yield from (refused(INVALID, "hello.device", device="x" * length) for length in (129, 100_000))
     for field, values in bounds.items():
         yield from (refused(INVALID, f"hello.{field}", **{field: value}) for value in values)
     yield from (refused(PRECONDITION, str(VOCAB_SIZE), vocab_size=size) for size in (1, VOCAB_SIZE - 1, VOCAB_SIZE + 1))
@@ -156,6 +158,8 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     yield taken("as it should be")
     yield taken("all protocols", protocol_min=0, protocol_max=U32)
     yield taken("one block, one row", num_blocks=1, block_size=1, max_rows=1, max_step_tokens=1, num_slots=1)
+    most = {"num_blocks": 1 << 24, "num_host_blocks": 1 << 21, "max_rows": 1 << 16, "num_slots": 1 << 16}
+    yield taken("as much as may be claimed", device="x" * 128, max_step_tokens=1 << 20, **most)
     yield taken("no arena", arena_bytes=0)
     yield taken("an arena at the limit", arena_bytes=1 << 50)
     yield taken("a device of any text", device="\x1b[31m\n\0é")
