@@ -79,7 +79,7 @@ class TorchEngine:
         """Forget all rows, slots and KV. Raises where the device is lost: such a worker must not attach again."""
         if self._last_tokens.is_cuda:
             torch.cuda.synchronize()
-        self._clean(np.flatnonzero(self._rows.is_used & self._rows.is_suspect).astype(np.int32))
+        self._mark_dirty(np.flatnonzero(self._rows.is_used & self._rows.is_suspect).astype(np.int32))
         self._rows.clear()
         self._sampler.clear()
         self._arena.clear()
@@ -89,7 +89,7 @@ class TorchEngine:
         rows = self._rows
         freed = plan.freed_rows
         in_range = freed[(freed >= 0) & (freed < rows.max_rows)]
-        self._clean(in_range[rows.is_used[in_range] & rows.is_suspect[in_range]])
+        self._mark_dirty(in_range[rows.is_used[in_range] & rows.is_suspect[in_range]])
         rows.free(freed)
         self._sampler.free(freed)
         for new in plan.new_rows:
@@ -112,6 +112,7 @@ class TorchEngine:
             self._host_blocks.move(plan.swap_outs, plan.swap_ins)
             self._host_blocks.before_writing(plan.block_copies[:, 1].astype(np.int64))
         self._cache.copy_blocks(plan.block_copies)
+        self._clean_fresh_blocks(plan)
 
     def _pass(
         self, decoding: Int64Array, prefills: Int32Array, prompt_told: list[RowLogprobs]
@@ -187,10 +188,22 @@ class TorchEngine:
             told = tell_logprobs(logits[upload(at, logits.device)], asked)
         return numbers[is_finite], on_host[is_finite], numbers[~is_finite], told
 
-    def _clean(self, suspects: Int32Array) -> None:
-        """Make the KV of rows that end finite where it may not be."""
+    def _mark_dirty(self, suspects: Int32Array) -> None:
+        """Remember which blocks rows leave that end, and whose KV may not be finite."""
         for row in suspects.tolist():
-            self._cache.make_finite(self._rows.blocks_of(row))
+            self._cache.mark_dirty(self._rows.own_blocks_of(row))
+
+    def _clean_fresh_blocks(self, plan: StepPlan) -> None:
+        """Make blocks finite that rows begin to fill: those of new rows without computed tokens, and appended ones."""
+        size = self.capacities.block_size
+        fresh = [plan.appended_blocks[:, 1]]
+        fresh += [new.block_ids[-(-new.num_computed_tokens // size) :] for new in plan.new_rows]
+        dirty = self._cache.dirty_of(np.concatenate(fresh))
+        if len(dirty) == 0:
+            return
+        if self._host_blocks is not None:
+            self._host_blocks.before_writing(dirty.astype(np.int64))
+        self._cache.make_finite(dirty)
 
 
 def _fetch(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[Int32Array, BoolArray]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from data_plane.errors import ConfigError
@@ -75,6 +76,8 @@ class KVCache:
         self.values = [zeros(layer, layer.value_dim) for layer in layers]
         self.key_scales = [scale(layer) for layer in layers]  # see kernels.fp8
         self.value_scales = [scale(layer) for layer in layers]
+        # Blocks that may hold values that are not finite, left by a row from which nothing finite was sampled.
+        self._is_dirty = np.zeros(num_blocks, dtype=np.bool_)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -86,11 +89,24 @@ class KVCache:
         """Copy blocks (source, destination), all sources read before any destination is written."""
         copy_blocks(self.tensors, torch.from_numpy(copies.astype("int64").reshape(-1, 2)))
 
-    def make_finite(self, block_ids: Int32Array) -> None:
-        """Turn what is not finite in the blocks into zero.
+    def mark_dirty(self, block_ids: Int32Array) -> None:
+        """Remember that these blocks may hold values that are not finite.
 
-        Whoever gets such a block next masks the old entries by weights of zero, and zero times NaN is NaN.
+        They keep them: the blocks may be in the control plane's prefix cache, and whoever starts from them has to fail
+        as it would if it computed them.
         """
+        self._is_dirty[block_ids] = True
+
+    def dirty_of(self, block_ids: Int32Array) -> Int32Array:
+        """Those of the blocks that may hold values that are not finite."""
+        return block_ids[self._is_dirty[block_ids]]
+
+    def make_finite(self, block_ids: Int32Array) -> None:
+        """Turn what is not finite in the blocks into zero, before somebody begins to fill them.
+
+        It masks the old entries by weights of zero, and zero times NaN is NaN.
+        """
+        self._is_dirty[block_ids] = False
         index = torch.from_numpy(block_ids.astype("int64")).to(self.keys[0].device)
         for cache in self.tensors:
             if cache.dtype == FP8:

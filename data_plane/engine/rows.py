@@ -34,6 +34,7 @@ class Rows:
         self.is_decoding = np.zeros(max_rows, dtype=np.bool_)
         self.num_known = np.zeros(max_rows, dtype=np.int64)  # tokens given or sampled
         self.num_computed = np.zeros(max_rows, dtype=np.int64)  # leading tokens whose KV is in the cache
+        self.num_given = np.zeros(max_rows, dtype=np.int64)  # of those, tokens whose KV was there when the row began
         self.num_prompt = np.zeros(max_rows, dtype=np.int64)  # tokens of the prompt; the rest was generated
         self.block_table = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_row_blocks = np.zeros(max_rows, dtype=np.int64)
@@ -55,6 +56,10 @@ class Rows:
     def blocks_of(self, row: int) -> Int32Array:
         """The row's block ids."""
         return self.block_table[row, : self.num_row_blocks[row]]
+
+    def own_blocks_of(self, row: int) -> Int32Array:
+        """Those of the row's blocks that it began to fill, or had a copy of another's in."""
+        return self.block_table[row, self.num_given[row] // self.block_size : self.num_row_blocks[row]]
 
     def free(self, rows: Int32Array) -> None:
         """End rows."""
@@ -89,7 +94,7 @@ class Rows:
         self.is_used[row] = self.is_suspect[row] = True
         self.is_paused[row] = self.is_decoding[row] = False
         self.num_known[row] = num_tokens
-        self.num_computed[row] = new.num_computed_tokens
+        self.num_computed[row] = self.num_given[row] = new.num_computed_tokens
         self.num_prompt[row] = new.num_prompt_tokens
         self.block_table[row, :num_row_blocks] = new.block_ids
         self.num_row_blocks[row] = num_row_blocks

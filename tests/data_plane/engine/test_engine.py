@@ -269,12 +269,47 @@ def test_row_with_logits_that_are_not_finite_fails_alone(engine: TorchEngine, po
     assert third.token_ids[1] == expected[0]
 
 
-def test_row_freed_in_its_prefill_leaves_finite_blocks(engine: TorchEngine, poisoned: int) -> None:
+@pytest.mark.parametrize("is_appended", [True, False])
+def test_blocks_that_a_row_left_in_its_prefill_are_finite_for_who_fills_them_next(
+    engine: TorchEngine, poisoned: int, is_appended: bool
+) -> None:
+    expected = answer(engine, [Job(PROMPT, 3)])[0]
     bad = new_row(0, token_ids=array([4, poisoned, 6, 7]), num_prompt_tokens=4, block_ids=array([20]))
     engine.execute(make_plan(1, new=[bad], prefills=[(0, 3)]))
     assert not torch.isfinite(engine._cache.keys[1][20]).all()
-    engine.execute(make_plan(2, freed=[0]))
+    heir = new_row(1, block_ids=array([10] if is_appended else [10, 20]))
+    tokens = [
+        *engine.execute(make_plan(2, freed=[0], new=[heir], prefills=[(1, 7)])).token_ids,
+        *engine.execute(make_plan(3)).token_ids,
+        *engine.execute(make_plan(4, appended=[(1, 20)] if is_appended else [])).token_ids,
+    ]
+    assert tokens == expected
     assert torch.isfinite(engine._cache.keys[1][20]).all() and torch.isfinite(engine._cache.values[1][20]).all()
+
+
+@pytest.mark.parametrize("is_freed_before", [True, False])
+def test_who_starts_from_blocks_that_are_not_finite_fails_though_their_row_ended_in_its_prefill(
+    engine: TorchEngine, poisoned: int, is_freed_before: bool
+) -> None:
+    """The prefix cache has a full block of a prompt, whose request is cancelled before it samples. A later request with
+    that prompt gets what it would get without the cache: its logits are not finite either."""
+    expected = answer(engine, [Job(PROMPT, 3)])[0]
+    engine.reset()
+    prompt = array([4, poisoned, 6, 7, 8, 9, 10, 11, 12, 13])
+    first = new_row(0, token_ids=prompt, num_prompt_tokens=10, block_ids=array([20, 21]))
+    second = new_row(1, token_ids=prompt, num_prompt_tokens=10, num_computed_tokens=8, block_ids=array([20, 30]))
+    engine.execute(make_plan(1, new=[first], prefills=[(0, 8)]))
+    if is_freed_before:
+        engine.execute(make_plan(2, freed=[0]))
+        output = engine.execute(make_plan(3, new=[second], prefills=[(1, 2)]))
+    else:
+        engine.execute(make_plan(2))
+        output = engine.execute(make_plan(3, freed=[0], new=[second], prefills=[(1, 2)]))
+    assert (output.rows.tolist(), output.failed_rows.tolist()) == ([], [1])
+    # Once nobody starts from them any more, they are as good as others.
+    heirs = [new_row(2, block_ids=array([20, 21])), new_row(3, block_ids=array([30, 31]))]
+    output = engine.execute(make_plan(4, freed=[1], new=heirs, prefills=[(2, 7), (3, 7)]))
+    assert output.token_ids.tolist() == [expected[0]] * 2
 
 
 def test_reset_forgets_rows_and_slots(engine: TorchEngine, checkpoint: Path, tmp_path: Path) -> None:
