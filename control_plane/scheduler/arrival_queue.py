@@ -43,7 +43,7 @@ class ArrivalQueue:
 
     def add(self, group: SequenceGroup) -> None:
         """Put a request in its place by arrival."""
-        self._counters.wait(group.request.tenant)
+        self._counters.wait(group.request.account)
         insort(self._groups, group, key=_order)
 
     def remove(self, group: SequenceGroup) -> None:
@@ -51,7 +51,7 @@ class ArrivalQueue:
         idx = bisect_left(self._groups, group.order, key=_order)
         assert self._groups[idx] is group, f"request {group.request.request_id} is not where the queue keeps it"
         del self._groups[idx]
-        self._counters.stop_waiting(group.request.tenant)
+        self._counters.stop_waiting(group.request.account)
 
     def offer(self, digest: str | None) -> None:
         """Nothing to do: the first in line is looked at anyway."""

@@ -127,7 +127,7 @@ class Backfill:
             self._roster.waiting.aside.values(),
             key=lambda group: (
                 not is_admissible(group.digest),
-                self._counters.counter(group.request.tenant),
+                self._counters.counter(group.request.account),
                 queue_key(group),
             ),
         )

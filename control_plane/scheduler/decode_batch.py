@@ -13,7 +13,7 @@ from operator import attrgetter
 from control_plane.scheduler.sequence import Sequence, SequenceState
 
 _row = attrgetter("row")
-_tenant = attrgetter("request.tenant")
+_account = attrgetter("request.account")
 
 
 class DecodeBatch:
@@ -29,9 +29,9 @@ class DecodeBatch:
         return len(self.sequences)
 
     @cached_property
-    def num_rows_by_tenant(self) -> Counter[str]:
+    def num_rows_by_account(self) -> Counter[str]:
         """How many of the rows are whose."""
-        return Counter(map(_tenant, self.sequences))
+        return Counter(map(_account, self.sequences))
 
 
 def by_progress(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

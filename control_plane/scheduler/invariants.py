@@ -56,7 +56,7 @@ def _check_places(scheduler: Scheduler) -> None:
     assert [g.order for g in swapped] == sorted(g.order for g in swapped), "swapped requests are out of order"
     with_rows = {id(s.group): s.group for s in running}
     assert scheduler.roster.num_running_groups == len(with_rows), "requests that hold rows are miscounted"
-    by_tenant = Counter(g.request.tenant for g in (*with_rows.values(), *swapped))
+    by_tenant = Counter(g.request.account for g in (*with_rows.values(), *swapped))
     assert all(scheduler.counters.num_running(tenant) >= n for tenant, n in by_tenant.items()), "a tenant is forgotten"
     num_ending = sum(group.is_ended for group in with_rows.values())
     assert scheduler.roster.num_ending_groups == num_ending, "requests that are over and hold rows are miscounted"

@@ -305,7 +305,7 @@ class Planner:
             group.num_cached_tokens = min(num_cached, len(sequence.request.prompt_token_ids))
             self.prefix_query_tokens += num_known
             self.prefix_hit_tokens += num_cached
-            self._counters.charge_prefill(group.request.tenant, num_known - num_cached)
+            self._counters.charge_prefill(group.request.account, num_known - num_cached)
         sequence.block_ids = self._roster.cache.take_hits(sequence, num_hits)
         sequence.block_ids += self._roster.pool.take(-(-num_known // size) - num_hits)
         self._roster.slots.count_admission()

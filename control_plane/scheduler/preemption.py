@@ -36,7 +36,7 @@ def choose_victim(
         if group.state is GroupState.RUNNING and group.has_progressed and group is not victim:
             if counters is None:
                 return group
-            rank = (counters.counter(group.request.tenant), -group.request.priority)
+            rank = (counters.counter(group.request.account), -group.request.priority)
             if victim_rank is None or rank > victim_rank:
                 victim, victim_rank = group, rank
     return victim

@@ -101,12 +101,12 @@ class Roster:
         if not group.is_paused:
             self._want(group)
         self.swap.add(group)
-        self._counters.run(group.request.tenant)  # its account is kept: it returns by it
+        self._counters.run(group.request.account)  # its account is kept: it returns by it
 
     def leave_swapped(self, group: SequenceGroup) -> None:
         """It waits there no more; the caller says what it does instead."""
         self.swap.remove(group)
-        self._counters.stop_running(group.request.tenant)
+        self._counters.stop_running(group.request.account)
         if not group.is_paused:
             self._unwant(group)
 
@@ -179,7 +179,7 @@ class Roster:
         group.state = GroupState.RUNNING
         if group.num_rows == 0:
             self.num_running_groups += 1
-            self._counters.run(group.request.tenant)
+            self._counters.run(group.request.account)
         group.num_rows += 1
         self.num_telling += sequence.tells_logprobs
         insort(self.running, sequence, key=by_order)
@@ -274,7 +274,7 @@ class Roster:
         self.num_telling -= sequence.tells_logprobs
         if group.num_rows == 0:
             self.num_running_groups -= 1
-            self._counters.stop_running(group.request.tenant)
+            self._counters.stop_running(group.request.account)
             group.has_progressed = False
             group.beam_candidates.clear()
             if group.is_ended:
@@ -329,10 +329,10 @@ class Roster:
     def abandon(self) -> None:
         """The worker is lost: for their tenants nobody waits or runs here any more. Nothing else may follow."""
         for group in self.waiting:
-            self._counters.stop_waiting(group.request.tenant)
+            self._counters.stop_waiting(group.request.account)
         with_rows = {id(sequence.group): sequence.group for sequence in self.running}.values()
         for group in (*with_rows, *self.swap):
-            self._counters.stop_running(group.request.tenant)
+            self._counters.stop_running(group.request.account)
 
     # ---- adapters on their way out ----
 

@@ -233,8 +233,8 @@ class Scheduler:
         if self.roster.num_telling > 0:
             note_logprobs(flights)
         self._next_step_id += num_steps
-        for tenant, num_rows in draft.decodes.num_rows_by_tenant.items():
-            self.counters.charge_decode(tenant, num_rows * num_steps)
+        for account, num_rows in draft.decodes.num_rows_by_account.items():
+            self.counters.charge_decode(account, num_rows * num_steps)
         self.flights.extend(flights)
         return plan
 

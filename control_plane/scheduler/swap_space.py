@@ -129,7 +129,7 @@ class SwapSpace:
         return min(able, key=self._turn, default=None)
 
     def _turn(self, group: SequenceGroup) -> tuple[float, Key]:
-        return self._counters.counter(group.request.tenant), queue_key(group)
+        return self._counters.counter(group.request.account), queue_key(group)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended: its host blocks are not needed. Blocks that no plan moved yet stay its own."""

@@ -77,11 +77,17 @@ class Request:
     cache_salt: bytes = b""  # prefix-cache partition, inside the tenant's
     arrival_s: float = 0.0  # monotonic clock, seconds
     deadline_s: float | None = None  # monotonic clock, seconds
-    tenant: str = "default"  # who it is counted for
-    priority: int = 0  # among the tenant's requests; higher runs first
+    tenant: str = "default"  # whose cached prompts it shares
+    charged_to: str = ""  # the account that its use is charged to, where that is not its tenant's own
+    priority: int = 0  # among the account's requests; higher runs first
     num_samples: int = 1  # answers to sample (best_of); sample i > 0 draws with sample_seed(seed, i)
     beam: BeamSearch | None = None  # beam search; num_samples is 1 then
     answers: tuple[Answer, ...] = ()  # with num_samples > 1: generated earlier (migration), by index; else empty
+
+    @property
+    def account(self) -> str:
+        """Whose turns it takes, in the queue and wherever else there are turns."""
+        return self.charged_to or self.tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Requests that wait for admission, and whose turn it is.
 
+A tenant is, here and in all of the scheduler's turns, the account that a request is charged to (Request.account).
 Between tenants the least virtual counter decides, inside a tenant the priority and then the arrival. A request whose
 adapter is not ready is skipped, not waited for, and so is one that was set aside (backfill.py). No operation looks at
 the whole queue: only the fronts of lists by (tenant, adapter) are compared, and only those of adapters that may be
@@ -100,7 +101,7 @@ class TenantQueue:
             keys = [queue_key(group) for group in groups]
             assert keys and keys == sorted(set(keys)), f"the waiting list of {digest} is empty or out of order"
             assert all(g.digest == digest for g in groups), f"a stranger waits in the list of {digest}"
-            assert all(g.request.tenant == tenant for g in groups), f"a stranger waits in the queue of {tenant}"
+            assert all(g.request.account == tenant for g in groups), f"a stranger waits in the queue of {tenant}"
         self.admissible.check_invariants()
         self.active.check_invariants()
 
@@ -120,7 +121,7 @@ class Line:
 
     def add(self, group: SequenceGroup) -> None:
         """Put a request in its place."""
-        tenant = group.request.tenant
+        tenant = group.request.account
         queue = self.by_tenant.get(tenant)
         if queue is None:
             queue = self.by_tenant[tenant] = TenantQueue(self._is_admissible, self._is_active)
@@ -130,7 +131,7 @@ class Line:
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a request out, wherever it stands."""
-        tenant = group.request.tenant
+        tenant = group.request.account
         queue = self.by_tenant[tenant]
         queue.remove(group)
         if group.digest not in queue.groups_by_digest:
@@ -248,7 +249,7 @@ class WaitingQueue:
         It is long by the first answer that goes on, whose prefill comes first, and stays in its line though that one
         be given up.
         """
-        self._counters.wait(group.request.tenant)
+        self._counters.wait(group.request.account)
         line = self._lines[group.request.request_id] = self._long if self.is_long(group) else self._short
         line.add(group)
 
@@ -257,7 +258,7 @@ class WaitingQueue:
         request_id = group.request.request_id
         if self.aside.pop(request_id, None) is None:
             self._lines.pop(request_id).remove(group)
-        self._counters.stop_waiting(group.request.tenant)
+        self._counters.stop_waiting(group.request.account)
 
     def set_aside(self, group: SequenceGroup) -> bool:
         """Let others pass a request, as long as it waits: it is in `aside` from here on. Whether that is allowed."""
@@ -291,7 +292,7 @@ class WaitingQueue:
 
     def peek_active(self, instead_of: SequenceGroup) -> SequenceGroup | None:
         """The first of the same tenant and kind whose adapter is active, or None."""
-        return self._lines[instead_of.request.request_id].by_tenant[instead_of.request.tenant].active.peek()
+        return self._lines[instead_of.request.request_id].by_tenant[instead_of.request.account].active.peek()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if order, counts, fronts or turns are wrong."""
