@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import islice
 
+from control_plane.scheduler.adapter_slot import Slot, SlotState
 from control_plane.scheduler.errors import SlotReportMismatch
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.free_ids import FreeIds
+from control_plane.scheduler.load_queue import LoadQueue, Want
 from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, SlotCommand
 
 # An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
@@ -28,6 +29,9 @@ MAX_LOAD_BACKOFF_S = 2.0
 MAX_LOAD_ATTEMPTS = 7
 # Adapters looked at beyond the first that does not fit, so that a step costs the same however many wait.
 PREFETCH_LOOKAHEAD = 16
+# Loads, and evictions for loads, under way at once. A worker loads two at a time; those sent wait there in the order in
+# which they were sent, and fairness between accounts ends.
+MAX_LOADING = 16
 
 
 class AdapterTier(enum.Enum):
@@ -39,51 +43,14 @@ class AdapterTier(enum.Enum):
     NO_ROOM = "no room"  # in none that is open, and others have to end first
 
 
-class SlotState(enum.Enum):
-    """What is in a slot."""
-
-    EMPTY = "empty"
-    LOADING = "loading"
-    READY = "ready"
-    EVICTING = "evicting"
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One slot of the worker's table."""
-
-    slot_idx: int
-    state: SlotState = SlotState.EMPTY
-    generation: int = 0  # counts up with every load
-    ref: AdapterRef | None = None  # None exactly while EMPTY
-    num_leases: int = 0  # requests that hold a row with it
-    was_leased: bool = False  # since it was loaded
-    admissions_before: int = 0  # requests admitted until it became ready
-    is_draining: bool = False  # closed to admissions, so that a starving adapter gets it
-
-    @property
-    def adapter(self) -> AdapterRef:
-        """The adapter in it; the slot must not be empty."""
-        assert self.ref is not None, f"slot {self.slot_idx} is empty"
-        return self.ref
-
-
-@dataclass(slots=True, eq=False)
-class Want:
-    """An adapter that requests in the waiting queue have."""
-
-    ref: AdapterRef
-    num_waiting: int = 0  # requests
-    num_failures: int = 0  # loads that failed in a row
-    retry_at_s: float = 0.0  # while it is backing off: when it is to be loaded again
-    admissions_before: int = 0  # requests admitted until it began to wait for a slot
-
-
 class AdapterSlots:
     """The slot table of one worker."""
 
-    def __init__(self, num_slots: int, arena_bytes: int, *, is_strict: bool = False) -> None:
-        """`is_strict`: the first in line is passed by nobody, so its adapter goes before all others."""
+    def __init__(self, num_slots: int, arena_bytes: int, counters: VirtualCounters, *, is_strict: bool = False) -> None:
+        """`counters` tell the accounts' weights.
+
+        `is_strict`: the first in line is passed by nobody, so its adapter goes before all others.
+        """
         self._is_strict = is_strict
         self.arena_bytes = arena_bytes
         self.num_slots = num_slots
@@ -96,9 +63,10 @@ class AdapterSlots:
         self._by_digest: dict[str, Slot] = {}  # LOADING and READY
         # Invariant: READY slots without leases, least recently used first.
         self._idle: OrderedDict[int, Slot] = OrderedDict()
-        self._wants: dict[str, Want] = {}  # num_waiting > 0
+        self._num_loading = 0
+        self._wants: dict[str, Want] = {}  # somebody waits with each
         # Invariant: a want whose adapter is in no LOADING or READY slot is in exactly one of these two.
-        self._unplaced: dict[str, Want] = {}  # in the order in which they began to lack a slot
+        self._unplaced = LoadQueue(counters.of_other_units())
         self._backing_off: dict[str, Want] = {}  # their load failed a moment ago
         self._draining: list[Slot] = []
         self._pinned: set[str] = set()  # digests not to be evicted, whether they lie in a slot or not
@@ -111,26 +79,34 @@ class AdapterSlots:
 
     # ---- what requests want ----
 
-    def want(self, ref: AdapterRef) -> None:
-        """A request with this adapter waits for admission."""
+    def want(self, ref: AdapterRef, account: str) -> None:
+        """A request of the account waits for admission with this adapter."""
         want = self._wants.get(ref.digest)
         if want is None:
             want = self._wants[ref.digest] = Want(ref)
             self._is_dirty = True
-        want.num_waiting += 1
+        want.num_waiting[account] += 1
+        if want.num_waiting[account] == 1:
+            self._unplaced.add_account(want, account)
+            self._is_dirty = True
         is_placed = ref.digest in self._by_digest
         if not is_placed and ref.digest not in self._unplaced and ref.digest not in self._backing_off:
             self._join_unplaced(want)
 
-    def unwant(self, digest: str) -> None:
-        """A request with this adapter waits no more."""
+    def unwant(self, digest: str, account: str) -> None:
+        """A request of the account with this adapter waits no more."""
         want = self._wants[digest]
-        want.num_waiting -= 1
-        if want.num_waiting == 0:
+        want.num_waiting[account] -= 1
+        if want.num_waiting[account] > 0:
+            return
+        if len(want.num_waiting) == 1:
             del self._wants[digest]
-            self._unplaced.pop(digest, None)
+            self._unplaced.remove(digest)
             self._backing_off.pop(digest, None)
-            self._is_dirty = True
+        else:
+            self._unplaced.remove_account(want, account)
+        del want.num_waiting[account]
+        self._is_dirty = True
 
     def is_admissible(self, digest: str | None) -> bool:
         """Whether a request with this adapter may take a row: the base always, an adapter in an open ready slot."""
@@ -198,6 +174,7 @@ class AdapterSlots:
         """The load succeeded."""
         slot = self._reported(slot_idx, generation, SlotState.LOADING)
         slot.state = SlotState.READY
+        self._num_loading -= 1
         slot.admissions_before = self._num_admissions
         self._idle[slot_idx] = slot
         want = self._wants.get(slot.adapter.digest)
@@ -223,6 +200,7 @@ class AdapterSlots:
         slot = self._reported(slot_idx, generation, SlotState.LOADING)
         digest = slot.adapter.digest
         del self._by_digest[digest]
+        self._num_loading -= 1
         self._clear(slot)
         want = self._wants.get(digest)
         if want is None:
@@ -246,9 +224,9 @@ class AdapterSlots:
     def place(self, urgent_digest: str | None = None) -> list[tuple[str, str]]:
         """Decide on loads and evictions; returns (digest, reason) of wanted adapters that can never get in.
 
-        Wanted adapters are placed in the order in which they began to wait. One that finds no room lets those behind
-        it pass, until it was overtaken STARVATION_ADMISSIONS times: then slots are drained for it, and nothing else
-        is loaded before it. Strict slots treat only `urgent_digest` so, and at once.
+        Wanted adapters are placed in turn (load_queue.py), and no more than MAX_LOADING are under way. One that finds
+        no room lets those behind it pass, until it was overtaken STARVATION_ADMISSIONS times: then slots are drained
+        for it, and nothing else is loaded before it. Strict slots treat only `urgent_digest` so, and at once.
         """
         if urgent_digest != self._urgent_digest:
             self._urgent_digest = urgent_digest
@@ -265,8 +243,11 @@ class AdapterSlots:
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
         free_slots = len(self._empty) + self._num_evicting
         pinned = [slot.adapter.arena_bytes for digest, slot in self._by_digest.items() if digest in self._pinned]
-        others = [want for want in islice(self._unplaced.values(), PREFETCH_LOOKAHEAD) if want is not head]
+        others = [want for want in self._unplaced.in_turn(PREFETCH_LOOKAHEAD) if want is not head]
+        num_more = MAX_LOADING - self._num_loading - self._num_evicting
         for want in others if head is None else [head, *others]:
+            if num_more <= 0:
+                break
             if len(pinned) == self.num_slots or sum(pinned) + want.ref.arena_bytes > self.arena_bytes:
                 given_up.append((want.ref.digest, "pinned adapters leave no room for it in the arena"))
                 continue
@@ -280,8 +261,9 @@ class AdapterSlots:
                 continue
             free_bytes += self._evict(victims) - want.ref.arena_bytes
             free_slots += len(victims) - 1
+            num_more -= 1
             if self._empty and self.used_bytes + want.ref.arena_bytes <= self.arena_bytes:
-                self._load(want.ref)
+                self._load(want)
         return given_up
 
     def drain_commands(self) -> list[SlotCommand]:
@@ -298,8 +280,7 @@ class AdapterSlots:
         """Whether a load, an eviction or the retry of a load is to come, or may come of the next `place`."""
         if self._is_dirty or urgent_digest != self._urgent_digest:
             return True
-        is_loading = any(slot.state is SlotState.LOADING for slot in self._by_digest.values())
-        return is_loading or self._num_evicting > 0 or bool(self._backing_off)
+        return self._num_loading > 0 or self._num_evicting > 0 or bool(self._backing_off)
 
     def ready_digests(self) -> set[str]:
         """Adapters that plans may use."""
@@ -322,8 +303,8 @@ class AdapterSlots:
             and any(slot.state is SlotState.EVICTING and slot.adapter.digest == digest for slot in self.slots)
         )
 
-    def check_invariants(self, leases: dict[int, int], waiting: dict[str, int]) -> None:
-        """Raise AssertionError if the books disagree with `leases` by slot and `waiting` requests by digest."""
+    def check_invariants(self, leases: dict[int, int], waiting: dict[str, dict[str, int]]) -> None:
+        """Raise AssertionError if the books disagree with `leases` by slot, `waiting` by digest and account."""
         for slot in self.slots:
             assert (slot.ref is None) == (slot.state is SlotState.EMPTY), f"slot {slot.slot_idx} misstates its adapter"
             assert slot.num_leases == leases.get(slot.slot_idx, 0), f"slot {slot.slot_idx} miscounts its leases"
@@ -340,10 +321,13 @@ class AdapterSlots:
         assert all(self._by_digest[slot.adapter.digest] is slot for slot in placed), "the index by digest is wrong"
         idle = {slot.slot_idx for slot in placed if slot.state is SlotState.READY and slot.num_leases == 0}
         assert set(self._idle) == idle, "idle slots are miscounted"
+        assert self._num_loading == sum(s.state is SlotState.LOADING for s in placed), "slots that load are miscounted"
         assert {d: want.num_waiting for d, want in self._wants.items()} == waiting, "wanted adapters are miscounted"
-        lacking = [*self._unplaced, *self._backing_off]
-        assert len(set(lacking)) == len(lacking), "an adapter is backing off and is not"
-        assert set(lacking) == set(self._wants) - set(self._by_digest), "an adapter is wanted but not placed"
+        self._unplaced.check_invariants()
+        for digest in self._wants:
+            places = [digest in self._unplaced, digest in self._backing_off, digest in self._by_digest]
+            assert sum(places) == 1, f"adapter {digest} is wanted and in {sum(places)} places"
+        assert len(self._unplaced) + len(self._backing_off) <= len(self._wants), "an adapter is placed for nobody"
         assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
         assert not any(slot.adapter.digest in self._pinned for slot in self._draining), "a pinned adapter is drained"
         assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
@@ -355,7 +339,7 @@ class AdapterSlots:
         if self._is_strict and self._urgent_digest is not None:
             head = self._unplaced.get(self._urgent_digest)
             return head, head is not None
-        head = next(iter(self._unplaced.values()), None)
+        head = self._unplaced.head
         is_starving = head is not None and self._num_admissions - head.admissions_before >= STARVATION_ADMISSIONS
         return head, is_starving and not self._is_strict
 
@@ -368,7 +352,7 @@ class AdapterSlots:
 
     def _join_unplaced(self, want: Want) -> None:
         want.admissions_before = self._num_admissions
-        self._unplaced[want.ref.digest] = want
+        self._unplaced.add(want)
         self._is_dirty = True
 
     def _reported(self, slot_idx: int, generation: int, expected: SlotState) -> Slot:
@@ -384,7 +368,8 @@ class AdapterSlots:
             )
         return slot
 
-    def _load(self, ref: AdapterRef) -> None:
+    def _load(self, want: Want) -> None:
+        ref = want.ref
         slot_idx = self._empty.take()
         if slot_idx == len(self.slots):
             self.slots.append(Slot(slot_idx))
@@ -395,7 +380,9 @@ class AdapterSlots:
         slot.was_leased = False
         self.used_bytes += ref.arena_bytes
         self._by_digest[ref.digest] = slot
-        del self._unplaced[ref.digest]
+        self._num_loading += 1
+        self._unplaced.charge(want)
+        self._unplaced.remove(ref.digest)
         self._commands.append(LoadSlot(slot.slot_idx, slot.generation, ref.digest))
         self._is_dirty = True
 

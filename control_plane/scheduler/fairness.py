@@ -88,6 +88,14 @@ class VirtualCounters:
         """The tenant's virtual counter."""
         return self._tenant(tenant).counter
 
+    def price_of(self, tenant: str, num_tokens: int) -> float:
+        """What so many tokens of a prompt add to the tenant's counter."""
+        return self._prefill_weight * num_tokens / self._tenant(tenant).weight
+
+    def of_other_units(self) -> VirtualCounters:
+        """Accounts with the same weights, all at zero, to count something else."""
+        return VirtualCounters(self._weights, default_weight=self._default_weight)
+
     def wait(self, tenant: str) -> None:
         """One more of its requests waits. A tenant that comes back is lifted: idle time is no credit.
 
@@ -124,7 +132,7 @@ class VirtualCounters:
         """The tenant gets this many tokens of a prompt computed."""
         account = self._tenant(tenant)
         account.num_prefill_tokens += num_tokens
-        account.counter += self._prefill_weight * num_tokens / account.weight
+        account.counter += self.price_of(tenant, num_tokens)
 
     def charge_decode(self, tenant: str, num_tokens: int) -> None:
         """The tenant got this many generated tokens."""

@@ -28,8 +28,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.rows.check_invariants([sequence.row for sequence in scheduler.running])
     leases = Counter(sequence.slot_idx for sequence in scheduler.running if sequence.slot_idx is not None)
     queued = [*scheduler.waiting, *(group for group in scheduler.roster.swap if not group.is_paused)]
-    waiting = Counter(group.digest for group in queued if group.digest is not None)
-    scheduler.slots.check_invariants(dict(leases), dict(waiting))
+    waiting: dict[str, dict[str, int]] = {}
+    for group in queued:
+        if group.digest is not None:
+            by_account = waiting.setdefault(group.digest, {})
+            by_account[group.request.account] = by_account.get(group.request.account, 0) + 1
+    scheduler.slots.check_invariants(dict(leases), waiting)
     _check_batch(scheduler)
     for sequence in scheduler.running:
         _check_running(scheduler, sequence)

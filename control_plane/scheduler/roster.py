@@ -39,7 +39,7 @@ class Roster:
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, limits.block_size)
         is_strict = settings.policy is Policy.FCFS
-        self.slots = AdapterSlots(limits.num_slots, limits.arena_bytes, is_strict=is_strict)
+        self.slots = AdapterSlots(limits.num_slots, limits.arena_bytes, counters, is_strict=is_strict)
         self.waiting: ArrivalQueue | WaitingQueue
         if is_strict:
             self.waiting = ArrivalQueue(counters, is_admissible=self.slots.is_admissible)
@@ -112,11 +112,11 @@ class Roster:
 
     def _want(self, group: SequenceGroup) -> None:
         if group.request.adapter is not None:
-            self.slots.want(group.request.adapter)
+            self.slots.want(group.request.adapter, group.request.account)
 
     def _unwant(self, group: SequenceGroup) -> None:
         if group.request.adapter is not None:
-            self.slots.unwant(group.request.adapter.digest)
+            self.slots.unwant(group.request.adapter.digest, group.request.account)
 
     def hold(self, group: SequenceGroup) -> None:
         """Keep a request whose reader is slow from being scheduled."""

@@ -1,0 +1,37 @@
+"""One adapter slot of a worker, as the slot table (adapter_slots.py) keeps it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from control_plane.scheduler.types import AdapterRef
+
+
+class SlotState(enum.Enum):
+    """What is in a slot."""
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+    EVICTING = "evicting"
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot of the worker's table."""
+
+    slot_idx: int
+    state: SlotState = SlotState.EMPTY
+    generation: int = 0  # counts up with every load
+    ref: AdapterRef | None = None  # None exactly while EMPTY
+    num_leases: int = 0  # requests that hold a row with it
+    was_leased: bool = False  # since it was loaded
+    admissions_before: int = 0  # requests admitted until it became ready
+    is_draining: bool = False  # closed to admissions, so that a starving adapter gets it
+
+    @property
+    def adapter(self) -> AdapterRef:
+        """The adapter in it; the slot must not be empty."""
+        assert self.ref is not None, f"slot {self.slot_idx} is empty"
+        return self.ref

@@ -1,0 +1,133 @@
+"""Adapters that wait for a slot, and which of them is loaded next.
+
+As in the queue of requests, between accounts the least virtual counter decides, here of bytes loaded, and inside an
+account the order in which its adapters began to wait. So an account that asks for a thousand adapters delays those of
+another by one load.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.types import AdapterRef
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    """An adapter that requests in the waiting queue have."""
+
+    ref: AdapterRef
+    num_waiting: Counter[str] = field(default_factory=Counter)  # requests by account; no zeros, in order of arrival
+    num_failures: int = 0  # loads that failed in a row
+    retry_at_s: float = 0.0  # while it is backing off: when it is to be loaded again
+    admissions_before: int = 0  # requests admitted until it began to wait for a slot
+    place: int = 0  # counts up with every adapter that begins to wait for a slot
+
+
+class LoadQueue:
+    """Adapters that wait for a slot."""
+
+    def __init__(self, counters: VirtualCounters) -> None:
+        """`counters` are of its own: bytes loaded for each account."""
+        self._counters = counters
+        self._wants: dict[str, Want] = {}
+        # Invariant: an account is here with each want of these that some of its requests has; none is empty. In the
+        # order in which they began to wait for a slot, or in which the account began to want them.
+        self._by_account: dict[str, dict[str, Want]] = {}
+        self._next_place = 0
+        self._head: Want | None = None  # the first in turn; None: to be found out
+
+    def __len__(self) -> int:
+        return len(self._wants)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._wants
+
+    def get(self, digest: str) -> Want | None:
+        """The want of this adapter if it waits for a slot."""
+        return self._wants.get(digest)
+
+    def add(self, want: Want) -> None:
+        """Let an adapter wait for a slot."""
+        self._next_place += 1
+        want.place = self._next_place
+        self._wants[want.ref.digest] = want
+        for account in want.num_waiting:
+            self._enter(want, account)
+
+    def remove(self, digest: str) -> None:
+        """It waits no more; one that does not wait is fine."""
+        want = self._wants.pop(digest, None)
+        if want is not None:
+            for account in want.num_waiting:
+                self._leave(digest, account)
+
+    def add_account(self, want: Want, account: str) -> None:
+        """The account begins to want it. Called whether it waits for a slot or not."""
+        if want.ref.digest in self._wants:
+            self._enter(want, account)
+
+    def remove_account(self, want: Want, account: str) -> None:
+        """The account wants it no more. Called whether it waits for a slot or not."""
+        if want.ref.digest in self._wants:
+            self._leave(want.ref.digest, account)
+
+    def charge(self, want: Want) -> None:
+        """It is loaded now, in the turn of that account which is next of those that want it."""
+        account = min(want.num_waiting, key=self._counters.counter)
+        self._counters.charge_prefill(account, want.ref.arena_bytes)
+        self._head = None
+
+    @property
+    def head(self) -> Want | None:
+        """The first in turn, or None."""
+        if self._head is None:
+            self._head = next(iter(self.in_turn(1)), None)
+        return self._head
+
+    def in_turn(self, count: int) -> list[Want]:
+        """The first in turn, at most so many, as they would be loaded one after the other."""
+        turns = []
+        for account, wants in self._by_account.items():
+            waiting = iter(wants.values())
+            first = next(waiting)
+            turns.append((self._counters.counter(account), first.place, account, first, waiting))
+        heapq.heapify(turns)
+        chosen: dict[str, Want] = {}
+        while turns and len(chosen) < count:
+            counter, _, account, want, waiting = turns[0]
+            if want.ref.digest not in chosen:
+                chosen[want.ref.digest] = want
+                counter += self._counters.price_of(account, want.ref.arena_bytes)
+            following = next(waiting, None)
+            if following is None:
+                heapq.heappop(turns)
+            else:
+                heapq.heapreplace(turns, (counter, following.place, account, following, waiting))
+        return list(chosen.values())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the index by account is wrong."""
+        pairs = {(account, digest) for digest, want in self._wants.items() for account in want.num_waiting}
+        indexed = {(account, digest) for account, wants in self._by_account.items() for digest in wants}
+        assert pairs == indexed and all(self._by_account.values()), "adapters that wait are miscounted by account"
+        assert self._head is None or self._head is next(iter(self.in_turn(1))), "another adapter is first in turn"
+
+    def _enter(self, want: Want, account: str) -> None:
+        self._head = None
+        wants = self._by_account.get(account)
+        if wants is None:
+            wants = self._by_account[account] = {}
+            self._counters.wait(account)
+        wants[want.ref.digest] = want
+
+    def _leave(self, digest: str, account: str) -> None:
+        self._head = None
+        wants = self._by_account[account]
+        del wants[digest]
+        if not wants:
+            del self._by_account[account]
+            self._counters.stop_waiting(account)
