@@ -8,12 +8,12 @@ held, not for those that the worker says it has.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from control_plane.scheduler.evictable_blocks import EvictableBlocks
 from control_plane.scheduler.free_ids import FreeIds
 
 MANY_BLOCKS = 64  # of one table: from here on numpy counts faster than a loop
@@ -27,8 +27,9 @@ class BlockPool:
         # Invariant: a block is free, evictable or held (ref_counts > 0), exactly one of the three.
         self.ref_counts = array("i")  # block_id -> tables that hold it; of blocks that were ever held
         self.free = FreeIds(num_blocks)  # no holder, not cached
-        self.evictable: OrderedDict[int, None] = OrderedDict()  # no holder, cached; oldest first
+        self.evictable = EvictableBlocks(num_blocks)  # no holder, cached; oldest first
         self.is_cached = bytearray()  # block_id -> 1 if the prefix cache knows it; of blocks that were ever held
+        self._account_by_block: dict[int, str] = {}  # of cached blocks: who filled them
         self.on_evict: Callable[[int], None] = _nobody_caches
 
     @property
@@ -42,15 +43,16 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def take_one(self) -> int | None:
-        """A block for one holder, or None if all are held. Unheld cached blocks go last, oldest first."""
+        """A block for one holder, or None if all are held. Unheld cached blocks go last (evictable_blocks.py)."""
         if self.free:
             block_id = self.free.take()
             if block_id == len(self.ref_counts):
                 self.ref_counts.append(0)
                 self.is_cached.append(0)
         elif self.evictable:
-            block_id, _ = self.evictable.popitem(last=False)
+            block_id = self.evictable.evict()
             self.is_cached[block_id] = 0
+            del self._account_by_block[block_id]
             self.on_evict(block_id)
         else:
             return None
@@ -102,12 +104,12 @@ class BlockPool:
     def _revive(self, block_id: int) -> None:
         """Somebody will hold a block that nobody holds."""
         assert block_id in self.evictable, f"block {block_id} is shared but neither held nor in the prefix cache"
-        del self.evictable[block_id]
+        self.evictable.remove(block_id)
 
     def _abandon(self, block_id: int) -> None:
         """Nobody holds the block any more."""
         if self.is_cached[block_id]:
-            self.evictable[block_id] = None
+            self.evictable.add(block_id, self._account_by_block[block_id])
         else:
             self.free.give_back(block_id)
 
@@ -115,16 +117,18 @@ class BlockPool:
         """The reference counts as numpy sees them. To be dropped before a block is taken: a view keeps their size."""
         return np.frombuffer(self.ref_counts, dtype=np.int32)
 
-    def mark_cached(self, block_id: int) -> None:
-        """The prefix cache knows this held block from now on."""
+    def mark_cached(self, block_id: int, account: str) -> None:
+        """The prefix cache knows this held block from now on, which the account filled."""
         assert self.ref_counts[block_id] > 0, f"block {block_id} enters the prefix cache but nobody holds it"
         self.is_cached[block_id] = 1
+        self._account_by_block[block_id] = account
 
     def unmark_cached(self, block_id: int) -> None:
         """The prefix cache forgot this block."""
         self.is_cached[block_id] = 0
+        del self._account_by_block[block_id]
         if self.ref_counts[block_id] == 0:
-            del self.evictable[block_id]
+            self.evictable.remove(block_id)
             self.free.give_back(block_id)
 
 

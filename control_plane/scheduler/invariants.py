@@ -95,9 +95,10 @@ def _check_blocks(scheduler: Scheduler) -> None:
     holders = Counter(block_id for sequence in scheduler.running for block_id in _held_blocks(sequence))
     ever_held = range(len(pool.ref_counts))
     assert list(pool.ref_counts) == [holders[b] for b in ever_held], "reference counts are not the holders"
-    places = Counter(pool.free) + Counter(pool.evictable.keys()) + Counter(holders.keys())
+    places = Counter(pool.free) + Counter(pool.evictable) + Counter(holders.keys())
     assert places == Counter(range(pool.num_blocks)), "a block is lost, or free and held at once"
     assert all(pool.is_cached[b] for b in pool.evictable), "a block that the cache forgot is kept for it"
+    pool.evictable.check_invariants()
     assert not any(pool.is_cached[b] for b in pool.free if b in ever_held), "a free block is in the prefix cache"
     for sequence in scheduler.running:
         others = [member for member in sequence.group.members if member is not sequence]

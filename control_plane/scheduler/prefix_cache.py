@@ -105,17 +105,17 @@ class PrefixCache:
             for idx in range(sequence.num_registered, num_full):
                 key = sequence.block_hashes[idx]
                 if key not in self._block_by_key:
-                    self._enter(key, sequence.block_ids[idx], digest)
+                    self._enter(key, sequence.block_ids[idx], digest, sequence.request.account)
         sequence.num_registered = num_full
 
-    def _enter(self, key: bytes, block_id: int, digest: str | None) -> None:
+    def _enter(self, key: bytes, block_id: int, digest: str | None, account: str) -> None:
         self._block_by_key[key] = block_id
         self._key_by_block[block_id] = (key, digest)
         blocks = self._blocks_by_digest.get(digest)
         if blocks is None:
             blocks = self._blocks_by_digest[digest] = set()
         blocks.add(block_id)
-        self._pool.mark_cached(block_id)
+        self._pool.mark_cached(block_id, account)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Take these blocks out; whoever holds them goes on holding them."""

@@ -34,7 +34,7 @@ def test_cached_blocks_are_taken_last_and_the_cache_is_told() -> None:
     evicted: list[int] = []
     pool.on_evict = evicted.append
     blocks = pool.take(2)
-    pool.mark_cached(blocks[0])
+    pool.mark_cached(blocks[0], "a")
     pool.release(blocks)
     taken = pool.take(3)
     assert evicted == [blocks[0]] == [taken[-1]]
@@ -58,7 +58,7 @@ def test_large_tables_are_counted_as_small_ones_are() -> None:
     shared = first[: MANY_BLOCKS + 3]
     for pool in (large, small):
         for block_id in first[::2]:
-            pool.mark_cached(block_id)
+            pool.mark_cached(block_id, "a")
 
     def same() -> bool:
         ours, theirs = (
@@ -134,7 +134,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cache(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(sorted({block_id for table in self.tables for block_id in table})))
-        self.pool.mark_cached(block_id)
+        self.pool.mark_cached(block_id, "ab"[block_id % 2])
         self.cached.add(block_id)
 
     @precondition(lambda self: self.cached)
@@ -158,6 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.pool.evictable) == self.cached - set(holders)
         assert sorted(self.pool.free) == sorted(set(range(7)) - self.cached - set(holders))
         assert self.pool.num_held == len(holders)
+        self.pool.evictable.check_invariants()
 
 
 TestPoolMachine = PoolMachine.TestCase
