@@ -102,6 +102,18 @@ def test_a_beam_may_have_several_children_and_another_none() -> None:
     assert [(beam.token_ids, beam.logprob) for beam in searcher.beams] == [((2, 7), -2.5), ((2, 8), -2.75)]
 
 
+@pytest.mark.parametrize(("logprob", "goes_on"), [(-1.4, False), (-0.8, True)])
+def test_a_search_ends_when_its_best_beam_is_worse_at_its_present_length_than_what_ended(
+    logprob: float, goes_on: bool
+) -> None:
+    """As in transformers: not when it would be worse even at the longest length, where 9 tokens divide its score."""
+    searcher = BeamSearcher(BeamSearch(2), stop_token_ids=frozenset([9]), min_tokens=0, max_generated=9)
+    assert searcher.advance([[(9, -1.0), (1, -1.1), (2, -1.2)]]) == [0, 0]
+    parents = searcher.advance([[(9, -0.5), (3, logprob), (4, -9.0)], [(5, -8.0), (6, -8.5), (7, -9.0)]])
+    assert searcher.hypotheses == [Hypothesis((1, 9), -0.8), Hypothesis((9,), -1.0)]
+    assert parents == ([0, 1] if goes_on else []), "beam (1, 3) scores -1.25 or -0.95"
+
+
 def test_a_vocabulary_of_stop_tokens_ends_at_once() -> None:
     searcher = BeamSearcher(BeamSearch(2), stop_token_ids=frozenset([1, 2]), min_tokens=0, max_generated=9)
     assert searcher.advance([[(1, -0.5), (2, -1.0)]]) == []

@@ -80,10 +80,16 @@ def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("leave_out", [(), ("base_bias",), ("gain", "base_bias"), ("lora_bias",)], ids=str)
+@pytest.mark.parametrize("is_uniform", [False, True], ids=["ranks by site", "one rank"])
 def test_kernel_equals_the_definition(
-    leave_out: tuple[str, ...], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    is_uniform: bool,
+    leave_out: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = make_group(CASE, WIDTHS, dtype)
+    """With one rank at all sites, as q, k and v of one adapter have it, slot 1 has a gain at the second site too."""
+    inputs = make_group(CASE, WIDTHS, dtype, is_uniform=is_uniform)
     inputs, full = tables(inputs)
     epilogue = replace(full, **dict.fromkeys(leave_out))
     expected, plain = added(inputs, epilogue), added(inputs, None)
