@@ -1230,6 +1230,28 @@ async def test_quotas_are_charged_at_submit_and_given_back_at_every_end(clock: F
     assert worker.session.scheduler.counters is fleet._counters  # one account of a tenant over all workers
 
 
+@pytest.mark.parametrize("num_turns", [None, 0, 4])
+async def test_a_cancelled_request_gives_its_quota_back(clock: FakeClock, num_turns: int | None) -> None:
+    """Without a worker, before its first plan, and while it runs."""
+    limits = TenantLimits(max_running_requests=1, max_queued_tokens=3, tokens_per_minute=103)
+    table = TenantTable({"a": limits})
+    fleet = make_fleet(clock, tenants=table)
+    worker = None if num_turns is None else LoopbackWorker(fleet)
+    stream = fleet.submit(make_request(fleet, [1, 2, 3], 100, tenant="a"))
+    for _ in range(num_turns or 0):
+        assert worker is not None
+        await worker.turn()
+    with pytest.raises(QuotaExceeded):
+        fleet.submit(make_request(fleet, [1], 1, tenant="a"))
+    stream.cancel()
+    (use,) = fleet.tenant_use()
+    assert (use.num_requests, use.num_queued_tokens) == (0, 0)
+    assert use.tokens_left == 100 - use.num_generated_tokens, "what it may still have generated"
+    assert (use.num_generated_tokens > 0) == bool(num_turns)
+    clock.advance(60.0)
+    fleet.submit(make_request(fleet, [1, 2, 3], 100, tenant="a"))
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [({"num_samples": 17}, "decoding.best_of"), ({"beam": BeamSearch(17)}, "decoding.beam_search.width")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, ResultMismatch
+from control_plane.scheduler.fairness import PREFILL_WEIGHT, VirtualCounters
 from control_plane.scheduler.types import FinishReason, RequestId, StepResult
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
@@ -105,6 +106,50 @@ def test_preemption_takes_the_latest_arrival_and_changes_no_token() -> None:
     assert bench.scheduler.stats().num_preemptions == 1
     bench.run()
     assert [bench.tokens[i] for i in (1, 2, 3)] == [oracle(request, 64) for request in requests]
+
+
+def test_a_preempted_request_comes_back_with_its_prompt_and_what_it_generated_apart() -> None:
+    """Penalties of the answer must not count as prompt what was generated before."""
+    bench = Bench(num_blocks=4, block_size=2, max_rows=2)
+    bench.add(*[make_request(i, prompt=2, max_tokens=6) for i in (1, 2)])
+    bench.run()
+    *_, back = [new for plan in bench.plans for new in plan.new_rows if new.request_id == 2]
+    num_generated = len(back.generated_token_ids)
+    assert (back.prompt_token_ids, back.generated_token_ids) == ((2, 2), bench.tokens[2][:num_generated])
+    assert num_generated > 0
+
+
+def test_a_prefill_is_charged_to_its_tenant_without_what_was_cached() -> None:
+    counters = VirtualCounters({"a": 2.0})
+    bench = Bench(counters=counters)
+    prompt = list(range(13))
+    for request_id, num_charged in ((1, 13), (2, 13 - 12)):
+        before = counters.counter("a")
+        bench.add(make_request(request_id, prompt, max_tokens=1, tenant="a"))
+        bench.plan()
+        assert counters.counter("a") == before + PREFILL_WEIGHT * num_charged / 2.0
+        bench.run()
+    (account,) = counters.stats()
+    assert (account.num_prefill_tokens, account.num_decode_tokens) == (14, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_is_cancelled_between_two_chunks_of_its_prompt_leaves_nothing(depth: int) -> None:
+    bench = Bench(plan_depth=depth, max_step_tokens=8, num_blocks=10)
+    bench.add(make_request(1, prompt=30, max_tokens=4))
+    for _ in range(depth):
+        bench.plan()
+    bench.answer()
+    bench.scheduler.cancel(RequestId(1), 0.0)
+    bench.scheduler.check_invariants()
+    assert (bench.scheduler.num_unfinished, bench.scheduler.stats().num_blocks_held) == (0, 8 * (depth - 1))
+    bench.add(make_request(2, prompt=33, max_tokens=2))
+    bench.run()
+    plans = bench.plans[depth:]
+    assert all(row == 0 for plan in plans for row in plan.decode_rows), "no row of the first is planned any more"
+    assert sum(num_tokens for plan in plans for _, num_tokens in plan.prefills) == 33
+    assert bench.tokens == {1: [], 2: oracle(make_request(2, prompt=33, max_tokens=2), 64)}
+    assert bench.scheduler.stats().num_blocks_held == 0
 
 
 def test_only_requests_that_never_ran_are_offered_to_other_workers() -> None:

@@ -106,9 +106,13 @@ def test_presence_and_frequency_count_the_answer_alone(engine: TorchEngine, mode
 
 
 def test_penalties_survive_a_preemption_and_stay_with_their_row(engine: TorchEngine) -> None:
-    penalised = replace(SAMPLED, repetition_penalty=0.3, frequency_penalty=0.8, presence_penalty=-3, min_p=0.02)
+    penalised = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=1.5, presence_penalty=-4, min_p=0.02)
     alone, plain = answer(engine, penalised), answer(engine, SAMPLED)
     assert alone != plain
+    # What was generated before the preemption has to count as such: the next tokens depend on it.
+    again = Job([*PROMPT, *alone[:6]], NUM_TOKENS - 6, sampling=penalised)
+    Planner(engine, chunk=4).run([again])
+    assert again.tokens != alone[6:], "nothing would show if it counted as prompt"
     for _ in range(2):  # the second time in rows and histories that were used before
         jobs = [Job(PROMPT, NUM_TOKENS, sampling=sampling) for sampling in (penalised, SAMPLED, penalised, SAMPLED)]
         Planner(engine, chunk=4).run(jobs, preempt_at=6)
