@@ -9,7 +9,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +33,7 @@ _LOWEST: dict[str, float] = {
     "store_timeout_s": 0.1,
     "host_cache_bytes": 0,
     "max_waiting_requests": 1,
+    "max_waiting_tokens": 1,
     "plan_depth": 1,
     "heartbeat_interval_ms": 1,
     "worker_grace_s": 0,
@@ -70,6 +71,7 @@ class ServerConfig:
     host_cache_bytes: int = 2 << 30  # budget of the host cache, bytes
     dtype: str = "auto"  # auto (the checkpoint's), float32, bfloat16, float16
     max_waiting_requests: int = 1024  # requests waiting over all workers, a count
+    max_waiting_tokens: int = 8 << 20  # prompt tokens of requests without a first token, over all workers, a count
     plan_depth: int = 2  # plans sent to a worker and not answered, a count
     heartbeat_interval_ms: int = 500  # milliseconds
     dead_after_ms: int = 2000  # a worker silent for so long is dead, milliseconds
@@ -79,6 +81,7 @@ class ServerConfig:
     first_step_timeout_s: float = _FLEET.first_step_timeout_s
     load_timeout_s: float = _FLEET.load_timeout_s
     tenants: Path | None = None  # JSON file with weights and quotas of tenants; None: all alike, without quotas
+    trust_tenant_names: bool = False  # clients cannot invent tenants: each is counted by itself
     # Those that follow are the fields of SchedulerSettings, where they are explained.
     scheduling_policy: str = DEFAULT_SETTINGS.policy.value
     max_step_tokens: int | None = DEFAULT_SETTINGS.max_step_tokens
@@ -149,9 +152,9 @@ class ServerConfig:
     def tenant_table(self) -> TenantTable:
         """Weights and quotas of tenants, read from their file. Raises ConfigError."""
         if self.tenants is None:
-            return TenantTable()
+            return TenantTable(trusts_names=self.trust_tenant_names)
         try:
-            return read_tenants(self.tenants)
+            return replace(read_tenants(self.tenants), trusts_names=self.trust_tenant_names)
         except InvalidTenants as error:
             raise ConfigError(f"--tenants: {self.tenants}: {error}") from error
 
@@ -224,6 +227,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-cache-bytes", byte_size, "2GiB", "budget of the host cache, bytes with KiB/MiB/GiB (default 2GiB)")
     add("--dtype", str, "auto", "auto, float32, bfloat16 or float16 (default auto: the checkpoint's)")
     add("--max-waiting-requests", int, "1024", "requests that may wait, a count; more are refused (default 1024)")
+    add(
+        "--max-waiting-tokens",
+        int,
+        "8388608",
+        "prompt tokens of requests that may wait, a count; more are refused (default 8388608)",
+    )
     add("--plan-depth", int, "2", "plans sent to a worker and not answered, a count (default 2)")
     add("--heartbeat-interval-ms", int, "500", "time between heartbeats, milliseconds (default 500)")
     add("--dead-after-ms", int, "2000", "a worker silent for so long is dead, milliseconds (default 2000)")
@@ -278,6 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     switches = (
         ("--exclusive-store", "no other control plane uses the remote store: wait for no lease (default: off)"),
+        ("--trust-tenant-names", "clients cannot invent tenants: count each by itself (default: see --tenants)"),
         ("--no-reflection", "leave the gRPC reflection service out (default: it is there)"),
     )
     for flag, text in switches:

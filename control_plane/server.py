@@ -279,6 +279,7 @@ async def _open_storage(
 def _fleet_settings(config: ServerConfig) -> FleetSettings:
     return FleetSettings(
         max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
         plan_depth=config.plan_depth,
         heartbeat_interval_ms=config.heartbeat_interval_ms,
         dead_after_ms=config.dead_after_ms,

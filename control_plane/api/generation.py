@@ -27,6 +27,7 @@ from control_plane.api.generation_request import (
     effective_stop_token_ids,
 )
 from control_plane.api.parts import Fleet, Registry, Resolved
+from control_plane.api.peers import host_of
 from control_plane.api.preconditions import require_model, require_prompt
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
@@ -83,6 +84,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         remaining_s = context.time_remaining()
         self._gate.check()
         tenant = tenant_of(context.invocation_metadata())
+        account = self._fleet.account_of(tenant, host_of(context.peer()))
         checked = check_request(
             request,
             vocab_size=self._model.vocab_size,
@@ -95,7 +97,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._registry.resolve(checked.adapter_id, checked.adapter_digest) if checked.adapter_id else None
         render_time_s = self._render_time_s(checked)
-        prompt = await self._prompt_token_ids(checked, tenant, render_time_s)
+        prompt = await self._prompt_token_ids(checked, account, render_time_s)
         require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), self._model.max_model_len)
         check_prompt_logprobs(checked, len(prompt))
@@ -112,6 +114,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
             tenant=tenant,
+            charged_to=account,
             priority=checked.priority,
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
@@ -165,19 +168,19 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return self._wall_clock() if checked.render_time_s is None else checked.render_time_s
 
     async def _prompt_token_ids(
-        self, checked: CheckedRequest, tenant: str, render_time_s: float | None
+        self, checked: CheckedRequest, account: str, render_time_s: float | None
     ) -> Sequence[int]:
         if checked.token_ids is not None:
             return checked.token_ids
         # What is refused at present whatever its prompt is not tokenised first.
-        self._fleet.check_room(tenant, checked.decoding.num_indices * (checked.max_tokens or 1))
+        self._fleet.check_room(account, checked.decoding.num_indices * (checked.max_tokens or 1))
         max_model_len = self._model.max_model_len
         if checked.text is not None:
-            ids = await self._codec.encode_text(checked.text, tenant=tenant, max_model_len=max_model_len)
+            ids = await self._codec.encode_text(checked.text, tenant=account, max_model_len=max_model_len)
         else:
             assert checked.messages is not None
             ids = await self._codec.encode_chat(
-                checked.messages, render_time_s, tenant=tenant, max_model_len=max_model_len
+                checked.messages, render_time_s, tenant=account, max_model_len=max_model_len
             )
         if not ids:
             raise refuse(checked.input_field, "no token is left after tokenisation; a prompt needs at least one")

@@ -96,7 +96,7 @@ class Fleet:
 
         Raises Draining, NoWorker, QueueFull, QuotaExceeded, QuotaTooSmall, ContextTooLong or AdapterTooLarge.
         """
-        self._check_admission(request.tenant)
+        self._check_admission(request.account)
         request_id = request.request_id
         assert request_id not in self._jobs, f"request id {request_id} is in use"
         stream = JobStream(
@@ -118,40 +118,50 @@ class Fleet:
         self._num_accepted += 1
         return stream
 
-    def check_room(self, tenant: str, num_reserved_tokens: int) -> None:
-        """Raise what `submit` would raise at present for every request of the tenant that may generate so many tokens.
+    def account_of(self, tenant: str, host: str) -> str:
+        """The account that a request is charged to which a host sends for a tenant."""
+        return self.settings.tenants.account_of(tenant, host)
+
+    def check_room(self, account: str, num_reserved_tokens: int) -> None:
+        """Raise what `submit` would raise at present for every request of the account that may generate so many tokens.
 
         For a caller whose prompt is costly to make: it is refused before, and may still be refused after.
         """
-        self._check_admission(tenant)
-        self._quotas.check(tenant, 1, num_reserved_tokens)
+        self._check_admission(account)
+        self._quotas.check(account, 1, num_reserved_tokens)
 
-    def _check_admission(self, tenant: str) -> None:
+    def _check_admission(self, account: str) -> None:
         if self._is_draining:
             raise Draining("the server is shutting down; try another one or try again in a moment")
         if not self._sessions and self._awake() - self._no_worker_since_s >= self.settings.worker_grace_s:
             raise NoWorker("no worker is attached; try again in a moment")
-        limit = self.settings.max_waiting_requests
-        if self._num_waiting() >= limit:
+        if self._is_queue_full():
             for session in list(self._sessions.values()):
                 session.pump_if_due()  # what arrived in this turn of the loop may run already
-            if self._num_waiting() >= limit:
-                self._check_share(tenant, limit)
+            if self._num_waiting() >= self.settings.max_waiting_requests:
+                waiting = Counter(self._counters.num_waiting_by_tenant)
+                waiting.update(job.request.account for job in self._dispatcher.waiting.values())
+                self._check_share(account, waiting, self.settings.max_waiting_requests, "requests")
+            if self._quotas.num_queued_tokens >= self.settings.max_waiting_tokens:
+                waiting = Counter(self._quotas.queued_tokens_by_tenant())
+                self._check_share(account, waiting, self.settings.max_waiting_tokens, "prompt tokens")
 
-    def _check_share(self, tenant: str, limit: int) -> None:
-        """Of a full queue every tenant that waits may hold its share, `limit` over their number, and no more.
+    def _is_queue_full(self) -> bool:
+        has_many_tokens = self._quotas.num_queued_tokens >= self.settings.max_waiting_tokens
+        return has_many_tokens or self._num_waiting() >= self.settings.max_waiting_requests
 
-        So one that keeps the queue full shuts nobody out. Shares shrink as tenants come and are nothing beyond
-        `limit` tenants: limit x (1 + ln limit) requests wait at the very most.
+    def _check_share(self, account: str, waiting: Counter[str], limit: int, what: str) -> None:
+        """Of a full queue every account that waits may hold its share, `limit` over their number, and no more.
+
+        So one that keeps the queue full shuts nobody out. Shares shrink as accounts come and are nothing beyond
+        `limit` accounts: limit x (1 + ln limit) wait at the very most, and what the last request of each is beyond it.
         """
-        waiting = Counter(self._counters.num_waiting_by_tenant)
-        waiting.update(job.request.tenant for job in self._dispatcher.waiting.values())
-        share = limit // len(waiting.keys() | {tenant})
-        if waiting[tenant] >= share:
+        share = limit // len(waiting.keys() | {account})
+        if waiting[account] >= share:
             self._num_rejected += 1
             raise QueueFull(
-                f"{limit} requests wait already, the most this server holds, and {waiting[tenant]} of them are tenant "
-                f"{tenant}'s, whose share is {share}; try again in a moment"
+                f"{limit} {what} wait already, the most this server holds, and {waiting[account]} of them are tenant "
+                f"{account}'s, whose share is {share}; try again in a moment"
             )
 
     def _num_waiting(self) -> int:

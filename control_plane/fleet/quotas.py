@@ -1,4 +1,6 @@
-"""Holds every tenant to its quotas when a request is taken on, and counts what each tenant used.
+"""Holds every account to its quotas when a request is taken on, and counts what each account used.
+
+A tenant is, here and in what is told of quotas, the account that a request is charged to (tenants.py).
 
 Called by the fleet for every request: `admit`, `start` with its first token, `end`. Keeps counts only; no I/O, and time
 comes from the clock. tokens_per_minute is a bucket that fills evenly and holds one minute: a request takes its prompt
@@ -86,6 +88,7 @@ class TenantQuotas:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._max_accounts = MAX_IDLE_TENANTS  # at which idle ones are forgotten
+        self.num_queued_tokens = 0  # prompt tokens of requests without a token of an answer, of all tenants
 
     def admit(self, request: Request) -> Charge:
         """Charge a request to its tenant.
@@ -94,14 +97,15 @@ class TenantQuotas:
         """
         num_input = len(request.prompt_token_ids) + len(request.generated_token_ids)
         num_reserved = num_indices_of(request) * request.max_tokens - len(request.generated_token_ids)
-        self.check(request.tenant, num_input, num_reserved)
-        account = self._account(request.tenant)
+        self.check(request.account, num_input, num_reserved)
+        account = self._account(request.account)
         account.num_requests += 1
         account.num_accepted += 1
         account.num_queued_tokens += num_input
+        self.num_queued_tokens += num_input
         if account.bucket is not None:
             account.bucket.add(-num_input - num_reserved)
-        return Charge(request.tenant, num_input, num_reserved)
+        return Charge(request.account, num_input, num_reserved)
 
     def check(self, tenant: str, num_input_tokens: int, num_reserved_tokens: int) -> None:
         """Raise what `admit` would raise at present for a request of so many tokens, and count it as refused."""
@@ -114,11 +118,16 @@ class TenantQuotas:
             account.num_rejected += 1
             raise
 
+    def queued_tokens_by_tenant(self) -> dict[str, int]:
+        """Prompt tokens of requests without a token of an answer, of every tenant that has some. Looks at all."""
+        return {tenant: n for tenant, account in self._accounts.items() if (n := account.num_queued_tokens) > 0}
+
     def start(self, charge: Charge) -> None:
         """The request has the first token of an answer. Told once."""
         assert charge.is_queued, f"a request of tenant {charge.tenant} starts twice"
         charge.is_queued = False
         self._accounts[charge.tenant].num_queued_tokens -= charge.num_input_tokens
+        self.num_queued_tokens -= charge.num_input_tokens
 
     def end(self, charge: Charge, num_generated: int) -> None:
         """The request is over, with this many tokens generated over all its answers or beams. Told once."""

@@ -38,6 +38,8 @@ class FleetSettings:
     """Bounds and times of the fleet. Server settings of the same names end here."""
 
     max_waiting_requests: int = 1024  # accepted and not yet running; beyond, QueueFull to who has his share
+    # Prompt tokens of requests without a token of an answer; beyond, the same. About 36 bytes each.
+    max_waiting_tokens: int = 8 << 20
     plan_depth: int = 2  # plans sent to a worker and not answered
     heartbeat_interval_ms: int = 500  # either side, milliseconds
     dead_after_ms: int = 2000  # a worker that was silent for so long is dead, milliseconds
@@ -58,7 +60,7 @@ class FleetSettings:
     tenants: TenantTable = field(default_factory=TenantTable)  # weights and quotas
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting_requests", "plan_depth", "heartbeat_interval_ms"):
+        for name in ("max_waiting_requests", "max_waiting_tokens", "plan_depth", "heartbeat_interval_ms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
         if self.dead_after_ms < 2 * self.heartbeat_interval_ms:

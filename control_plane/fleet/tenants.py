@@ -1,7 +1,10 @@
 """What an operator grants tenants: the JSON object in the file that --tenants names.
 
-The object maps tenants to entries; the entry "default" is for every tenant that has none of its own, each counted by
-itself. A field left out of an entry is no limit, or weight 1. Read once, at the start.
+The object maps tenants to entries; the entry "default" is for everybody else. A field left out of an entry is no limit,
+or weight 1. Read once, at the start.
+
+Use is charged to accounts. A tenant with an entry has its own. A client invents further names as it likes, so these
+have none: what a host sends under them, or under none, is charged to one account of that host.
 """
 
 from __future__ import annotations
@@ -39,10 +42,16 @@ class TenantTable:
 
     named: dict[str, TenantLimits] = field(default_factory=dict)
     default: TenantLimits = TenantLimits()
+    trusts_names: bool = False  # clients cannot invent names: every tenant has an account
 
-    def limits_of(self, tenant: str) -> TenantLimits:
-        """The tenant's own, or those of the entry for the others."""
-        return self.named.get(tenant, self.default)
+    def account_of(self, tenant: str, host: str) -> str:
+        """The account that a request is charged to which a host sends for a tenant."""
+        has_entry = tenant in self.named and tenant != DEFAULT_ENTRY
+        return tenant if has_entry or self.trusts_names else host
+
+    def limits_of(self, account: str) -> TenantLimits:
+        """Those of the tenant's entry, or of the entry for everybody else."""
+        return self.named.get(account, self.default)
 
 
 def is_tenant(name: str) -> bool:

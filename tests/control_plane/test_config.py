@@ -54,6 +54,7 @@ def test_environment_gives_the_default_and_a_flag_wins(model_dir: Path, monkeypa
     assert (config.max_waiting_requests, config.redis_url) == (7, "unix:///run/redis.sock")
     assert [name for name, _ in config.adapter_roots] == ["a", "b"]
     assert parse(model_dir, "--max-waiting-requests", "9").max_waiting_requests == 9
+    assert parse(model_dir, "--max-waiting-tokens", "8").max_waiting_tokens == 8
 
 
 def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +121,16 @@ def test_scheduling_flags_make_the_schedulers_settings(model_dir: Path) -> None:
         adapter_us_per_mib=3.5,
         step_us=4.5,
     )
+
+
+def test_names_of_tenants_are_trusted_only_where_that_is_said(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = model_dir / "tenants.json"
+    file.write_text("{}")
+    for argv in ([], ["--tenants", str(file)]):
+        assert not parse(model_dir, *argv).tenant_table().trusts_names
+        assert parse(model_dir, *argv, "--trust-tenant-names").tenant_table().trusts_names
+    monkeypatch.setenv("MOTET_TRUST_TENANT_NAMES", "1")
+    assert parse(model_dir).tenant_table().trusts_names
 
 
 def test_tenants_are_read_from_their_file(model_dir: Path) -> None:

@@ -141,7 +141,15 @@ def test_beams_are_told_best_first_with_their_scores(served: Served) -> None:
     assert (status.queues.num_requests, status.workers[0].num_blocks_held) == (0, 0)
 
 
-def test_tenant_and_priority_reach_the_status(served: Served) -> None:
+def test_tenant_and_priority_are_taken_and_the_use_is_the_hosts(served: Served) -> None:
+    """The operator names no tenants, so all names of one host are one."""
+
+    def use() -> tuple[int, int]:
+        tenants = {tenant.tenant: tenant for tenant in served.client.status().tenants}
+        assert list(tenants) == ["ipv4:127.0.0.1"]
+        return tenants["ipv4:127.0.0.1"].num_accepted, tenants["ipv4:127.0.0.1"].num_generated_tokens
+
+    served.generate()
+    num_accepted, num_tokens = use()
     assert served.generate(tenant="team-a", priority=7).started.tenant == "team-a"
-    tenants = {tenant.tenant: tenant for tenant in served.client.status().tenants}
-    assert (tenants["team-a"].num_accepted, tenants["team-a"].num_generated_tokens) == (1, 12)
+    assert use() == (num_accepted + 1, num_tokens + 12)

@@ -149,7 +149,8 @@ def large_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     tokenizer.add_tokens(["x" * 64])  # without a long token, a long text is refused by its length alone
     tokenizer.save(str(model / "tokenizer.json"))
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with System(model, directory, control_command=command(directory / "report")) as system:
+    flags, watched = ["--trust-tenant-names"], command(directory / "report")
+    with System(model, directory, control_flags=flags, control_command=watched) as system:
         system.start_hash_worker("w0", ["--num-blocks", "20000", "--token-budget", "8192"])
         yield system
 

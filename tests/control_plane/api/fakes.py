@@ -321,8 +321,11 @@ class FakeFleet:
     def next_request_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
-    def check_room(self, tenant: str, num_reserved_tokens: int) -> None:
-        self.calls.append(("check_room", tenant, num_reserved_tokens))
+    def account_of(self, tenant: str, host: str) -> str:
+        return f"{tenant} at {host}"
+
+    def check_room(self, account: str, num_reserved_tokens: int) -> None:
+        self.calls.append(("check_room", account, num_reserved_tokens))
         if self.refusal is not None:
             raise self.refusal
 

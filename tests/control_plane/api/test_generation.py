@@ -313,7 +313,8 @@ async def test_defaults_are_made_effective(api: Api) -> None:
     assert started.sampling.top_p == 1
     assert api.fleet.requests[0].sampling == Sampling(seed=1234)
     assert started.decoding == types_pb2.DecodingParams(n=1, best_of=1)
-    assert started.tenant == "default"
+    assert started.tenant == api.fleet.requests[0].tenant == "default"
+    assert api.fleet.requests[0].account == "default at ipv4:127.0.0.1"
     # What `started` told may be sent back as it is.
     again = await generate(
         api,
@@ -582,7 +583,7 @@ async def test_request_that_has_no_room_is_refused_before_it_is_tokenised(tmp_pa
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(api, request(**prompt, stopping={"max_tokens": 7}, decoding={"n": 3}))
         assert details(caught.value)[0].reason == "QUEUE_FULL"
-        assert api.calls == [("check_room", "default", 21)]
+        assert api.calls == [("check_room", "default at ipv4:127.0.0.1", 21)]
     await codec.close()
 
 

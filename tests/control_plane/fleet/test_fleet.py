@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import tracemalloc
 from collections.abc import Coroutine
@@ -703,6 +704,46 @@ async def test_a_tenant_that_keeps_the_queue_full_shuts_nobody_out(clock: FakeCl
     assert flood("one too many") == 0, "names have no end, the queue has"
     with pytest.raises(QueueFull, match=r"12 requests wait already.*6 of them are tenant modest's, whose share is 1"):
         fleet.submit(make_request(fleet, [1], 10, tenant="modest"))
+
+
+@pytest.mark.parametrize("num_names", [1, 30])
+async def test_invented_tenants_together_get_no_more_of_a_full_queue_than_one(clock: FakeClock, num_names: int) -> None:
+    fleet = make_fleet(clock, max_waiting_requests=12, tenants=TenantTable({"named": TenantLimits()}))
+    num_taken = dict.fromkeys(("ipv4:6.6.6.6", "ipv4:10.0.0.7", "named"), 0)
+    for number in range(60):
+        for host, tenant in (
+            ("ipv4:6.6.6.6", f"invented {number % num_names}"),
+            ("ipv4:10.0.0.7", "default"),
+            ("ipv4:6.6.6.6", "named"),
+        ):
+            account = fleet.account_of(tenant, host)
+            with contextlib.suppress(QueueFull):
+                fleet.submit(make_request(fleet, [number], 10, tenant=tenant, charged_to=account))
+                num_taken[account] += 1
+    assert num_taken == dict.fromkeys(num_taken, 4)
+
+
+@pytest.mark.parametrize("has_worker", [True, False])
+async def test_the_queue_is_bounded_by_prompt_tokens_too(clock: FakeClock, *, has_worker: bool) -> None:
+    fleet = make_fleet(clock, max_waiting_tokens=100)
+    worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, max_rows=2)) if has_worker else None
+    streams = []
+
+    def fill(tenant: str) -> int:
+        for num_taken in range(100):
+            try:
+                streams.append(fleet.submit(make_request(fleet, [1] * 30, 10, tenant=tenant)))
+            except QueueFull as error:
+                assert "100 prompt tokens wait already" in str(error) and error.retry_after_s > 0
+                return num_taken
+        raise AssertionError("nobody is refused")
+
+    assert fill("long") == 4
+    assert fill("modest") == 2, "50 are its share: 30 are less, 60 are not"
+    assert fill("third") == 2
+    if worker is not None:
+        await run_all(worker, streams)
+        assert fill("long") == 4, "what runs or ran does not wait"
 
 
 async def test_request_that_never_fits_names_the_numbers(clock: FakeClock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,17 +45,49 @@ def test_requests_at_once_are_bounded_per_tenant() -> None:
     assert (use["b"].num_requests, use["b"].num_rejected) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("tenant", "trusts_names", "account"),
+    [
+        ("a", False, "a"),
+        ("invented", False, "ipv4:10.0.0.7"),
+        ("default", False, "ipv4:10.0.0.7"),
+        ("a", True, "a"),
+        ("invented", True, "invented"),
+        ("default", True, "default"),
+    ],
+)
+def test_a_tenant_without_an_entry_is_counted_by_the_clients_host(
+    tenant: str, trusts_names: bool, account: str
+) -> None:
+    """The entry `default` gives limits to such an account, it does not make one."""
+    own, others = TenantLimits(weight=2.0), TenantLimits(weight=3.0)
+    table = replace(parse_tenants({"a": {"weight": 2.0}, "default": {"weight": 3.0}}), trusts_names=trusts_names)
+    assert table.account_of(tenant, "ipv4:10.0.0.7") == account
+    assert table.limits_of(account) == (own if account == "a" else others)
+
+
+def test_invented_tenants_of_one_host_have_one_quota() -> None:
+    quotas = TenantQuotas(TenantTable(default=TenantLimits(max_running_requests=2)), FakeClock())
+    for number in range(2):
+        quotas.admit(request(tenant=f"invented {number}", charged_to="ipv4:10.0.0.7"))
+    error = refused(quotas, request(tenant="invented 3", charged_to="ipv4:10.0.0.7"))
+    assert (error.tenant, error.quota, error.limit) == ("ipv4:10.0.0.7", "max_running_requests", 2)
+    quotas.admit(request(tenant="invented 3", charged_to="ipv4:10.0.0.8"))
+    assert [use.tenant for use in quotas.busiest(9)] == ["ipv4:10.0.0.7", "ipv4:10.0.0.8"]
+
+
 def test_queued_tokens_are_those_of_requests_without_an_answer() -> None:
     quotas, _ = make_quotas(max_queued_tokens=25)
     first, second = quotas.admit(request(10)), quotas.admit(request(10))
     assert refused(quotas, request(6)).quota == "max_queued_tokens"
+    assert quotas.num_queued_tokens == 20 and quotas.queued_tokens_by_tenant() == {"a": 20}
     quotas.start(first)
     third = quotas.admit(request(15))
     assert refused(quotas, request(1)).quota == "max_queued_tokens"
     quotas.end(third, 0)  # it ended before its first token
     for charge in (first, second):
         quotas.end(charge, 20)
-    assert quotas.busiest(9)[0].num_queued_tokens == 0
+    assert quotas.busiest(9)[0].num_queued_tokens == quotas.num_queued_tokens == 0
     with pytest.raises(QuotaTooSmall, match=r"input: 26 tokens, more than max_queued_tokens 25 of tenant a"):
         quotas.admit(request(26))
 

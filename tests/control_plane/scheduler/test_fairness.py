@@ -110,6 +110,22 @@ def test_an_account_is_kept_while_its_tenant_only_decodes() -> None:
     assert counters.counter("decodes") == 4 * PREFILL_WEIGHT + 100 * DECODE_WEIGHT
 
 
+@pytest.mark.parametrize("num_names", [1, 25])
+def test_invented_tenants_of_one_account_get_together_what_one_gets(num_names: int) -> None:
+    bench = Bench(max_rows=4, num_blocks=60)
+    next_id = 1
+    for _ in range(200):
+        while bench.scheduler.num_waiting < 60:
+            for tenant, account in ((f"invented {next_id % num_names}", "ipv4:6.6.6.6"), ("a", "a"), ("b", "b")):
+                bench.add(make_request(next_id, prompt=4, max_tokens=4, tenant=tenant, charged_to=account))
+                next_id += 1
+        bench.step()
+    service = {account.tenant: account.counter for account in bench.scheduler.counters.stats()}
+    assert sorted(service) == ["a", "b", "ipv4:6.6.6.6"]
+    assert service["a"] == pytest.approx(service["b"], rel=0.1)
+    assert service["ipv4:6.6.6.6"] == pytest.approx(service["a"], rel=0.1)
+
+
 @pytest.mark.parametrize("policy", Policy)
 def test_requests_of_a_lost_worker_neither_wait_nor_run_for_their_tenants(policy: Policy) -> None:
     counters = VirtualCounters()

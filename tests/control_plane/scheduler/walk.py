@@ -186,6 +186,7 @@ class Walk:
             cache_salt=rng.choice([b"", b"", b"salt"]),
             arrival_s=self.now_s,
             tenant=rng.choice(self.tenants),
+            charged_to=rng.choice(["", "", "account"]),
             priority=rng.choice(self.priorities),
             deadline_s=self.now_s + rng.uniform(1, 60) if rng.random() < 0.1 else None,
             sampling=Sampling(

@@ -45,6 +45,7 @@ class Facts:
     def control_flags(self) -> list[str]:
         return [
             *("--max-adapter-bytes", str(MAX_ADAPTER_BYTES), "--tenants", str(self.work_dir / "tenants.json")),
+            "--trust-tenant-names",
             *("--adapter-root", f"{ROOT_NAME}={self.work_dir / 'root'}"),
         ]
 
