@@ -131,6 +131,7 @@ def _make_sequence(
         index=index,
         request=request,
         request_id=request.request_id,
+        account=request.account,
         order=group.order,
         max_generated=max_generated,
         max_planned=len(request.prompt_token_ids) + max_generated - 1,

@@ -13,7 +13,7 @@ from operator import attrgetter
 from control_plane.scheduler.sequence import Sequence, SequenceState
 
 _row = attrgetter("row")
-_account = attrgetter("request.account")
+_account = attrgetter("account")
 
 
 class DecodeBatch:

@@ -35,6 +35,7 @@ class Sequence:
     index: int  # which of the request's answers
     request: Request  # the group's, at hand
     request_id: RequestId  # at hand for every token
+    account: str  # the request's, at hand
     order: tuple[float, int]  # the group's, at hand
     max_generated: int  # generated tokens at which max_tokens or the context ends it
     max_planned: int  # tokens to compute in all: not the last that is sampled; of a stepwise one, those known
