@@ -35,8 +35,8 @@ class SchedulerSettings:
     # an admission that is preempted at once is wasted work.
     watermark: float = 0.01
     # Steps for which the request whose turn it is holds up others while it lacks rows or blocks; then they pass it, and
-    # it holds them up for as many once more when it gets its turn (backfill.py). 32 are 0.6 s where a step takes 20 ms.
-    max_blocked_steps: int = 32
+    # it holds them up for as many once more when it gets its turn (backfill.py). 64 are 1.3 s where a step takes 20 ms.
+    max_blocked_steps: int = 64
     # For CHUNKED_PREFILL. Unfinished prefills at once, and of those the long ones: further long prompts wait, short
     # ones pass them.
     max_partial_prefills: int = 4

@@ -57,7 +57,7 @@ class Walk:
             max_step_tokens=rng.choice([None, None, 5]),
             max_sequences=rng.choice([None, None, 4]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
-            max_blocked_steps=rng.choice([1, 3, 32]),
+            max_blocked_steps=rng.choice([1, 3, 64]),
             max_partial_prefills=rng.choice([1, 2, 4]),
             long_prefill_tokens=rng.choice([None, 1, 10]),
             swap_us_per_block=rng.choice([0.0, 40.0]),
