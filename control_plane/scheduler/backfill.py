@@ -158,7 +158,9 @@ class Backfill:
             if rows_short <= 0 and blocks_short <= 0:
                 break
             group = sequence.group
-            if self._is_holder(sequence) or group.state is not GroupState.RUNNING or not group.has_progressed:
+            if self._is_holder(sequence) or group.state is not GroupState.RUNNING:
+                continue
+            if not group.has_progressed and not group.is_paused:
                 continue
             if group not in victims[-1:]:
                 victims.append(group)
@@ -169,7 +171,9 @@ class Backfill:
         return victims
 
     def _is_holder(self, sequence: Sequence) -> bool:
-        return sequence.request_id in self._holders or sequence.group.has_given_way
+        """Whether the reserved request waits for its end. Nobody waits for one whose reader is slow."""
+        group = sequence.group
+        return (sequence.request_id in self._holders or group.has_given_way) and not group.is_paused
 
     def _needs(self, group: SequenceGroup) -> tuple[int, int]:
         """Rows and blocks that the request takes when it is admitted, those in the prefix cache included."""

@@ -200,6 +200,22 @@ def test_blocks_add_up_for_those_that_need_more_than_comes_free_at_once() -> Non
     assert num_steps <= 20 + NUM_PARTS * MOST + MOST
 
 
+def test_nobody_waits_for_the_end_of_a_request_whose_reader_is_slow() -> None:
+    bench = WideBench(max_rows=4)
+    bench.add(make_request(1, max_tokens=100))
+    bench.step()
+    bench.add(make_request(2, max_tokens=2, num_samples=4), make_request(3, max_tokens=150))
+    while not bench.scheduler.waiting.aside:
+        bench.step()
+    bench.scheduler.pause(RequestId(1))
+    for _ in range(MOST + 5):
+        bench.step()
+    assert 2 in bench.ends
+    bench.scheduler.unpause(RequestId(1))
+    bench.run()
+    assert sorted(bench.ends) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("how", ["cancelled", "paused"])
 def test_room_is_reserved_for_the_next_when_the_first_is_gone(how: str) -> None:
     bench = WideBench(max_rows=4)
