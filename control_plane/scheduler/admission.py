@@ -36,17 +36,14 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
     assert num_prompt > 0, f"request {request.request_id} has no prompt"
     assert len(answers) == request.num_samples, f"request {request.request_id} has answers for other indices"
     assert live and all(len(a.token_ids) < request.max_tokens for a in live), f"request {request.request_id} is over"
-    max_generated = min(request.max_tokens, limits.max_model_len - num_prompt)
     num_sequences = len(live) if request.beam is None else request.beam.width
-    num_known = num_prompt + max(len(answer.token_ids) for answer in live)
-    num_blocks = _most_blocks(
-        num_prompt, max(num_known, num_prompt + max_generated - 1), num_sequences, limits.block_size
-    )
-    if num_known >= limits.max_model_len:
+    num_blocks = _most_blocks(num_prompt, num_prompt + request.max_tokens - 1, num_sequences, limits.block_size)
+    if num_prompt + request.max_tokens > limits.max_model_len:
         raise ContextNeverFits(
             num_blocks,
             limits.num_blocks,
-            f"{num_known} tokens leave no room to generate in a context of {limits.max_model_len}; shorten the prompt",
+            f"together they exceed the worker's context of {limits.max_model_len} tokens; shorten the prompt or lower "
+            "max_tokens",
         )
     num_computed = num_prompt + max_generated
     num_bytes = TOKEN_BYTES * num_computed + BLOCK_BYTES * -(-num_computed // limits.block_size)
@@ -80,19 +77,18 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
 def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceGroup:
     """A group for the request; `serial` orders those that arrived at one time. Raises what `check_fits` does."""
     check_fits(request, limits)
-    max_generated = min(request.max_tokens, limits.max_model_len - len(request.prompt_token_ids))
     group = SequenceGroup(
         request=request,
         order=(request.arrival_s, serial),
         cache_root=chain_root(request),
     )
     if request.beam is not None:
-        _add_beams(group, request.beam, max_generated)
+        _add_beams(group, request.beam)
         return group
     for index, answer in enumerate(_answers_of(request)):
         sampling = _sampling_of(request.sampling, index)
         tells_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
-        sequence = _make_sequence(group, index, max_generated, sampling, tells_logprobs=tells_logprobs)
+        sequence = _make_sequence(group, index, sampling, tells_logprobs=tells_logprobs)
         sequence.generated = list(answer.token_ids)
         sequence.is_ended = answer.is_ended
         group.members.append(sequence)
@@ -103,7 +99,7 @@ def _answers_of(request: Request) -> tuple[Answer, ...]:
     return request.answers or (Answer(request.generated_token_ids),) * request.num_samples
 
 
-def _add_beams(group: SequenceGroup, beam: BeamSearch, max_generated: int) -> None:
+def _add_beams(group: SequenceGroup, beam: BeamSearch) -> None:
     """Members of a beam search: the first computes the prompt, the others wait for its first tokens."""
     request = group.request
     assert request.num_samples == 1 and not request.generated_token_ids, "a beam search begins with one prompt"
@@ -111,20 +107,18 @@ def _add_beams(group: SequenceGroup, beam: BeamSearch, max_generated: int) -> No
         beam,
         stop_token_ids=request.stop_token_ids,
         min_tokens=request.sampling.min_tokens,
-        max_generated=max_generated,
+        max_generated=request.max_tokens,
     )
     sampling = Sampling(num_logprobs=group.searcher.num_candidates)
     for index in range(beam.width):
-        sequence = _make_sequence(group, index, max_generated, sampling, tells_logprobs=True)
+        sequence = _make_sequence(group, index, sampling, tells_logprobs=True)
         sequence.is_stepwise = True
         sequence.max_planned = sequence.num_known
         group.members.append(sequence)
     group.beam_sequences = group.members[:1]
 
 
-def _make_sequence(
-    group: SequenceGroup, index: int, max_generated: int, sampling: Sampling, *, tells_logprobs: bool
-) -> Sequence:
+def _make_sequence(group: SequenceGroup, index: int, sampling: Sampling, *, tells_logprobs: bool) -> Sequence:
     request = group.request
     return Sequence(
         group=group,
@@ -133,8 +127,8 @@ def _make_sequence(
         request_id=request.request_id,
         account=request.account,
         order=group.order,
-        max_generated=max_generated,
-        max_planned=len(request.prompt_token_ids) + max_generated - 1,
+        max_generated=request.max_tokens,
+        max_planned=len(request.prompt_token_ids) + request.max_tokens - 1,
         stop_token_ids=request.stop_token_ids,
         sampling=sampling,
         tells_logprobs=tells_logprobs,

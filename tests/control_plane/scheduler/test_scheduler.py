@@ -59,12 +59,15 @@ def test_a_stop_token_ends_a_request_and_is_delivered() -> None:
     assert bench.ends[1].finish_reason is FinishReason.STOP_TOKEN
 
 
-def test_a_request_ends_with_length_where_the_context_is_full() -> None:
+def test_a_request_may_fill_the_context_and_is_never_cut_to_it() -> None:
+    """Who asked for more tokens than there is room for must not get fewer without a word."""
     bench = Bench(max_model_len=10)
-    bench.add(make_request(1, prompt=6, max_tokens=100))
+    bench.add(make_request(1, prompt=6, max_tokens=4))
     bench.run()
     assert len(bench.tokens[1]) == 4
     assert bench.ends[1].finish_reason is FinishReason.LENGTH
+    with pytest.raises(ContextNeverFits, match="exceed the worker's context of 10 tokens"):
+        bench.add(make_request(2, prompt=6, max_tokens=5))
 
 
 def test_tokens_that_cannot_be_needed_are_never_planned_ahead() -> None:
@@ -84,7 +87,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
         bench.add(make_request(2, prompt=64))
     with pytest.raises(AdapterNeverFits, match="101 bytes"):
         bench.add(make_request(3, adapter=make_adapter("big", 101)))
-    bench.add(make_request(4, prompt=60, max_tokens=5))  # 64 tokens, the last of them never stored
+    bench.add(make_request(4, prompt=60, max_tokens=4))  # 64 tokens, the last of them never stored
     bench.run()
     assert len(bench.tokens[4]) == 4
 
