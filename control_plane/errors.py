@@ -90,6 +90,12 @@ class AdapterDamaged(MotetError):
     reason = "ADAPTER_DAMAGED"
 
 
+class AdapterNotServed(MotetError):
+    """The adapter changes modules that no worker lets adapters change."""
+
+    reason = "ADAPTER_NOT_SERVED"
+
+
 class AdapterTooLarge(MotetError):
     """The adapter does not fit the adapter memory of any worker."""
 
@@ -256,6 +262,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterVersionActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterDamaged: grpc.StatusCode.DATA_LOSS,
+    AdapterNotServed: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,

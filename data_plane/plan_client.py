@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 import grpc
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
-from data_plane.errors import AdapterLoadError, PlanRefused, SelfCheckFailed, WorkerError
+from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, SelfCheckFailed, WorkerError
 from data_plane.plan import AdapterSource, Engine
 from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
 from data_plane.session_watch import SessionWatch, WatchTimes, WorkInHand
@@ -349,11 +349,12 @@ class PlanClient:
         """Fill a slot on a loader thread and report it."""
         start_s = self._clock()
         session.work.loads[load.slot, load.generation] = start_s
-        state, reason, is_retryable = "STATE_READY", "", False
+        state, reason, is_retryable, is_mismatch = "STATE_READY", "", False, False
         try:
             self._engine.slots.load(load.slot, load.generation, load.digest, session.source)
         except AdapterLoadError as error:
             state, reason, is_retryable = "STATE_FAILED", f"{type(error).__name__}: {error}", error.is_retryable
+            is_mismatch = isinstance(error, AdapterMismatch)
         except Exception as error:  # the thread's edge: a failed load must not look like a running one
             logger.exception("adapter load failed digest=%s slot=%d", load.digest, load.slot)
             state, reason = "STATE_FAILED", f"{type(error).__name__}: {error}"
@@ -366,6 +367,7 @@ class PlanClient:
         message = self._slot_state(session, load.slot, load.generation, state=state, digest=load.digest)
         message.slot_state.reason = reason[:2000]
         message.slot_state.retryable = is_retryable
+        message.slot_state.mismatch = is_mismatch
         message.slot_state.load_time_us = int((self._clock() - start_s) * 1e6)
         session.stream.send(message)
 

@@ -5,6 +5,9 @@ Arrays are views into the received bytes (numpy.frombuffer): nothing here loops 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from motet.v1 import plan_pb2
 
@@ -18,6 +21,8 @@ from data_plane.plan import (
     RowSampling,
     StepOutput,
     StepPlan,
+    TargetKind,
+    TargetModule,
 )
 
 PROTOCOL_MIN = 2
@@ -25,6 +30,12 @@ PROTOCOL_MAX = 2
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
+_KINDS = {
+    TargetKind.LINEAR: plan_pb2.TargetModules.KIND_LINEAR,
+    TargetKind.HEAD: plan_pb2.TargetModules.KIND_HEAD,
+    TargetKind.EMBEDDING: plan_pb2.TargetModules.KIND_EMBEDDING,
+}
+_MAX_REASON_BYTES = 200
 _MAX_STEPS = 64  # of one plan: a worker does not listen before they are done
 
 
@@ -94,8 +105,34 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
             parallel=plan_pb2.ParallelLayout(tensor=1, pipeline=1),
             num_host_blocks=capacities.num_host_blocks,
             last_epoch=last_epoch,
+            target_modules=encode_targets(capacities.target_modules),
         )
     )
+
+
+def encode_targets(modules: Sequence[TargetModule]) -> list[plan_pb2.TargetModules]:
+    """Modules that differ in their layer's index alone as one entry, in the order of the first of them.
+
+    model.layers.0.mlp.up_proj and model.layers.1.mlp.up_proj become model.layers.*.mlp.up_proj of the layers 0 and 1.
+    """
+    layers: dict[TargetModule, list[int]] = {}
+    for module in modules:
+        parts = module.name.split(".")
+        at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+        path = module.name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
+        found = layers.setdefault(replace(module, name=path), [])
+        found += [] if at is None else [int(parts[at])]
+    return [
+        plan_pb2.TargetModules(
+            path=module.name,
+            layers=_packed(np.array(sorted(indices))),
+            kind=_KINDS[module.kind],
+            in_features=module.in_features,
+            out_features=module.out_features,
+            reason=module.reason.encode("ascii", "replace").decode("ascii")[:_MAX_REASON_BYTES],
+        )
+        for module, indices in layers.items()
+    ]
 
 
 def _decode_new_rows(message: plan_pb2.StepPlan) -> list[NewRow]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from control_plane.errors import (
     AdapterLoadFailed,
+    AdapterNotServed,
     AdapterTooLarge,
     ContextTooLong,
     DeadlineExceeded,
@@ -21,6 +22,8 @@ from control_plane.fleet.deaths import open_deaths
 from control_plane.fleet.jobs import Job, num_indices_of
 from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.types import FinishReason, Request, RequestOutput
+
+MAX_MISMATCH_CHARS = 500
 
 
 def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
@@ -47,11 +50,15 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
 def error_of(output: RequestOutput, request: Request, damage: Callable[[str], MotetError | None]) -> MotetError:
     """The error for an output that ended without reaching its length or a stop token.
 
-    What a worker said about a failed load stays in the log: it may name paths and addresses. `damage` gives what the
-    control plane itself found wrong with the stored weights of a digest, if anything.
+    What a worker said about a failed load stays in the log: it may name paths and addresses. Only why an adapter does
+    not fit the model is told: it names modules and sizes. `damage` gives what the control plane itself found wrong with
+    the stored weights of a digest, if anything.
     """
     if output.finish_reason is FinishReason.DEADLINE:
         return DeadlineExceeded("the request's deadline passed")
+    if output.finish_reason is FinishReason.ADAPTER_FAILED and output.is_mismatch:
+        reason = output.message[:MAX_MISMATCH_CHARS]
+        return AdapterNotServed(f"the workers cannot serve adapter {_digest(request)}: {reason}")
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
         assert request.adapter is not None, "no adapter, and its load failed"
         return damage(request.adapter.digest) or adapter_failed(request)

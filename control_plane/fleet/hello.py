@@ -8,6 +8,7 @@ from typing import Protocol
 from motet.v1 import plan_pb2
 
 from control_plane.errors import BaseModelMismatch, FieldViolation, InvalidRequest
+from control_plane.fleet.reports import check_targets
 from control_plane.fleet.wire import PROTOCOL
 
 _WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
@@ -67,6 +68,7 @@ def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
         value = getattr(hello, name)
         if not lowest <= value <= highest:
             violations.append(FieldViolation(f"hello.{name}", f"{value} is not in {lowest}..{highest}"))
+    violations += check_targets(hello)
     if violations:
         raise InvalidRequest(*violations)
     if hello.model_fingerprint != base_model.fingerprint:

@@ -21,6 +21,7 @@ from control_plane.fleet.endings import EndCause
 from control_plane.fleet.errors import GarbageResult
 from control_plane.fleet.overdue import WorkWatch
 from control_plane.fleet.progress import ProgressWatch
+from control_plane.fleet.reports import report_of
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
 from control_plane.fleet.wire import PROTOCOL, PlanEncoder, limits_of
@@ -72,6 +73,7 @@ class WorkerSession:
         self.max_rows = hello.max_rows
         self.limits = limits_of(hello, settings.plan_depth)
         self.scheduler = Scheduler(self.limits, settings.scheduler, counters)
+        self.report = report_of(hello)
         self._device = hello.device
         self._settings = settings
         self._owner = owner
@@ -288,7 +290,12 @@ class WorkerSession:
             reason = printable(message.reason)
             logger.warning("adapter load failed worker_id=%s slot=%d: %s", self.worker_id, slot, reason)
             outputs = self.scheduler.slot_failed(
-                slot, generation, reason, is_retryable=message.retryable, now_s=self._clock()
+                slot,
+                generation,
+                reason,
+                is_retryable=message.retryable,
+                is_mismatch=message.mismatch,
+                now_s=self._clock(),
             )
             self._owner.on_outputs(self, outputs)
         else:
@@ -403,4 +410,5 @@ class WorkerSession:
             round_trip_ms=self._round_trip.round_trip_s * 1000,
             step_time_ms=sum(step_times) / len(step_times) / 1000 if step_times else 0.0,
             resident_bytes=self._resident_bytes,
+            max_model_len=self.limits.max_model_len,
         )

@@ -121,6 +121,7 @@ class WorkerSnapshot:
     round_trip_ms: float  # median of the last pings; 0 before the first
     step_time_ms: float  # mean of the last steps
     resident_bytes: int
+    max_model_len: int  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,15 +158,24 @@ class Scheduler:
         """The worker emptied a slot. Raises SlotReportMismatch if it was not told to."""
         self.roster.close_purge(self.slots.empty(slot, generation))
 
-    def slot_failed(self, slot: int, generation: int, reason: str, *, is_retryable: bool, now_s: float) -> Outputs:
+    def slot_failed(
+        self,
+        slot: int,
+        generation: int,
+        reason: str,
+        *,
+        is_retryable: bool,
+        is_mismatch: bool = False,
+        now_s: float,
+    ) -> Outputs:
         """A load failed: tried again later if that may help, else the requests that wait for it end.
 
-        Later is the first `expire` after a backoff.
+        Later is the first `expire` after a backoff. `is_mismatch`: the adapter itself does not fit the model.
         """
         digest, is_given_up = self.slots.failed(slot, generation, is_retryable=is_retryable, now_s=now_s)
         self.roster.close_purge(digest)
         if is_given_up:
-            self._give_up_adapter(digest, reason)
+            self._give_up_adapter(digest, reason, is_mismatch=is_mismatch)
         return self.take_outputs()
 
     def slot_commands(self) -> list[SlotCommand]:
@@ -309,11 +318,11 @@ class Scheduler:
                 self._outputs.others.append(ending(group, FinishReason.DEADLINE))
                 self.roster.end(group)
 
-    def _give_up_adapter(self, digest: str, reason: str) -> None:
+    def _give_up_adapter(self, digest: str, reason: str, *, is_mismatch: bool = False) -> None:
         """End the requests that wait for an adapter which cannot be had."""
         swapped = [group for group in self.roster.swap if group.digest == digest]
         for group in [*swapped, *self.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)
-            end.message, end.request = reason, group.request_so_far()
+            end.message, end.request, end.is_mismatch = reason, group.request_so_far(), is_mismatch
             self._outputs.others.append(end)
             self.roster.end(group)

@@ -226,6 +226,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     first_scheduled_s: float | None = None
     message: str = ""  # for ADAPTER_FAILED: why
+    is_mismatch: bool = False  # for ADAPTER_FAILED: the adapter itself does not fit the worker's model
     request: Request | None = None  # for ADAPTER_FAILED, NOT_FINITE: it with every accepted token, to go on elsewhere
     # With several samples or beams every index ends by itself; an end that is no LENGTH or STOP_TOKEN ends them all.
     index: int = 0

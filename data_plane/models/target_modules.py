@@ -38,7 +38,7 @@ def find_targets(model: PreTrainedModel, request: ProbePass, passes: PackedPasse
             found.append(TargetModule(name, kind, *sides, reason))
         else:
             what = "stacked parameters" if any(len(size) == _STACKED_DIMS for size in sizes) else "parameters"
-            reason = f"it holds {what} of its own in a {type(module).__name__} and is not a linear layer"
+            reason = f"its class {type(module).__name__} holds {what} and is not a linear layer"
             found.append(TargetModule(name, kind, sizes[0][-1], sizes[0][-2], reason))
     return found
 

@@ -16,7 +16,7 @@ import pytest
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from data_plane import plan_client
-from data_plane.errors import SelfCheckFailed
+from data_plane.errors import AdapterMismatch, SelfCheckFailed
 from data_plane.plan import AdapterSource
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.plan_stream import Ended
@@ -250,9 +250,23 @@ async def test_a_failed_load_is_reported_with_its_reason() -> None:
         states = [(await peer.receive("slot_state")).slot_state for _ in range(2)]
         [failed] = [state for state in states if state.state == plan_pb2.SlotState.STATE_FAILED]
         assert "slot 0 is not an empty one" in failed.reason
-        assert not failed.retryable
+        assert not failed.retryable and not failed.mismatch
 
     await play(script)
+
+
+async def test_a_load_of_an_adapter_that_does_not_fit_the_model_says_that_no_try_helps() -> None:
+    class Refusing:
+        def open(self, digest: str) -> Any:
+            raise AdapterMismatch(f"adapter {digest}: the model has no linear layers.9.up")
+
+    async def script(peer: Peer) -> None:
+        await peer.welcome(1)
+        await peer.send(load_adapter=plan_pb2.LoadAdapter(slot=0, generation=1, digest=DIGEST, epoch=1))
+        failed = (await peer.receive("slot_state")).slot_state
+        assert failed.mismatch and not failed.retryable and "layers.9.up" in failed.reason
+
+    await play(script, make_source=lambda _stub, _url: Refusing())
 
 
 async def test_a_load_that_hangs_does_not_keep_the_worker_from_its_next_session() -> None:

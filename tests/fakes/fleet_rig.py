@@ -27,7 +27,7 @@ from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
 from control_plane.scheduler.beam_search import BeamSearcher
 from control_plane.scheduler.types import AdapterRef, Request, sample_seed
-from data_plane.errors import AdapterLoadError
+from data_plane.errors import AdapterLoadError, AdapterMismatch
 from data_plane.plan import Capacities, StepOutput
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.wire import decode_steps, encode_hello, encode_output
@@ -303,6 +303,8 @@ class LoopbackWorker:
             except AdapterLoadError as error:
                 answer.slot_state.state = plan_pb2.SlotState.STATE_FAILED
                 answer.slot_state.retryable = error.is_retryable
+                answer.slot_state.mismatch = isinstance(error, AdapterMismatch)
+                answer.slot_state.reason = str(error)
             self.answers.append(answer)
         elif kind == "evict_adapter":
             evict = message.evict_adapter

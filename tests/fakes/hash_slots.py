@@ -21,14 +21,18 @@ class HashSlots:
         self._arena_bytes = arena_bytes
         self._lock = threading.Lock()
         self._slots: dict[int, tuple[int, str, int]] = {}  # slot -> generation, digest, bytes
-        self.failing: dict[str, bool] = {}  # digest -> whether the failure of its load is retryable
+        # Digests whose load fails: with this error, or with one that is retryable or not.
+        self.failing: dict[str, bool | AdapterLoadError] = {}
         self.num_loads = 0
 
     def load(self, slot: int, generation: int, digest: str, source: AdapterSource) -> None:
         """Read the adapter and take the slot."""
-        if digest in self.failing:
+        failure = self.failing.get(digest)
+        if isinstance(failure, AdapterLoadError):
+            raise failure
+        if failure is not None:
             error = AdapterLoadError(f"adapter {digest} is set to fail")
-            error.is_retryable = self.failing[digest]
+            error.is_retryable = failure
             raise error
         size = _read_whole(digest, source)
         with self._lock:

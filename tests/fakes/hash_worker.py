@@ -10,17 +10,21 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from motet.command_line import byte_size
 from motet.fingerprint import checkpoint_fingerprint
 
+from control_plane.registry.base_model import BaseModel
 from data_plane.config import WorkerConfig
-from data_plane.plan import Capacities
+from data_plane.plan import Capacities, TargetKind, TargetModule
 from data_plane.telemetry import configure_logging
 from data_plane.worker import run_worker
 from tests.fakes.delayed_channel import delayed_channel
 from tests.fakes.hash_engine import DEFAULT_VOCAB_SIZE, HashEngine, HashEngineFaults
+
+UNSERVED_REASON = "it sees only some of the tokens"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_model_len=args.max_model_len or model.get("max_position_embeddings") or 4096,
         vocab_size=args.vocab_size or model.get("vocab_size") or DEFAULT_VOCAB_SIZE,
         num_host_blocks=args.num_host_blocks,
+        target_modules=target_modules(args.model, args.unserved) if args.model else (),
     )
     faults = HashEngineFaults(
         step_time_s=args.step_time_ms / 1000,
@@ -61,6 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.delay_ms:
         return run_worker(engine, config, open_channel=delayed_channel(args.delay_ms / 1000))
     return run_worker(engine, config)
+
+
+def target_modules(checkpoint: Path, unserved: Sequence[str] = ()) -> tuple[TargetModule, ...]:
+    """What a worker reports of a checkpoint, by its headers; modules whose names end in `unserved` take no adapters."""
+    base_model = BaseModel.load(checkpoint)
+    found = [
+        TargetModule(name, TargetKind.LINEAR, in_features, out_features)
+        for name, (out_features, in_features) in base_model.linear_shapes.items()
+    ]
+    for name, outer in base_model.outer_modules.items():
+        out_features, in_features = outer.linear_shape
+        kind = TargetKind.EMBEDDING if outer.is_embedding else TargetKind.HEAD
+        found.append(TargetModule(name, kind, in_features, out_features))
+    return tuple(
+        replace(module, reason=UNSERVED_REASON) if module.name.endswith(tuple(unserved)) else module for module in found
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--crash-token", type=int, default=None, help="feeding this token ends the process at once")
     parser.add_argument("--hang-token", type=int, default=None, help="feeding this token hangs the compute thread")
     parser.add_argument("--fail-digest", action="append", default=[], help="loads of this adapter fail; repeatable")
+    parser.add_argument("--unserved", action="append", default=[], help="ends the names of modules without adapters")
     parser.add_argument("--exit-when-disconnected-s", type=float, default=None)
     parser.add_argument("--log-level", default="warning")
     return parser

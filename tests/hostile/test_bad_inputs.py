@@ -44,6 +44,7 @@ FREE = {
     "motet.v1.StepResult.move_time_us",
     "motet.v1.SlotState.digest",
     "motet.v1.SlotState.retryable",
+    "motet.v1.SlotState.mismatch",
     "motet.v1.SlotState.arena_used_bytes",
     "motet.v1.SlotState.load_time_us",
     "motet.v1.AttachRequest.heartbeat",

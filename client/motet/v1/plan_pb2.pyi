@@ -42,7 +42,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step_plan: _Optional[_Union[StepPlan, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., evict_adapter: _Optional[_Union[EvictAdapter, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch")
+    __slots__ = ("protocol_min", "protocol_max", "worker_id", "model_fingerprint", "dtype", "device", "num_blocks", "block_size", "max_rows", "max_step_tokens", "arena_bytes", "num_slots", "max_model_len", "vocab_size", "parallel", "num_host_blocks", "last_epoch", "target_modules")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Hello(_message.Message):
     PARALLEL_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     worker_id: str
@@ -77,7 +78,34 @@ class Hello(_message.Message):
     parallel: ParallelLayout
     num_host_blocks: int
     last_epoch: int
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ...) -> None: ...
+    target_modules: _containers.RepeatedCompositeFieldContainer[TargetModules]
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., worker_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parallel: _Optional[_Union[ParallelLayout, _Mapping]] = ..., num_host_blocks: _Optional[int] = ..., last_epoch: _Optional[int] = ..., target_modules: _Optional[_Iterable[_Union[TargetModules, _Mapping]]] = ...) -> None: ...
+
+class TargetModules(_message.Message):
+    __slots__ = ("path", "layers", "kind", "in_features", "out_features", "reason")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[TargetModules.Kind]
+        KIND_LINEAR: _ClassVar[TargetModules.Kind]
+        KIND_HEAD: _ClassVar[TargetModules.Kind]
+        KIND_EMBEDDING: _ClassVar[TargetModules.Kind]
+    KIND_UNSPECIFIED: TargetModules.Kind
+    KIND_LINEAR: TargetModules.Kind
+    KIND_HEAD: TargetModules.Kind
+    KIND_EMBEDDING: TargetModules.Kind
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    IN_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    OUT_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    layers: bytes
+    kind: TargetModules.Kind
+    in_features: int
+    out_features: int
+    reason: str
+    def __init__(self, path: _Optional[str] = ..., layers: _Optional[bytes] = ..., kind: _Optional[_Union[TargetModules.Kind, str]] = ..., in_features: _Optional[int] = ..., out_features: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ParallelLayout(_message.Message):
     __slots__ = ("tensor", "pipeline")
@@ -256,7 +284,7 @@ class EvictAdapter(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SlotState(_message.Message):
-    __slots__ = ("slot", "generation", "digest", "state", "reason", "retryable", "arena_used_bytes", "load_time_us", "epoch")
+    __slots__ = ("slot", "generation", "digest", "state", "reason", "retryable", "arena_used_bytes", "load_time_us", "epoch", "mismatch")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[SlotState.State]
@@ -276,6 +304,7 @@ class SlotState(_message.Message):
     ARENA_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOAD_TIME_US_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MISMATCH_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     digest: str
@@ -285,7 +314,8 @@ class SlotState(_message.Message):
     arena_used_bytes: int
     load_time_us: int
     epoch: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[SlotState.State, str]] = ..., reason: _Optional[str] = ..., retryable: bool = ..., arena_used_bytes: _Optional[int] = ..., load_time_us: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    mismatch: bool
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[SlotState.State, str]] = ..., reason: _Optional[str] = ..., retryable: bool = ..., arena_used_bytes: _Optional[int] = ..., load_time_us: _Optional[int] = ..., epoch: _Optional[int] = ..., mismatch: bool = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("num_steps", "num_plans_waiting", "arena_used_bytes", "resident_bytes", "step_id", "step_age_ms", "loads")

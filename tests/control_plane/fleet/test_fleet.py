@@ -16,6 +16,7 @@ from motet.v1 import plan_pb2
 from control_plane.errors import (
     AdapterDamaged,
     AdapterLoadFailed,
+    AdapterNotServed,
     AdapterTooLarge,
     ContextTooLong,
     DeadlineExceeded,
@@ -41,6 +42,7 @@ from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.types import AdapterRef, BeamSearch, FinishReason, StepPlan
+from data_plane.errors import AdapterMismatch
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -758,6 +760,41 @@ async def test_request_that_never_fits_names_the_numbers(clock: FakeClock) -> No
     large = LoopbackWorker(fleet, "large", capacities=replace(CAPACITIES, num_blocks=1000))
     request = make_request(fleet, [1] * 100, 1000)
     assert await run_all(large, [fleet.submit(request)]) == [expected(request)]
+
+
+async def test_request_runs_where_its_context_fits_and_is_never_cut(clock: FakeClock) -> None:
+    """Of workers with different contexts the short one would have ended it early."""
+    fleet = make_fleet(clock)
+    short = LoopbackWorker(fleet, "a-short", capacities=replace(CAPACITIES, max_model_len=32))
+    with pytest.raises(ContextTooLong, match=r"5 tokens and max_tokens 40: together .* context of 32 tokens"):
+        fleet.submit(make_request(fleet, [1] * 5, 40))
+    long = LoopbackWorker(fleet, "b-long", capacities=replace(CAPACITIES, max_model_len=64))
+    assert [report.max_model_len for report in fleet.reports()] == [32, 64]
+    assert [worker.max_model_len for worker in fleet.worker_snapshots()] == [32, 64]
+    requests = [make_request(fleet, [1] * 5, 40), make_request(fleet, [2] * 5, 27)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    assert fleet._jobs[requests[0].request_id].session is long.session
+    await pass_time(clock, fleet, [short, long], 1.0)
+    assert [reader.result() for reader in readers] == [expected(request) for request in requests]
+
+
+async def test_adapter_that_does_not_fit_the_model_fails_for_good_with_the_reason(clock: FakeClock) -> None:
+    """Not as "try again": no try will help. Waiting requests were admitted before a worker could tell."""
+    fleet = make_fleet(clock)
+    adapter = weights_of(fleet).add("a")
+    waiting = fleet.submit(make_request(fleet, [1, 2], 5, adapter))
+    workers = [LoopbackWorker(fleet, f"w{i}") for i in range(2)]
+    for worker in workers:
+        worker.engine.hash_slots.failing[adapter.digest] = AdapterMismatch("the model has no linear layers.9.up")
+    reader = asyncio.create_task(read_all(waiting))
+    await pass_time(clock, fleet, workers, 2.0)
+    with pytest.raises(AdapterNotServed, match=f"adapter {adapter.digest[:12]}: the model has no linear layers.9.up"):
+        await reader
+    workers[1].engine.hash_slots.failing.clear()
+    request = make_request(fleet, [1, 2], 5, adapter)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await pass_time(clock, fleet, workers, 2.0)
+    assert reader.result() == expected(request)  # one of them can
 
 
 async def test_adapter_larger_than_every_arena_is_refused(clock: FakeClock) -> None:

@@ -97,7 +97,7 @@ def worker_config(checkpoint: Path, **settings: object) -> WorkerConfig:
     )
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [*ARCHS, "gpt2"])
 def test_mixed_batch_answers_what_transformers_and_peft_answer_alone(arch: str, tmp_path: Path) -> None:
     served = serve(arch, tmp_path)
     assert len({tuple(answer.token_ids) for answer in served.answers.values()}) > len(served.prompts), (

@@ -151,6 +151,23 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     for last_epoch in (2**63, U64):
         yield refused(PRECONDITION, "restart the worker", last_epoch=last_epoch)
 
+    entry = {"path": "a.*.b", "layers": b"\0\0\0\0", "kind": 1, "in_features": 4, "out_features": 4, "reason": "no"}
+    bad_entries: dict[str, list[Any]] = {
+        "path": ["", "*", "a..b", "a b", "a\n", "é", "../../etc", "a.*.b.*", "a" * 100_000],
+        "layers": [b"", b"\0", b"\xff" * 4, b"\0" * 8, b"\1\0\0\0" * 2, b"\0" * 1_000_000],
+        "kind": [0, 4, 2**31 - 1],
+        "in_features": [0, 2**31, U32],
+        "out_features": [0, 2**31, U32],
+        "reason": ["\n", "\x1b[31m", "é", "x" * 201, "x" * 100_000],
+    }
+    for field, values in bad_entries.items():
+        for value in values:
+            # A path without a place for the layer makes the layers wrong.
+            says = "hello.target_modules[1].layers" if value == "a.*.b.*" else f"hello.target_modules[1].{field}"
+            bad = pb.TargetModules(**{**entry, field: value})
+            yield refused(INVALID, says, target_modules=[pb.TargetModules(**entry), bad])
+    yield refused(INVALID, "at most 4096", target_modules=[pb.TargetModules(**entry)] * 4097)
+
     def taken(name: str, **changes: Any) -> Conversation:
         hello = hello_of(facts, "any", **changes)
         return Conversation(name=f"Hello: {name}", hello=hello, build=lambda *_: [], code=OK)

@@ -1,0 +1,87 @@
+"""What workers say that they serve of the base model: its modules, and the longest context.
+
+Values only. worker_reports.py keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+_FORMAT = 1
+
+
+class ModuleKind(Enum):
+    """What a module is to adapters."""
+
+    LINEAR = "linear"
+    HEAD = "head"
+    EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModule:
+    """One module of the base model that an adapter could name."""
+
+    kind: ModuleKind
+    in_features: int  # of an embedding: the vocabulary
+    out_features: int
+    reason: str = ""  # why it takes no adapters; empty: it takes them
+
+
+Modules = Mapping[str, ServedModule]  # by path in the transformers model
+NOTHING_TOLD: Modules = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What one worker serves, or several together."""
+
+    max_model_len: int  # tokens
+    modules: Modules = field(default_factory=lambda: NOTHING_TOLD)  # empty: not told
+
+
+def joined(reports: Iterable[WorkerReport]) -> WorkerReport | None:
+    """What at least one of the workers serves; None without a worker.
+
+    Of workers one of which tells no modules, nothing is known.
+    """
+    known = list(reports)
+    if not known:
+        return None
+    modules: Modules = known[0].modules
+    for report in known[1:]:
+        if report.modules is modules or not modules:
+            continue
+        taken = {name: module for name, module in report.modules.items() if not module.reason or name not in modules}
+        modules = {**modules, **taken} if report.modules else {}
+    return WorkerReport(max(report.max_model_len for report in known), modules)
+
+
+def encode_report(report: WorkerReport) -> bytes:
+    """The report as a document."""
+    modules = {
+        name: [module.kind.value, module.in_features, module.out_features, module.reason]
+        for name, module in report.modules.items()
+    }
+    document = {"format": _FORMAT, "max_model_len": report.max_model_len, "modules": modules}
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def decode_report(raw: bytes) -> WorkerReport:
+    """Read a document. Raises ValueError with what is wrong."""
+    try:
+        document: dict[str, Any] = json.loads(raw)
+        if document["format"] != _FORMAT:
+            raise ValueError("written by another version")
+        modules = {
+            str(name): ServedModule(ModuleKind(kind), int(in_features), int(out_features), str(reason))
+            for name, (kind, in_features, out_features, reason) in document["modules"].items()
+        }
+        return WorkerReport(int(document["max_model_len"]), modules)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("fields are missing or of the wrong type") from error
