@@ -49,6 +49,7 @@ from control_plane.registry.base_model import BaseModel, BaseModelError
 from control_plane.registry.registry import Registry
 from control_plane.registry.remote_files import StoreUrlError
 from control_plane.registry.store import ArtifactStore
+from control_plane.registry.worker_reports import WorkerReports
 from control_plane.store_calls import StoreCalls
 from control_plane.telemetry import configure_logging
 
@@ -147,7 +148,10 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         logger.info(
             "no chat template", extra=shown("the checkpoint has no chat template: chats are refused, text works")
         )
-    registry, weights = await _open_storage(config, base_model, uploads_dir, stack)
+    reports_file = config.data_dir / "workers" / f"{base_model.fingerprint}-{base_model.dtype}.json"
+    reports = await asyncio.to_thread(WorkerReports, reports_file, limit=base_model.max_model_len)
+    stack.push_async_callback(reports.close)
+    registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     clients = listeners.client_server(
         max_streams_per_connection=config.max_streams_per_connection,
@@ -176,9 +180,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         memory=RequestMemory(),
     )
     generation_service = generation.GenerationService(
-        model=generation.ModelFacts(
-            base_model.vocab_size, base_model.max_model_len, base_model.eos_token_ids, base_model.fingerprint
-        ),
+        model=generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint),
+        served=reports,
         codec=codec,
         registry=registry,
         fleet=fleet,
@@ -189,9 +192,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
             base_model.name,
             base_model.fingerprint,
             base_model.vocab_size,
-            base_model.max_model_len,
             base_model.dtype,
         ),
+        served=reports,
         limits=status.Limits(config.max_waiting_requests, config.max_adapter_bytes, MAX_CHUNK_BYTES),
         fleet=fleet,
         registry=registry,
@@ -202,6 +205,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     reporter = health.HealthReporter(health_service, lambda: fleet.is_serving)
     reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
+    fleet.on_workers_changed(lambda: reports.update(fleet.reports()))
     joined: list[tuple[Any, object, grpc.aio.Server]] = [
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service, clients),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service, clients),
@@ -246,7 +250,11 @@ def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:
 
 
 async def _open_storage(
-    config: ServerConfig, base_model: BaseModel, uploads_dir: Path, stack: contextlib.AsyncExitStack
+    config: ServerConfig,
+    base_model: BaseModel,
+    reports: WorkerReports,
+    uploads_dir: Path,
+    stack: contextlib.AsyncExitStack,
 ) -> tuple[Registry, AdapterWeights]:
     """The store with its registry, locked for this server, and the host cache in front of it."""
     try:
@@ -261,6 +269,7 @@ async def _open_storage(
         base_model=base_model,
         calls=calls,
         max_adapter_bytes=config.max_adapter_bytes,
+        reports=reports,
         clock=time.time,
         scratch_dir=scratch_dir,
     )

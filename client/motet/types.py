@@ -237,7 +237,7 @@ class ModelStatus:
     name: str
     fingerprint: str
     vocab_size: int
-    max_model_len: int  # tokens, prompt and completion together
+    max_model_len: int  # tokens, prompt and completion together; 0 before a worker told it
     dtype: str
 
 
@@ -272,6 +272,7 @@ class WorkerStatus:
     num_swapped_out: int = 0  # preemptions by swap
     num_host_blocks: int = 0
     num_host_blocks_held: int = 0
+    max_model_len: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)

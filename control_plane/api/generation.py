@@ -26,14 +26,14 @@ from control_plane.api.generation_request import (
     effective_max_tokens,
     effective_stop_token_ids,
 )
-from control_plane.api.parts import Fleet, Registry, Resolved
+from control_plane.api.parts import Fleet, Registry, Resolved, ServedContext
 from control_plane.api.peers import host_of
 from control_plane.api.preconditions import require_model, require_prompt
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from control_plane.api.validation import refuse, tenant_of
-from control_plane.errors import MotetError
+from control_plane.errors import MotetError, NoWorker
 from control_plane.scheduler.types import Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ class ModelFacts:
     """What the service needs to know of the base model."""
 
     vocab_size: int
-    max_model_len: int  # prompt and completion together, tokens
     eos_token_ids: tuple[int, ...]
     fingerprint: str  # names the checkpoint, 64 lower-case hexadecimal digits
 
@@ -59,6 +58,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self,
         *,
         model: ModelFacts,
+        served: ServedContext,
         codec: TextCodec,
         registry: Registry,
         fleet: Fleet,
@@ -68,6 +68,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         self._model = model
+        self._served = served
         self._codec = codec
         self._registry = registry
         self._fleet = fleet
@@ -75,6 +76,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._clock = clock
         self._wall_clock = wall_clock
         self._draw_seed = draw_seed
+
+    def _max_model_len(self) -> int:
+        """Longest context that workers compute at present, tokens."""
+        length = self._served.max_model_len
+        if length is None:
+            raise NoWorker("no worker has attached yet to tell the longest context; try again in a moment")
+        return length
 
     async def Generate(  # noqa: N802 - the stub's name
         self, request: generation_pb2.GenerateRequest, context: Context
@@ -85,10 +93,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._gate.check()
         tenant = tenant_of(context.invocation_metadata())
         account = self._fleet.account_of(tenant, host_of(context.peer()))
+        max_model_len = self._max_model_len()
         checked = check_request(
             request,
             vocab_size=self._model.vocab_size,
-            max_model_len=self._model.max_model_len,
+            max_model_len=max_model_len,
             draw_seed=self._draw_seed,
         )
         stop_token_ids = effective_stop_token_ids(checked, self._model.eos_token_ids, self._model.vocab_size)
@@ -97,9 +106,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         require_model(checked.model_fingerprint, self._model.fingerprint)
         resolved = self._registry.resolve(checked.adapter_id, checked.adapter_digest) if checked.adapter_id else None
         render_time_s = self._render_time_s(checked)
-        prompt = await self._prompt_token_ids(checked, account, render_time_s)
+        prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len)
         require_prompt(checked.prompt_sha256, prompt)
-        max_tokens = effective_max_tokens(checked, len(prompt), self._model.max_model_len)
+        max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
         check_prompt_logprobs(checked, len(prompt))
         decoding = checked.decoding
         work = Request(
@@ -168,13 +177,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return self._wall_clock() if checked.render_time_s is None else checked.render_time_s
 
     async def _prompt_token_ids(
-        self, checked: CheckedRequest, account: str, render_time_s: float | None
+        self, checked: CheckedRequest, account: str, render_time_s: float | None, max_model_len: int
     ) -> Sequence[int]:
         if checked.token_ids is not None:
             return checked.token_ids
         # What is refused at present whatever its prompt is not tokenised first.
         self._fleet.check_room(account, checked.decoding.num_indices * (checked.max_tokens or 1))
-        max_model_len = self._model.max_model_len
         if checked.text is not None:
             ids = await self._codec.encode_text(checked.text, tenant=account, max_model_len=max_model_len)
         else:

@@ -124,6 +124,13 @@ class Registry(Protocol):
     def stats(self) -> RegistryStats: ...
 
 
+class ServedContext(Protocol):
+    """registry.worker_reports.WorkerReports"""
+
+    @property
+    def max_model_len(self) -> int | None: ...
+
+
 class HostCacheStats(Protocol):
     """host_cache.base.HostCacheStats"""
 

@@ -10,7 +10,7 @@ import grpc.aio
 from motet import __version__
 from motet.v1 import status_pb2, status_pb2_grpc
 
-from control_plane.api.parts import Fleet, Registry, TenantUse, Weights
+from control_plane.api.parts import Fleet, Registry, ServedContext, TenantUse, Weights
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -23,7 +23,6 @@ class ModelIdentity:
     name: str
     fingerprint: str
     vocab_size: int
-    max_model_len: int  # tokens
     dtype: str
 
 
@@ -40,9 +39,17 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
     """See protos/motet/v1/status.proto."""
 
     def __init__(
-        self, *, model: ModelIdentity, limits: Limits, fleet: Fleet, registry: Registry, weights: Weights
+        self,
+        *,
+        model: ModelIdentity,
+        served: ServedContext,
+        limits: Limits,
+        fleet: Fleet,
+        registry: Registry,
+        weights: Weights,
     ) -> None:
         self._model = model
+        self._served = served
         self._limits = limits
         self._fleet = fleet
         self._registry = registry
@@ -57,7 +64,9 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
         workers = sorted(self._fleet.worker_snapshots(), key=lambda worker: worker.worker_id)
         return status_pb2.GetStatusResponse(
             server_version=__version__,
-            model=status_pb2.ModelStatus(**dataclasses.asdict(self._model)),
+            model=status_pb2.ModelStatus(
+                **dataclasses.asdict(self._model), max_model_len=self._served.max_model_len or 0
+            ),
             workers=[status_pb2.WorkerStatus(**_fields(worker)) for worker in workers],
             queues=status_pb2.QueueStatus(**_fields(self._fleet.queue_snapshot())),
             adapters=status_pb2.AdapterStatus(

@@ -1,26 +1,32 @@
 """What the control plane knows of the base checkpoint: sizes, end-of-sequence ids, and the shape of every linear.
 
 Reads config.json, generation_config.json and safetensors headers; never weights, never torch. Linears carry the module
-paths of transformers' AutoModelForCausalLM, which is what PEFT's keys hold after "base_model.model.".
+paths of transformers' AutoModelForCausalLM, which is what PEFT's keys hold after "base_model.model.". They are what
+registration goes by before a worker has told the modules of the loaded model (target_modules.py).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from motet.context_length import config_context_length
 from motet.fingerprint import checkpoint_fingerprint
 
 from control_plane.registry.outer_modules import CheckpointTensor, OuterModule, find_outer_modules
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_CHECKPOINT_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
 # Where the decoder layers hang in the module tree; every other model type: "model.layers".
 _LAYERS_PATH = {
+    "gpt2": "transformer.h",
     "gpt_neox": "gpt_neox.layers",
     "opt": "model.decoder.layers",
     "phi": "model.layers",
@@ -31,8 +37,8 @@ _LAYERS_PATH = {
     "codegen": "transformer.h",
     "mpt": "transformer.blocks",
 }
-# These keep their weights as Conv1D, transposed: no adapter of theirs is served.
-_CONV1D_TYPES = {"gpt2", "openai-gpt", "imagegpt"}
+# These keep the weights of their linears transposed.
+_TRANSPOSED_TYPES = {"gpt2"}
 # What checkpoints call layers, with whatever stands before: saved without the head, or out of a larger model.
 _LAYER_TENSOR = re.compile(r"^(?P<path>(?:[a-z_0-9]+\.)*?(?:layers|h|blocks))\.(?P<index>\d+)\.(?P<module>.+)\.weight$")
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -53,12 +59,13 @@ class BaseModel:
     dtype: str  # element type it is served in: "float32", "bfloat16" or "float16"
     config: dict[str, Any]  # config.json
     vocab_size: int  # tokens
-    max_model_len: int  # longest context, tokens
+    max_model_len: int | None  # longest context by the checkpoint or the operator, tokens; None: neither names one
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else of config.json
     linear_shapes: dict[str, tuple[int, int]]  # of the decoder layers: module path -> (out_features, in_features)
     outer_modules: dict[str, OuterModule]  # the embedding and the head, by module path
     num_layers: int  # decoder layers
     model_dir: Path
+    tensors: dict[str, CheckpointTensor] = field(default_factory=dict, repr=False)  # the floating-point ones
 
     @classmethod
     def load(cls, model_dir: Path, dtype: str = "auto", max_model_len: int | None = None) -> BaseModel:
@@ -84,12 +91,8 @@ class BaseModel:
             outer_modules=find_outer_modules(config, tensors, layers_path(config)) if linear_shapes else {},
             num_layers=num_layers,
             model_dir=model_dir,
+            tensors=tensors,
         )
-
-    def layer_of(self, module: str) -> int | None:
-        """Index of the decoder layer that holds `module`, or None if it lies outside of them."""
-        match = _LAYER_TENSOR.match(f"{module}.weight")
-        return int(match["index"]) if match else None
 
 
 def _read_json(path: Path, *, is_required: bool) -> dict[str, Any]:
@@ -160,20 +163,23 @@ def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tupl
     """Shapes of the decoder layers' linears by module path, and the number of layers.
 
     Only the part of a name before the layer's index differs between a checkpoint and the module tree (a model saved
-    without its head, or taken out of a larger one), so that part is replaced by where the tree has its layers.
+    without its head, or taken out of a larger one), so that part is replaced by where the tree has its layers. None
+    where the layers have a name that is not known, or several have layers.
     """
     model_type = str(config.get("model_type", ""))
     found = [(match, shapes[name]) for name in sorted(shapes) if (match := _LAYER_TENSOR.match(name))]
     paths = {match["path"] for match, _ in found}
-    if not found:
-        raise BaseModelError(f"model type {model_type!r}: the checkpoint holds no decoder layers that we know")
-    if len(paths) > 1:
-        raise BaseModelError(
-            f"model type {model_type!r}: layers under {', '.join(sorted(paths))}; only text decoders are served"
+    if len(paths) != 1:
+        logger.info(
+            "decoder layers not found by name, adapters wait for a worker model_type=%s layers_under=%s",
+            model_type,
+            sorted(paths),
         )
+        return {}, 0
     num_layers = 1 + max(int(match["index"]) for match, _ in found)
-    expected = config.get("num_hidden_layers", config.get("n_layer", num_layers))
-    if expected != num_layers:
+    named = config.get("num_hidden_layers", config.get("n_layer"))
+    expected = named if isinstance(named, int) else num_layers
+    if expected > num_layers:
         raise BaseModelError(
             f"config.json says {expected} layers, the checkpoint holds {num_layers}; download it again"
         )
@@ -183,9 +189,10 @@ def _linears(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> tupl
         parts = module.split(".")
         is_linear = len(shape) == 2 and "experts" not in parts and parts[-1] not in _ROUTER_NAMES
         is_linear = is_linear and not parts[-1].endswith("norm")
-        if is_linear and model_type not in _CONV1D_TYPES:
-            linears[f"{layers_path(config)}.{int(match['index'])}.{module}"] = (shape[0], shape[1])
-    return linears, num_layers
+        if is_linear and int(match["index"]) < expected:  # layers behind the last predict further tokens
+            sides = (shape[1], shape[0]) if model_type in _TRANSPOSED_TYPES else (shape[0], shape[1])
+            linears[f"{layers_path(config)}.{int(match['index'])}.{module}"] = sides
+    return linears, expected
 
 
 def _resolve_dtype(config: dict[str, Any], dtype: str) -> str:
@@ -197,25 +204,21 @@ def _resolve_dtype(config: dict[str, Any], dtype: str) -> str:
 
 
 def _vocab_size(config: dict[str, Any], model_dir: Path) -> int:
-    size = config.get("vocab_size")
+    text_config = config.get("text_config")
+    size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
     if not isinstance(size, int) or size < 1:
         raise BaseModelError(f"{model_dir}/config.json: vocab_size is {size!r}; only text decoders are served")
     return size
 
 
-def _max_model_len(config: dict[str, Any], wanted: int | None) -> int:
-    limit = config.get("max_position_embeddings", config.get("n_positions"))
-    if limit is None:
-        if wanted is None:
-            raise BaseModelError("config.json has no max_position_embeddings; give --max-model-len")
-        limit = wanted
-    if not isinstance(limit, int) or limit < 1:
-        raise BaseModelError(f"config.json: max_position_embeddings is {limit!r}, a count of at least 1 is expected")
-    if wanted is None:
-        return limit
-    if not 1 <= wanted <= limit:
-        raise BaseModelError(f"--max-model-len {wanted} is outside 1 to {limit}, the model's max_position_embeddings")
-    return wanted
+def _max_model_len(config: dict[str, Any], wanted: int | None) -> int | None:
+    try:
+        limit = config_context_length(config)
+    except ValueError as error:
+        raise BaseModelError(str(error)) from error
+    if wanted is not None and limit is not None and wanted > limit:
+        raise BaseModelError(f"--max-model-len {wanted} is above the model's {limit} tokens in config.json; lower it")
+    return limit if wanted is None else wanted
 
 
 def _eos_token_ids(config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:

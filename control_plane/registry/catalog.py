@@ -9,12 +9,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from control_plane.errors import AdapterNotActive, AdapterNotFound, BaseModelMismatch, EtagMismatch, MotetError
+from control_plane.errors import (
+    AdapterNotActive,
+    AdapterNotFound,
+    AdapterNotServed,
+    BaseModelMismatch,
+    EtagMismatch,
+    MotetError,
+)
 from control_plane.registry.base_model import BaseModel
 from control_plane.registry.limits import bad_page_token, check_adapter_id, check_digest, check_page_size
 from control_plane.registry.name_index import NameIndex
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, ResolvedAdapter
 from control_plane.registry.store import ADAPTER_ID
+from control_plane.registry.worker_reports import WorkerReports
 from control_plane.scheduler.types import AdapterRef
 
 
@@ -29,9 +37,19 @@ class RegistryStats:
 class Catalog:
     """All records of one base model."""
 
-    def __init__(self, base_model: BaseModel, blobs: Iterable[str] = (), records: Sequence[AdapterRecord] = ()) -> None:
-        """`records` as the store has them; whether each can be served is judged here."""
+    def __init__(
+        self,
+        base_model: BaseModel,
+        blobs: Iterable[str] = (),
+        records: Sequence[AdapterRecord] = (),
+        *,
+        reports: WorkerReports,
+    ) -> None:
+        """`records` as the store has them; whether each can be served is judged here, by what workers report too."""
         self.base_model = base_model
+        self._reports = reports
+        self._trouble_by_digest: dict[str, str] = {}  # by the reports of `_judged_at`
+        self._judged_at = reports.changes
         self.blobs = set(blobs)  # digests that are complete in the store
         self._records: dict[str, AdapterRecord] = {}
         # Invariants: the index holds the keys of _records; a digest's counts are over all records.
@@ -39,7 +57,7 @@ class Catalog:
         self._num_names_by_digest: Counter[str] = Counter()  # names that are being deleted left out
         self._num_pins_by_digest: Counter[str] = Counter()
         for record in records:
-            self.keep(self.judged(record))
+            self.keep(record)
 
     # ---- reading ----
 
@@ -60,7 +78,7 @@ class Catalog:
     def get(self, adapter_id: str) -> AdapterRecord:
         """The record of a name. Raises AdapterNotFound, which suggests the nearest names."""
         check_adapter_id(adapter_id)
-        record = self._records.get(adapter_id)
+        record = self.find(adapter_id)
         if record is None:
             nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
             hint = f"did you mean {nearest}?" if nearest else "ListAdapters (motet adapters list) tells what there is"
@@ -69,7 +87,8 @@ class Catalog:
 
     def find(self, adapter_id: str) -> AdapterRecord | None:
         """The record of a name, if there is one."""
-        return self._records.get(adapter_id)
+        record = self._records.get(adapter_id)
+        return None if record is None else self.judged(record)
 
     def current(self, adapter_id: str, etag: str) -> AdapterRecord:
         """The record of a name, if it is the one that the caller read ("" matches any)."""
@@ -94,7 +113,7 @@ class Catalog:
         if page_token and not ADAPTER_ID.match(page_token):
             raise bad_page_token()
         names, has_more = self._names.page(page_token, check_page_size(page_size))
-        return [self._records[name] for name in names], names[-1] if has_more else ""
+        return [self.judged(self._records[name]) for name in names], names[-1] if has_more else ""
 
     def versions_page(
         self, adapter_id: str, page_size: int = 0, page_token: str = ""
@@ -155,15 +174,16 @@ class Catalog:
     # ---- judging ----
 
     def judged(self, record: AdapterRecord) -> AdapterRecord:
-        """The record as ACTIVE or FAILED, by whether its active version can be served here.
+        """The record as ACTIVE or FAILED, by whether its active version can be served at present.
 
         One without its active version is FAILED already, with the reason.
         """
         if record.state is AdapterState.DELETING or record.active_version is None:
             return record
         trouble = self.trouble(record.active_version)
-        state = AdapterState.FAILED if trouble else AdapterState.ACTIVE
-        return replace(record, state=state, state_reason=str(trouble or ""))
+        state, reason = AdapterState.FAILED if trouble else AdapterState.ACTIVE, str(trouble or "")
+        is_same = (record.state, record.state_reason) == (state, reason)
+        return record if is_same else replace(record, state=state, state_reason=reason)
 
     def trouble(self, version: AdapterVersion) -> MotetError | None:
         """Why this version cannot be served, if it cannot."""
@@ -176,10 +196,21 @@ class Catalog:
             )
         if version.digest not in self.blobs:
             return AdapterNotActive("its weights are missing in the artifact store; register it again")
-        return None
+        reason = self._module_trouble(version)
+        return AdapterNotServed(reason) if reason else None
+
+    def _module_trouble(self, version: AdapterVersion) -> str:
+        is_old = self._judged_at != self._reports.changes
+        if is_old or len(self._trouble_by_digest) > 2 * len(self._num_names_by_digest) + 1000:  # deleted ones
+            self._trouble_by_digest.clear()
+            self._judged_at = self._reports.changes
+        reason = self._trouble_by_digest.get(version.digest)
+        if reason is None:
+            reason = self._trouble_by_digest[version.digest] = self._reports.trouble(version.target_modules)
+        return reason
 
     def refuse_failed(self, record: AdapterRecord) -> None:
         """Raise the reason for which a name is not served."""
         message = f"adapter {record.adapter_id!r} is {record.state.value}: {record.state_reason}"
         trouble = self.trouble(record.active_version) if record.active_version else None
-        raise BaseModelMismatch(message) if isinstance(trouble, BaseModelMismatch) else AdapterNotActive(message)
+        raise (AdapterNotActive if trouble is None else type(trouble))(message)

@@ -21,6 +21,8 @@ from control_plane.registry.chunk_writer import ITEMSIZE, PackedTensor, write_ch
 from control_plane.registry.module_plans import ModulePlan, plan_modules
 from control_plane.registry.outer_modules import is_same_weight
 from control_plane.registry.safetensors_header import TensorEntry, read_header, refuse, shorten
+from control_plane.registry.served_modules import NOTHING_TOLD, Modules
+from control_plane.registry.target_modules import TargetModules
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -56,13 +58,15 @@ def ingest(
     *,
     max_adapter_bytes: int,
     directory: Path,
+    told: Modules = NOTHING_TOLD,
     check: Callable[[], None] = lambda: None,
 ) -> PackedInfo:
     """Check the adapter in full and write its chunks into `directory`, which is empty. Raises InvalidAdapter.
 
-    `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose.
-    `check` is called every few MiB, and may raise to end the work.
+    `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose. `told`
+    is what workers say of the model's modules. `check` is called every few MiB, and may raise to end the work.
     """
+    targets = TargetModules.of(base_model, told)
     for name in sorted(set(files) - {CONFIG_FILE, WEIGHTS_FILE}):
         raise refuse(shorten(name), f"only {CONFIG_FILE} and {WEIGHTS_FILE} belong to an adapter")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -79,21 +83,26 @@ def ingest(
                 "save_embedding_layers=False: PEFT else stores the base's weight beside adapters on embedding and head",
             )
         # Room for other kinds of adapters too: they are refused by their tensors' names, not by a count.
-        max_tensors = 4 * len(base_model.linear_shapes) + 64
+        max_tensors = 4 * max(len(targets.served), len(targets.told)) + 64
         entries = read_header(file, size, max_tensors=max_tensors)
-        modules = plan_modules(config, entries, base_model)
-        _check_base_weights(file, modules, base_model)
+        modules = plan_modules(config, entries, targets)
+        _check_base_weights(file, modules, targets)
         return _pack(file, config, modules, base_model, directory, check)
 
 
-def _check_base_weights(file: BinaryIO, modules: list[ModulePlan], base_model: BaseModel) -> None:
+def _check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules) -> None:
     """PEFT puts a saved weight or bias in the place of the base's: nothing may come of that."""
     for plan in modules:
-        outer = base_model.outer_modules.get(plan.name)
+        outer = targets.own(plan.name)
+        if outer is None and plan.base_weight is not None:
+            raise refuse(
+                f"{plan.name}.base_layer.weight",
+                "cannot be compared with the base model's own; save with save_embedding_layers=False",
+            )
         if outer is None:
             continue
         for part, entry, own in (("weight", plan.base_weight, outer.weight), ("bias", plan.base_bias, outer.bias)):
-            if entry is not None and (own is None or not is_same_weight(file, entry, own, base_model.dtype)):
+            if entry is not None and (own is None or not is_same_weight(file, entry, own, targets.base_model.dtype)):
                 raise refuse(
                     f"{plan.name}.base_layer.{part}",
                     "is not the base model's own; an embedding or head that was trained or resized is not served",

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from control_plane.registry.adapter_config import AdapterConfig, check_scaling
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.outer_modules import are_tied
 from control_plane.registry.safetensors_header import CHECK_BASE, TensorEntry, refuse, shorten
+from control_plane.registry.served_modules import ModuleKind
+from control_plane.registry.target_modules import TargetModules, layer_of
 from control_plane.registry.tensor_names import split_key
 
 _LINEAR = ("lora_A", "lora_B")
@@ -32,7 +32,7 @@ class ModulePlan:
     in_features: int
     out_features: int
     layer: int | None  # the decoder layer that holds it; None: outside of them
-    is_embedding: bool
+    kind: ModuleKind
     bias: TensorEntry | None  # LoRA bias
     magnitude: TensorEntry | None  # DoRA
     base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and head
@@ -45,41 +45,44 @@ class ModulePlan:
     @property
     def widths(self) -> list[int]:
         """Its widths but for the vocabulary."""
-        if self.is_embedding:
-            return [self.out_features]
-        return [self.in_features] if self.layer is None else [self.in_features, self.out_features]
+        sides = {ModuleKind.EMBEDDING: [self.out_features], ModuleKind.HEAD: [self.in_features]}
+        return sides.get(self.kind, [self.in_features, self.out_features])
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.kind is ModuleKind.EMBEDDING
 
 
-def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], base_model: BaseModel) -> list[ModulePlan]:
+def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], targets: TargetModules) -> list[ModulePlan]:
     """What the adapter changes, ordered by name."""
-    outer = base_model.outer_modules
-    shapes = base_model.linear_shapes | {name: module.linear_shape for name, module in outer.items()}
+    served = targets.served
     found: dict[str, dict[str, TensorEntry]] = {}
     for entry in entries.values():
-        module, part = split_key(entry.name, base_model)
+        module, part = split_key(entry.name, targets)
         parts = found.setdefault(module, {})
         if part in parts:
             raise refuse(shorten(entry.name), f"is there a second time, as {shorten(parts[part].name)}; remove one")
         parts[part] = entry
-    if config.ties_weights and are_tied(outer) and (adapted := sorted(found.keys() & outer.keys())):
+    if config.ties_weights and targets.are_tied and (adapted := sorted(filter(targets.is_outer, found))):
         raise refuse(
             "ensure_weight_tying",
             f"is true, the base model ties embedding and head, and the adapter changes {adapted[0]}; tied adapters are "
             "not served: train without ensure_weight_tying, or leave embedding and head out",
         )
-    targeted = {name for name in shapes if config.is_targeted(name, is_linear=name not in outer)}
+    targeted = {name for name in served if config.is_targeted(name, is_linear=not targets.is_outer(name))}
     for name in sorted(found):
-        _check_parts(name, found[name], config, is_embedding=name in outer and outer[name].is_embedding)
+        _check_parts(name, found[name], config, is_embedding=targets.is_embedding(name))
         if name not in targeted:
             raise refuse("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
+    outer = [name for name in served if targets.is_outer(name)]
     outer_targets = [name for name in config.target_modules or () if name.rsplit(".", 1)[-1] in _OUTER_NAMES]
     for target in sorted(outer_targets):
         if not any(name == target or name.endswith("." + target) for name in outer):
             raise refuse("target_modules", f"names {target}; this base model has no such embedding or head")
     for name in sorted(targeted - found.keys()):
-        part = (_EMBEDDING if name in outer and outer[name].is_embedding else _LINEAR)[0]
+        part = (_EMBEDDING if targets.is_embedding(name) else _LINEAR)[0]
         raise refuse(f"{name}.{part}", "is missing, target_modules names the module; save the adapter again")
-    return [_plan_module(name, found[name], config, base_model, shapes[name]) for name in sorted(found)]
+    return [_plan_module(name, found[name], config, targets) for name in sorted(found)]
 
 
 def _check_parts(name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, *, is_embedding: bool) -> None:
@@ -108,19 +111,20 @@ def _check_parts(name: str, parts: Mapping[str, TensorEntry], config: AdapterCon
 
 
 def _plan_module(
-    name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, base_model: BaseModel, shape: tuple[int, int]
+    name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, targets: TargetModules
 ) -> ModulePlan:
-    out_features, in_features = shape
+    module = targets.served[name]
+    out_features, in_features = module.out_features, module.in_features
     rank = config.rank_of(name)
-    outer = base_model.outer_modules.get(name)
-    is_embedding = outer is not None and outer.is_embedding
+    is_embedding = targets.is_embedding(name)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("lora_A", "lora_embedding_A"), (rank, in_features)),
         **dict.fromkeys(("lora_B", "lora_embedding_B"), (out_features, rank)),
         **dict.fromkeys(("lora_B.bias", "lora_magnitude_vector", "base_layer.bias"), (out_features,)),
         "base_layer.weight": (in_features, out_features) if is_embedding else (out_features, in_features),
     }
-    if "base_layer.bias" in parts and (outer is None or outer.bias is None):
+    own = targets.own(name)
+    if "base_layer.bias" in parts and (own is None or own.bias is None):
         raise refuse(f"{name}.base_layer.bias", f"is there, the base model has no such bias; {CHECK_BASE}")
     for part, entry in parts.items():
         if entry.shape != shapes[part]:
@@ -138,8 +142,8 @@ def _plan_module(
         check_scaling(name, config.scaling_of(name)),
         in_features,
         out_features,
-        base_model.layer_of(name) if outer is None else None,
-        is_embedding,
+        None if targets.is_outer(name) else layer_of(name),
+        module.kind,
         parts.get("lora_B.bias"),
         parts.get("lora_magnitude_vector"),
         parts.get("base_layer.weight"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from control_plane.registry.safetensors_header import TensorEntry
+from control_plane.registry.served_modules import ModuleKind, ServedModule
 from control_plane.registry.tensor_codec import decode, encode
 
 _EMBEDDING = re.compile(r"^(?:[a-z_0-9]+\.)*(?P<name>embed_tokens|embed_in|word_embeddings|wte)\.weight\Z")
@@ -60,9 +61,25 @@ def find_outer_modules(
     }
 
 
-def are_tied(modules: Mapping[str, OuterModule]) -> bool:
-    """Whether embedding and head have one weight."""
-    return len(modules) > 1 and len({module.weight for module in modules.values()}) == 1
+def find_own(tensors: Mapping[str, CheckpointTensor], name: str, module: ServedModule) -> OuterModule | None:
+    """The tensors of a head or an embedding of that path; None unless there is exactly one weight that they can be.
+
+    A checkpoint may leave out the beginning of a path, or have more of it. A head without a weight is tied to the
+    embedding, whose path is another one: it is not found.
+    """
+    is_embedding = module.kind is ModuleKind.EMBEDDING
+    rows, columns = module.in_features, module.out_features
+    shape = (rows, columns) if is_embedding else (columns, rows)
+    weights = [t for tensor, t in tensors.items() if t.shape == shape and _is_of(tensor, name, "weight")]
+    biases = [t for tensor, t in tensors.items() if t.shape == shape[:1] and _is_of(tensor, name, "bias")]
+    if len(weights) != 1 or len(biases) > 1:
+        return None
+    return OuterModule(is_embedding, weights[0], biases[0] if biases and not is_embedding else None)
+
+
+def _is_of(tensor: str, module: str, part: str) -> bool:
+    path = tensor.removesuffix(f".{part}")
+    return path != tensor and (path == module or path.endswith(f".{module}") or module.endswith(f".{path}"))
 
 
 def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor, dtype: str) -> bool:

@@ -15,6 +15,7 @@ from control_plane.errors import Exhausted, StoreUnavailable
 from control_plane.registry.base_model import BaseModel
 from control_plane.registry.changes import Abandoned
 from control_plane.registry.ingest import PackedInfo, ingest
+from control_plane.registry.worker_reports import WorkerReports
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,12 @@ _CONCURRENT_INGESTS = 2
 class Packer:
     """Packs adapters of one base model."""
 
-    def __init__(self, base_model: BaseModel, *, max_adapter_bytes: int, scratch_dir: Path | None) -> None:
+    def __init__(
+        self, base_model: BaseModel, reports: WorkerReports, *, max_adapter_bytes: int, scratch_dir: Path | None
+    ) -> None:
         """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files."""
         self._base_model = base_model
+        self._reports = reports
         self._max_adapter_bytes = max_adapter_bytes
         self._scratch_dir = scratch_dir
         self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
@@ -48,11 +52,13 @@ class Packer:
                     tempfile.TemporaryDirectory, prefix="motet-pack-", dir=self._scratch_dir, ignore_cleanup_errors=True
                 )
             try:
+                told = self._reports.modules
                 with _disk_errors():
                     info = await asyncio.to_thread(
                         ingest,
                         dict(files),
                         self._base_model,
+                        told=told,
                         max_adapter_bytes=self._max_adapter_bytes,
                         directory=Path(scratch.name),
                         check=check,

@@ -34,6 +34,7 @@ from control_plane.registry.records import (
 )
 from control_plane.registry.recovery import recover
 from control_plane.registry.store import MAX_LOCK_WAIT_S, ArtifactStore
+from control_plane.registry.worker_reports import WorkerReports
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
@@ -72,10 +73,14 @@ class Registry:
         base_model: BaseModel,
         calls: StoreCalls,
         max_adapter_bytes: int,
+        reports: WorkerReports,
         clock: Callable[[], float] = time.time,
         scratch_dir: Path | None = None,
     ) -> Registry:
-        """Lock the store, bring it in order, read it. `scratch_dir` takes adapters while they are packed."""
+        """Lock the store, bring it in order, read it. `scratch_dir` takes adapters while they are packed.
+
+        Adapters are judged by what `reports` says that the workers serve.
+        """
         incarnation = await calls.read(store.acquire, extra_s=MAX_LOCK_WAIT_S)
         try:
             recovered = await recover(store, calls)
@@ -83,8 +88,8 @@ class Registry:
             with contextlib.suppress(MotetError):
                 await calls.read(store.close)
             raise
-        catalog = Catalog(base_model, recovered.blobs, recovered.records)
-        packer = Packer(base_model, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir)
+        catalog = Catalog(base_model, recovered.blobs, recovered.records, reports=reports)
+        packer = Packer(base_model, reports, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir)
         logger.info("registry open incarnation=%d num_adapters=%d", incarnation, catalog.stats().num_registered)
         return cls(store, calls, catalog, packer, incarnation=incarnation, clock=clock)
 

@@ -5,8 +5,8 @@ Called by module_plans.py.
 
 from __future__ import annotations
 
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.safetensors_header import CHECK_BASE, refuse, shorten
+from control_plane.registry.safetensors_header import refuse, shorten
+from control_plane.registry.target_modules import TargetModules
 
 _KEY_PREFIX = "base_model.model."
 # How the name of a tensor ends, and which part of a module it is.
@@ -21,6 +21,7 @@ _PARTS = {
     ".base_layer.weight": "base_layer.weight",
     ".base_layer.bias": "base_layer.bias",
 }
+_BASE_PARTS = (".base_layer.weight", ".base_layer.bias")
 # Parts of tensor names that belong to kinds of adapters that are not served.
 _OTHER_KINDS = {
     "modules_to_save": "belongs to a fully trained module, which is not served; train LoRA on it",
@@ -37,18 +38,17 @@ _WRAPPERS = {
 }
 
 
-def split_key(key: str, base_model: BaseModel) -> tuple[str, str]:
+def split_key(key: str, targets: TargetModules) -> tuple[str, str]:
     """Module path and part of a tensor's name: base_model.model.{module}.lora_A.weight and the like."""
     suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
     if suffix is not None and key.startswith(_KEY_PREFIX):
         module = key[len(_KEY_PREFIX) : -len(suffix)]
-        is_outer = module in base_model.outer_modules
-        if is_outer or (module in base_model.linear_shapes and not suffix.startswith(".base_layer")):
+        if module in targets.served and (targets.is_outer(module) or not suffix.startswith(".base_layer")):
             return module, _PARTS[suffix]
-    raise refuse(shorten(key), _trouble(key, suffix, base_model))
+    raise refuse(shorten(key), _trouble(key, suffix, targets))
 
 
-def _trouble(key: str, suffix: str | None, base_model: BaseModel) -> str:
+def _trouble(key: str, suffix: str | None, targets: TargetModules) -> str:
     """What is wrong with a name, and what to do about it."""
     parts = key.split(".")
     for part, words in _OTHER_KINDS.items():
@@ -58,16 +58,16 @@ def _trouble(key: str, suffix: str | None, base_model: BaseModel) -> str:
     if parts[-1] == "bias" and suffix != ".lora_B.bias":
         return 'is a trained bias of the base model, which is not served; train with bias="none"'
     # 2. LoRA on stacked parameters: PEFT wraps the module once for each of them.
-    if "base_layer" in parts:
+    module = key.removeprefix(_KEY_PREFIX)[: -len(suffix)] if suffix else key
+    if "base_layer" in module.split(".") or (module in targets.served and suffix in _BASE_PARTS):
         return "belongs to LoRA on stacked parameters, which is not served; train with target_modules of linears"
     if suffix is None:
         return _trouble_of_other_names(parts)
     # 3. The right module under another name.
-    module = key.removeprefix(_KEY_PREFIX)[: -len(suffix)]
-    if (known := _known_as(module, base_model)) is not None:
+    if module not in targets.told and (known := _known_as(module, targets)) is not None:
         return f"the base model has this module as {shorten(known)}{_reason(key, parts)}; rename the tensors"
-    # 4. No such module.
-    return f"the base model has no such linear in its decoder layers, nor embedding or head; {CHECK_BASE}"
+    # 4. No such module, or one that takes no adapters.
+    return targets.refusal(shorten(module))
 
 
 def _trouble_of_other_names(parts: list[str]) -> str:
@@ -80,11 +80,10 @@ def _trouble_of_other_names(parts: list[str]) -> str:
     return f"is not a LoRA tensor's name; {_KEY_PREFIX}{{module}}.lora_A.weight or lora_B.weight is expected"
 
 
-def _known_as(module: str, base_model: BaseModel) -> str | None:
+def _known_as(module: str, targets: TargetModules) -> str | None:
     """The base model's name of a module that is called otherwise, if there is exactly one that it can be."""
-    names = [*base_model.linear_shapes, *base_model.outer_modules]
     bare = ".".join(part for part in module.split(".") if part not in _WRAPPERS)
-    found = [name for name in names if name == bare or name.endswith("." + bare)]
+    found = [name for name in targets.served if name == bare or name.endswith("." + bare)]
     return found[0] if bare and len(found) == 1 else None
 
 

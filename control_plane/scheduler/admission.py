@@ -45,7 +45,7 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
             f"together they exceed the worker's context of {limits.max_model_len} tokens; shorten the prompt or lower "
             "max_tokens",
         )
-    num_computed = num_prompt + max_generated
+    num_computed = num_prompt + request.max_tokens
     num_bytes = TOKEN_BYTES * num_computed + BLOCK_BYTES * -(-num_computed // limits.block_size)
     if num_bytes > MAX_ROW_BYTES:
         raise PlanNeverFits(

@@ -276,6 +276,7 @@ def fill_status(server: ScriptedServer) -> None:
         worker_id="w0",
         device="cpu",
         num_blocks=64,
+        max_model_len=256,
         num_blocks_held=8,
         num_blocks_cached=4,
         prefix_query_tokens=200,
@@ -292,10 +293,18 @@ def test_status_shows_workers_queues_blocks_and_tiers(server: ScriptedServer, ca
     text = capsys.readouterr().out
     assert "model tiny" in text and "context 512 tokens" in text
     worker = next(line for line in text.splitlines() if line.startswith("w0"))
-    assert worker.split()[:6] == ["w0", "cpu", "0", "0", "8+4/64", "25%"]
+    assert worker.split()[6] == "25%"
+    assert worker.split()[:6] == ["w0", "cpu", "0", "0", "256", "8+4/64"]
     arena = next(line for line in text.splitlines() if line.startswith("arena of w0"))
     assert arena.split()[3:] == ["2", "3.0", "MiB", "8.0", "MiB"]
     assert "adapters (5 registered)" in text
+
+
+def test_status_without_a_worker_yet_says_that_the_context_is_not_known(
+    server: ScriptedServer, capsys: Capture
+) -> None:
+    assert motet(server, "status") == 0
+    assert "context not known before a worker attaches" in capsys.readouterr().out
 
 
 def test_status_shows_tenants(server: ScriptedServer, capsys: Capture) -> None:

@@ -259,6 +259,54 @@ async def test_registrations_and_pins_survive_a_restart(tmp_path: Path) -> None:
         assert await asyncio.wait_for(process.wait(), STEP_S) == 0
 
 
+async def test_what_workers_serve_decides_registration_and_is_known_after_a_restart(tmp_path: Path) -> None:
+    """Before any worker the checkpoint decides; then the workers' word, while none is attached too."""
+    flags = ("--host-cache", "memory", "--worker-grace-s", "60")
+    unserved = ("--unserved", "q_proj", "--max-model-len", "40")
+    async with control_plane(tmp_path, *flags) as (process, clients, workers):
+        async with grpc.aio.insecure_channel(clients) as channel:
+            await upload(channel, "early", adapter_files(0))
+            assert await _context(channel) == 256
+            async with hash_worker(tmp_path, workers, *unserved):
+                await _check_unserved(channel)
+            await _check_unserved(channel)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), STEP_S) == 0
+    async with (
+        control_plane(tmp_path, *flags) as (_, clients, workers),
+        grpc.aio.insecure_channel(clients) as channel,
+    ):
+        await _check_unserved(channel)
+        async with hash_worker(tmp_path, workers):
+            assert await _context(channel) == 256
+            assert len(tokens_of(await generate(channel, adapter="early"))) == 12
+            await upload(channel, "late", adapter_files(1))
+
+
+async def _context(channel: grpc.aio.Channel) -> int:
+    stub: Any = status_pb2_grpc.StatusServiceStub(channel)  # type: ignore[no-untyped-call]
+    return int((await stub.GetStatus(status_pb2.GetStatusRequest())).model.max_model_len)
+
+
+async def _check_unserved(channel: grpc.aio.Channel) -> None:
+    """Where q_proj takes no adapters and the context is 40."""
+    reason = "model.layers.0.self_attn.q_proj, which takes no adapters: it sees only some of the tokens"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(channel, adapter="early")
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION and reason in (caught.value.details() or "")
+    stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+    got = (await stub.GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/early"))).adapter
+    assert got.state == adapters_pb2.ADAPTER_STATE_FAILED and reason in got.state_reason
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await upload(channel, "late", adapter_files(1))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "takes no adapters: it sees only some of the tokens" in (caught.value.details() or "")
+    assert await _context(channel) == 40
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(channel, stopping={"max_tokens": 40})
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "context of 40" in (caught.value.details() or "")
+
+
 async def test_worker_hears_why_and_outlives_a_control_plane_that_fails(tmp_path: Path) -> None:
     """Whatever ends the process, the fleet ends its streams before the ports close, and the worker reconnects."""
     model = checkpoint(tmp_path / "model")

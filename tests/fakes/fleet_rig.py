@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-import grpc
 import numpy as np
 from motet.v1 import plan_pb2, plan_pb2_grpc
 

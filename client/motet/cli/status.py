@@ -52,10 +52,11 @@ def render(status: ServerStatus) -> str:
         (f"arena of {w.worker_id}", w.num_adapters_loaded, size(w.arena_used_bytes), size(w.arena_bytes))
         for w in status.workers
     ]
+    context = f"{model.max_model_len} tokens" if model.max_model_len else "not known before a worker attaches"
     trouble = f": {adapters.host_cache_trouble}" if adapters.host_cache_trouble else ""
     cache_state = "" if adapters.host_cache_available else f" (not answering{trouble})"
     sections = [
-        f"motet {status.server_version}, model {model.name} ({model.dtype}, context {model.max_model_len} tokens, "
+        f"motet {status.server_version}, model {model.name} ({model.dtype}, context {context}, "
         f"fingerprint {model.fingerprint[:12]})",
         "requests\n"
         + table(
@@ -136,6 +137,7 @@ def _render_workers(status: ServerStatus) -> str:
                 worker.device,
                 worker.num_running,
                 worker.num_waiting,
+                worker.max_model_len,
                 f"{worker.num_blocks_held}+{worker.num_blocks_cached}/{worker.num_blocks}",
                 f"{hit_rate:.0%}",
                 worker.num_preemptions,
@@ -149,6 +151,7 @@ def _render_workers(status: ServerStatus) -> str:
         "DEVICE",
         "RUNNING",
         "WAITING",
+        "CONTEXT",
         "KV HELD+CACHED/ALL",
         "PREFIX HITS",
         "PREEMPTED",

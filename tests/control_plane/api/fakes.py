@@ -422,6 +422,13 @@ def byte_fallback_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@dataclass
+class FakeServed:
+    """What workers serve."""
+
+    max_model_len: int | None
+
+
 class Api:
     """Every client-facing service over fakes, behind the real interceptor and a real channel."""
 
@@ -431,6 +438,7 @@ class Api:
         self.calls = self.registry.calls
         self.weights = FakeWeights(self.calls)
         self.fleet = FakeFleet(self.calls)
+        self.served = FakeServed(max_model_len)
         self.gate = DrainGate()
         self.book = operations.OperationBook(wall_clock=lambda: 7.0)
         self.pins = Pins(self.registry, self.weights, self.fleet)
@@ -441,7 +449,8 @@ class Api:
         self.root.mkdir()
         self.uploads = UploadReceiver(self.uploads_dir, max_adapter_bytes=4 << 20, max_open=2, idle_timeout_s=5.0)
         self.generation = generation.GenerationService(
-            model=generation.ModelFacts(vocab_size, max_model_len, (1,), "f" * 64),
+            model=generation.ModelFacts(vocab_size, (1,), "f" * 64),
+            served=self.served,
             codec=codec,
             registry=self.registry,
             fleet=self.fleet,
@@ -462,7 +471,8 @@ class Api:
             memory=RequestMemory(clock=lambda: self.now_s),
         )
         self.status = status.StatusService(
-            model=status.ModelIdentity("tiny", "f" * 64, vocab_size, max_model_len, "float32"),
+            model=status.ModelIdentity("tiny", "f" * 64, vocab_size, "float32"),
+            served=self.served,
             limits=status.Limits(8, 4 << 20, 1 << 20),
             fleet=self.fleet,
             registry=self.registry,

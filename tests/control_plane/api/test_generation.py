@@ -239,6 +239,27 @@ async def test_context_too_long_tells_the_numbers(api: Api) -> None:
     assert all(number in message for number in ("62", "3 tokens", "64", "61"))
 
 
+async def test_the_context_is_that_of_the_workers_at_present(api: Api) -> None:
+    """Never more than they compute: who asks for more is told, and is not given less."""
+    script(api, FakeEvent(token_ids=[7], finish_reason=FinishReason.LENGTH))
+    await generate(api, stopping(max_tokens=61))
+    api.served.max_model_len = 40
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(api, stopping(max_tokens=61))
+    assert details(caught.value)[0].reason == "CONTEXT_TOO_LONG"
+    assert "the context of 40 tokens; at most 37" in (caught.value.details() or "")
+    await generate(api, request())
+    assert [work.max_tokens for work in api.fleet.requests] == [61, 37]
+
+
+async def test_without_a_length_from_anybody_requests_wait_for_a_worker(api: Api) -> None:
+    api.served.max_model_len = None
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(api, request())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert details(caught.value)[0].reason == "NO_WORKER"
+
+
 async def test_all_violations_are_told_at_once(api: Api) -> None:
     message = request(sampling={"temperature": -1, "top_p": 2}, request_id="x" * 200)
     with pytest.raises(grpc.aio.AioRpcError) as caught:

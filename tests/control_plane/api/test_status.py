@@ -50,3 +50,10 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
         num_generated_tokens=9,
     )
     assert not tenant.HasField("max_running_requests")
+
+
+async def test_status_tells_the_context_that_workers_compute(api: Api) -> None:
+    stub = api.stub(status_pb2_grpc.StatusServiceStub)
+    for told, expected in ((40, 40), (None, 0)):
+        api.served.max_model_len = told
+        assert (await stub.GetStatus(status_pb2.GetStatusRequest())).model.max_model_len == expected

@@ -14,8 +14,10 @@ import numpy as np
 from control_plane.registry.base_model import BaseModel
 from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
 from control_plane.registry.registry import Registry
+from control_plane.registry.served_modules import NOTHING_TOLD, Modules
 from control_plane.registry.store import ArtifactStore
 from control_plane.registry.store_files import StoreFiles
+from control_plane.registry.worker_reports import WorkerReports
 from control_plane.store_calls import StoreCalls
 
 CALLS = StoreCalls()  # its threads serve all registries of these tests
@@ -101,24 +103,35 @@ def write_adapter(directory: Path, config: Any = None, weights: bytes | None = N
 
 
 def pack(
-    files: Mapping[str, Path], base: BaseModel | None = None, *, max_adapter_bytes: int = 1 << 20
+    files: Mapping[str, Path],
+    base: BaseModel | None = None,
+    *,
+    max_adapter_bytes: int = 1 << 20,
+    told: Modules = NOTHING_TOLD,
 ) -> tuple[PackedInfo, list[bytes]]:
     """What ingest makes of an adapter, and its chunks."""
     with tempfile.TemporaryDirectory() as directory:
-        info = ingest(files, base or base_model(), max_adapter_bytes=max_adapter_bytes, directory=Path(directory))
+        info = ingest(
+            files, base or base_model(), told=told, max_adapter_bytes=max_adapter_bytes, directory=Path(directory)
+        )
         return info, [chunk.path.read_bytes() for chunk in info.chunks]
 
 
 async def open_registry(
-    place: str | StoreFiles, base: BaseModel | None = None, *, calls: StoreCalls = CALLS
+    place: str | StoreFiles,
+    base: BaseModel | None = None,
+    *,
+    calls: StoreCalls = CALLS,
+    reports: WorkerReports | None = None,
 ) -> Registry:
-    """A registry whose clock counts up from 1000."""
+    """A registry whose clock counts up from 1000. Without reports no worker has told what it serves."""
     ticks = itertools.count(1000)
     return await Registry.open(
         store=ArtifactStore(place),
         base_model=base or base_model(),
         calls=calls,
         max_adapter_bytes=1 << 20,
+        reports=reports or WorkerReports(),
         clock=lambda: float(next(ticks)),
     )
 

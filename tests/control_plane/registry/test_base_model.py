@@ -10,6 +10,7 @@ import pytest
 
 from control_plane.registry.base_model import BaseModel, BaseModelError
 from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE
+from control_plane.registry.target_modules import layer_of
 from tests.control_plane.registry.rig import pack, safetensors_bytes
 from tests.makers import ARCHS, make_adapter, make_checkpoint
 
@@ -34,12 +35,13 @@ def _linears_of_the_module_tree(checkpoint: Path, *, is_outer: bool = False) -> 
     """(out, in) of the decoder layers' linears, or of what lies outside of them, embedding included."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     linears = {
-        name: (module.out_features, module.in_features)
+        name: (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and (".layers." in name) != is_outer
+        if isinstance(module, torch.nn.Linear | Conv1D) and (layer_of(name) is None) == is_outer
     }
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)
@@ -69,8 +71,6 @@ def test_layers_under_another_prefix_get_the_module_trees_names(tmp_path: Path, 
     names = {f"{prefix}0.mlp.up_proj.weight": (8, 4), f"{prefix}0.mlp.gate.weight": (2, 4), "x.weight": (9, 4)}
     base_model = BaseModel.load(_write(tmp_path / "m", names))
     assert base_model.linear_shapes == {"model.layers.0.mlp.up_proj": (8, 4)}
-    assert base_model.layer_of("model.layers.0.mlp.up_proj") == 0
-    assert base_model.layer_of("lm_head") is None
     assert base_model.dtype == "bfloat16"
 
 
@@ -81,13 +81,47 @@ def test_generation_config_says_first_when_a_text_ends(tmp_path: Path) -> None:
     assert BaseModel.load(directory).eos_token_ids == (7, 8)
 
 
+def test_layers_that_predict_further_tokens_are_not_the_decoders(tmp_path: Path) -> None:
+    """As DeepSeek's and GLM's checkpoints have behind the last decoder layer."""
+    names = {f"model.layers.{index}.q_proj.weight": (2, 2) for index in range(3)}
+    base_model = BaseModel.load(_write(tmp_path / "m", names, num_hidden_layers=2))
+    assert list(base_model.linear_shapes) == ["model.layers.0.q_proj", "model.layers.1.q_proj"]
+    assert base_model.num_layers == 2
+
+
+def test_layers_of_an_unknown_name_leave_the_modules_to_the_workers(tmp_path: Path) -> None:
+    base_model = BaseModel.load(_write(tmp_path / "m", {"encoder.layer.0.query.weight": (2, 2)}, num_hidden_layers=1))
+    assert (base_model.linear_shapes, base_model.outer_modules, base_model.num_layers) == ({}, {}, 0)
+
+
+def test_a_decoder_within_a_larger_model_leaves_the_modules_to_the_workers(tmp_path: Path) -> None:
+    names = {"vision.layers.0.q.weight": (2, 2), "language_model.layers.0.q.weight": (2, 2)}
+    text = {"vocab_size": 7, "max_position_embeddings": 12}
+    directory = _write(tmp_path / "m", names, vocab_size=None, max_position_embeddings=None, text_config=text)
+    config = json.loads((directory / "config.json").read_text())
+    del config["vocab_size"]
+    (directory / "config.json").write_text(json.dumps(config))
+    base_model = BaseModel.load(directory)
+    assert (base_model.linear_shapes, base_model.vocab_size, base_model.max_model_len) == ({}, 7, 12)
+
+
+def test_lengths_of_every_name_are_read_and_none_is_needed(tmp_path: Path) -> None:
+    names = {"layers.0.q.weight": (2, 2)}
+    for number, (config, expected) in enumerate(
+        [({"max_seq_len": 33}, 33), ({"n_positions": 34}, 34), ({"text_config": {"n_ctx": 35}}, 35), ({}, None)]
+    ):
+        directory = _write(tmp_path / str(number), names, **({"max_position_embeddings": None} | config))
+        assert BaseModel.load(directory).max_model_len == expected
+        assert BaseModel.load(directory, "float32", 16).max_model_len == 16
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"vocab_size": None}, "vocab_size"),
         ({"num_hidden_layers": 2}, "2 layers, the checkpoint holds 1"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"max_position_embeddings": None}, "--max-model-len"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"torch_dtype": "float64"}, "dtype 'float64'"),
     ],
 )

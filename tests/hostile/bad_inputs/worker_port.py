@@ -165,7 +165,8 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
             # A path without a place for the layer makes the layers wrong.
             says = "hello.target_modules[1].layers" if value == "a.*.b.*" else f"hello.target_modules[1].{field}"
             bad = pb.TargetModules(**{**entry, field: value})
-            yield refused(INVALID, says, target_modules=[pb.TargetModules(**entry), bad])
+            conversation = refused(INVALID, says, target_modules=[pb.TargetModules(**entry), bad])
+            yield replace(conversation, name=f"Hello: target_modules[1].{field} = {short(value)}")
     yield refused(INVALID, "at most 4096", target_modules=[pb.TargetModules(**entry)] * 4097)
 
     def taken(name: str, **changes: Any) -> Conversation:
