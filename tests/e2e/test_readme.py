@@ -47,6 +47,6 @@ def test_sdk_program_and_cli_tour_of_the_readme_work(tmp_path: Path, capsys: pyt
         assert len(tour) == 6
         for command in tour:
             assert cli(*shlex.split(command), "--max-tokens", "6")
-        assert {"w0", "team-a"} <= set(cli("status").split())
+        assert {"w0", "ipv4:127.0.0.1"} <= set(cli("status").split())
         cli("adapters", "remove", "second")
         assert "second" not in cli("adapters", "list")
