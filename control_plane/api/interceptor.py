@@ -146,6 +146,10 @@ async def _mapped_errors(method: str, context: Context, limit: Limit) -> AsyncIt
             raise
         # Left alone, a CancelledError that nobody asked for would leave the client waiting for ever.
         await _abort_internal(method, context, error, limit)
+    except grpc.aio.InternalError as error:
+        if context.done():  # the handler's own status could not be sent: the connection is gone
+            raise asyncio.CancelledError from error
+        await _abort_internal(method, context, error, limit)
     except Exception as error:
         await _abort_internal(method, context, error, limit)
 
@@ -163,4 +167,6 @@ async def _abort(context: Context, status: Any, limit: Limit) -> None:
             await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
     except TimeoutError as error:
         # The status stands behind responses that the client does not read: it gets it when it does, nobody waits here.
+        raise asyncio.CancelledError from error
+    except grpc.aio.InternalError as error:  # the connection is gone, and whoever could be told
         raise asyncio.CancelledError from error

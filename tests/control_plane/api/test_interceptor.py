@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -254,3 +255,42 @@ async def test_time_in_which_the_process_was_stopped_is_not_held_against_a_reade
             await asyncio.wait_for(stream.read(), 60)
         stream.cancel()
     await server.stop(None)
+
+
+class GoneContext:
+    """Of an RPC whose connection is gone: gRPC notes the status, and cannot send it."""
+
+    def __init__(self) -> None:
+        self.is_ended = False
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:5001"
+
+    def done(self) -> bool:
+        return self.is_ended
+
+    async def abort(self, code: grpc.StatusCode, message: str, metadata: Any = ()) -> None:
+        assert not self.is_ended, "grpc refuses a second status"
+        self.is_ended = True
+        raise grpc.aio.InternalError("Failed execute_batch")
+
+
+@pytest.mark.parametrize("error", [None, errors.DeadlineExceeded("the request's deadline passed")])
+async def test_a_status_that_cannot_be_sent_is_no_error_of_ours(
+    error: errors.MotetError | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker or client whose connection breaks while its RPC ends."""
+
+    async def handler(requests: Any, context: Any) -> None:
+        if error is not None:
+            raise error
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "its own words")
+
+    async def continuation(_details: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(handler)
+
+    call_details: Any = SimpleNamespace(method="/t.T/stream_stream")
+    bounded: Any = await RpcInterceptor(RpcLimits(10)).intercept_service(continuation, call_details)
+    with caplog.at_level(logging.WARNING), pytest.raises(asyncio.CancelledError):
+        await bounded.stream_stream(None, GoneContext())
+    assert caplog.records == []
