@@ -118,7 +118,12 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
     started_s = time.perf_counter()
     with telling_progress(logger):
         loaded = load_model(
-            config.model_dir, config.dtype, device, max_model_len=config.max_model_len, kv_tokens=kv_tokens
+            config.model_dir,
+            config.dtype,
+            device,
+            max_step_tokens=config.step_tokens(device.type),
+            max_model_len=config.max_model_len,
+            kv_tokens=kv_tokens,
         )
     time_s = time.perf_counter() - started_s
     logger.info("model ready time_s=%.1f", time_s, extra=shown(f"weights loaded and model checked in {time_s:.1f} s"))

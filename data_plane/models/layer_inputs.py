@@ -28,7 +28,8 @@ class Source:
 class LayerInputs:
     """The hidden states that the layers of one pass of num_tokens tokens are given, in the order of their calls.
 
-    With a source, its tokens get what they had there instead of what this pass computed for them.
+    With a source, its tokens get what they had there instead of what this pass computed for them. Only a pass without
+    one keeps its hidden states, to be the source of others.
     """
 
     num_tokens: int
@@ -52,15 +53,17 @@ class LayerInputs:
         return hook
 
     def _give(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        source, dim = self.source, list(hidden.shape).index(self.num_tokens)
-        if source is not None and name in source.inputs._given:
-            given, dim = source.inputs._given[name]
-            here, there = source.here.to(hidden.device), source.there.to(hidden.device)
-            before = given.index_select(dim, there)
-            self.replaced.append((name, _rows(hidden.index_select(dim, here), dim), _rows(before, dim)))
-            hidden = hidden.index_copy(dim, here, before)
-        self._given[name] = hidden.clone(), dim
-        return hidden
+        source = self.source
+        if source is None:
+            self._given[name] = hidden.clone(), list(hidden.shape).index(self.num_tokens)
+            return hidden
+        if name not in source.inputs._given:
+            return hidden
+        given, dim = source.inputs._given[name]
+        here, there = source.here.to(hidden.device), source.there.to(hidden.device)
+        before = given.index_select(dim, there)
+        self.replaced.append((name, _rows(hidden.index_select(dim, here), dim), _rows(before, dim)))
+        return hidden.index_copy(dim, here, before)
 
 
 def layer_names(model: nn.Module) -> list[str]:

@@ -102,13 +102,19 @@ class ModelWeights:
 
 
 def load_model(
-    model_dir: Path, dtype: str, device: torch.device, *, max_model_len: int | None = None, kv_tokens: int | None = None
+    model_dir: Path,
+    dtype: str,
+    device: torch.device,
+    *,
+    max_step_tokens: int,
+    max_model_len: int | None = None,
+    kv_tokens: int | None = None,
 ) -> LoadedModel:
     """The checkpoint in `model_dir`, ready for its KV cache. Raises ConfigError, UnsupportedModel among them.
 
     dtype "auto" is the checkpoint's own. Whether the model can be served is judged for contexts up to its own limit,
-    up to max_model_len and up to kv_tokens, the tokens that the KV cache holds, where they are given. Only safetensors
-    are read and no code of the checkpoint is run.
+    up to max_model_len and up to kv_tokens, the tokens that the KV cache holds, where they are given, and for steps of
+    up to max_step_tokens. Only safetensors are read and no code of the checkpoint is run.
     """
     config = _read_config(model_dir)
     limit = context_limit(config, max_model_len)
@@ -127,14 +133,20 @@ def load_model(
     replace_transposed(model)
     began_s = time.perf_counter()
     try:
-        probe = probe_model(model, length)
+        probe = probe_model(model, length, max_step_tokens)
     except ConfigError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory for a batch of up to {max_step_tokens} tokens beside the weights; lower --token-budget: {error}"
+        ) from error
     except Exception as error:
         raise UnsupportedModel(
             f"model type {config.model_type}: its code fails on packed tokens, {_place_of(error, model)}: "
             f"{_first_line(error)}; it is not served"
         ) from error
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the passes took is the KV cache's
     logger.info("model probed max_model_len=%d time_s=%.1f", length, time.perf_counter() - began_s)
     if limit is None and max_model_len is None:
         raise ConfigError(

@@ -27,8 +27,10 @@ class ModelProbe:
 
 
 @torch.inference_mode()
-def probe_model(model: PreTrainedModel, max_model_len: int) -> ModelProbe:
+def probe_model(model: PreTrainedModel, max_model_len: int, max_step_tokens: int) -> ModelProbe:
     """Probe a model that was loaded with attention PROBE_NAME, for contexts up to max_model_len tokens.
+
+    A step computes at most max_step_tokens of them.
 
     Raises UnsupportedModel with the reason. Where a shorter context would be served, the reason names it.
     """
@@ -38,9 +40,9 @@ def probe_model(model: PreTrainedModel, max_model_len: int) -> ModelProbe:
     except MaskDiffers as error:
         if error.agreeing_length < 2:
             raise UnsupportedModel(f"{error}; the model is not served") from error
-        check_packing(model, request, error.agreeing_length)  # else it is refused for what stays
+        check_packing(model, request, error.agreeing_length, max_step_tokens)  # else it is refused for what stays
         raise UnsupportedModel(f"{error}; lower --max-model-len to {error.agreeing_length}") from error
-    passes = check_packing(model, request, max_model_len)
+    passes = check_packing(model, request, max_model_len, max_step_tokens)
     targets = find_targets(model, request, passes)
     served = {
         kind: [target.name for target in targets if target.kind is kind and not target.reason] for kind in TargetKind

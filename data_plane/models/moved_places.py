@@ -1,7 +1,7 @@
 """Shows whether a model computes with a token's place in the batch, by running it as if the batch began elsewhere.
 
-A scale or a mask that a model makes from `torch.arange` over the batch's tokens follows their place, where it has to
-follow their positions. With a few tokens such a value may be the same for all of them, since it changes every thousand
+A scale or a mask that a model makes by counting the batch's tokens follows their place, where it has to follow their
+positions. With a few tokens such a value may be the same for all of them, since it changes every thousand
 places only; moved by more than any context is long, it is not.
 """
 
@@ -20,10 +20,11 @@ _INDEX_ARGUMENTS = {"index", "indices"}
 
 
 class MovedPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """While entered: integers 0, 1, ... that count num_tokens tokens are moved by `shift` where they become values.
+    """While entered: numbers n, n + 1, ... that count num_tokens tokens are moved by `shift` where they become values.
 
-    They stay as they are where they choose elements of a tensor, so that gathering and scattering of tokens, as of
-    those of one expert, work as before. A difference of two places is no place.
+    What counts is known by its values, however it was made; num_tokens is the number of nothing else. Integers stay as
+    they are where they choose elements of a tensor, so that gathering and scattering of tokens, as of those of one
+    expert, work as before. A difference of two places is no place.
     """
 
     def __init__(self, num_tokens: int, shift: int) -> None:
@@ -37,6 +38,9 @@ class MovedPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         kwargs = dict(kwargs or {})
         names = [argument.name for argument in func._schema.arguments]
         by_name = dict(zip(names, args, strict=False)) | kwargs
+        for value in by_name.values():
+            if _is_integer(value) and self._counts(value):  # made outside of torch's operators
+                _mark(value)
         places = {name for name, value in by_name.items() if name not in _INDEX_ARGUMENTS and _has_place(value)}
         if not places:
             output = func(*args, **kwargs)
@@ -60,13 +64,20 @@ class MovedPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def _begun(self, operator: Any, output: Any) -> Any:
         """What an operator without places answers; it may be what places are made by."""
-        is_range = operator is _ATEN.arange or (operator is _ATEN.cumsum and _is_integer(output))
-        if not is_range or output.numel() != self._num_tokens:
+        is_count = operator is _ATEN.cumsum and _is_integer(output) and output.numel() == self._num_tokens
+        if not is_count and not self._counts(output):
             return output
         if output.is_floating_point():
             return output + self._shift
         _mark(output)
         return output
+
+    def _counts(self, value: Any) -> bool:
+        """Whether the values count the tokens, and were not moved yet."""
+        if not isinstance(value, torch.Tensor) or value.numel() != self._num_tokens or value.dtype is torch.bool:
+            return False
+        values = value.detach().flatten()
+        return bool((values.diff() == 1).all()) and bool(values[0] < self._shift)
 
     def _moved(self, value: Any) -> Any:
         return value + self._shift if _has_place(value) else value

@@ -2,12 +2,14 @@
 
 Only attention may look at other tokens, and its batch says at which. Under the probe's attention (probe.py) every token
 is alone: its queries, keys, values and logits must follow from its id and its position. One batch of tokens is compared
-with three others. Its positions go from the first to the longest, beyond every threshold of the configuration.
+with four others. Its positions go from the first to the longest, beyond every threshold of the configuration.
 1. The same batch in another order, as if it began elsewhere (moved_places.py). This finds convolutions, recurrent
    states and token shifts, and what is made from the place in the batch instead of from position_ids.
 2. The beginning of a request alone, its positions left to the model. This finds what follows the other tokens or their
    number, as rotary frequencies do that are chosen by the longest position, and positions not counted from 0 on.
 3. One token alone, as when a request decodes.
+4. A batch of more tokens than any number of the configuration, as far as a step may have so many. This finds what
+   begins behind a number of tokens: mixers over chunks, and experts that take no more than so many.
 
 Both passes of a comparison give a decoder layer the same input (layer_inputs.py), so that rounding does not add up over
 the layers, and a difference is told where it begins.
@@ -31,6 +33,10 @@ from data_plane.models.probe import COMPUTED, Call, Recorder, run_probe
 _LEAST_REQUEST_TOKENS = 8
 _KEPT = torch.tensor([3, 6])  # tokens of a request whose logits are asked for
 _NUM_THRESHOLDS = 4  # of the largest, among the positions: every token costs time at the start
+_LEAST_LARGE_TOKENS = 256  # of the large batch, for numbers that no configuration names
+_WINDOW = 16  # tokens of the large batch that are compared before and behind each number of the configuration
+# What says how wide a model is, and nothing of tokens: mostly the largest numbers that a step has tokens for.
+_WIDTHS = frozenset({"hidden_size", "intermediate_size", "vocab_size"})
 _LEAST_SHIFT = 1 << 20  # places: beyond the thresholds of models whose context is short
 # Largest relative error of a token within one layer. In float32 no token may be above it. In the short types most may
 # not: rounding chooses another expert for some, so that a few tokens show only what is quite different. Measured in
@@ -38,7 +44,8 @@ _LEAST_SHIFT = 1 << 20  # places: beyond the thresholds of models whose context 
 # experts; a state-space mixer, a token shift, a scale or frequencies of the batch: 0.28 to 1 for most.
 _ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 _ERROR_OF_FEW = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.3}
-_FEW = 8  # tokens
+_FEW, _MANY = 8, 32  # tokens
+_SHARE_OF_MANY = 1 / 8  # of which fewer may be as much apart as few may
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class SameTokens:
     other: ProbePass
     here: torch.Tensor  # int64 [n]
     there: torch.Tensor  # int64 [n]
+    window: int = 0  # besides all, so many side by side are judged together; 0: all only
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,11 @@ def begin_request(model: PreTrainedModel, max_model_len: int) -> ProbePass:
     return _run(model, _random_ids(model, num_tokens), positions, kept=_KEPT)
 
 
-def check_packing(model: PreTrainedModel, request: ProbePass, max_model_len: int) -> PackedPasses:
-    """Run the other passes and compare them. Raises UnsupportedModel naming what differs and where."""
+def check_packing(model: PreTrainedModel, request: ProbePass, max_model_len: int, max_step_tokens: int) -> PackedPasses:
+    """Run the other passes and compare them. Raises UnsupportedModel naming what differs and where.
+
+    Contexts have at most max_model_len tokens, batches at most max_step_tokens.
+    """
     if len(request.logits) != len(_KEPT):
         raise UnsupportedModel(
             f"model type {model.config.model_type}: its forward pass returned the logits of {len(request.logits)} "
@@ -106,12 +117,16 @@ def check_packing(model: PreTrainedModel, request: ProbePass, max_model_len: int
     last = at[len(known) - 1 : len(known)]
     single = _run(model, token_ids[last], positions[last], same=SameTokens(packed, torch.arange(1), last))
     _check(model, single, "changes where the token is alone in its batch")
+    _check_large_batch(model, packed, max_step_tokens)
     return PackedPasses(packed, reordered, single)
 
 
-def thresholds_of(config: PretrainedConfig, max_model_len: int) -> list[int]:
-    """Numbers of the configuration that a position below max_model_len may be compared with, ascending."""
-    return sorted({number for number in _integers(config.to_dict()) if 1 < number < max_model_len})
+def thresholds_of(config: PretrainedConfig, num_places: int, *, without: frozenset[str] = frozenset()) -> list[int]:
+    """Numbers of the configuration that one of the first num_places places may be compared with, ascending.
+
+    Those of the keys `without` are left out.
+    """
+    return sorted({number for number in _integers(config.to_dict(), without) if 1 < number < num_places})
 
 
 def differs(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -119,7 +134,12 @@ def differs(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) ->
     actual, expected = actual.flatten(1).float(), expected.flatten(1).float()
     errors = (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
     is_other = ~(errors <= (_ERROR if len(errors) >= _FEW else _ERROR_OF_FEW)[dtype])
-    return bool(is_other.any() if dtype == torch.float32 else is_other.float().mean() > 0.5)
+    if dtype == torch.float32:
+        return bool(is_other.any())
+    is_quite_other = ~(errors <= _ERROR_OF_FEW[dtype])
+    return bool(
+        is_other.float().mean() > 0.5 or (len(errors) >= _MANY and is_quite_other.float().mean() > _SHARE_OF_MANY)
+    )
 
 
 def _run(
@@ -130,12 +150,15 @@ def _run(
     names_positions: bool = True,
     kept: torch.Tensor | None = None,
     same: SameTokens | None = None,
+    recorded: torch.Tensor | None = None,
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> ProbePass:
     source = None if same is None else Source(same.other.layer_inputs, same.here, same.there)
     inputs = LayerInputs(len(positions), source)
     given = positions if names_positions else None
-    recorder, logits = run_probe(model, given, token_ids=token_ids, kept=kept, layer_inputs=inputs, within=within)
+    recorder, logits = run_probe(
+        model, given, token_ids=token_ids, kept=kept, layer_inputs=inputs, recorded=recorded, within=within
+    )
     kept = torch.arange(len(positions)) if kept is None else kept
     return ProbePass(token_ids, positions, kept, logits[0], recorder, inputs, same)
 
@@ -172,6 +195,32 @@ def _check_request(model: PreTrainedModel, request: ProbePass, same: SameTokens)
     _check(model, alone, "changes where positions are given: the model does not number a request's tokens from 0 on")
 
 
+def _check_large_batch(model: PreTrainedModel, packed: ProbePass, max_step_tokens: int) -> None:
+    """Compare tokens of `packed` with the same among many others, up to a step's number of them."""
+    numbers = thresholds_of(model.config, max_step_tokens, without=_WIDTHS)
+    thresholds = [number for number in numbers if number >= len(packed.positions)]
+    num_tokens = min(max_step_tokens, max([_LEAST_LARGE_TOKENS, *thresholds]) + _WINDOW)
+    if num_tokens <= len(packed.positions) + _WINDOW:
+        return
+    num_tokens = _free_number(model, num_tokens)
+    origin = torch.randint(0, len(packed.positions), (num_tokens,), generator=torch.Generator().manual_seed(3))
+    token_ids, positions = _random_ids(model, num_tokens), packed.positions[origin]
+    begins = {begin for number in thresholds for begin in (number - _WINDOW, number)} | {num_tokens - _WINDOW}
+    compared = torch.cat(
+        [torch.arange(begin, begin + _WINDOW) for begin in sorted(begins) if 0 <= begin <= num_tokens - _WINDOW]
+    )
+    token_ids[compared] = packed.token_ids[origin[compared]]
+    large = _run(
+        model,
+        token_ids,
+        positions,
+        kept=compared,
+        same=SameTokens(packed, compared, origin[compared], _WINDOW),
+        recorded=compared,
+    )
+    _check(model, large, f"changes where the batch has {num_tokens} tokens instead of {len(packed.positions)}")
+
+
 def _check(model: PreTrainedModel, tried: ProbePass, reason: str) -> None:
     found = _difference(model, tried)
     if found:
@@ -187,13 +236,13 @@ def _difference(model: PreTrainedModel, tried: ProbePass) -> str:
     assert same is not None, "a pass that has no tokens in common with another"
     calls = list(zip(tried.recorder.calls, same.other.recorder.calls, strict=True))
     for layer, actual, expected in tried.layer_inputs.replaced:
-        if differs(actual, expected, model.dtype):
+        if _differs(actual, expected, same, model.dtype):
             return f"the input of {layer}"
         while calls and names[id(calls[0][0].module)].startswith(f"{layer}."):
-            if found := _difference_of_calls(*calls.pop(0), same, model.dtype):
+            if found := _difference_of_calls(*calls.pop(0), tried, model.dtype):
                 return f"{found} of {layer}"
     for call, other in calls:
-        if found := _difference_of_calls(call, other, same, model.dtype):
+        if found := _difference_of_calls(call, other, tried, model.dtype):
             return f"{found} of {names[id(call.module)]}"
     # Of one pass logits of some tokens only.
     kept = {int(token): row for row, token in enumerate(tried.kept)}
@@ -204,11 +253,16 @@ def _difference(model: PreTrainedModel, tried: ProbePass) -> str:
         if here in kept and there in kept_there
     ]
     rows, rows_there = torch.tensor(pairs).T
-    is_other = differs(tried.logits[rows], same.other.logits[rows_there], model.dtype)
+    is_other = _differs(tried.logits[rows], same.other.logits[rows_there], same, model.dtype)
     return "the vector of a token's logits" if is_other else ""
 
 
-def _difference_of_calls(call: Call, other: Call, same: SameTokens, dtype: torch.dtype) -> str:
+def _difference_of_calls(call: Call, other: Call, tried: ProbePass, dtype: torch.dtype) -> str:
+    same = tried.same
+    assert same is not None, "a pass that has no tokens in common with another"
+    recorded = tried.recorder.rows
+    assert recorded is None or recorded is same.here, "other tokens are recorded than are compared"
+    here = same.here if recorded is None else torch.arange(len(recorded))
     for name in COMPUTED:
         value, value_there = call.kwargs.get(name), other.kwargs.get(name)
         if isinstance(value, torch.Tensor) and isinstance(value_there, torch.Tensor):
@@ -219,9 +273,15 @@ def _difference_of_calls(call: Call, other: Call, same: SameTokens, dtype: torch
             return f"the {name} of attention"
     for part in ("query", "key", "value"):
         actual, expected = (getattr(tensors, part)[0].transpose(0, 1) for tensors in (call, other))
-        if differs(actual[same.here], expected[same.there], dtype):
+        if _differs(actual[here], expected[same.there], same, dtype):
             return f"the {part}"
     return ""
+
+
+def _differs(actual: torch.Tensor, expected: torch.Tensor, same: SameTokens, dtype: torch.dtype) -> bool:
+    window = same.window or len(actual)
+    windows = zip(torch.split(actual, window), torch.split(expected, window), strict=True)
+    return differs(actual, expected, dtype) or any(differs(*rows, dtype) for rows in windows)
 
 
 def _random_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
@@ -239,12 +299,14 @@ def _free_number(model: PreTrainedModel, least: int) -> int:
     return next(number for number in range(least, least + len(taken) + 1) if number not in taken)
 
 
-def _integers(value: Any) -> Iterator[int]:
-    """Every whole number in a nested value."""
+def _integers(value: Any, without: frozenset[str] = frozenset()) -> Iterator[int]:
+    """Every whole number in a nested value, 8192.0 among them, but for those below the keys `without`."""
     if isinstance(value, dict):
-        value = list(value.values())
+        value = [item for key, item in value.items() if key not in without]
     if isinstance(value, list | tuple):
         for item in value:
-            yield from _integers(item)
+            yield from _integers(item, without)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value
+    elif isinstance(value, float) and value.is_integer():
+        yield int(value)

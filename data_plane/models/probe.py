@@ -42,8 +42,12 @@ class Call:
 
 @dataclass(slots=True)
 class Recorder:
-    """What one forward pass under PROBE_NAME did."""
+    """What one forward pass under PROBE_NAME did.
 
+    Of its calls of attention only the tokens `rows` (int64 [n]) are kept; None: all.
+    """
+
+    rows: torch.Tensor | None = None
     calls: list[Call] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, MaskRule]] = field(default_factory=list)
     # Of each call of a linear, and of the embedding: the first columns of its rows, [rows, at most _NUM_SAMPLED].
@@ -59,7 +63,11 @@ class Recorder:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Transformers' attention interface."""
-        self.calls.append(Call(module, query, key, value, attention_mask, kwargs))
+        kept = (query, key, value)
+        if self.rows is not None:
+            rows = self.rows.to(query.device)
+            kept = (query[:, :, rows], key[:, :, rows], value[:, :, rows])
+        self.calls.append(Call(module, *kept, attention_mask, kwargs))
         return own_values(query[0].transpose(0, 1), value[0].transpose(0, 1)).unsqueeze(0), None
 
     def make_mask(self, *, mask_function: MaskRule, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
@@ -91,15 +99,17 @@ def run_probe(
     token_ids: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
     layer_inputs: LayerInputs | None = None,
+    recorded: torch.Tensor | None = None,
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> tuple[Recorder, torch.Tensor]:
     """One forward pass of packed tokens at int64 positions [T]: its recorder, and logits [1, T, vocab].
 
     Without positions the model numbers the tokens itself. token_ids int64 [T]; without them the first ids of the
-    vocabulary. `kept` int64 [n]: only the logits of these
-    tokens are asked for. `layer_inputs` sees what the decoder layers are given. `within` is entered round the pass.
+    vocabulary. `kept` int64 [n]: only the logits of these tokens are asked for. `layer_inputs` sees what the decoder
+    layers are given. `recorded` int64 [n]: only these tokens of the calls of attention are recorded. `within` is
+    entered round the pass.
     """
-    recorder = Recorder()
+    recorder = Recorder(recorded)
     register_probe(recorder)
     _, embedding = head_and_embedding(model)
     hooks = [

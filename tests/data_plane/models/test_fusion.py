@@ -24,7 +24,7 @@ from data_plane.models.fusion import fuse_model
 from data_plane.models.loader import load_model
 from data_plane.models.model_probe import probe_model
 from kernels.paged_attention import AttentionBatch
-from tests.data_plane.models.models import make_model
+from tests.data_plane.models.models import MAX_STEP_TOKENS, make_model
 from tests.makers import make_checkpoint
 
 
@@ -36,7 +36,7 @@ def counts(model: nn.Module) -> tuple[int, int, int]:
 
 def fuse(model: PreTrainedModel) -> list[str]:
     """The linears that are left."""
-    return fuse_model(model, probe_model(model, 256), StepContext(), 256).linear_names
+    return fuse_model(model, probe_model(model, 256, MAX_STEP_TOKENS), StepContext(), 256).linear_names
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def fuse(model: PreTrainedModel) -> list[str]:
 )
 def test_what_is_fused_of_an_architecture(arch: str, expected: tuple[int, int, int], tmp_path: Path) -> None:
     """That all of them answer as transformers does is shown by the engine's oracle."""
-    loaded = load_model(make_checkpoint(tmp_path, arch), "auto", torch.device("cpu"))
+    loaded = load_model(make_checkpoint(tmp_path, arch), "auto", torch.device("cpu"), max_step_tokens=MAX_STEP_TOKENS)
     assert counts(loaded.model) == expected
 
 
@@ -195,7 +195,7 @@ def test_a_model_in_part_fused_answers_as_transformers_does(
     if model_type == "gpt_oss":
         settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     make_model(model_type, **settings).save_pretrained(tmp_path)
-    loaded = load_model(tmp_path, "float32", torch.device("cpu"))
+    loaded = load_model(tmp_path, "float32", torch.device("cpu"), max_step_tokens=MAX_STEP_TOKENS)
     assert counts(loaded.model) == expected
     layers = loaded.probe.attention_layers
     cache = KVCache(layers, num_blocks=5, block_size=8, kv_format=KVFormat(torch.float32), device=torch.device("cpu"))

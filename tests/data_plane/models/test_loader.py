@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from data_plane.adapters.sites import SiteKind
+from data_plane.config import CPU_TOKEN_BUDGET
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.lora_linear import LoraLinear
 from data_plane.models.loader import LoadedModel, load_model
@@ -29,7 +30,7 @@ def save(directory: Path, model_type: str, **settings: object) -> Path:
 
 
 def load(directory: Path, dtype: str = "auto", **limits: int | None) -> LoadedModel:
-    return load_model(directory, dtype, torch.device("cpu"), **limits)
+    return load_model(directory, dtype, torch.device("cpu"), max_step_tokens=CPU_TOKEN_BUDGET, **limits)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

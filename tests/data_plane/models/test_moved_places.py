@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +39,12 @@ def written(target: torch.Tensor) -> torch.Tensor:
         ),
         (lambda: places() >= 5, torch.ones(7, dtype=torch.bool)),
         (lambda: written(torch.zeros(NUM_TOKENS)), torch.arange(7.0) + SHIFT),
+        # However the count is made, and wherever it begins.
+        (lambda: torch.tensor([float(place) for place in range(NUM_TOKENS)]) * 2, (torch.arange(7.0) + SHIFT) * 2),
+        (lambda: torch.from_numpy(np.arange(NUM_TOKENS)) * 0.5, (torch.arange(7.0) + SHIFT) / 2),
+        (lambda: torch.ones(NUM_TOKENS).cumsum(0), torch.arange(1.0, 8.0) + SHIFT),
+        (lambda: torch.linspace(0, NUM_TOKENS - 1, NUM_TOKENS), torch.arange(7.0) + SHIFT),
+        (lambda: torch.ones(NUM_TOKENS).nonzero()[:, 0] / 2, (torch.arange(7.0) + SHIFT) / 2),
         (lambda: torch.stack([places(), places()]).float(), (torch.arange(7.0) + SHIFT).repeat(2, 1)),
     ],
 )
@@ -62,6 +69,9 @@ def test_a_value_made_of_places_is_moved(make: Callable[[], torch.Tensor], expec
         # Counts of something else.
         lambda: torch.arange(NUM_TOKENS + 1).float(),
         lambda: X.cumsum(0),
+        lambda: torch.tensor([3, 1, 0, 2, 4, 6, 5]) * 0.5,
+        lambda: X[torch.from_numpy(np.arange(NUM_TOKENS))],
+        lambda: torch.linspace(0, 6, 7) - torch.arange(7.0),
         lambda: torch.full((places().max() + 1,), 2.0),
     ],
 )

@@ -8,35 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.models.model_probe import probe_model
 from data_plane.models.packing import begin_request, thresholds_of
-from tests.data_plane.models.models import make_model
+from tests.data_plane.models.models import MAX_STEP_TOKENS, changed, make_model
 
 MAX_MODEL_LEN = 256
 LONG_PLACES = 8192  # of a threshold that no probing pass has places for
-
-
-class Changed(nn.Module):
-    """A module whose output, or input, goes through a function first."""
-
-    def __init__(self, inner: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], *, at_input: bool) -> None:
-        super().__init__()
-        self.inner, self.change, self.at_input = inner, change, at_input
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.inner(self.change(x)) if self.at_input else self.change(self.inner(x))
-        return output
-
-
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], *, at_input: bool = False) -> PreTrainedModel:
-    """A llama of which one module is changed."""
-    model = make_model()
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, Changed(model.get_submodule(name), change, at_input=at_input))
-    return model
 
 
 def places(x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +95,7 @@ def test_what_one_token_gets_must_not_follow_the_others(
 ) -> None:
     model = changed(module, change, at_input=module.endswith(("down_proj", "mlp"))).to(dtype)
     with pytest.raises(UnsupportedModel, match=says):
-        probe_model(model, MAX_MODEL_LEN)
+        probe_model(model, MAX_MODEL_LEN, MAX_STEP_TOKENS)
 
 
 def test_frequencies_that_follow_the_longest_position_are_refused() -> None:
@@ -124,8 +103,9 @@ def test_frequencies_that_follow_the_longest_position_are_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
     model = make_model(rope_parameters=rope, max_position_embeddings=64)
     with pytest.raises(UnsupportedModel, match=r"the query of model\.layers\.0 changes with the"):
-        probe_model(model, 512)
-    assert len(probe_model(make_model(rope_parameters=rope, max_position_embeddings=64), 64).attention_layers) == 2
+        probe_model(model, 512, MAX_STEP_TOKENS)
+    short = probe_model(make_model(rope_parameters=rope, max_position_embeddings=64), 64, MAX_STEP_TOKENS)
+    assert len(short.attention_layers) == 2
 
 
 def test_an_attention_scale_that_follows_the_batch_is_refused() -> None:
@@ -136,14 +116,14 @@ def test_an_attention_scale_that_follows_the_batch_is_refused() -> None:
         with_kwargs=True,
     )
     with pytest.raises(UnsupportedModel, match=r"the scaling of attention of model\.layers\.1 changes with the other"):
-        probe_model(model, MAX_MODEL_LEN)
+        probe_model(model, MAX_MODEL_LEN, MAX_STEP_TOKENS)
 
 
 def test_positions_that_the_model_does_not_count_from_0_are_refused() -> None:
     """RoBERTa counts from behind its padding token, unless positions are given."""
     model = make_model("roberta", is_decoder=True, type_vocab_size=1)
     with pytest.raises(UnsupportedModel, match="does not number a request's tokens from 0 on"):
-        probe_model(model, 128)
+        probe_model(model, 128, MAX_STEP_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +156,7 @@ def test_positions_that_the_model_does_not_count_from_0_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*Please use the new API settings to control TF32")
 def test_types_that_are_not_served(model_type: str, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedModel, match=says):
-        probe_model(make_model(model_type, **settings), 64)
+        probe_model(make_model(model_type, **settings), 64, MAX_STEP_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -206,21 +186,21 @@ def test_types_that_are_not_served(model_type: str, settings: dict[str, Any], sa
 def test_types_whose_tokens_are_independent_are_served(
     model_type: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    probe = probe_model(make_model(model_type, **settings).to(dtype), MAX_MODEL_LEN)
+    probe = probe_model(make_model(model_type, **settings).to(dtype), MAX_MODEL_LEN, MAX_STEP_TOKENS)
     assert len(probe.attention_layers) == 2
 
 
 def test_a_context_shorter_than_the_probes_request_is_served() -> None:
     """Learned positions end where the context does."""
     model = make_model("opt", ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=4)
-    assert len(probe_model(model, 4).attention_layers) == 2
+    assert len(probe_model(model, 4, MAX_STEP_TOKENS).attention_layers) == 2
 
 
 def test_logits_that_are_not_finite_are_told_with_the_dtype() -> None:
     model = make_model()
     model.get_submodule("lm_head").weight.mul_(float("inf"))  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"not finite in torch.float32; choose another --dtype"):
-        probe_model(model, MAX_MODEL_LEN)
+        probe_model(model, MAX_MODEL_LEN, MAX_STEP_TOKENS)
 
 
 def test_thresholds_are_all_numbers_of_the_configuration_below_the_context() -> None:
@@ -246,4 +226,4 @@ def test_a_model_that_returns_all_logits_is_refused() -> None:
     model.forward = lambda **kwargs: plain(**{**kwargs, "logits_to_keep": 0})
     assert len(begin_request(model, MAX_MODEL_LEN).logits) > 2
     with pytest.raises(UnsupportedModel, match=r"returned the logits of .* tokens where 2 were asked for"):
-        probe_model(model, MAX_MODEL_LEN)
+        probe_model(model, MAX_MODEL_LEN, MAX_STEP_TOKENS)

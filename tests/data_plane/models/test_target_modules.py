@@ -10,11 +10,13 @@ from torch import nn
 
 from data_plane.models.model_probe import probe_model
 from data_plane.plan import TargetKind, TargetModule
-from tests.data_plane.models.models import make_model
+from tests.data_plane.models.models import MAX_STEP_TOKENS, make_model
 
 
 def targets(model_type: str, **settings: Any) -> dict[str, TargetModule]:
-    return {target.name: target for target in probe_model(make_model(model_type, **settings), 128).targets}
+    return {
+        target.name: target for target in probe_model(make_model(model_type, **settings), 128, MAX_STEP_TOKENS).targets
+    }
 
 
 def test_every_linear_the_head_and_the_embedding_are_told_with_their_sizes() -> None:
@@ -92,7 +94,7 @@ def test_a_linear_that_does_not_see_each_token_once_and_in_order_takes_none(how:
     model = make_model()
     torch.manual_seed(1)
     setattr(model.get_submodule("model.layers.1"), "mlp", Expert(32, how))  # noqa: B010 - a module's attribute
-    found = {target.name: target.reason for target in probe_model(model, 128).targets}
+    found = {target.name: target.reason for target in probe_model(model, 128, MAX_STEP_TOKENS).targets}
     assert first in found["model.layers.1.mlp.first"]
     assert found["model.layers.1.mlp.second"] == "" if second == "" else second in found["model.layers.1.mlp.second"]
     assert found["model.layers.1.self_attn.q_proj"] == ""
