@@ -78,6 +78,7 @@ class PackedPasses:
     packed: ProbePass
     reordered: ProbePass  # the same tokens
     single: ProbePass  # one of them
+    large: ProbePass | None  # they and many others; None: a step has no more tokens than `packed`
 
 
 def begin_request(model: PreTrainedModel, max_model_len: int) -> ProbePass:
@@ -117,8 +118,8 @@ def check_packing(model: PreTrainedModel, request: ProbePass, max_model_len: int
     last = at[len(known) - 1 : len(known)]
     single = _run(model, token_ids[last], positions[last], same=SameTokens(packed, torch.arange(1), last))
     _check(model, single, "changes where the token is alone in its batch")
-    _check_large_batch(model, packed, max_step_tokens)
-    return PackedPasses(packed, reordered, single)
+    large = _check_large_batch(model, packed, max_step_tokens)
+    return PackedPasses(packed, reordered, single, large)
 
 
 def thresholds_of(config: PretrainedConfig, num_places: int, *, without: frozenset[str] = frozenset()) -> list[int]:
@@ -195,13 +196,13 @@ def _check_request(model: PreTrainedModel, request: ProbePass, same: SameTokens)
     _check(model, alone, "changes where positions are given: the model does not number a request's tokens from 0 on")
 
 
-def _check_large_batch(model: PreTrainedModel, packed: ProbePass, max_step_tokens: int) -> None:
-    """Compare tokens of `packed` with the same among many others, up to a step's number of them."""
+def _check_large_batch(model: PreTrainedModel, packed: ProbePass, max_step_tokens: int) -> ProbePass | None:
+    """Compare tokens of `packed` with the same among many others, if a step may have so many."""
     numbers = thresholds_of(model.config, max_step_tokens, without=_WIDTHS)
     thresholds = [number for number in numbers if number >= len(packed.positions)]
     num_tokens = min(max_step_tokens, max([_LEAST_LARGE_TOKENS, *thresholds]) + _WINDOW)
     if num_tokens <= len(packed.positions) + _WINDOW:
-        return
+        return None
     num_tokens = _free_number(model, num_tokens)
     origin = torch.randint(0, len(packed.positions), (num_tokens,), generator=torch.Generator().manual_seed(3))
     token_ids, positions = _random_ids(model, num_tokens), packed.positions[origin]
@@ -219,6 +220,7 @@ def _check_large_batch(model: PreTrainedModel, packed: ProbePass, max_step_token
         recorded=compared,
     )
     _check(model, large, f"changes where the batch has {num_tokens} tokens instead of {len(packed.positions)}")
+    return large
 
 
 def _check(model: PreTrainedModel, tried: ProbePass, reason: str) -> None:

@@ -50,20 +50,16 @@ def _reason(model: PreTrainedModel, name: str, kind: TargetKind, request: ProbeP
         return "of the embeddings only the one that tokens are looked up in takes adapters"
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         return f"its class {type(module).__name__} computes more than a product"
-    in_request, in_packed, in_single = (
-        [len(rows) for rows in probe_pass.recorder.linear_inputs.get(name, [])]
-        for probe_pass in (request, passes.packed, passes.single)
-    )
-    num_kept, num_first, num_packed = len(request.kept), len(request.positions), len(passes.packed.positions)
-    if not in_request + in_packed + in_single:
+    probe_passes = [request, passes.packed, passes.single, *([passes.large] if passes.large else [])]
+    counts = [[len(rows) for rows in each.recorder.linear_inputs.get(name, [])] for each in probe_passes]
+    if not any(counts):
         return "the forward pass does not call it"
-    if max(map(len, (in_request, in_packed, in_single))) > 1:
+    if max(map(len, counts)) > 1:
         return "the forward pass calls it more than once"
-    expected = ([num_kept if kind is TargetKind.HEAD else num_first], [num_packed], [1])
-    if (in_request, in_packed, in_single) != expected:
-        if (in_request, in_packed, in_single) == ([num_kept], [num_packed], [1]):
-            return "it sees only the tokens whose logits are wanted"
-        return "it sees only some of the tokens"
+    of_kept = [[len(each.kept)] for each in probe_passes]
+    of_all = [[len(each.positions)] for each in probe_passes]
+    if counts != (of_kept if kind is TargetKind.HEAD else of_all):
+        return f"it sees only {'the tokens whose logits are wanted' if counts == of_kept else 'some of the tokens'}"
     same = passes.reordered.same
     assert same is not None, "the reordered tokens are those of the packed pass"
     (rows,), (rows_there,) = (

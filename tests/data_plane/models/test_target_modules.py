@@ -73,6 +73,8 @@ class Expert(nn.Module):
             output[is_first] = self.first(rows[is_first])
             output[~is_first] = self.second(rows[~is_first])
             return output[None]
+        if self.how == "parts":
+            return torch.cat([self.second(self.first(part)) for part in x.split(200, dim=1)], dim=1)
         if self.how == "twice":
             return self.second(self.first(self.first(x)))
         order = rows[:, 0].argsort()
@@ -86,6 +88,7 @@ class Expert(nn.Module):
     [
         ("some", "only some of the tokens", "only some of the tokens"),
         ("twice", "more than once", ""),
+        ("parts", "more than once", "more than once"),  # where a batch has many tokens
         ("sorted", "in an order of its own", "does not call it"),
     ],
 )
