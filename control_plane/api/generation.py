@@ -33,7 +33,7 @@ from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from control_plane.api.validation import refuse, tenant_of
-from control_plane.errors import MotetError, NoWorker
+from control_plane.errors import AdapterNotFound, MotetError, NoWorker
 from control_plane.scheduler.types import Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         resolved = self._registry.resolve(checked.adapter_id, checked.adapter_digest) if checked.adapter_id else None
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len)
+        if resolved is not None:
+            resolved = self._resolved_anew(resolved, is_exact=bool(checked.adapter_digest))
         require_prompt(checked.prompt_sha256, prompt)
         max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
         check_prompt_logprobs(checked, len(prompt))
@@ -135,8 +137,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 yield message
             return
         if resolved is not None:
-            # Deleted since it was resolved: nothing waits for this request yet, and it must not load the weights again.
-            self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
+            self._resolved_anew(resolved, is_exact=True)
         job = self._fleet.submit(work)
         try:
             async for event in job:
@@ -152,6 +153,19 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             job.cancel()
         raise MotetError(f"the stream of request {work.request_id} ended without a finish reason")
+
+    def _resolved_anew(self, resolved: Resolved, *, is_exact: bool) -> Resolved:
+        """What was resolved before others had their turn of the event loop, if that version still exists.
+
+        Raises AdapterNotFound where it was deleted: nothing waits for this request yet, and it must not load the
+        weights again. Where the client named no version (not `is_exact`) and the name has another one, that is taken.
+        """
+        try:
+            return self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
+        except AdapterNotFound:
+            if is_exact:
+                raise
+            return self._registry.resolve(resolved.adapter_id)
 
     def _events(
         self, checked: CheckedRequest, work: Request, resolved: Resolved | None, render_time_s: float | None

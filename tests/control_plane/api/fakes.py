@@ -108,6 +108,8 @@ class FakeRegistry:
 
     def resolve(self, adapter_id: str, digest: str = "") -> FakeResolved:
         record = self.get(adapter_id)
+        if digest and digest not in [version.digest for version in record.versions]:
+            raise AdapterNotFound(f"adapter {adapter_id} has no version {digest}", resource=f"adapters/{adapter_id}")
         return FakeResolved(adapter_id, AdapterRef(digest or record.active_digest, 4096))
 
     def list_page(self, page_size: int, page_token: str) -> tuple[list[FakeRecord], str]:

@@ -594,6 +594,28 @@ async def test_request_keeps_the_version_that_was_active_when_it_came(tmp_path: 
     await codec.close()
 
 
+@pytest.mark.parametrize("digest", ["", DIGEST])
+async def test_version_deleted_while_the_prompt_is_tokenised_fails_only_who_named_it(
+    tmp_path: Path, digest: str
+) -> None:
+    """A name that is trained anew and loses its old version goes on being served."""
+    codec = SlowCodec(lambda: api.registry.add("poet", OTHER_DIGEST))
+    async with Api(tmp_path, codec).running() as api:
+        api.registry.add("poet", DIGEST)
+        script(api, FakeEvent([5], FinishReason.LENGTH))
+        message = request(text="he", adapter="poet", adapter_digest=digest)
+        if digest:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(api, message)
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND and not api.fleet.requests
+        else:
+            responses = await generate(api, message)
+            assert responses[0].started.adapter_digest == OTHER_DIGEST
+            adapter = api.fleet.requests[0].adapter
+            assert adapter is not None and adapter.digest == OTHER_DIGEST
+    await codec.close()
+
+
 @pytest.mark.parametrize("prompt", [{"text": "he"}, {"chat": {"messages": [{"role": "user", "content": "he"}]}}])
 async def test_request_that_has_no_room_is_refused_before_it_is_tokenised(tmp_path: Path, prompt: Any) -> None:
     codec = TextCodec(byte_level_tokenizer(), ChatRenderer("{{ messages[0].content }}", {}))
