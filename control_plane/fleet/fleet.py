@@ -190,7 +190,7 @@ class Fleet:
                     self._deliver(job, output)
                 except Exception:  # as above
                     self._break(job)
-        self._dispatcher.judge()
+        self._try(self._dispatcher.judge)
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
         if not job.has_run and output.first_scheduled_s is not None:
@@ -333,19 +333,27 @@ class Fleet:
         """Move the requests of a session that is over."""
         self._dispatcher.close(session)
         # What was accepted reaches its streams in any case: the requests move on from behind it.
-        self.on_outputs(session, session.scheduler.take_outputs())
+        self._try(lambda: self.on_outputs(session, session.scheduler.take_outputs()))
         jobs = [job for job in self._jobs.values() if job.session is session]
         try:
             verdict = self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
             self._gate.note_end(session, verdict)
         except Exception:  # nobody may wait for a session that is over
+            logger.exception("session not ended in order worker_id=%s epoch=%d", session.worker_id, session.epoch)
             for job in jobs:
-                if job.session is session:
+                if self._is_stranded(job, session):
                     self._break(job)
+            self._try(self._dispatcher.place_waiting)
         if not self._sessions:
             self._no_worker_since_s = self._awake()
         self._retirement.check_soon()
         self._tell_workers_changed()
+
+    def _is_stranded(self, job: Job, session: WorkerSession) -> bool:
+        """Whether nobody would bring this unfinished job of an ended session to its end."""
+        request_id = job.request.request_id
+        is_open = request_id in self._jobs and request_id not in self._dispatcher.waiting
+        return is_open and (job.session is None or job.session is session)
 
     def on_load(self, digest: str) -> bool:
         """Have the adapter in the host cache by the time its worker looks there; the load does not wait for it.

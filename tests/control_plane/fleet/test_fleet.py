@@ -1039,6 +1039,50 @@ async def test_a_mistake_when_a_session_ends_leaves_no_request_waiting_for_ever(
     assert fleet.queue_snapshot().num_requests == 0 and fleet.num_workers == 0
 
 
+async def test_a_mistake_at_ending_one_request_of_a_lost_worker_leaves_no_other_waiting_for_ever(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    readers = [asyncio.create_task(read_all(fleet.submit(make_request(fleet, [i], 20)))) for i in range(3)]
+    await worker.turn()
+    monkeypatch.setattr(worker.session.scheduler, "drain_requests", list)  # so none of them can go on
+    num_calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise AssertionError("a mistake")
+
+    monkeypatch.setattr(fleet._dispatcher, "_fail", fail)
+    worker.lose()
+    assert num_calls == 1
+    for reader in readers:
+        with pytest.raises(MotetError, match="internal error"):
+            await reader
+    assert fleet.queue_snapshot().num_requests == 0 and fleet.num_workers == 0
+
+
+async def test_a_mistake_at_judging_suspects_keeps_no_request_of_a_lost_worker(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(clock)
+    worker = LoopbackWorker(fleet)
+    requests = [make_request(fleet, [i], 20) for i in range(3)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    await worker.turn()
+
+    def fail() -> None:
+        raise AssertionError("a mistake")
+
+    monkeypatch.setattr(fleet._dispatcher, "judge", fail)
+    worker.lose()
+    other = LoopbackWorker(fleet, "w1")
+    await other.run(lambda: all(reader.done() for reader in readers))
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+    assert fleet.num_workers == 1, "the mistake is not that session's"
+
+
 async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
