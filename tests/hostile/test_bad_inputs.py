@@ -36,9 +36,7 @@ FREE = {
             "registration",
         )
     ),
-    "motet.v1.Hello.device",  # for people
     "motet.v1.Hello.parallel",
-    "motet.v1.Hello.num_host_blocks",
     "motet.v1.StepResult.step_time_us",
     "motet.v1.StepResult.num_moved_blocks",
     "motet.v1.StepResult.move_time_us",

@@ -130,7 +130,8 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
         "vocab_size": [0, 2**31, U32],
         "num_host_blocks": [(1 << 21) + 1, U32],
     }
-    yield from (refused(INVALID, "hello.device", device="x" * length) for length in (129, 100_000))
+    bad_devices = ["x" * 129, "x" * 100_000, "\x1b[2Jcpu", "cpu\nERROR forged", "\0"]
+    yield from (refused(INVALID, "hello.device", device=device) for device in bad_devices)
     for field, values in bounds.items():
         yield from (refused(INVALID, f"hello.{field}", **{field: value}) for value in values)
     yield from (refused(PRECONDITION, str(VOCAB_SIZE), vocab_size=size) for size in (1, VOCAB_SIZE - 1, VOCAB_SIZE + 1))
@@ -180,7 +181,7 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     yield taken("as much as may be claimed", device="x" * 128, max_step_tokens=1 << 20, **most)
     yield taken("no arena", arena_bytes=0)
     yield taken("an arena at the limit", arena_bytes=1 << 50)
-    yield taken("a device of any text", device="\x1b[31m\n\0é")
+    yield taken("a device in any language", device="GPU d’Émile, 显卡")
     yield taken("ranks", parallel=pb.ParallelLayout(tensor=U32, pipeline=U32))
 
 
