@@ -7,10 +7,9 @@ the limit only those are let in who hold less than their equal part, so that nob
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 from collections.abc import Iterator
-from urllib.parse import unquote
 
+from control_plane.api.peers import host_of
 from control_plane.errors import Exhausted
 
 RETRY_AFTER_S = 1.0
@@ -75,19 +74,3 @@ class SharedLimit:
             del connections[connection]
         if not connections:
             del self._held[host]
-
-
-def host_of(peer: str) -> str:
-    """The host in gRPC's name of a peer, for IPv6 the network of 64 bits that one customer gets.
-
-    Worked examples: "ipv4:10.0.0.7:5001" gives "ipv4:10.0.0.7", "ipv6:%5B2001:db8::7%5D:5001" gives
-    "ipv6:2001:db8::/64", "unix:/run/motet" stays as it is.
-    """
-    kind, _, rest = peer.partition(":")
-    if kind == "ipv4":
-        return peer.rpartition(":")[0]
-    if kind == "ipv6":
-        address = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
-        with contextlib.suppress(ValueError):
-            return f"ipv6:{ipaddress.IPv6Network((address, 64), strict=False)}"
-    return peer

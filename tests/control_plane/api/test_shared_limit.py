@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.api.shared_limit import SharedLimit, host_of
+from control_plane.api.shared_limit import SharedLimit
 from control_plane.errors import Exhausted
 
 
@@ -79,19 +79,3 @@ def test_books_balance_and_the_total_stays_bounded(size: int, moves: list[tuple[
     for place in held:
         place.close()
     assert limit.num_held == 0 and not limit._held
-
-
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [
-        ("ipv4:10.0.0.7:5001", "ipv4:10.0.0.7"),
-        ("ipv6:%5B2001:db8::7%5D:5001", "ipv6:2001:db8::/64"),
-        ("ipv6:[2001:db8:0:0:9::7]:5001", "ipv6:2001:db8::/64"),
-        ("ipv6:%5Bfe80::1%25eth0%5D:5001", "ipv6:fe80::/64"),
-        ("ipv6:what is this", "ipv6:what is this"),
-        ("unix:/run/motet", "unix:/run/motet"),
-        ("", ""),
-    ],
-)
-def test_host_of_a_peer(peer: str, host: str) -> None:
-    assert host_of(peer) == host
