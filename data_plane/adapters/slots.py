@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,6 @@ import torch
 from data_plane.adapters.pages import PagePool
 from data_plane.adapters.sites import Site
 from kernels.lora import Epilogue, SiteGroup
-
-
-class SlotPhase(Enum):
-    """EMPTY -> LOADING -> READY -> EMPTY; a failed or cancelled load goes back to EMPTY."""
-
-    EMPTY = "empty"
-    LOADING = "loading"
-    READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)

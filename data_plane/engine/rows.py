@@ -53,10 +53,6 @@ class Rows:
         self.is_suspect[:] = False
         self.token_ids.clear()
 
-    def blocks_of(self, row: int) -> Int32Array:
-        """The row's block ids."""
-        return self.block_table[row, : self.num_row_blocks[row]]
-
     def own_blocks_of(self, row: int) -> Int32Array:
         """Those of the row's blocks that it began to fill, or had a copy of another's in."""
         return self.block_table[row, self.num_given[row] // self.block_size : self.num_row_blocks[row]]
