@@ -278,10 +278,15 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether requests wait although nothing is under way that they could wait for. Right after `plan`: a bug."""
-        num_queued = len(self.waiting) + sum(not group.is_paused for group in self.roster.swap)
-        is_idle = not self.running and not self.flights
-        return num_queued > 0 and is_idle and not self.slots.is_changing(self.waiting.urgent_digest)
+        """Whether there is work and nothing is under way that it could wait for. Right after `plan`: a bug.
+
+        Work is a request that runs and is read; where none runs, one that waits.
+        """
+        if self.flights or self.slots.is_changing(self.waiting.urgent_digest):
+            return False
+        if self.running:
+            return any(not sequence.group.is_paused for sequence in self.running)
+        return len(self.waiting) > 0 or any(not group.is_paused for group in self.roster.swap)
 
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""

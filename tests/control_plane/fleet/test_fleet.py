@@ -827,8 +827,9 @@ async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> N
     assert_nothing_held(worker)
 
 
+@pytest.mark.parametrize("has_run", [False, True])
 async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_run: bool
 ) -> None:
     fleet = make_fleet(clock)
     stalled = LoopbackWorker(fleet, "w0")
@@ -838,9 +839,13 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
     await pass_time(clock, fleet, [stalled], 7.0)
     assert fleet.num_workers == 1  # loads that back off are under way
     waiting.cancel()
-    monkeypatch.setattr(stalled.session.scheduler, "plan", lambda _now_s, _max_steps: None)  # the mistake
-    request = make_request(fleet, [1, 2], 5)
+    request = make_request(fleet, [1, 2], 50)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
+    for _ in range(3 * has_run):
+        await stalled.turn()
+    monkeypatch.setattr(stalled.session.scheduler, "plan", lambda _now_s, _max_steps: None)  # the mistake
+    while stalled.session.scheduler.flights:
+        await stalled.turn()
     other = LoopbackWorker(fleet, "w1", capacities=replace(CAPACITIES, max_rows=1))
     for i in range(2):  # it is not idle: nothing is moved there before the session ends
         other.session.add(make_request(fleet, [i], 300))
@@ -851,7 +856,8 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
     await pass_time(clock, fleet, [stalled, other], 0.3)
     assert stalled.session.end_cause is EndCause.BROKEN_BOOKS and seen == [True], "another worker serves"
     [error] = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "stalled worker_id=w0" in error.getMessage() and "num_waiting=1" in error.getMessage()
+    told = "num_running=1" if has_run else "num_waiting=1"
+    assert "stalled worker_id=w0" in error.getMessage() and told in error.getMessage()
     await other.run(reader.done)
     assert reader.result() == expected(request)
     other.leave()
@@ -1094,9 +1100,19 @@ async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
         message = plan_pb2.AttachRequest()
         getattr(message, kind).reason = text
         worker.session.receive(message)
+    loader = LoopbackWorker(fleet, "loader")
+    stream = fleet.submit(make_request(fleet, [1], 3, weights_of(fleet).add("a")))
+    loader.session.pump()
+    [load] = [m.load_adapter for m in loader.session.take_outgoing() if m.WhichOneof("message") == "load_adapter"]
+    failed = loader._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_FAILED)
+    failed.slot_state.reason, failed.slot_state.mismatch = text, True
+    loader.session.receive(failed)
+    with pytest.raises(AdapterNotServed) as caught:
+        await read_all(stream)
     lines = [record.getMessage() for record in caplog.records]
-    assert sum("it broke\\nERROR forged line \\x1b[31mxxx" in line for line in lines) >= 2
-    assert all("\n" not in line and len(line) < 600 for line in lines)
+    for told in ("fault in step 0", "the worker left", "adapter load failed"):
+        assert any(told in line and "it broke\\nERROR forged line \\x1b[31mxxx" in line for line in lines), told
+    assert all("\n" not in line and len(line) < 600 for line in [*lines, str(caught.value)])
 
 
 async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock) -> None:

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from motet.v1 import plan_pb2
 
+from control_plane.errors import StoreUnavailable
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
@@ -42,6 +43,7 @@ class Context:
 
     async def abort(self, code: grpc.StatusCode, _details: str) -> None:
         self.code = code
+        raise grpc.aio.AbortError
 
 
 @contextlib.asynccontextmanager
@@ -56,7 +58,7 @@ async def attached(fleet: Fleet) -> AsyncIterator[tuple[WorkerSession, Context, 
             await asyncio.sleep(0)
         [session] = fleet._sessions.values()
         yield session, context, handler
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, grpc.aio.AbortError):
             await handler
 
 
@@ -95,3 +97,21 @@ async def test_a_server_that_cancels_the_handler_of_a_worker_loses_it(clock: Fak
     async with attached(make_fleet(clock)) as (session, _, handler):
         handler.cancel()
     assert (session.end_cause, session.end_reason) == (EndCause.LOST, "the stream was cut")
+
+
+async def test_ids_of_workers_that_are_refused_stand_in_one_line_of_the_log_and_are_cut_off(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, context = WorkerService(make_fleet(clock), FakeWeights()), Context()
+    worker_id = "w\nERROR forged line \x1b[31m" + "x" * 10_000
+    context.requests.put_nowait(encode_hello(CAPACITIES, worker_id))
+    with pytest.raises(grpc.aio.AbortError):
+        await service.Attach(None, context)  # type: ignore[arg-type]  # what is used of a context
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+    request = plan_pb2.FetchAdapterRequest(digest="0" * 64, worker_id=worker_id)
+    with pytest.raises(StoreUnavailable):
+        async for _ in service.FetchAdapter(request, context):  # type: ignore[arg-type]  # as above
+            pass
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" worker_id=")[0] for line in lines] == ["worker refused", "adapter not served"]
+    assert all("w\\nERROR forged line \\x1b[31mxxx" in line and "\n" not in line and len(line) < 500 for line in lines)
