@@ -168,6 +168,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     book = operations.OperationBook()
     pins = Pins(registry, weights, fleet)
     gate = DrainGate()
+    roots = AdapterRoots(dict(config.adapter_roots))
+    stack.callback(roots.close)
     adapter_service = adapters.AdapterService(
         registry=registry,
         weights=weights,
@@ -176,7 +178,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         book=book,
         pins=pins,
         uploads=UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes),
-        roots=AdapterRoots(dict(config.adapter_roots)),
+        roots=roots,
         memory=RequestMemory(),
     )
     generation_service = generation.GenerationService(

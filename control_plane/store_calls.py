@@ -1,7 +1,8 @@
-"""Runs the artifact store's blocking calls in threads of their own, and bounds how long anybody waits for one.
+"""Runs blocking calls of a storage in threads of their own, and bounds how long anybody waits for one.
 
 A call that hangs keeps its thread: nothing can end it. Once `MAX_HUNG_CALLS` hang, further calls are refused at once.
-Used by the registry for changes and by the host cache for reads.
+Used by the registry for changes of the artifact store, by the host cache for reads of it, and for the files of adapters
+that are to be registered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 10.0
 MAX_HUNG_CALLS = 8
 _NUM_THREADS = 32  # a start reads many small files; more than may hang, so that a store that returns is noticed
-_BYTES_PER_S = 1 << 20  # a large file has a second more for every so many bytes
+BYTES_PER_S = 1 << 20  # a large file has a second more for every so many bytes
 _T = TypeVar("_T")
 
 # Set when a call hangs that belongs to the change which runs in this context; see registry.changes.
@@ -28,10 +29,12 @@ HANG: contextvars.ContextVar[asyncio.Event | None] = contextvars.ContextVar("sto
 
 
 class StoreCalls:
-    """The way to a store from the event loop."""
+    """The way to a storage from the event loop."""
 
-    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, what: str = "the artifact store") -> None:
+        """`what` names the storage in messages."""
         self._timeout_s = timeout_s
+        self._what = what
         self._threads = DaemonThreads(_NUM_THREADS, name="motet-store")
         self._num_hung = 0
 
@@ -47,15 +50,15 @@ class StoreCalls:
 
     async def read(self, call: Callable[..., _T], *arguments: Any, extra_s: float = 0.0) -> _T:
         """A call whose outcome nobody needs later. Raises StoreUnavailable once its time is over; the call goes on."""
-        task = self._start(call, arguments)
+        task, limit_s = self._start(call, arguments), self._timeout_s + extra_s
         try:
-            await asyncio.wait([task], timeout=self._timeout_s + extra_s)
+            await asyncio.wait([task], timeout=limit_s)
         except asyncio.CancelledError:
             task.cancel()
             raise
         if not task.done():
             self._count_hung(task, call)
-            raise unavailable(self._timeout_s)
+            raise self._unavailable(limit_s)
         return task.result()
 
     async def change(self, call: Callable[..., _T], *arguments: Any, size_bytes: int = 0) -> _T:
@@ -64,7 +67,7 @@ class StoreCalls:
         Once its time is over, HANG is set for who waits for the change.
         """
         task = self._start(call, arguments)
-        await asyncio.wait([task], timeout=self._timeout_s + size_bytes / _BYTES_PER_S)
+        await asyncio.wait([task], timeout=self._timeout_s + size_bytes / BYTES_PER_S)
         if not task.done():
             self._count_hung(task, call)
             if (hang := HANG.get()) is not None:
@@ -77,20 +80,18 @@ class StoreCalls:
 
     def _start(self, call: Callable[..., _T], arguments: tuple[Any, ...]) -> asyncio.Task[_T]:
         if self._num_hung >= MAX_HUNG_CALLS:
-            raise unavailable(self._timeout_s)
+            raise self._unavailable(self._timeout_s)
         return asyncio.get_running_loop().create_task(self._threads.run(call, *arguments))
 
     def _count_hung(self, task: asyncio.Task[Any], call: Callable[..., Any]) -> None:
         self._num_hung += 1
-        logger.error("artifact store hangs call=%s num_hung=%d", call.__qualname__, self._num_hung)
+        logger.error("%s hangs call=%s num_hung=%d", self._what, call.__qualname__, self._num_hung)
         task.add_done_callback(self._came_back)
 
     def _came_back(self, task: asyncio.Task[Any]) -> None:
         self._num_hung -= 1
         error = None if task.cancelled() else task.exception()  # taken, so that asyncio does not report it as lost
-        logger.warning("artifact store came back num_hung=%d error=%r", self._num_hung, error)
+        logger.warning("%s came back num_hung=%d error=%r", self._what, self._num_hung, error)
 
-
-def unavailable(timeout_s: float) -> StoreUnavailable:
-    """The error for a store that does not answer in time."""
-    return StoreUnavailable(f"the artifact store did not answer within {timeout_s:g} s; try again", retry_after_s=5.0)
+    def _unavailable(self, limit_s: float) -> StoreUnavailable:
+        return StoreUnavailable(f"{self._what} did not answer within {limit_s:g} s; try again", retry_after_s=5.0)

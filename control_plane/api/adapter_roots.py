@@ -8,16 +8,25 @@ from pathlib import Path
 from control_plane.api.upload import FILE_NAMES
 from control_plane.api.validation import quoted, refuse
 from control_plane.errors import PathNotAllowed
+from control_plane.store_calls import StoreCalls
 
 
 class AdapterRoots:
-    """Directories by name, from --adapter-root."""
+    """Directories by name, from --adapter-root. They may lie on another machine, and hang."""
 
-    def __init__(self, roots: Mapping[str, Path]) -> None:
+    def __init__(self, roots: Mapping[str, Path], calls: StoreCalls | None = None) -> None:
         self._roots = {name: path.resolve() for name, path in roots.items()}
+        self._calls = calls or StoreCalls(what="the adapter root")
 
-    def files(self, source: str) -> dict[str, Path]:
-        """Files of "{root}/{relative path}" by name. Blocks. Raises PathNotAllowed or InvalidRequest."""
+    async def files(self, source: str) -> dict[str, Path]:
+        """Files of "{root}/{relative path}" by name. Raises PathNotAllowed, InvalidRequest or StoreUnavailable."""
+        return await self._calls.read(self._find, source)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._calls.close()
+
+    def _find(self, source: str) -> dict[str, Path]:
         root_name, _, relative = source.partition("/")
         root = self._roots.get(root_name)
         if root is None:

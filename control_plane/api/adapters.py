@@ -118,7 +118,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_labels(request.labels, "labels", violations)
         check_request_id(request.request_id, violations)
         violations.raise_if_any()
-        files = await asyncio.to_thread(self._roots.files, request.source)
+        files = await self._roots.files(request.source)
         peer = context.peer()
 
         async def work() -> adapters_pb2.Adapter:

@@ -1,4 +1,7 @@
-"""Packs the files of an adapter into a directory that is gone when its registration ends. A few adapters at a time."""
+"""Packs the files of an adapter into a directory that is gone when its registration ends. A few adapters at a time.
+
+The files may lie on a disk that hangs: nobody waits for that longer than their size allows.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,25 @@ from control_plane.registry.base_model import BaseModel
 from control_plane.registry.changes import Abandoned
 from control_plane.registry.ingest import PackedInfo, ingest
 from control_plane.registry.worker_reports import WorkerReports
+from control_plane.store_calls import BYTES_PER_S, StoreCalls
 
 logger = logging.getLogger(__name__)
 
 _CONCURRENT_INGESTS = 2
+TIMEOUT_S = 30.0  # and a second for every BYTES_PER_S of the files; 1 GiB takes 5 s of a core
 
 
 class Packer:
     """Packs adapters of one base model."""
 
     def __init__(
-        self, base_model: BaseModel, reports: WorkerReports, *, max_adapter_bytes: int, scratch_dir: Path | None
+        self,
+        base_model: BaseModel,
+        reports: WorkerReports,
+        *,
+        max_adapter_bytes: int,
+        scratch_dir: Path | None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files."""
         self._base_model = base_model
@@ -34,38 +45,55 @@ class Packer:
         self._max_adapter_bytes = max_adapter_bytes
         self._scratch_dir = scratch_dir
         self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
+        self._calls = StoreCalls(timeout_s=timeout_s, what="the disk with the adapter's files")
 
     @asynccontextmanager
     async def packed(self, files: Mapping[str, Path], is_abandoned: threading.Event) -> AsyncIterator[PackedInfo]:
         """The adapter, whose chunks lie on the disk until the block ends.
 
-        Raises InvalidAdapter, and Abandoned soon after `is_abandoned` is set.
+        Raises InvalidAdapter, StoreUnavailable where the files cannot be read in time, and Abandoned soon after
+        `is_abandoned` is set.
         """
-
-        def check() -> None:
-            if is_abandoned.is_set():
-                raise Abandoned
-
         async with self._turns:
             with _disk_errors():
                 scratch = await asyncio.to_thread(
                     tempfile.TemporaryDirectory, prefix="motet-pack-", dir=self._scratch_dir, ignore_cleanup_errors=True
                 )
             try:
-                told = self._reports.modules
                 with _disk_errors():
-                    info = await asyncio.to_thread(
-                        ingest,
-                        dict(files),
-                        self._base_model,
-                        told=told,
-                        max_adapter_bytes=self._max_adapter_bytes,
-                        directory=Path(scratch.name),
-                        check=check,
-                    )
+                    info = await self._pack(dict(files), Path(scratch.name), is_abandoned)
                 yield info
             finally:
                 await asyncio.to_thread(scratch.cleanup)
+
+    async def _pack(self, files: dict[str, Path], directory: Path, is_abandoned: threading.Event) -> PackedInfo:
+        told, is_over = self._reports.modules, threading.Event()
+
+        def check() -> None:
+            if is_abandoned.is_set() or is_over.is_set():
+                raise Abandoned
+
+        def size() -> int:
+            return sum(path.stat().st_size for path in files.values())
+
+        def pack() -> PackedInfo:
+            return ingest(
+                files,
+                self._base_model,
+                told=told,
+                max_adapter_bytes=self._max_adapter_bytes,
+                directory=directory,
+                check=check,
+            )
+
+        try:
+            return await self._calls.read(pack, extra_s=await self._calls.read(size) / BYTES_PER_S)
+        finally:
+            is_over.set()  # nobody waits for it any more, if it goes on
+
+    def close(self) -> None:
+        """Let the threads end; a hung one does not keep the process."""
+        self._calls.close()
 
 
 @contextmanager

@@ -99,7 +99,9 @@ class Registry:
         Where a change hangs the store is not given back: that change may still be made, so the store's lock has to end
         with the process.
         """
-        if await self._changes.close():
+        has_ended = await self._changes.close()
+        self._packer.close()
+        if has_ended:
             try:
                 await self._calls.read(self._store.close)
             except MotetError as error:

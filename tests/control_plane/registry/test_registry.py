@@ -319,6 +319,13 @@ async def test_a_change_of_a_name_writes_no_version_anew(tmp_path: Path) -> None
     await registry.activate("a", registry.get("a").versions[3].digest)
     await registry.set_pinned("a")
     assert storage.written == ["adapters/a.json"] * 3
+    storage.written.clear()
+    digest = (await registry.register("a", files(tmp_path, 5))).record.active_digest
+    documents = [path for path in storage.written if not path.startswith("blobs/")]
+    assert documents == [f"versions/a/{digest}.json", "adapters/a.json"]
+    storage.written.clear()
+    await registry.begin_delete_version("a", registry.get("a").versions[2].digest)
+    assert storage.written == ["adapters/a.json"]
     await registry.close()
 
 
