@@ -469,6 +469,19 @@ async def test_wrong_setting_ends_with_a_line_that_names_it(tmp_path: Path) -> N
     assert err.startswith(b"motet control-plane: --model: ") and err.count(b"\n") == 1 and b"config.json" in err
 
 
+async def test_too_low_a_limit_of_open_files_ends_the_start_before_anything_is_touched(tmp_path: Path) -> None:
+    model, data_dir = checkpoint(tmp_path / "model"), tmp_path / "data"
+    program = 'ulimit -n 300 && exec "$0" -m control_plane "$@"'
+    flags = ("--model", str(model), "--data-dir", str(data_dir))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", program, sys.executable, *flags), cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), STEP_S)
+    assert process.returncode == 2 and not out and not data_dir.exists()
+    assert b"--max-connections: " in err.splitlines()[-1] and b"ulimit -Hn" in err.splitlines()[-1]
+
+
 async def test_checkpoint_that_cannot_be_served_ends_as_a_wrong_setting_does(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     process = await start("control_plane", "--model", str(tmp_path), "--host-cache", "memory", cwd=tmp_path)
