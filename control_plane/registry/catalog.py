@@ -81,8 +81,11 @@ class Catalog:
         record = self.find(adapter_id)
         if record is None:
             nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
-            hint = f"did you mean {nearest}?" if nearest else "ListAdapters (motet adapters list) tells what there is"
-            raise AdapterNotFound(f"no adapter {adapter_id!r}; {hint}", resource=f"adapters/{adapter_id}")
+            hint = f"did you mean {nearest}? " if nearest else ""
+            raise AdapterNotFound(
+                f"there is no adapter {adapter_id!r}; {hint}ListAdapters (`motet adapters list`) shows all adapters",
+                resource=f"adapters/{adapter_id}",
+            )
         return record
 
     def find(self, adapter_id: str) -> AdapterRecord | None:
@@ -102,8 +105,8 @@ class Catalog:
         version = record.version(digest)
         if version is None:
             raise AdapterNotFound(
-                f"adapter {record.adapter_id!r} has no version {digest}; ListAdapterVersions (motet adapters versions "
-                f"{record.adapter_id}) tells what there is",
+                f"adapter {record.adapter_id!r} has no version {digest}; ListAdapterVersions (`motet adapters versions "
+                f"{record.adapter_id}`) shows all versions",
                 resource=f"adapters/{record.adapter_id}",
             )
         return version

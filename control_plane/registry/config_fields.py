@@ -70,8 +70,13 @@ _REFUSED = {
 }
 _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
 _BIASES = ("none", "all", "lora_only")
-# How the adapter's start was chosen; the trained tensors stand on their own. Others change the base.
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
+# Names that PEFT adds to modules_to_save by itself for SEQ_CLS, TOKEN_CLS and QUESTION_ANS, whatever the model has. If
+# the model has such a module, the file holds its weights, and these are refused (tensor_names.py).
+_TASK_HEADS = {"classifier", "score", "qa_outputs"}
+# How the adapter's start was chosen; the trained tensors stand on their own.
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
+# These starts change the base weights too. The first parts of names: PEFT knows pissa_niter_16 and the like.
+_CONVERTIBLE_INITS = ("pissa", "olora", "corda", "lora_ga")
 
 
 def check_fields(config: dict[str, Any]) -> None:
@@ -83,6 +88,8 @@ def check_fields(config: dict[str, Any]) -> None:
     _check_init(config.get("init_lora_weights", True))
     for key, value in config.items():
         if key in READ or key in INERT or value is None or value is False or value in ({}, []):
+            continue
+        if key == "modules_to_save" and _names_task_heads_only(value):
             continue
         if key in _REFUSED:
             raise refuse(key, f"is {show(value)}; {_REFUSED[key]}")
@@ -103,11 +110,23 @@ def _check_choice(config: dict[str, Any], field: str, choices: tuple[str, ...]) 
         raise refuse(field, f"is {show(value)}; one of {', '.join(choices)} is expected")
 
 
+def _names_task_heads_only(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name in _TASK_HEADS for name in value)
+
+
 def _check_init(init: Any) -> None:
-    is_plain = init is None or any(init is known or (isinstance(init, str) and init == known) for known in _PLAIN_INITS)
-    if not is_plain:
-        raise refuse(
-            "init_lora_weights",
-            f"is {show(init)}, which changes the base weights or the form; convert the adapter to plain LoRA: "
-            "save_pretrained(DIR, path_initial_model_for_weight_conversion=...)",
+    if init is None or any(init is known or (isinstance(init, str) and init == known) for known in _PLAIN_INITS):
+        return
+    if isinstance(init, str) and init.startswith(_CONVERTIBLE_INITS):
+        advice = (
+            "which changes the base weights; convert the adapter to plain LoRA: save_pretrained(DIR, "
+            "path_initial_model_for_weight_conversion=...)"
         )
+    elif init == "loftq":
+        advice = f"and {_REFUSED['loftq_config']}"
+    else:
+        advice = (
+            "which is not known; adapters that start with true, false, gaussian, orthogonal, eva or mica are served: "
+            "train with one of these"
+        )
+    raise refuse("init_lora_weights", f"is {show(init)}, {advice}")

@@ -44,7 +44,7 @@ class NameIndex:
         return self._names[start : start + count], start + count < len(self._names)
 
     def nearest(self, name: str, count: int = 3) -> list[str]:
-        """Names that look like `name`, best first: at most every third character differs."""
+        """Names that look like `name`, best first: at most every third character differs, or two are swapped."""
         backwards = name[::-1]
         # What the candidates have in common with the name at its two ends, which is nearly all for one typo.
         shared: dict[str, int] = {}
@@ -58,8 +58,14 @@ class NameIndex:
             shared[candidate] += _num_alike(backwards, candidate[::-1])
         likely = sorted(shared, key=lambda candidate: (-shared[candidate], candidate))[:_MAX_COMPARED]
         distances = {candidate: _edit_distance(name, candidate) for candidate in likely}
-        near = [candidate for candidate in likely if 3 * distances[candidate] <= max(len(name), len(candidate))]
+        near = [candidate for candidate in likely if _is_near(name, candidate, distances[candidate])]
         return sorted(near, key=lambda candidate: (distances[candidate], candidate))[:count]
+
+
+def _is_near(name: str, candidate: str, distance: int) -> bool:
+    # Two swapped characters count as two edits, which is too many for a short name.
+    is_swap = distance == 2 and sorted(name) == sorted(candidate)
+    return is_swap or 3 * distance <= max(len(name), len(candidate))
 
 
 def _around(names: list[str], key: str) -> list[str]:

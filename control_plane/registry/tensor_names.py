@@ -22,10 +22,14 @@ _PARTS = {
     ".base_layer.bias": "base_layer.bias",
 }
 _BASE_PARTS = (".base_layer.weight", ".base_layer.bias")
+_OTHER_TASK = "belongs to the head of another task, and Motet generates text only; save the adapter without that head"
 # Parts of tensor names that belong to kinds of adapters that are not served.
 _OTHER_KINDS = {
     "modules_to_save": "belongs to a fully trained module, which is not served; train LoRA on it",
     "trainable_tokens_delta": "belongs to trained tokens, which are not served; train LoRA on the embedding",
+    "score": _OTHER_TASK,
+    "classifier": _OTHER_TASK,
+    "qa_outputs": _OTHER_TASK,
     "experts": "belongs to an expert of a mixture, and adapters on experts are not served; train without them",
 }
 # Parts that wrappers of a model put into names.

@@ -67,6 +67,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("init_lora_weights", "corda"),
     ("init_lora_weights", "lora_ga"),
     ("modules_to_save", ["lm_head"]),
+    ("modules_to_save", ["score", "lm_head"]),
+    ("modules_to_save", "score"),
     ("monteclora_config", {"num_samples": 1}),
     ("peft_type", "LOHA"),
     ("peft_type", None),
@@ -289,6 +291,8 @@ OTHER_NAMES = [
     (f"{PREFIX}.base_layer.bias", 'is a trained bias of the base model, which is not served; train with bias="none"'),
     ("base_model.model.model.norm.bias", "is a trained bias of the base model, which is not served; train with bias="),
     (f"{PREFIX}.base_layer.lora_A.weight", "belongs to LoRA on stacked parameters"),
+    ("base_model.model.score.weight", "belongs to the head of another task, and Motet generates text only; save the"),
+    ("base_model.model.qa_outputs.bias", "belongs to the head of another task"),
     ("base_model.model.score.modules_to_save.weight", "belongs to a fully trained module, which is not served; train"),
     ("base_model.model.model.encoder.lora_A.weight", "check that the adapter was trained on this base model"),
     ("decoder.layers.0.self_attention.linear_qkv.adapter.weight", "is not a LoRA tensor's name; base_model.model."),
@@ -301,6 +305,19 @@ def test_a_name_that_does_not_fit_is_refused_with_what_is_wrong_and_what_to_do(
 ) -> None:
     field, description = refused(write_adapter(tmp_path, weights=_bent(_put(name, np.zeros((4, 16), "<f4")))))
     assert (field, words in description) == (name, True), description
+
+
+@pytest.mark.parametrize(
+    ("init", "words"),
+    [
+        ("pissa_niter_16", "changes the base weights; convert the adapter to plain LoRA: save_pretrained("),
+        ("loftq", "LoftQ changes the base weights; merge the adapter and serve the result as a base model"),
+        ("a_start_of_the_future", "is not known; adapters that start with true, false, gaussian"),
+    ],
+)
+def test_a_start_that_is_not_served_says_what_to_do_about_this_one(tmp_path: Path, init: str, words: str) -> None:
+    field, description = refused(write_adapter(tmp_path, init_lora_weights=init))
+    assert (field, words in description) == ("init_lora_weights", True), description
 
 
 def test_a_refused_field_says_what_to_do(tmp_path: Path) -> None:

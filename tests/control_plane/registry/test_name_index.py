@@ -35,6 +35,11 @@ def test_one_typo_anywhere_finds_the_name_among_many(typo: str) -> None:
     assert NameIndex([*names, "customer-support-v1"]).nearest(typo)[0] == "customer-support-v1"
 
 
+@pytest.mark.parametrize("typo", ["plian", "lpain", "plaim", "plan"])
+def test_a_typo_in_a_short_name_finds_it(typo: str) -> None:
+    assert NameIndex(["plain", "other", "base"]).nearest(typo) == ["plain"]
+
+
 def test_a_name_unlike_all_others_has_no_nearest_one() -> None:
     index = NameIndex(f"adapter-{number:06d}" for number in range(100_000))
     assert index.nearest("nobody") == [] == NameIndex().nearest("nobody")

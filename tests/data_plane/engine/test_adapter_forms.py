@@ -181,6 +181,21 @@ def test_what_peft_writes_from_its_plainest_configurations_answers_as_peft(tmp_p
     assert written["fan in"]["fan_in_fan_out"] and written["bias"]["bias"] == "all"
 
 
+def test_other_tasks_and_starts_answer_as_peft(tmp_path: Path) -> None:
+    forms: dict[str, dict[str, Any]] = {
+        "classes": {"rank": 4, "task_type": "SEQ_CLS"},  # PEFT adds modules_to_save, which this model has not
+        "tokens": {"rank": 2, "task_type": "TOKEN_CLS"},
+        "questions": {"rank": 6, "task_type": "QUESTION_ANS"},
+        "mica": {"rank": 4, "init_lora_weights": "mica"},
+        "orthogonal": {"rank": 4, "init_lora_weights": "orthogonal"},
+    }
+    check_forms(tmp_path, "llama", forms)
+    written = {name: json.loads((tmp_path / name / CONFIG_FILE).read_text()) for name in forms}
+    assert written["classes"]["modules_to_save"] == written["tokens"]["modules_to_save"] == ["classifier", "score"]
+    assert written["questions"]["modules_to_save"] == ["qa_outputs"]
+    assert written["mica"]["init_lora_weights"] == "mica"
+
+
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.filterwarnings("ignore:The configuration file contains a `runtime_config` key")
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
