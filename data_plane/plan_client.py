@@ -24,6 +24,7 @@ from motet.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, SelfCheckFailed, WorkerError
 from data_plane.plan import AdapterSource, Engine
 from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
+from data_plane.session_log import SessionLog
 from data_plane.session_watch import SessionWatch, WatchTimes, WorkInHand
 from data_plane.wire import PROTOCOL_MAX, PROTOCOL_MIN, decode_steps, encode_hello, encode_output
 
@@ -109,6 +110,7 @@ class PlanClient:
         self._on_ready = on_ready  # called with the epoch of each session
         self._clock = clock
         self._rng = rng or random.Random(settings.worker_id)
+        self._log = SessionLog(settings.worker_id, settings.control_plane, clock)
         self._is_stopping = False  # no Event: a signal handler may have interrupted who holds its lock
         self._inbox: SimpleQueue[InboxItem] = SimpleQueue()
         self._check_self = check_self
@@ -132,7 +134,8 @@ class PlanClient:
         while not self._is_stopping:
             num_sessions = self.num_sessions
             ended = self._attach()
-            if self.num_sessions > num_sessions:
+            had_session = self.num_sessions > num_sessions
+            if had_session:
                 backoff_s, disconnected_s = BACKOFF_MIN_S, self._clock()
             if ended is None or self._is_stopping:
                 return 0
@@ -145,7 +148,10 @@ class PlanClient:
             if limit_s is not None and self._clock() - disconnected_s >= limit_s:
                 logger.error("no control plane at %s for %.1f s", self._settings.control_plane, limit_s)
                 return 1
-            logger.warning("session ended worker_id=%s: %s", self._settings.worker_id, ended.reason)
+            if had_session:
+                self._log.session_ended(ended)
+            else:
+                self._log.not_attached(ended)
             self._rest(backoff_s * self._rng.uniform(0.5, 1.0))
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
         return 0
@@ -248,7 +254,7 @@ class PlanClient:
         watch_thread = threading.Thread(target=watch.run, name="plan-watch", daemon=True)
         watch_thread.start()
         self.num_sessions += 1
-        logger.info("attached worker_id=%s epoch=%d", self._settings.worker_id, session.epoch)
+        self._log.attached(session.epoch)
         self._on_ready(session.epoch)
         try:
             return self._execute(session)

@@ -17,6 +17,9 @@ from motet.v1 import plan_pb2
 
 logger = logging.getLogger(__name__)
 
+# How gRPC's own text begins where nobody takes the connection.
+_UNREACHABLE = "failed to connect to all addresses"
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -24,6 +27,7 @@ class Ended:
 
     reason: str
     code: grpc.StatusCode | None = None
+    is_unreachable: bool = False  # nobody took the connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +94,11 @@ class PlanStream:
 
     def _ended_by(self, error: grpc.RpcError) -> Ended:
         code = error.code() if isinstance(error, grpc.Call) else None
-        details = error.details() if isinstance(error, grpc.Call) else str(error)
+        details = (error.details() if isinstance(error, grpc.Call) else None) or str(error)
         if code is grpc.StatusCode.UNIMPLEMENTED:
             details = f"{self._address} takes no workers; give the control plane's worker port"
+        if details.startswith(_UNREACHABLE):
+            return Ended(details.rpartition("Failed to connect to remote host: ")[2], code, is_unreachable=True)
         return Ended(f"{code.name if code else 'no status'}: {details}", code)
 
     def _end(self, ended: Ended) -> None:
