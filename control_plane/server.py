@@ -247,7 +247,10 @@ def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:
     except DirectoryInUse as error:
         raise ConfigError(f"--data-dir: {error}") from error
     except OSError as error:
-        raise ConfigError(f"--data-dir: {directory} cannot be made or locked: {error.strerror}") from error
+        raise ConfigError(
+            f"--data-dir: {directory} cannot be made or locked: {error.strerror}; give a directory that this "
+            "user may write"
+        ) from error
     stack.callback(lock.release)
 
 

@@ -13,7 +13,8 @@ from motet.errors import Cancelled, DeadlineExceeded, MotetError, Unavailable, U
 logger = logging.getLogger(__name__)
 
 # Prefixes of gRPC's own texts for calls that never left this machine.
-_UNSENT = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
+_UNRESOLVED = ("errors resolving", "DNS resolution failed")
+_UNSENT = ("failed to connect to all addresses", *_UNRESOLVED)
 _LAST_ERROR = re.compile(r".*last error: [A-Z_]+: (?:\S+: )?(?:Failed to connect to remote host: )?(.*)", re.DOTALL)
 # Address forms of gRPC that are no HOST:PORT.
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:", "passthrough:")
@@ -99,6 +100,8 @@ class ServerContact:
         if isinstance(error, Unavailable):
             match = _LAST_ERROR.fullmatch(error.message)
             cause = match[1] if match else error.message
+            if error.message.startswith(_UNRESOLVED):
+                cause = "its host name has no address; check the name"
             what = "no Motet server answers at" if is_unsent(error) else "the connection broke to the server at"
             return error.replaced(f"{what} {self.target}: {cause}", reason="SERVER_UNREACHABLE")
         if isinstance(error, Unimplemented):

@@ -121,8 +121,10 @@ class Attempts:
 
     def timed_out(self, what: str) -> DeadlineExceeded:
         """The error for a call whose time ran out; `what` did not happen within it."""
-        cause = "" if self._last_error is None else f"; before that: {self.contact.explained(self._last_error).message}"
-        return DeadlineExceeded(f"{what} within timeout_s={self.timeout_s:g}{cause}", reason="DEADLINE_EXCEEDED")
+        more = "allow more time"
+        if self._last_error is not None:
+            more = f"before that: {self.contact.explained(self._last_error).message}"
+        return DeadlineExceeded(f"{what} within timeout_s={self.timeout_s:g}; {more}", reason="DEADLINE_EXCEEDED")
 
     def _after_absence(self, error: MotetError) -> float:
         now_s = self._clock()

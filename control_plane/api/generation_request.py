@@ -95,7 +95,7 @@ def check_request(
             "stopping.stop", "set with decoding.beam_search, which compares tokens and not text; use stop_token_ids"
         )
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-        violations.add("priority", f"{request.priority}; from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        violations.add("priority", f"is {request.priority}; give a value from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     _check_resume(request, decoding, violations)
     resume_from = _checked_token_ids(request.resume_from.ids, "resume_from.ids", vocab_size, violations)
     if max_tokens is not None and len(request.resume_from.ids) > max_tokens:
@@ -142,15 +142,16 @@ def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_mo
         raise ContextTooLong(
             FieldViolation(
                 "stopping.max_tokens",
-                f"{checked.max_tokens} after a prompt of {num_prompt_tokens} tokens exceed the context of "
-                f"{max_model_len} tokens; at most {left}",
+                f"is {checked.max_tokens}, which after a prompt of {num_prompt_tokens} tokens exceeds the context of "
+                f"{max_model_len} tokens; at most {left} are left",
             )
         )
     else:
         max_tokens = checked.max_tokens
     if checked.sampling.min_tokens > max_tokens:
         raise refuse(
-            "stopping.min_tokens", f"{checked.sampling.min_tokens}; at most {max_tokens}, the max_tokens in effect"
+            "stopping.min_tokens",
+            f"is {checked.sampling.min_tokens}; give at most {max_tokens}, the max_tokens in effect",
         )
     if len(checked.resume_from) > max_tokens:
         raise ContextTooLong(
@@ -286,7 +287,9 @@ def _checked_stopping(
     if not params.HasField("max_tokens"):
         return None, params.min_tokens
     if params.max_tokens < 1:
-        violations.add("stopping.max_tokens", f"{params.max_tokens}; at least 1")
+        violations.add("stopping.max_tokens", f"is {params.max_tokens}; give at least 1")
     elif params.min_tokens > params.max_tokens:
-        violations.add("stopping.min_tokens", f"{params.min_tokens}; at most stopping.max_tokens, {params.max_tokens}")
+        violations.add(
+            "stopping.min_tokens", f"is {params.min_tokens}; give at most stopping.max_tokens, {params.max_tokens}"
+        )
     return params.max_tokens, params.min_tokens

@@ -188,7 +188,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
         if request.HasField("timeout"):
             timeout_s = min(request.timeout.ToNanoseconds() / 1e9, MAX_WAIT_S)
             if timeout_s < 0:
-                raise refuse("timeout", f"{timeout_s:g} s; at least 0")
+                raise refuse("timeout", f"is {timeout_s:g} s; give at least 0 s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(operation.done.wait(), timeout_s)
         return operation.message

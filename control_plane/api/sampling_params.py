@@ -56,12 +56,13 @@ def check_sampling(
         top_k = params.top_k
         if not 1 <= top_k <= vocab_size:
             violations.add(
-                "sampling.top_k", f"{top_k}; from 1 to the vocabulary size {vocab_size}, leave it unset to keep all"
+                "sampling.top_k",
+                f"is {top_k}; give a count from 1 to the vocabulary size {vocab_size}, or leave it unset to keep all",
             )
         elif top_k == vocab_size:
             top_k = 0
     return Sampling(
-        temperature=checks.number("temperature", 0.0, lowest=0.0, highest=MAX_TEMPERATURE, note=", 0 being greedy"),
+        temperature=checks.number("temperature", 0.0, lowest=0.0, highest=MAX_TEMPERATURE, note="; 0 is greedy"),
         top_k=top_k,
         top_p=checks.number("top_p", 1.0, above=0.0, highest=1.0),
         seed=params.seed if params.HasField("seed") else draw_seed(),
@@ -83,11 +84,11 @@ def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violati
     best_of = params.best_of if params.HasField("best_of") else n
     for name, value in (("n", n), ("best_of", best_of)):
         if params.HasField(name) and not 1 <= value <= MAX_ANSWERS:
-            violations.add(f"decoding.{name}", f"{value}; from 1 to {MAX_ANSWERS}")
+            violations.add(f"decoding.{name}", f"is {value}; give a count from 1 to {MAX_ANSWERS}")
     if not params.HasField("beam_search"):
         if 1 <= best_of < n:
             violations.add(
-                "decoding.best_of", f"{best_of} is below decoding.n, {n}; at least as many, or leave it unset"
+                "decoding.best_of", f"is {best_of}, below decoding.n, {n}; give at least as many, or leave it unset"
             )
         return Decoding(n, best_of)
     beam = _checked_beam_search(params.beam_search, violations)
@@ -96,7 +97,7 @@ def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violati
             "decoding.best_of", f"{best_of} with beam_search; leave it unset, decoding.n picks the best of the beams"
         )
     if n > max(beam.width, MIN_BEAMS):
-        violations.add("decoding.n", f"{n} is above decoding.beam_search.width, {beam.width}; at most as many")
+        violations.add("decoding.n", f"is {n}, above decoding.beam_search.width, {beam.width}; give at most as many")
     _refuse_sampling_with_beams(sampling, violations)
     return Decoding(n, n, beam)
 
@@ -157,9 +158,13 @@ class _NumberChecks:
         # Written so that NaN fails.
         is_low_enough = value <= highest
         if lowest is not None and not (is_low_enough and value >= lowest):
-            self._violations.add(f"{self._path}.{name}", f"{value}; from {lowest:g} to {highest:g}{note}")
+            self._violations.add(
+                f"{self._path}.{name}", f"is {value}; give a value from {lowest:g} to {highest:g}{note}"
+            )
         elif above is not None and not (is_low_enough and value > above):
-            self._violations.add(f"{self._path}.{name}", f"{value}; above {above:g}, at most {highest:g}{note}")
+            self._violations.add(
+                f"{self._path}.{name}", f"is {value}; give a value above {above:g} and at most {highest:g}{note}"
+            )
         return value
 
     def count(self, name: str, highest: int) -> int | None:
@@ -168,7 +173,7 @@ class _NumberChecks:
             return None
         value: int = getattr(self._params, name)
         if value > highest:
-            self._violations.add(f"{self._path}.{name}", f"{value}; from 0 to {highest}")
+            self._violations.add(f"{self._path}.{name}", f"is {value}; give a count from 0 to {highest}")
         return value
 
 
@@ -184,13 +189,15 @@ def _checked_logit_bias(
                 f"sampling.logit_bias[{token_id}]", f"{token_id} is not below the vocabulary size {vocab_size}"
             )
         if not -MAX_BIAS <= bias <= MAX_BIAS:
-            violations.add(f"sampling.logit_bias[{token_id}]", f"{bias}; from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+            violations.add(
+                f"sampling.logit_bias[{token_id}]", f"is {bias}; give a value from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            )
     return tuple(sorted(biases.items()))
 
 
 def _checked_beam_search(params: types_pb2.BeamSearchParams, violations: Violations) -> BeamSearch:
     if not MIN_BEAMS <= params.width <= MAX_BEAMS:
-        violations.add("decoding.beam_search.width", f"{params.width}; from {MIN_BEAMS} to {MAX_BEAMS}")
+        violations.add("decoding.beam_search.width", f"is {params.width}; give a count from {MIN_BEAMS} to {MAX_BEAMS}")
     length_penalty = _NumberChecks(params, "decoding.beam_search", violations).number(
         "length_penalty", 1.0, lowest=-MAX_LENGTH_PENALTY, highest=MAX_LENGTH_PENALTY
     )

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from control_plane.errors import ContextTooLong, FieldViolation, InvalidRequest
 from control_plane.fleet.tenants import TENANT_FORM, is_tenant
+from control_plane.registry.limits import ADAPTER_ID_FORM
+from control_plane.registry.store import ADAPTER_ID
 
 ADAPTER_PREFIX = "adapters/"
 MAX_DISPLAY_NAME_BYTES = 256
@@ -24,7 +26,6 @@ MAX_PAGE_TOKEN_CHARS = 512
 TENANT_KEY = "motet-tenant"  # metadata
 DEFAULT_TENANT = "default"
 
-_ADAPTER_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 _PRINTABLE = re.compile(r"[ -~]*")
@@ -70,10 +71,8 @@ def quoted(value: str) -> str:
 
 def check_adapter_id(adapter_id: str, field: str, violations: Violations) -> None:
     """An id of an adapter: safe as a file name, a Redis key and a label."""
-    if not _ADAPTER_ID.fullmatch(adapter_id) or ".." in adapter_id:
-        violations.add(
-            field, f"{quoted(adapter_id)} is not an adapter id: [a-z0-9][a-z0-9._-]{{0,62}} without two dots in a row"
-        )
+    if not ADAPTER_ID.match(adapter_id):
+        violations.add(field, f"{quoted(adapter_id)} is not a valid adapter id: {ADAPTER_ID_FORM}")
 
 
 def adapter_id_of(name: str, field: str = "name") -> str:
@@ -135,7 +134,9 @@ def page_size_of(page_size: int, page_token: str) -> int:
     """The page size in effect. Raises InvalidRequest."""
     violations = Violations()
     if page_size > MAX_PAGE_SIZE or page_size < 0:
-        violations.add("page_size", f"{page_size}; at most {MAX_PAGE_SIZE}")
+        violations.add(
+            "page_size", f"is {page_size}; give a count from 0 to {MAX_PAGE_SIZE}; 0 means {DEFAULT_PAGE_SIZE}"
+        )
     if len(page_token) > MAX_PAGE_TOKEN_CHARS:
         violations.add("page_token", f"{len(page_token)} characters; send next_page_token of the page before as it is")
     violations.raise_if_any()

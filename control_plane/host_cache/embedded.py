@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 
+from motet.process_log import shown
+
 from control_plane.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
@@ -198,6 +200,7 @@ class EmbeddedRedis:
             await self._sleep(pause_s)
             try:
                 await self._launch()
+                logger.info("embedded redis restarted", extra=shown("embedded redis restarted"))
                 pause_s = FIRST_PAUSE_S
             except (OSError, RuntimeError) as error:
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)

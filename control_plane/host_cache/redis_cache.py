@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import redis
+from motet.process_log import shown
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -35,6 +36,7 @@ WATCH_INTERVAL_S = 1.0
 _PREFIX = "motet:a:"
 _MARKER = "motet:cache:marker"  # gone when somebody emptied or restarted Redis
 _THREADS = 4
+_NOT_ASKED = "no answer yet"
 _T = TypeVar("_T")
 
 
@@ -70,7 +72,7 @@ class RedisHostCache:
         self._is_scanning = False
         self._pause_s = FIRST_PAUSE_S
         self._writes_after_s = float("-inf")  # Redis refused to write; reads may go on
-        self._trouble = "no answer yet"  # why it is not available; says nothing while it is
+        self._trouble = _NOT_ASKED  # why it is not available; says nothing while it is
         self._check_lock = asyncio.Lock()
         self._removal_lock = asyncio.Lock()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
@@ -167,7 +169,7 @@ class RedisHostCache:
     async def check(self) -> None:
         """See whether Redis is there and still holds our marker; if not so, believe nothing until its keys are read."""
         async with self._check_lock:
-            was_available = self.is_available
+            was_available, trouble = self.is_available, self._trouble
             try:
                 marker = await self._call(self._client.get, _MARKER, is_probe=True)
                 if was_available and self.is_available and marker is not None and marker == self._marker:
@@ -178,7 +180,12 @@ class RedisHostCache:
             self.is_available = True
             self._trouble = ""
             self._pause_s = FIRST_PAUSE_S
-            logger.info("host cache available num_adapters=%d used_bytes=%d", len(self.digests), self.used_bytes)
+            logger.info(
+                "host cache available num_adapters=%d used_bytes=%d",
+                len(self.digests),
+                self.used_bytes,
+                extra=shown("host cache answers") if trouble not in ("", _NOT_ASKED) else None,
+            )
             if self.on_available is not None:
                 self.on_available()
 
@@ -300,7 +307,10 @@ def check_url(url: str) -> None:
         _client(url, CALL_TIMEOUT_S).connection_pool.make_connection()
     except TypeError as error:  # options of the query become arguments of a connection
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        raise ValueError(f"has an option that redis-py does not know: {found[1] if found else error}") from error
+        raise ValueError(
+            f"has an option that redis-py does not know: {found[1] if found else error}; remove it, or give it the "
+            "name that redis-py has for it, such as ssl_ca_certs or ssl_cert_reqs"
+        ) from error
     except redis.RedisError as error:
         raise ValueError(str(error)) from error
 

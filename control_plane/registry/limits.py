@@ -17,13 +17,18 @@ MAX_PAGE_SIZE = 1000
 _LABEL_KEY = re.compile(r"^[a-z][a-z0-9_-]{0,62}\Z")
 
 
+# How an id matches ADAPTER_ID, for people.
+ADAPTER_ID_FORM = (
+    "use 1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first one a letter or a digit, without two dots in a row"
+)
+
+
 def check_adapter_id(adapter_id: str, field: str = "adapter_id") -> None:
     """Ids become file names and keys, so only plain ones pass."""
     if not ADAPTER_ID.match(adapter_id):
         raise _invalid(
             field,
-            f"{shorten(adapter_id, 80)!r} is no adapter id: 1 to 63 of a-z, 0-9, '.', '_', '-', "
-            "beginning with a letter or digit, without '..'",
+            f"{shorten(adapter_id, 80)!r} is not a valid adapter id: {ADAPTER_ID_FORM}",
         )
 
 

@@ -37,8 +37,15 @@ def open_files(url: str, *, is_exclusive: bool = False) -> StoreFiles:
     """
     try:
         filesystem, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # the package for the protocol is not installed, or no such protocol
-        raise StoreUrlError(f"{url.partition('://')[0]}://: {error}") from error
+    except ImportError as error:
+        raise StoreUrlError(
+            f"{url.partition('://')[0]}://: needs a Python package that is not installed ({error}); install it where "
+            "the control plane runs"
+        ) from error
+    except ValueError as error:
+        raise StoreUrlError(
+            f"{url.partition('://')[0]}://: {error}; give a directory, or a URL of s3://, gs:// or az://"
+        ) from error
     protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
     if protocols & {"file", "local"}:
         return LocalFiles(Path(root))

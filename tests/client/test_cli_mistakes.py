@@ -30,6 +30,20 @@ def test_nobody_listening_is_said_with_what_to_do(capsys: Capture, command: tupl
     )
 
 
+def test_name_without_an_address_is_said(capsys: Capture) -> None:
+    assert main(["status", "--server", "no-such-host.invalid:50051"]) == 6
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "motet: no Motet server answers at no-such-host.invalid:50051: its host name has no address; check the name; "
+    )
+
+
+def test_what_is_no_token_id_is_named(capsys: Capture) -> None:
+    for given in ("a", "-1", "1.5", "٣"):
+        assert main(["generate", "--token-ids", f"7 {given}"]) == 3
+        assert capsys.readouterr().err.startswith(f"motet: PROMPT: {given!r} is not a token id; with --token-ids give")
+
+
 def test_port_of_another_service_is_said(capsys: Capture) -> None:
     """As the port for workers answers clients: it knows none of their calls."""
     with futures.ThreadPoolExecutor(1) as pool:

@@ -136,7 +136,7 @@ def test_a_stream_that_contradicts_itself_is_data_loss(
 
 def test_deadline_reaches_the_server_and_ends_the_call(server: ScriptedServer, driver: Driver) -> None:
     server.scripts.append(server.waiting_for_cancel())
-    with pytest.raises(DeadlineExceeded, match=r"^no token came within timeout_s=0.2$") as caught:
+    with pytest.raises(DeadlineExceeded, match=r"^no token came within timeout_s=0.2; allow more time$") as caught:
         driver.generate(timeout_s=0.2)
     assert caught.value.reason == "DEADLINE_EXCEEDED"
     assert server.cancelled.wait(10)

@@ -323,12 +323,14 @@ async def test_worker_hears_why_and_outlives_a_control_plane_that_fails(tmp_path
             async with contextlib.AsyncExitStack() as stack:
                 plane = await build(config(0), stack)
                 worker = await worker_stack.enter_async_context(
-                    hash_worker(tmp_path, plane.worker_address, "--worker-id", "w0")
+                    hash_worker(tmp_path, plane.worker_address, "--worker-id", "w0", "--log-level", "info")
                 )
                 raise RuntimeError("a failure after the start")
         assert worker.stderr is not None and worker.stdout is not None
-        said = (await asyncio.wait_for(worker.stderr.readline(), STEP_S)).decode()
-        assert "UNAVAILABLE: the control plane is shutting down" in said
+        async with asyncio.timeout(STEP_S):
+            while b"session ended" not in (said := await worker.stderr.readline()):
+                assert said, "the worker ended without a word of its session"
+        assert said.endswith(b"session ended worker_id=w0: UNAVAILABLE: the control plane is shutting down\n")
         async with contextlib.AsyncExitStack() as stack:
             await build(config(int(plane.worker_address.rpartition(":")[2])), stack)
             await ready_line(worker, r"^motet worker ready worker_id=w0 epoch=\d+$")
@@ -418,8 +420,12 @@ async def test_second_server_on_a_directory_spares_the_redis_of_the_first(tmp_pa
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [
-        ("--data-dir", "/proc/nope", "--data-dir: /proc/nope cannot be made or locked"),
-        ("--store", "s3://bucket/path", "--store: s3://: Install s3fs"),
+        (
+            "--data-dir",
+            "/proc/nope",
+            "--data-dir: /proc/nope cannot be made or locked: No such file or directory; give a",
+        ),
+        ("--store", "s3://bucket/path", "--store: s3://: needs a Python package that is not installed (Install s3fs"),
         (
             "--redis-url",
             "redis://:pw@h?ssl_verify=no",

@@ -239,10 +239,11 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
     if arguments.token_ids:
         if arguments.system is not None:
             raise invalid_field("--system", "needs a text prompt; leave --token-ids out")
-        try:
-            return [int(part) for part in text.replace(",", " ").split()]
-        except ValueError as error:
-            raise invalid_field("PROMPT", f"holds something that is no token id: {error}") from error
+        parts = text.replace(",", " ").split()
+        for part in parts:
+            if not (part.isascii() and part.isdigit()):
+                raise invalid_field("PROMPT", f"{part!r} is not a token id; with --token-ids give numbers from 0")
+        return [int(part) for part in parts]
     if arguments.chat or arguments.system is not None:
         system = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
         return [*system, ChatMessage("user", text)]

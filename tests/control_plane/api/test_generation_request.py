@@ -55,6 +55,23 @@ def random_request(rng: random.Random) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest.FromString(message.SerializeToString())
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"sampling": {"temperature": -1}}, "sampling.temperature: is -1.0; give a value from 0 to 100; 0 is greedy"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p: is 0.0; give a value above 0 and at most 1"),
+        ({"sampling": {"top_k": 301}}, "sampling.top_k: is 301; give a count from 1 to the vocabulary size 300, or "),
+        ({"stopping": {"max_tokens": 0}}, "stopping.max_tokens: is 0; give at least 1"),
+        ({"priority": 101}, "priority: is 101; give a value from -100 to 100"),
+        ({"adapter": "Legal"}, "adapter: 'Legal' is not a valid adapter id: use 1 to 63 characters of a-z, 0-9, "),
+    ],
+)
+def test_refusal_tells_the_value_and_what_to_give(message: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(generation_pb2.GenerateRequest(token_ids={"ids": [5]}, **message))
+    assert str(caught.value).startswith(told)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_accepted_values_are_in_range_and_may_be_sent_again(seed: int) -> None:
     rng = random.Random(seed)

@@ -148,7 +148,7 @@ def test_errors_of_a_library_are_trouble_with_the_store(root: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "words"),
-    [("s3://bucket/path", "^s3://: .*s3fs"), ("nosuch://x", "^nosuch://: .*nosuch")],
+    [("s3://bucket/path", "^s3://: .*s3fs.*; install it where"), ("nosuch://x", "^nosuch://: .*nosuch; give a dir")],
 )
 def test_a_url_that_cannot_be_opened_says_what_is_missing(url: str, words: str) -> None:
     with pytest.raises(StoreUrlError, match=words):
