@@ -320,6 +320,21 @@ async def test_hung_redis_is_given_up_and_the_store_answers(store: FakeStore, re
     await cache.close()
 
 
+async def test_hung_redis_costs_one_call_and_not_one_for_every_adapter(
+    store: FakeStore, redis_process: RedisProcess
+) -> None:
+    cache = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=1.0)
+    await cache.check()
+    weights = make_weights(cache, store)
+    digests = [store.add(seed) for seed in range(30)]
+    redis_process.signal(signal.SIGSTOP)
+    async with asyncio.timeout(15):  # one time limit each would make 30 s
+        for digest in digests:
+            assert await read_all(await weights.open_packed(digest)) == store.content(digest)
+    redis_process.signal(signal.SIGCONT)
+    await cache.close()
+
+
 async def test_people_are_told_that_redis_answers_again_where_they_were_told_that_it_does_not(
     redis_process: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
