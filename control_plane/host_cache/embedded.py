@@ -196,7 +196,8 @@ class EmbeddedRedis:
         while True:
             assert self._process is not None, "it was launched before"
             status = await self._process.wait()
-            logger.warning("embedded redis died status=%d restart_in_s=%.1f", status, pause_s)
+            sentence = f"embedded redis ended with status {status}; it is started again in {pause_s:g} s"
+            logger.warning("embedded redis died status=%d restart_in_s=%.1f", status, pause_s, extra=shown(sentence))
             await self._sleep(pause_s)
             try:
                 await self._launch()

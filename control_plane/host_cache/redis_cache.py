@@ -240,7 +240,8 @@ class RedisHostCache:
             return
         reason = _reason(error)
         if self.is_available or reason != self._trouble:  # once for each change: it is tried again every few seconds
-            logger.warning("host cache not available reason=%s error=%s", reason, error)
+            sentence = f"the host cache cannot be used: {reason}; adapters are read from the store until Redis answers"
+            logger.warning("host cache not available reason=%s error=%s", reason, error, extra=shown(sentence))
         self.is_available = False
         self._trouble = reason
 

@@ -48,6 +48,15 @@ def test_generate_streams_text(server: ScriptedServer, capsys: Capture) -> None:
     assert not request.sampling.HasField("temperature") and not request.stopping.HasField("ignore_eos")
 
 
+def test_generate_says_so_when_an_answer_has_no_text(server: ScriptedServer, capsys: Capture) -> None:
+    """As of a server without a tokenizer."""
+
+    server.scripts.append(lambda request, context: iter([started(), delta(0, [5, 6], ""), finished(2)]))
+    assert motet(server, "generate", "--token-ids", "7") == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "motet: the answer has 2 tokens and no text; --json prints their ids\n")
+
+
 def test_generate_json_prints_one_line_per_event(server: ScriptedServer, capsys: Capture) -> None:
     server.scripts.append(playing([1, 2, 3], per_delta=2))
     assert motet(server, "generate", "--json", "hi") == 0

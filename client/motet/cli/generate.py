@@ -252,12 +252,17 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
 
 def _print_text(stream: GenerationStream) -> None:
     ends_line = False
+    num_tokens = num_chars = 0
     for chunk in stream:
+        num_tokens += len(chunk.token_ids)
+        num_chars += len(chunk.text)
         if chunk.text:
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
             ends_line = chunk.text.endswith("\n")
-    if not ends_line:
+    if num_tokens and not num_chars:
+        print(f"motet: the answer has {num_tokens} tokens and no text; --json prints their ids", file=sys.stderr)
+    elif not ends_line:
         print(flush=True)
 
 
