@@ -7,17 +7,21 @@ the worker. The rules, for all policies but FCFS, with M for the setting max_blo
    and blocks come free in that time, and the order of turns is kept.
 2. Then it is set aside and others pass it. Whoever of those lacks room is set aside at once. Requests that are set
    aside are tried in every step. For M of NUM_PARTS x M steps only they are, so that free room adds up for those which
-   need more than what comes free in a step.
+   need more than what comes free in a step; not where rule 3's holders leave too little for all of them.
 3. Room is reserved for one of them, chosen like any other by its tenant's turn. Holders are requests that have rows at
-   that moment; they run to their end. Requests that are admitted later give way: as soon as what the holders leave is
-   enough, the reserved request is due: nobody else takes rows for M steps, and whoever is no holder then is preempted,
-   the latest arrivals first. A request gives way so once in its life, and counts as a holder later.
+   that moment; they run to their end. Requests that are admitted later give way. Once what the holders leave is enough,
+   and no account that waits got less service, the reserved request is due: nobody else takes rows for M steps, and
+   whoever is no holder then is preempted, the latest arrivals first. A request gives way so once in its life, and
+   counts as a holder later.
 
 So a request waits at most M steps for one that lacks room, and the latter waits no longer than the requests run that
-ran before it.
+ran before it. Rows that are kept free for a request while others wait are charged to its account as if it decoded in
+them. Many answers of one token would else buy for little that nobody else runs.
 """
 
 from __future__ import annotations
+
+import itertools
 
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.forks import num_fork_blocks
@@ -54,6 +58,7 @@ class Backfill:
         self.is_due = False  # what holders leave is enough for the reserved request
         self._num_due_steps = 0
         self._holders: set[RequestId] = set()
+        self._has_hope = False  # what holders leave is enough for somebody who is set aside
 
     def begin_step(self) -> list[SequenceGroup]:
         """Look at what changed. Returns the requests that give way to the reserved one in this step."""
@@ -68,13 +73,15 @@ class Backfill:
         if self.reserved is None or self.reserved.request.request_id not in aside:
             self._reserve()
         self._judge()
+        if self.is_due and self.reserved is not None:
+            self._charge_idle(self.reserved)
         return self._victims() if self._num_due_steps > self._max_blocked_steps else []
 
     @property
     def is_closed(self) -> bool:
         """Whether nobody is admitted in this step but requests that were set aside."""
         part = self._num_passing_steps // self._max_blocked_steps % NUM_PARTS
-        is_for_them = part == NUM_PARTS - 1
+        is_for_them = part == NUM_PARTS - 1 and self._has_hope
         return self.is_due or (is_for_them and len(self._roster.running) > 0)
 
     def to_try(self) -> list[SequenceGroup]:
@@ -103,6 +110,7 @@ class Backfill:
                 self._num_blocked_steps += 1
             self._blocking = group
             if self._num_blocked_steps <= self._max_blocked_steps:
+                self._charge_idle(group)
                 return True
             self._num_blocked_steps = 0
         if self._num_set_aside == MAX_SET_ASIDE:
@@ -132,18 +140,41 @@ class Backfill:
             ),
         )
         self._holders = {sequence.request_id for sequence in self._roster.running}
+        self.is_due = False
         self._num_due_steps = 0
 
     def _judge(self) -> None:
         """See whether the reserved request is due. Blocks that holders share count for each of them."""
         assert self.reserved is not None, "somebody is set aside and nobody is reserved for"
         kept = [sequence for sequence in self._roster.running if self._is_holder(sequence)]
-        num_rows, num_blocks = self._needs(self.reserved)
+        num_left = self._num_blocks
         if kept:
-            num_blocks += self._watermark + sum(len(sequence.block_ids) for sequence in kept)
-        has_room = num_rows + len(kept) <= self._num_rows and num_blocks <= self._num_blocks
-        self.is_due = has_room and self._roster.slots.is_admissible(self.reserved.digest)
+            num_left -= self._watermark + sum(len(sequence.block_ids) for sequence in kept)
+
+        def has_room(group: SequenceGroup) -> bool:
+            num_rows, num_blocks = self._needs(group)
+            return num_rows + len(kept) <= self._num_rows and num_blocks <= num_left
+
+        may_be_due = has_room(self.reserved) and self._roster.slots.is_admissible(self.reserved.digest)
+        self.is_due = may_be_due and (self.is_due or self._has_turn(self.reserved))
         self._num_due_steps = self._num_due_steps + 1 if self.is_due else 0
+        self._has_hope = any(map(has_room, itertools.islice(self._roster.waiting.aside.values(), MAX_TRIED)))
+
+    def _has_turn(self, group: SequenceGroup) -> bool:
+        """Whether no account has got less that waits in the queue."""
+        first = self._roster.waiting.peek()
+        counter = self._counters.counter
+        return first is None or counter(group.request.account) <= counter(first.request.account)
+
+    def _charge_idle(self, group: SequenceGroup) -> None:
+        """Charge a request's account for the room that is kept free for it in this step, as far as others wait for it.
+
+        Of rows and blocks the one counts of which less is free: where blocks are short, rows are free anyway.
+        """
+        waiting, roster = self._roster.waiting, self._roster
+        num_others = len(waiting) - max(1, len(waiting.aside))
+        num_free = min(roster.rows.num_free, self._num_rows * roster.pool.num_available // self._num_blocks)
+        self._counters.charge_idle(group.request.account, min(num_free, num_others))
 
     def _victims(self) -> list[SequenceGroup]:
         """Requests that make room for the one that is due; none while others leave already."""

@@ -140,6 +140,11 @@ class VirtualCounters:
         account.num_decode_tokens += num_tokens
         account.counter += self._decode_weight * num_tokens / account.weight
 
+    def charge_idle(self, tenant: str, num_rows: int) -> None:
+        """For one step this many rows, which others wait for, were kept free for a request of the tenant."""
+        account = self._tenant(tenant)
+        account.counter += self._decode_weight * num_rows / account.weight
+
     def stats(self) -> list[TenantStats]:
         """All tenants by name."""
         return [

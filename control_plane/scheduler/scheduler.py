@@ -244,6 +244,9 @@ class Scheduler:
         self._next_step_id += num_steps
         for account, num_rows in draft.decodes.num_rows_by_account.items():
             self.counters.charge_decode(account, num_rows * num_steps)
+        for sequence, _, samples in draft.prefills:
+            if samples:  # its first token; of a fork it may be the only one
+                self.counters.charge_decode(sequence.request.account, 1)
         self.flights.extend(flights)
         return plan
 

@@ -48,12 +48,17 @@ class Server:
         self.num_steps = 0
         self.started: dict[int, int] = {}  # request -> step
         self.ended: dict[int, int] = {}
+        self.tenants: dict[int, str] = {}
 
     def add(self, request_id: int, max_tokens: int, *, tenant: str, prompt: int = 10, num_samples: int = 1) -> None:
         request = Request(
             RequestId(request_id), tuple(range(10, 10 + prompt)), max_tokens, tenant=tenant, num_samples=num_samples
         )
+        self.tenants[request_id] = tenant
         self.scheduler.add(request, 0.0)
+
+    def num_unfinished(self, tenant: str) -> int:
+        return sum(group.request.tenant == tenant for group in self.scheduler.groups.values())
 
     def step(self) -> None:
         self.num_steps += 1
@@ -188,7 +193,7 @@ def test_blocks_add_up_for_those_that_need_more_than_comes_free_at_once() -> Non
     next_id = 10
     for num_steps in range(60):
         if num_steps == 20:
-            assert list(bench.scheduler.waiting.aside) == [2]
+            assert next(iter(bench.scheduler.waiting.aside)) == 2
             bench.add(make_request(3, prompt=120, max_tokens=1, tenant="large"))
         while bench.scheduler.num_waiting < 15:
             bench.add(make_request(next_id, prompt=5, max_tokens=3, tenant=f"tenant {next_id % 3}"))
@@ -269,3 +274,28 @@ def test_a_tenant_of_requests_that_need_all_rows_gets_no_more_than_its_share() -
     assert service["a"] == pytest.approx(service["b"], rel=0.1)
     assert service["wide"] <= 1.1 * service["a"]
     assert service["wide"] >= 0.7 * service["a"], "it is not starved either"
+
+
+@pytest.mark.parametrize("num_wide", [1, 8])
+def test_many_answers_of_one_token_buy_no_more_than_their_share(num_wide: int) -> None:
+    """Each takes all rows for a step, and before that rows are kept free for it: both are charged to its account."""
+    limits = WorkerLimits(
+        num_blocks=1024,
+        block_size=16,
+        max_rows=64,
+        max_step_tokens=512,
+        num_slots=4,
+        arena_bytes=0,
+        max_model_len=1024,
+    )
+    server = Server(limits, Policy.CHUNKED_PREFILL)
+    next_id = 1
+    for _ in range(700):
+        server.add(next_id, 30, tenant=f"tenant {next_id % 10}")  # half of what the worker can do
+        next_id += 1
+        for _ in range(num_wide - server.num_unfinished("wide")):
+            server.add(next_id, 1, tenant="wide", num_samples=64)
+            next_id += 1
+        server.step()
+    num_ended = sum(server.tenants[request_id] != "wide" for request_id in server.ended)
+    assert num_ended > 620

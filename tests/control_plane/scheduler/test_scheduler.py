@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, ResultMismatch
-from control_plane.scheduler.fairness import PREFILL_WEIGHT, VirtualCounters
+from control_plane.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT, VirtualCounters
 from control_plane.scheduler.types import FinishReason, RequestId, StepResult
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
@@ -122,7 +122,7 @@ def test_a_preempted_request_comes_back_with_its_prompt_and_what_it_generated_ap
     assert num_generated > 0
 
 
-def test_a_prefill_is_charged_to_its_tenant_without_what_was_cached() -> None:
+def test_a_prefill_is_charged_to_its_tenant_without_what_was_cached_and_so_is_the_token_behind_it() -> None:
     counters = VirtualCounters({"a": 2.0})
     bench = Bench(counters=counters)
     prompt = list(range(13))
@@ -130,10 +130,20 @@ def test_a_prefill_is_charged_to_its_tenant_without_what_was_cached() -> None:
         before = counters.counter("a")
         bench.add(make_request(request_id, prompt, max_tokens=1, tenant="a"))
         bench.plan()
-        assert counters.counter("a") == before + PREFILL_WEIGHT * num_charged / 2.0
+        assert counters.counter("a") == before + (PREFILL_WEIGHT * num_charged + DECODE_WEIGHT) / 2.0
         bench.run()
     (account,) = counters.stats()
-    assert (account.num_prefill_tokens, account.num_decode_tokens) == (14, 0)
+    assert (account.num_prefill_tokens, account.num_decode_tokens) == (14, 2)
+
+
+def test_every_token_is_charged_once_however_often_a_request_is_preempted() -> None:
+    counters = VirtualCounters()
+    bench = Bench(counters=counters, num_blocks=4, block_size=2, max_rows=2)
+    bench.add(*[make_request(i, prompt=2, max_tokens=6, tenant="a") for i in (1, 2)])
+    bench.run()
+    assert bench.scheduler.stats().num_preemptions > 0
+    (account,) = counters.stats()
+    assert account.num_decode_tokens == 12
 
 
 @pytest.mark.parametrize("depth", [1, 2])
