@@ -194,9 +194,8 @@ class Dispatcher:
         return self._opinions.ask(job, request) and self._move_on(job, request, "logits not finite")
 
     def refute(self, job: Job) -> None:
-        """A job whose logits were not finite at another worker gained a token: end that one's session if it is sick."""
-        session = self._opinions.refute(job)
-        if session is not None:
+        """A job whose logits were not finite at other workers gained a token: end the sessions of sick ones."""
+        for session in self._opinions.refute(job):
             session.end(EndCause.SICK, "logits were not finite for requests that another worker computed")
 
     def _move_on(self, job: Job, request: Request, reason: str) -> bool:

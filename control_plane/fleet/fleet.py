@@ -197,7 +197,7 @@ class Fleet:
             job.has_run = True
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
             self._quotas.start(job.charge)
-        if job.not_finite_at is not None and output.token_ids:
+        if job.not_finite_at and output.token_ids:
             self._dispatcher.refute(job)
         job.num_tokens_here += len(output.token_ids)
         job.num_generated += len(output.token_ids)

@@ -204,6 +204,15 @@ class Death:
     is_cleared: bool = False  # the request came past it: nothing speaks against the request any more
 
 
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A worker whose logits were not finite for a request."""
+
+    worker_id: str
+    epoch: int  # of its session
+    gave_tokens: bool  # lately, to this request or others
+
+
 @dataclass(slots=True)
 class Job:
     """The fleet's record of one request that has not ended."""
@@ -216,7 +225,7 @@ class Job:
     num_losses: int = 0  # deaths of workers that computed it, and of which it may have been the reason
     num_fruitless_losses: int = 0  # of these, the latest ones in a row where it had gained no token
     deaths: list[Death] = field(default_factory=list)  # those of them that are not explained by something else
-    not_finite_at: tuple[str, int] | None = None  # (worker id, epoch) where its logits were not finite, and it moved on
+    not_finite_at: list[NotFinite] = field(default_factory=list)  # since its last token; it moved on from each
     is_excused: bool = False  # the loss of a whole fleet was not held against it, which happens once
     num_tokens_here: int = 0  # accepted since its last placement
     num_generated: int = 0  # tokens delivered to its stream, over all its indices

@@ -183,20 +183,25 @@ def offer_of(session: Candidate, need: Need) -> Offer:
 
 
 def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
-    """Sessions that the job fits; only those where nothing of it failed yet, if there are any."""
+    """Sessions that the job fits; only those where nothing of it failed yet, if there are any.
+
+    Where its logits were not finite, of those only the ones that gave tokens lately, if there are any: a sick worker
+    has nothing to do, and would else be the first to be asked.
+    """
     fitting = [session for session in sessions if session.refusal(job.request) is None]
-    return [session for session in fitting if not _has_failed_at(session, job)] or fitting
+    untried = [session for session in fitting if not _has_failed_at(session, job)] or fitting
+    return [session for session in untried if job.not_finite_at and session.gives_tokens] or untried
 
 
 def has_failed_anywhere(job: Job) -> bool:
     """Whether it matters which worker the job goes to."""
-    return bool(job.failed_load_epochs) or job.not_finite_at is not None
+    return bool(job.failed_load_epochs) or bool(job.not_finite_at)
 
 
 def _has_failed_at(session: WorkerSession, job: Job) -> bool:
     """Whether the worker could not load the job's adapter, or its logits were not finite there."""
-    is_in_doubt = job.not_finite_at is not None and job.not_finite_at[0] == session.worker_id
-    return is_in_doubt or session.epoch in job.failed_load_epochs
+    was_not_finite = any(seen.worker_id == session.worker_id for seen in job.not_finite_at)
+    return was_not_finite or session.epoch in job.failed_load_epochs
 
 
 def price(session: Candidate, need: Need, costs: PlacementCosts) -> float:

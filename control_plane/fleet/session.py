@@ -35,6 +35,7 @@ from control_plane.telemetry import printable
 logger = logging.getLogger(__name__)
 
 _NUM_STEP_TIMES = 32
+MAX_NOT_FINITE = 4  # rows, the latest and all of them not finite: so many are hardly the requests' own fault
 _SlotStateKind = plan_pb2.SlotState.State
 
 
@@ -97,6 +98,8 @@ class WorkerSession:
         self._round_trip = RoundTrip(settings.plan_depth)
         self._num_plans = 0
         self.num_steps = 0  # answered
+        self._has_given_tokens = False
+        self._num_not_finite = 0  # rows since it gave a token
         self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
         self._resident_bytes = 0
         self._cached_loads: set[tuple[int, int]] = set()  # (slot, generation) that load from the host cache
@@ -128,6 +131,11 @@ class WorkerSession:
     def is_death(self) -> bool:
         """Whether it ended so that a request may be the reason."""
         return self.end_cause is not None and self.end_cause.is_death
+
+    @property
+    def gives_tokens(self) -> bool:
+        """Whether it computes soundly, as far as can be seen: it gave a token, and few rows were not finite since."""
+        return self._has_given_tokens and self._num_not_finite < MAX_NOT_FINITE
 
     # ---- the fleet's side ----
 
@@ -264,6 +272,7 @@ class WorkerSession:
         self.num_steps += 1
         self._work.step_answered(message.step_time_us, self._last_heard_s)
         self._step_times_us.append(message.step_time_us)
+        self._note_rows(num_sampled=len(result.rows), num_not_finite=len(result.failed_rows))
         outputs = self.scheduler.apply(result, received_s)
         try:
             self._pump()  # before delivering: the worker waits, the readers are woken later anyway
@@ -274,6 +283,12 @@ class WorkerSession:
                 self._owner.on_outputs(self, outputs)
         self._deliver_ends()
         self._owner.on_changed()
+
+    def _note_rows(self, *, num_sampled: int, num_not_finite: int) -> None:
+        if num_sampled:
+            self._has_given_tokens, self._num_not_finite = True, 0
+        else:
+            self._num_not_finite += num_not_finite
 
     def _on_slot_state(self, message: plan_pb2.SlotState) -> None:
         if message.epoch != self.epoch:

@@ -11,6 +11,8 @@ from motet.v1 import plan_pb2
 from control_plane.errors import NotFinite, WorkerQuarantined
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.second_opinion import MAX_OPINIONS
+from control_plane.fleet.session import MAX_NOT_FINITE
 from control_plane.scheduler.types import Sampling
 from tests.fakes.fleet_rig import FakeClock, LoopbackWorker, expected, make_fleet, make_request, read_all
 from tests.fakes.hash_engine import HashEngineFaults
@@ -74,6 +76,59 @@ async def test_one_sick_worker_of_three_fails_no_request_and_is_quarantined(cloc
         await turn_all(clock, fleet, workers)
     assert [await reader for reader in readers] == [expected(request) for request in requests]
     assert 2 <= num_sessions <= 4, "pauses of 1, 2 and 4 s in 5 s"
+
+
+@pytest.mark.parametrize("num_sick", [2, 3])
+async def test_several_workers_that_are_sick_at_once_fail_no_request(clock: FakeClock, num_sick: int) -> None:
+    """As those of one machine. Each is idle at once, and so the first that another one's requests are offered to."""
+    fleet = make_fleet(clock)
+    workers = [SickWorker(fleet, f"sick{number}") for number in range(num_sick)]
+    workers += [LoopbackWorker(fleet, "sound0"), LoopbackWorker(fleet, "sound1")]
+    requests, readers = [], []
+    for number in range(200):
+        requests.append(make_request(fleet, [number % 250, 3], 20))
+        readers.append(asyncio.create_task(read_all(fleet.submit(requests[-1]))))
+        await turn_all(clock, fleet, workers)
+        workers = heal(fleet, workers)
+    for _ in range(200):
+        await turn_all(clock, fleet, workers)
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+
+
+async def test_workers_that_become_sick_together_fail_no_request_that_runs(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    sick = [SickWorker(fleet, f"sick{number}") for number in range(2)]
+    for worker in sick:
+        worker.is_sick = lambda _slot: False  # type: ignore[method-assign]  # this worker's own
+    workers = [*sick, LoopbackWorker(fleet, "sound")]
+    requests = [make_request(fleet, [number, 3], 60) for number in range(24)]
+    readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
+    for _ in range(4):
+        await turn_all(clock, fleet, workers)
+    assert all(len(worker.session.running_request_ids()) >= MAX_NOT_FINITE for worker in sick)
+    for worker in sick:
+        worker.is_sick = lambda _slot: True  # type: ignore[method-assign]  # as above
+    for _ in range(300):
+        await turn_all(clock, fleet, workers)
+    assert [await reader for reader in readers] == [expected(request) for request in requests]
+    assert [worker.session.end_cause for worker in sick] == [EndCause.SICK, EndCause.SICK]
+
+
+async def test_a_request_that_is_not_finite_anywhere_is_tried_at_few_workers_though_none_gave_tokens(
+    clock: FakeClock,
+) -> None:
+    fleet = make_fleet(clock)
+    request = make_request(fleet, [3, 1], 40)
+    bad = expected(request)[0]
+    faults = HashEngineFaults(non_finite_token=bad)
+    workers = [LoopbackWorker(fleet, f"w{number}", faults=faults) for number in range(MAX_OPINIONS + 3)]
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    for _ in range(60):
+        await turn_all(clock, fleet, workers)
+    with pytest.raises(NotFinite):
+        await reader
+    assert not any(worker.session.ended.is_set() for worker in workers)
+    assert sum(len(worker.plans) > 0 for worker in workers) == MAX_OPINIONS
 
 
 async def test_an_only_workers_word_on_logits_is_final(clock: FakeClock) -> None:
