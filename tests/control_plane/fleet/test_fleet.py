@@ -341,6 +341,21 @@ async def test_a_sleep_of_the_control_plane_does_not_move_a_clients_deadline(clo
             await read_all(stream)
 
 
+@pytest.mark.parametrize("dead_after_ms", [1000, 2000, 60_000])
+async def test_workers_wait_much_longer_for_a_control_plane_than_it_waits_for_them(
+    clock: FakeClock, dead_after_ms: int
+) -> None:
+    """A loop that is busy for some seconds must cost no session."""
+    fleet = make_fleet(clock, dead_after_ms=dead_after_ms)
+    [welcome] = [
+        message.welcome
+        for message in LoopbackWorker(fleet).session.take_outgoing()
+        if message.WhichOneof("message") == "welcome"
+    ]
+    assert welcome.dead_after_ms == dead_after_ms
+    assert welcome.leave_after_ms >= max(10_000, 5 * dead_after_ms)
+
+
 async def test_pings_go_out_at_once_and_every_interval(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
