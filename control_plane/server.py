@@ -126,43 +126,14 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
     uploads_dir = config.data_dir / "uploads"
-    logger.info("reading checkpoint", extra=shown(f"Motet {__version__} serves {config.model_dir.resolve()}"))
-    base_model = await asyncio.to_thread(BaseModel.load, config.model_dir, config.dtype, config.max_model_len)
-    logger.info(
-        "base model name=%s fingerprint=%s dtype=%s",
-        base_model.name,
-        base_model.fingerprint,
-        base_model.dtype,
-        extra=shown(
-            f"base model {base_model.name}: {base_model.config.get('model_type')}, {base_model.num_layers} layers, "
-            f"{base_model.dtype}, context {base_model.max_model_len} tokens"
-        ),
-    )
-    codec_file = config.data_dir / "tokenizers" / f"{base_model.fingerprint}.json"
-    codec = await asyncio.to_thread(TextCodec.load, config.model_dir, codec_file)
-    stack.push_async_callback(codec.close)
-    await codec.start()
-    if not codec.has_tokenizer:
-        logger.warning("text is off, token ids work: %s; put a tokenizer.json into %s", codec.reason, config.model_dir)
-    elif not codec.has_chat_template:
-        logger.info(
-            "no chat template", extra=shown("the checkpoint has no chat template: chats are refused, text works")
-        )
+    base_model = await _read_base_model(config)
+    codec = await _start_codec(config, base_model, stack)
     reports_file = config.data_dir / "workers" / f"{base_model.fingerprint}-{base_model.dtype}.json"
     reports = await asyncio.to_thread(WorkerReports, reports_file, limit=base_model.max_model_len)
     stack.push_async_callback(reports.close)
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
-    clients = listeners.client_server(
-        max_streams_per_connection=config.max_streams_per_connection,
-        max_concurrent_rpcs=config.max_concurrent_rpcs,
-        max_connections=max_connections,
-        # A response is written in a moment where the client reads; that moment it gets in any case.
-        write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
-    )
-    stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
-    workers = listeners.worker_server()
-    stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
+    clients, workers = _make_ports(config, max_connections, stack)
     fleet = Fleet(_fleet_settings(config), base_model, weights, registry.incarnation)
     stack.push_async_callback(fleet.close)
     book = operations.OperationBook()
@@ -237,6 +208,57 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         await asyncio.gather(fleet.drain(timeout_s), book.close(timeout_s=timeout_s))
 
     return ControlPlane(client_address, worker_address, fleet, drain)
+
+
+async def _read_base_model(config: ServerConfig) -> BaseModel:
+    logger.info("reading checkpoint", extra=shown(f"Motet {__version__} serves {config.model_dir.resolve()}"))
+    base_model = await asyncio.to_thread(BaseModel.load, config.model_dir, config.dtype, config.max_model_len)
+    num_layers, length = base_model.num_layers, base_model.max_model_len
+    facts = [
+        str(base_model.config.get("model_type")),
+        *([f"{num_layers} layers"] if num_layers else []),
+        base_model.dtype,
+        "context as the workers compute it" if length is None else f"context {length} tokens",
+    ]
+    logger.info(
+        "base model name=%s fingerprint=%s dtype=%s",
+        base_model.name,
+        base_model.fingerprint,
+        base_model.dtype,
+        extra=shown(f"base model {base_model.name}: {', '.join(facts)}"),
+    )
+    return base_model
+
+
+async def _start_codec(config: ServerConfig, base_model: BaseModel, stack: contextlib.AsyncExitStack) -> TextCodec:
+    converted = config.data_dir / "tokenizers" / f"{base_model.fingerprint}.json"
+    codec = await asyncio.to_thread(TextCodec.load, config.model_dir, converted)
+    stack.push_async_callback(codec.close)
+    await codec.start()
+    if not codec.has_tokenizer:
+        logger.warning("text is off, token ids work: %s; put a tokenizer.json into %s", codec.reason, config.model_dir)
+    elif not codec.has_chat_template:
+        logger.info(
+            "no chat template", extra=shown("the checkpoint has no chat template: chats are refused, text works")
+        )
+    return codec
+
+
+def _make_ports(
+    config: ServerConfig, max_connections: int, stack: contextlib.AsyncExitStack
+) -> tuple[grpc.aio.Server, grpc.aio.Server]:
+    """The server of the clients' port and that of the workers' port, neither listening yet."""
+    clients = listeners.client_server(
+        max_streams_per_connection=config.max_streams_per_connection,
+        max_concurrent_rpcs=config.max_concurrent_rpcs,
+        max_connections=max_connections,
+        # A response is written in a moment where the client reads; that moment it gets in any case.
+        write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
+    )
+    stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
+    workers = listeners.worker_server()
+    stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
+    return clients, workers
 
 
 def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:
