@@ -166,8 +166,11 @@ class TextCodec:
         except BaseException as error:  # a panic of the library, which is written in Rust, is no Exception
             logger.warning("tokenizer failed error=%s", type(error).__name__)
             raise refuse(field, "the checkpoint's tokenizer cannot encode it; send token_ids instead") from error
-        if len(encoding) >= max_model_len:
-            raise prompt_too_long(field, f"{len(encoding)} tokens", max_model_len)
+        num_tokens = len(encoding)
+        if num_tokens >= max_model_len:
+            # The error's traceback would keep it, and the event loop would free it: 45 ms for a text of 1 MB.
+            del encoding
+            raise prompt_too_long(field, f"{num_tokens} tokens", max_model_len)
         return list(encoding.ids)
 
     def _require_tokenizer(self) -> None:
