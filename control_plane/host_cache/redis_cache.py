@@ -171,7 +171,7 @@ class RedisHostCache:
         async with self._check_lock:
             was_available, trouble = self.is_available, self._trouble
             try:
-                marker = await self._call(self._client.get, _MARKER, is_probe=True)
+                marker = await self._call(self._get, _MARKER, is_probe=True)
                 if was_available and self.is_available and marker is not None and marker == self._marker:
                     return
                 await self._scan()
@@ -211,8 +211,16 @@ class RedisHostCache:
             )
 
     async def _read(self, key: str) -> bytes | None:
-        value = await self._call(self._client.get, key)
-        assert value is None or isinstance(value, bytes)
+        return await self._call(self._get, key)
+
+    def _get(self, key: str) -> bytes | None:
+        """In a thread: the value. None as well for a key of another type, which somebody else made: it is replaced."""
+        try:
+            value: bytes | None = self._client.get(key)
+        except redis.ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            return None
         return value
 
     async def _call(self, function: Callable[..., _T], *arguments: Any, is_probe: bool = False) -> _T:
@@ -278,8 +286,12 @@ class RedisHostCache:
 
     def _scan_keys(self) -> tuple[bytes, dict[str, Sizes]]:
         """In a thread: the marker, and whole adapters with their sizes. Other keys of ours are removed."""
-        self._client.set(_MARKER, secrets.token_hex(16), nx=True)
-        marker: bytes = self._client.get(_MARKER)
+        own = secrets.token_hex(16)
+        self._client.set(_MARKER, own, nx=True)
+        marker = self._get(_MARKER)
+        if marker is None:
+            self._client.set(_MARKER, own)
+            marker = own.encode()
         keys_by_digest: dict[str, set[str]] = {}
         for raw in self._client.scan_iter(match=_PREFIX + "*", count=1000):
             key = raw.decode("utf-8", "replace")
@@ -294,7 +306,7 @@ class RedisHostCache:
         return marker, found
 
     def _whole_sizes(self, digest: str, keys: set[str]) -> Sizes | None:
-        manifest = self._client.get(manifest_key(digest)) if manifest_key(digest) in keys else None
+        manifest = self._get(manifest_key(digest)) if manifest_key(digest) in keys else None
         layout = read_layout(digest, manifest) if manifest is not None else None
         if layout is None:
             return None

@@ -11,7 +11,7 @@ import pytest
 
 from control_plane.errors import AdapterDamaged, AdapterNotFound, InvalidRequest, PinBudgetExceeded
 from control_plane.host_cache.packed import PART_BYTES
-from control_plane.host_cache.redis_cache import RedisHostCache, check_url
+from control_plane.host_cache.redis_cache import RedisHostCache, check_url, manifest_key
 from control_plane.host_cache.weights import AdapterWeights
 from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, make_weights, read_all, settle
 
@@ -400,6 +400,36 @@ async def test_a_key_that_only_looks_like_a_manifest_is_removed_and_the_cache_go
     digest = store.add(1)
     await weights.ensure_cached(digest)
     assert weights.is_cached(digest)
+
+
+async def test_keys_of_another_type_are_replaced_and_the_cache_goes_on(
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    """A list where a manifest or the marker belongs: the scan used to end there, and the cache stayed off."""
+    digest = store.add(1)
+    await weights.ensure_cached(digest)
+    for key in ("motet:cache:marker", manifest_key(digest)):
+        redis_process.client.delete(key)
+        redis_process.client.lpush(key, b"x")
+    await cache.check()
+    assert cache.is_available and cache.trouble == ""
+    assert not redis_process.client.exists(manifest_key(digest)) and not weights.is_cached(digest)
+    await weights.ensure_cached(digest)
+    assert weights.is_cached(digest)
+    await cache.check()
+    assert weights.is_cached(digest), "the marker is ours again"
+
+
+async def test_a_key_of_another_type_is_a_miss_that_holds_up_no_write(
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    first, second = store.add(1), store.add(2)
+    await weights.ensure_cached(first)
+    redis_process.client.delete(manifest_key(first))
+    redis_process.client.lpush(manifest_key(first), b"x")
+    assert await cache.read_manifest(first) is None
+    await weights.ensure_cached(second)
+    assert weights.is_cached(second)
 
 
 async def test_what_could_not_be_removed_counts_until_it_is(

@@ -212,9 +212,9 @@ def _redis_corrupted(moment: Moment) -> list[str]:
     way = moment.draw.choice(("flip", "cut", "exchange", "delete", "retype"))
     with moment.rig.hold(REDIS), moment.rig.redis_client() as connection:
         keys = sorted(connection.scan_iter("motet:a:*"))
-        values = {key: connection.get(key) for key in keys}
+        values = {key: connection.get(key) for key in keys if connection.type(key) == b"string"}
         for index, key in enumerate(keys):
-            value = values[key]
+            value = values.get(key)
             if not isinstance(value, bytes) or not value:
                 continue
             if way == "flip":
@@ -223,7 +223,7 @@ def _redis_corrupted(moment: Moment) -> list[str]:
             elif way == "cut":
                 connection.set(key, value[: len(value) // 2])
             elif way == "exchange":
-                connection.set(key, values[keys[index - 1]] or b"")
+                connection.set(key, values.get(keys[index - 1]) or b"")
             elif way == "delete" and moment.draw.random() < 0.5:
                 connection.delete(key)
             elif way == "retype":
