@@ -128,7 +128,10 @@ class ControlPlaneSource:
 
     def _pieces(self, digest: str) -> _Pieces:
         request = plan_pb2.FetchAdapterRequest(digest=digest, worker_id=self._worker_id)
-        return _Pieces(self._stub.FetchAdapter(request, timeout=self._timeout_s), digest)
+        try:
+            return _Pieces(self._stub.FetchAdapter(request, timeout=self._timeout_s), digest)
+        except ValueError as error:  # gRPC's word for a channel that is closed
+            raise AdapterUnavailable(f"adapter {digest}: the session with the control plane is over") from error
 
     def _chunks(self, manifest: Manifest, pieces: _Pieces) -> Iterator[bytes]:
         try:

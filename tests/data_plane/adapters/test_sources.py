@@ -189,6 +189,16 @@ def test_stream_that_breaks_is_unavailable(
         read(control_plane, packed.digest)
 
 
+def test_a_session_that_ended_meanwhile_is_unavailable(servicer: Servicer) -> None:
+    """A load may reach for the control plane when its session's channel is closed: no mistake of the worker."""
+    channel = grpc.insecure_channel("127.0.0.1:1")
+    stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+    channel.close()
+    source = ControlPlaneSource(stub, "w1")
+    with pytest.raises(AdapterUnavailable, match="the session with the control plane is over"):
+        read(source, "ab" * 32)
+
+
 def test_wrong_adapter_from_the_control_plane_is_corrupt(control_plane: ControlPlaneSource, servicer: Servicer) -> None:
     servicer.adapters["0" * 64] = pack(9)
     with pytest.raises(AdapterCorrupt, match="its manifest hashes to"):
