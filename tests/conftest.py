@@ -1,7 +1,11 @@
-"""Chooses how Triton kernels run in this process, before anything can import triton (transformers does)."""
+"""Settings of the whole run: how Triton kernels run in this process, and how hypothesis draws its examples.
+
+The first is chosen before anything can import triton (transformers does).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 
@@ -20,3 +24,10 @@ def has_cuda() -> bool:
 if not has_cuda():
     # Without a GPU the kernels run in triton's interpreter. triton reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+with contextlib.suppress(ImportError):  # the GPU's own tests run where there is no hypothesis
+    from hypothesis import settings
+
+    # An example may take long on a busy machine, and every run draws the same ones.
+    settings.register_profile("motet", deadline=None, derandomize=True)
+    settings.load_profile("motet")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from motet import AsyncClient, Client, MotetError, RetryPolicy, Unavailable
+from motet import AsyncClient, Client, DeadlineExceeded, MotetError, RetryPolicy, Unavailable
 
 from tests.client.lost_server import TEXT, TOKENS, LostServer
 
@@ -100,7 +100,8 @@ def test_server_killed_before_the_first_token_that_stays_away_ends_every_call_in
     server.kill()
     calls.wait_for_pauses(MANY * NUM_CALLS)
     results = calls.join()
-    assert len(results) == NUM_CALLS and all(isinstance(result, Unavailable) for result in results)
+    # The time ends between two attempts, or within one: the machine decides which.
+    assert len(results) == NUM_CALLS and all(isinstance(result, Unavailable | DeadlineExceeded) for result in results)
     assert all("no Motet server answers at" in str(result) for result in results)
 
 

@@ -66,7 +66,7 @@ def result(step_id: int, rows: list[int], tokens: list[int], failed: list[int] |
     ),
     pairs=st.lists(st.tuples(int32s, int32s), max_size=20),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_everything_of_a_plan_survives_the_wire(
     tokens: list[int],
     blocks: list[int],
@@ -94,7 +94,7 @@ def test_everything_of_a_plan_survives_the_wire(
 @given(
     steps=st.lists(st.tuples(st.sets(st.integers(0, 15)), st.sets(st.integers(0, 15), max_size=3)), max_size=30),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_worker_decodes_exactly_the_scheduled_rows(steps: list[tuple[set[int], set[int]]]) -> None:
     """A worker that only follows the differences knows each step's decoding rows, whatever pauses and ends."""
     encoder = steady(16)

@@ -383,7 +383,7 @@ def test_a_value_too_large_for_the_served_type_is_refused(tmp_path: Path) -> Non
 _WHOLE = safetensors_bytes(tensors())
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, len(_WHOLE) - 1), st.integers(0, 255))
 def test_a_changed_byte_is_refused_or_packed_but_never_more(tmp_path: Path, position: int, value: int) -> None:
     """Whatever is not InvalidAdapter would fail the test."""
@@ -395,7 +395,7 @@ def test_a_changed_byte_is_refused_or_packed_but_never_more(tmp_path: Path, posi
         assert error.violations
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.sampled_from([*sorted(CONFIG), "use_dora", "bias", "alpha_pattern", "exclude_modules"]),

@@ -21,7 +21,7 @@ def plain_distance(left: str, right: str) -> int:
 
 
 @given(left=st.text("ab-", max_size=70), right=st.text("ab-", max_size=70))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_edit_distance_is_that_of_the_definition(left: str, right: str) -> None:
     assert _edit_distance(left, right) == plain_distance(left, right)
 

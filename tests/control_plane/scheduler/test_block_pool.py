@@ -162,4 +162,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True)
+TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=30)

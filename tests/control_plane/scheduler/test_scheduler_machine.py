@@ -172,5 +172,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ledger.take(outputs)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -178,7 +178,7 @@ MOVES = st.tuples(st.sampled_from(["add", "remove", "toggle", "activate", "charg
 
 
 @given(st.lists(MOVES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_queue_agrees_with_a_sorted_list(moves: list[tuple[str, int]]) -> None:
     ready: set[str | None] = {None}
     active: set[str | None] = {None}

@@ -29,7 +29,7 @@ def test_copies_blocks_of_every_cache(case: Case, device: torch.device) -> None:
         assert torch.equal(ours.cpu(), theirs)
 
 
-@settings(max_examples=20, derandomize=True, deadline=None, database=None)
+@settings(max_examples=20, database=None)
 @given(data=st.data())
 def test_random_pairs_are_copied(data: st.DataObject, device: torch.device) -> None:
     """By the public call any pairs, by the GPU kernel those whose sources are no destinations."""

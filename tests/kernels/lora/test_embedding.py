@@ -103,7 +103,7 @@ def test_other_forms_equal_the_definition(case: Case, dtype: torch.dtype) -> Non
         assert_close(added_in_steps(inputs, ids), expected, magnitude=4.0)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=4).flatmap(
         lambda ranks: st.tuples(st.just(tuple(ranks)), st.lists(st.integers(-1, len(ranks) - 1), max_size=12))

@@ -133,7 +133,7 @@ def test_rows_of_nobody_are_never_used() -> None:
         assert_close(y[:8], define(inputs)[:8], magnitude=4.0)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=6).flatmap(
         lambda ranks: st.tuples(

@@ -241,7 +241,7 @@ def test_slots_outside_the_table_have_no_adapter(
     assert torch.equal(y[others], inputs.y[others])
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=4),
     st.data(),

@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=80, derandomize=True, deadline=None, database=None)
+@settings(max_examples=80, database=None)
 @given(case=cases(), dtype=st.sampled_from(DTYPES), num_threads=st.integers(1, 3))
 def test_random_cases_equal_the_definition(case: Case, dtype: torch.dtype, num_threads: int) -> None:
     inputs = make(case, dtype)

@@ -56,7 +56,7 @@ FACTORIES = {name: DetokenizerFactory(tokenizer) for name, tokenizer in TOKENIZE
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 def test_pieces_join_to_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     # A few ids more than there are: logits are often padded.
@@ -68,7 +68,7 @@ def test_pieces_join_to_the_text_of_all_tokens(name: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", ["byte level", "metaspace", "byte fallback"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_text_after_k_tokens_does_not_depend_on_chunks(name: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, TOKENIZERS[name].get_vocab_size() - 1), min_size=1, max_size=30))
     stops = data.draw(st.lists(st.text("ahelo é", min_size=1, max_size=3), max_size=3))
