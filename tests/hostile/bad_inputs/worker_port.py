@@ -6,6 +6,7 @@ needs one, a plan: the plan of a request that no other worker of the corpus' ser
 
 from __future__ import annotations
 
+import itertools
 import queue
 import struct
 import threading
@@ -97,11 +98,14 @@ def hello_of(facts: Facts, worker_id: str, **changes: Any) -> pb.Hello:
     return pb.Hello(**{**fields, **changes})
 
 
+_numbers = itertools.count()
+
+
 def conversations(facts: Facts) -> Iterator[Conversation]:
-    """All of them, each by a worker of its own name."""
-    for index, conversation in enumerate(_conversations(facts)):
+    """All of them, each by a worker of a name that none had before: one that sends garbage is kept out for a while."""
+    for conversation in _conversations(facts):
         if conversation.hello.worker_id == "any":
-            conversation.hello.worker_id = f"hostile-{index}"
+            conversation.hello.worker_id = f"hostile-{next(_numbers)}"
         yield conversation
 
 
