@@ -19,7 +19,7 @@ from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from
 from motet.generation import GenerationState
 from motet.pauses import Pauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
-from motet.retries import Attempts, RetryPolicy
+from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.types import Adapter, AdapterVersion, Answer, Chunk, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import adapters_pb2, generation_pb2
@@ -125,7 +125,7 @@ class Client:
 
     def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
         """The operation at its end. Raises the error that it ended with, DeadlineExceeded if it did not end."""
-        deadline_s = self._clock() + timeout_s
+        deadline_s = self._clock() + check_timeout_s(timeout_s)
         num_polls = 0
         while not operation.done:
             if self._clock() >= deadline_s:

@@ -63,10 +63,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     stop_token_ids = options.get("stop_token_ids", ())
     ignore_eos = options.get("ignore_eos")
     request = generation_pb2.GenerateRequest(
-        request_id=options.get("request_id", ""),
-        adapter=options.get("adapter", ""),
-        adapter_digest=options.get("adapter_digest", ""),
-        cache_salt=options.get("cache_salt", ""),
+        request_id=_text("request_id", options.get("request_id", "")),
+        adapter=_text("adapter", options.get("adapter", "")),
+        adapter_digest=_text("adapter_digest", options.get("adapter_digest", "")),
+        cache_salt=_text("cache_salt", options.get("cache_salt", "")),
         sampling=types_pb2.SamplingParams(
             temperature=options.get("temperature"),
             top_k=_optional_uint("sampling.top_k", options.get("top_k"), _UINT32_MAX),
@@ -85,7 +85,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         ),
         stopping=types_pb2.StoppingParams(
             max_tokens=_optional_uint("stopping.max_tokens", options.get("max_tokens"), _UINT32_MAX),
-            stop=[stop] if isinstance(stop, str) else stop,
+            stop=[_text("stopping.stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
             stop_token_ids=[_uint("stopping.stop_token_ids", token, _UINT32_MAX) for token in stop_token_ids],
             min_tokens=_optional_uint("stopping.min_tokens", options.get("min_tokens"), _UINT32_MAX),
         ),
@@ -194,7 +194,7 @@ def _priority(value: int | None) -> int | None:
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        request.text = _text("prompt", prompt)
         return
     if isinstance(prompt, (bytes, Mapping, ChatMessage)) or not isinstance(prompt, Sequence):
         raise TypeError(f"prompt is {type(prompt).__name__}; give a str, a list of token ids or a list of ChatMessage")
@@ -208,10 +208,27 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None
 
 def _chat_message(position: int, item: object) -> types_pb2.ChatMessage:
     if isinstance(item, ChatMessage):
-        return types_pb2.ChatMessage(role=item.role, content=item.content)
-    if not isinstance(item, Mapping) or set(item) != {"role", "content"}:
+        role, content = item.role, item.content
+    elif isinstance(item, Mapping) and set(item) == {"role", "content"}:
+        role, content = item["role"], item["content"]
+    else:
         raise invalid_field(f"prompt[{position}]", f'is {item!r}; give {{"role": ..., "content": ...}}')
-    return types_pb2.ChatMessage(role=item["role"], content=item["content"])
+    return types_pb2.ChatMessage(
+        role=_text(f"prompt[{position}].role", role), content=_text(f"prompt[{position}].content", content)
+    )
+
+
+def _text(field: str, value: object) -> str:
+    """`value` as a text the wire can carry."""
+    if not isinstance(value, str):
+        raise invalid_field(field, f"is of type {type(value).__name__}; give a str")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid_field(
+            field, f"is not valid UTF-8: half of a surrogate pair is at character {error.start}; give whole characters"
+        ) from None
+    return value
 
 
 def _optional_uint(field: str, value: int | None, limit: int) -> int | None:

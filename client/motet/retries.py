@@ -5,12 +5,15 @@ gRPC's own retries are switched off (`channel.py`): unary calls, uploads and gen
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from motet.contact import ServerContact, is_absence, is_said_by_server, is_undone
-from motet.errors import Cancelled, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable
+from motet.errors import Cancelled, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable, invalid_field
+
+MAX_TIMEOUT_S = 1e9  # 31 years; gRPC takes much longer ones for a time that is over
 
 _MIN_BACKOFF_S = 0.01
 # An attempt that finds no server ends on this machine, so it may be repeated often; how often the network is used is
@@ -53,6 +56,16 @@ class RetryPolicy:
         return longest * (0.5 + 0.5 * generator.random())
 
 
+def check_timeout_s(timeout_s: float) -> float:
+    """`timeout_s`, if a call can be bounded by it. Raises InvalidArgument."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if is_number and (timeout_s <= MAX_TIMEOUT_S or timeout_s == math.inf):
+        return timeout_s
+    raise invalid_field(
+        "timeout_s", f"is {timeout_s!r}; give seconds, at most {MAX_TIMEOUT_S:g}, or math.inf for no limit"
+    )
+
+
 class Attempts:
     """The attempts of one call of a user, whatever number of RPCs that takes."""
 
@@ -66,7 +79,7 @@ class Attempts:
         generator: random.Random,
     ) -> None:
         self.contact = contact
-        self.timeout_s = timeout_s
+        self.timeout_s = check_timeout_s(timeout_s)
         self._policy = policy
         self._clock = clock
         self._generator = generator
@@ -78,13 +91,14 @@ class Attempts:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left for the next attempt."""
-        return max(self._deadline_s - self._clock(), 0.0)
+        """Seconds left for the next attempt, as gRPC can count them."""
+        return min(max(self._deadline_s - self._clock(), 0.0), MAX_TIMEOUT_S)
 
     def progressed(self) -> None:
         """Something new arrived: failures so far do not count any more."""
         self._num_failures = self._num_absences = 0
         self._absent_since_s = None
+        self._last_error = None
         self.contact.answered()
 
     def after(self, error: MotetError, *, is_repeatable: bool) -> float:

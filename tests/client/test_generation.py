@@ -101,6 +101,14 @@ def test_options_that_are_not_given_stay_unset_on_the_wire(server: ScriptedServe
         ({"prompt": [1, -2]}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [{"role": "user"}]}, "prompt[0]"),
+        ({"prompt": "a\ud800"}, "prompt"),
+        ({"prompt": [{"role": 5, "content": "x"}]}, "prompt[0].role"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "prompt[0].content"),
+        ({"adapter": 5}, "adapter"),
+        ({"cache_salt": "\udc80"}, "cache_salt"),
+        ({"stop": ["a", 5]}, "stopping.stop"),
+        ({"timeout_s": "5"}, "timeout_s"),
+        ({"timeout_s": None}, "timeout_s"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_refused_by_field(driver: Driver, options: dict[str, Any], field: str) -> None:

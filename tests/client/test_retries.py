@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
+from typing import Any
 
 import pytest
 from motet import Cancelled, DeadlineExceeded, InvalidArgument, MotetError, ResourceExhausted, RetryPolicy, Unavailable
@@ -196,3 +198,21 @@ def test_address_that_is_none_is_refused_with_the_way_to_write_it(target: str, a
     with pytest.raises(InvalidArgument) as caught:
         check_target(target)
     assert str(caught.value) == f"target: {advice}"
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e9, 3600, 0.0, -1.0])
+def test_attempts_have_a_time_that_grpc_can_count(timeout_s: float) -> None:
+    assert Call(timeout_s=timeout_s).attempts.remaining_s == max(min(timeout_s, 1e9), 0.0)
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, 1.1e9, 1e300, None, "5", True])
+def test_time_that_bounds_no_call_is_refused_by_name(timeout_s: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^timeout_s: is .*; give seconds, at most 1e\+09, or math\.inf"):
+        Call(timeout_s=timeout_s)
+
+
+def test_a_cause_that_is_over_is_not_told_when_the_time_ends_later() -> None:
+    call = Call(timeout_s=10.0)
+    call.run(broken())
+    call.attempts.progressed()
+    assert str(call.attempts.timed_out("no token came")) == "no token came within timeout_s=10; allow more time"
