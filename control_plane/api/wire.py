@@ -93,7 +93,7 @@ def _change(registered: Registered) -> adapters_pb2.RegistrationChange:
     record, previous = registered.record, registered.previous
     if previous is None or not previous.versions:  # a record that could not be read is written anew
         return adapters_pb2.REGISTRATION_CHANGE_CREATED
-    if record is previous:
+    if record is previous and not registered.is_repaired:
         return adapters_pb2.REGISTRATION_CHANGE_NONE
     if any(version.digest == record.active_digest for version in previous.versions):
         return adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED

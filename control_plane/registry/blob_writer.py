@@ -21,15 +21,14 @@ class BlobWriter:
         self._calls = calls
         self._catalog = catalog
 
-    async def put(self, packed: PackedInfo) -> None:
-        """Have the whole blob in the store. One that is there already is read in full, and repaired if it is damaged.
+    async def put(self, packed: PackedInfo) -> bool:
+        """Have the whole blob in the store; whether one was repaired that is there already, which is read in full.
 
         A half-written blob goes again; a damaged one that could not be repaired stays as it is.
         """
         digest = packed.digest
         if digest in self._catalog.blobs:
-            await self._repair(packed)
-            return
+            return await self._repair(packed)
         try:
             for index, chunk in enumerate(packed.chunks):
                 await self._put_chunk(digest, index, chunk)
@@ -38,13 +37,14 @@ class BlobWriter:
             await self._delete(digest)
             raise
         self._catalog.blobs.add(digest)
+        return False
 
     async def delete_unnamed(self, digest: str) -> None:
         """Remove the blob unless a name uses it. One that cannot be removed is left for the next start."""
         if not self._catalog.is_named(digest):
             await self._delete(digest)
 
-    async def _repair(self, packed: PackedInfo) -> None:
+    async def _repair(self, packed: PackedInfo) -> bool:
         repaired = []
         for index, chunk in enumerate(packed.chunks):
             check = (packed.digest, index, chunk.size_bytes, chunk.sha256)
@@ -57,8 +57,10 @@ class BlobWriter:
             has_manifest = False
         if not has_manifest:
             await self._calls.change(self._store.put_manifest, packed.digest, packed.manifest)
-        if repaired or not has_manifest:
-            logger.warning("blob repaired digest=%s chunks=%s had_manifest=%s", packed.digest, repaired, has_manifest)
+        if not repaired and has_manifest:
+            return False
+        logger.warning("blob repaired digest=%s chunks=%s had_manifest=%s", packed.digest, repaired, has_manifest)
+        return True
 
     async def _put_chunk(self, digest: str, index: int, chunk: PackedChunk) -> None:
         await self._calls.change(self._store.put_chunk, digest, index, chunk.path, size_bytes=chunk.size_bytes)

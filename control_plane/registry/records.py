@@ -81,6 +81,7 @@ class Registered:
 
     record: AdapterRecord  # as it is with the version active; not stored where the version was only checked
     previous: AdapterRecord | None  # as it was before: the same object if nothing changed, None if the name is new
+    is_repaired: bool = False  # its weights were damaged in the store, or gone, and are whole again
 
 
 @dataclass(frozen=True, slots=True)

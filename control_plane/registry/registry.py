@@ -245,8 +245,8 @@ class Registry:
                 if is_abandoned.is_set():
                     raise Abandoned
                 registered = self._registered(adapter_id, packed, display_name, labels)
-                await self._store_version(registered.record, packed)
-            return registered
+                is_repaired = await self._store_version(registered.record, packed)
+            return replace(registered, is_repaired=is_repaired)
 
     def _registrable(self, adapter_id: str) -> AdapterRecord | None:
         """The present record of the name, if any. Raises if nothing can be registered under it."""
@@ -314,14 +314,14 @@ class Registry:
             number=number,
         )
 
-    async def _store_version(self, record: AdapterRecord, packed: PackedInfo) -> None:
-        """Blob first, then the version's document, then the record that names it.
+    async def _store_version(self, record: AdapterRecord, packed: PackedInfo) -> bool:
+        """Blob first, then the version's document, then the record that names it. Whether the blob was repaired.
 
         A whole blob stays even if the record's write fails: whether that write took effect is not known then, and the
         next start removes blobs that no record names.
         """
         digest = packed.digest
-        await self._blobs.put(packed)
+        is_repaired = await self._blobs.put(packed)
         known = self._catalog.find(record.adapter_id)
         if known is not record:
             version = record.version(digest)
@@ -330,6 +330,7 @@ class Registry:
                 await self._calls.change(self._write_version, record.adapter_id, version)
             await self._write_record(record)
             logger.info("adapter registered adapter_id=%s digest=%s", record.adapter_id, digest)
+        return is_repaired
 
     async def _delete_unnamed_blob(self, digest: str) -> None:
         async with self._changes.locks.hold(f"blob {digest}"):

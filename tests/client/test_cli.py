@@ -230,6 +230,7 @@ def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, c
             "registered pirate: version 2 (abababababab) was known and is active again; "
             "before: version 3 (cdcdcdcdcdcd); back to it: motet adapters activate pirate cdcdcdcdcdcd",
         ),
+        ("VERSION_ACTIVATED", 2, "registered pirate: version 2 (abababababab) could not be served and can be again"),
         ("NONE", 2, "pirate is unchanged: version 2 (abababababab) is active already"),
     ],
 )
@@ -246,7 +247,7 @@ def test_adapters_add_tells_which_version_is_active_and_which_was(
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     server.registration = adapters_pb2.Registration(change=f"REGISTRATION_CHANGE_{change}")  # type: ignore[arg-type]
     if previous is not None:
-        digest = DIGEST if change == "NONE" else "cd" * 32
+        digest = DIGEST if previous == 2 else "cd" * 32
         server.registration.previous_version.MergeFrom(adapters_pb2.AdapterVersion(digest=digest, number=previous))
     assert motet(server, "adapters", "add", *(["--check"] if is_check else []), "pirate", str(tmp_path)) == 0
     told = capsys.readouterr().out

@@ -83,18 +83,20 @@ def _told_registration(adapter: Adapter, *, is_check: bool) -> str:
     change = adapter.registration.change if adapter.registration else RegistrationChange.UNSPECIFIED
     previous = adapter.registration.previous_version if adapter.registration else None
     present = _named(adapter.active_version)
+    is_same = bool(previous and adapter.active_version and previous.digest == adapter.active_version.digest)
     match change:
         case RegistrationChange.VERSION_ADDED:
             done = f"registered {adapter.id}: {present} is new and active now"
         case RegistrationChange.VERSION_ACTIVATED:
-            done = f"registered {adapter.id}: {present} was known and is active again"
+            how = "could not be served and can be again" if is_same else "was known and is active again"
+            done = f"registered {adapter.id}: {present} {how}"
         case RegistrationChange.NONE:
             return f"{adapter.id} is unchanged: {present} is active already"
         case _:
             done = f"registered {adapter.id}: {present}"
     if is_check:
         done = f"checked {adapter.id}, nothing was stored; registering would give: {done.partition(': ')[2]}"
-    if previous is None or adapter.active_version is None or previous.digest == adapter.active_version.digest:
+    if previous is None or adapter.active_version is None or is_same:
         return done
     back = previous.digest[:SHORT_DIGITS]
     way_back = "" if is_check else f"; back to it: motet adapters activate {adapter.id} {back}"

@@ -66,6 +66,7 @@ class FakeRecord:
 class FakeRegistered:
     record: FakeRecord
     previous: FakeRecord | None
+    is_repaired: bool = False
 
 
 @dataclass(frozen=True)

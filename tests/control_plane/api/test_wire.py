@@ -11,9 +11,9 @@ OLD, NEW = FakeVersion(OTHER_DIGEST, number=1), FakeVersion(DIGEST, number=2)
 ONE, BOTH = FakeRecord("a", (OLD,), OTHER_DIGEST), FakeRecord("a", (NEW, OLD), DIGEST)
 
 
-def told(record: FakeRecord, previous: FakeRecord | None) -> tuple[str, int]:
+def told(record: FakeRecord, previous: FakeRecord | None, *, is_repaired: bool = False) -> tuple[str, int]:
     """The change, and the number of the version that was active before (0: none)."""
-    message = registered_message(FakeRegistered(record, previous))
+    message = registered_message(FakeRegistered(record, previous, is_repaired))
     assert list(message.active_version.target_modules) == list(OLD.target_modules)
     registration = message.registration
     assert not registration.previous_version.target_modules
@@ -31,6 +31,10 @@ def test_every_change_has_its_name() -> None:
 def test_version_that_could_not_be_served_is_activated_by_registering_it_again() -> None:
     broken = FakeRecord("a", (OLD,), OTHER_DIGEST, state="failed", state_reason="damaged")
     assert told(ONE, broken) == ("VERSION_ACTIVATED", 1)
+
+
+def test_repair_of_weights_is_no_change_of_the_name_and_is_told() -> None:
+    assert told(BOTH, BOTH, is_repaired=True) == ("VERSION_ACTIVATED", 2)
 
 
 def test_record_that_could_not_be_read_is_created_anew() -> None:

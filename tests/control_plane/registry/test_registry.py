@@ -510,8 +510,10 @@ async def test_registering_the_same_bytes_again_repairs_a_damaged_blob(
     else:
         store._files.write(manifest, b"{}")
     record = registry.get("a")
-    assert (await registry.register("a", files(tmp_path))).record is record  # nothing of the name changes
+    registered = await registry.register("a", files(tmp_path))
+    assert registered.record is record and registered.is_repaired  # nothing of the name changes
     assert {path: store._files.read(path) for path in good} == good
+    assert not (await registry.register("a", files(tmp_path))).is_repaired
 
 
 async def test_a_whole_blob_is_read_and_not_written_again(tmp_path: Path) -> None:
