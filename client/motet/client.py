@@ -75,7 +75,7 @@ class Client:
     ) -> GenerationStream:
         """A stream of chunks, asked for at once. GenerateOptions names the keyword arguments.
 
-        `timeout_s` bounds the whole of it: further attempts, and continuations of a broken stream.
+        `timeout_s` bounds the whole of it: further attempts, and continuations of a broken stream; math.inf: no limit.
         """
         state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
         method = self._channel.unary_stream(
