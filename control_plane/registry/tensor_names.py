@@ -21,7 +21,7 @@ _PARTS = {
     ".base_layer.weight": "base_layer.weight",
     ".base_layer.bias": "base_layer.bias",
 }
-_BASE_PARTS = (".base_layer.weight", ".base_layer.bias")
+_BASE_PARTS = (".base_layer.weight", ".base_layer.bias")  # PEFT saves these beside adapters on embedding and head
 _OTHER_TASK = "belongs to the head of another task, and Motet generates text only; save the adapter without that head"
 # Parts of tensor names that belong to kinds of adapters that are not served.
 _OTHER_KINDS = {
@@ -47,7 +47,7 @@ def split_key(key: str, targets: TargetModules) -> tuple[str, str]:
     suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
     if suffix is not None and key.startswith(_KEY_PREFIX):
         module = key[len(_KEY_PREFIX) : -len(suffix)]
-        if module in targets.served and (targets.is_outer(module) or not suffix.startswith(".base_layer")):
+        if module in targets.served and (targets.is_outer(module) or suffix not in _BASE_PARTS):
             return module, _PARTS[suffix]
     raise refuse(shorten(key), _trouble(key, suffix, targets))
 
