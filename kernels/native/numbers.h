@@ -1,0 +1,157 @@
+/* Vectors of floats, and the 16-bit element types that they are loaded from and rounded to.
+ *
+ * A pair is 2 * LANES neighbouring numbers of a row, held as two vectors. Of float32 and float16 the vectors are the
+ * first and the second half. Of bfloat16 they are the even and the odd numbers: that is how they come apart without a
+ * shuffle. Products of two pairs of one type need no other order, and store_pair puts them back.
+ */
+
+#ifndef MOTET_NUMBERS_H
+#define MOTET_NUMBERS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ops.h"
+
+#ifdef __AVX512F__
+enum { LANES = 16 };
+#else
+enum { LANES = 8 };
+#endif
+enum { PAIR = 2 * LANES, LINE = 64 };
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t mask __attribute__((vector_size(4 * LANES)));
+typedef _Float16 halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t item_bytes(int dtype) { return dtype == FLOAT32 ? 4 : dtype == FLOAT8 ? 1 : 2; }
+
+INLINE vec load(const float *from) {
+    vec value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
+
+INLINE vec all(float value) { return value - (vec){0}; }
+
+INLINE vec choose(mask where, vec yes, vec no) { return (vec)(((bits)yes & (bits)where) | ((bits)no & ~(bits)where)); }
+
+/* The bfloat16 codes of a vector, in the high halves: to the nearest, ties to even; NaN stays one. */
+INLINE bits rounded(vec value) {
+    const bits code = (bits)value;
+    const bits nearest = code + 0x7fffu + ((code >> 16) & 1u);
+    return (bits)choose(value == value, (vec)nearest, (vec)(code | 0x400000u)) & 0xffff0000u;
+}
+
+INLINE void load_pair(const void *row, int64_t place, int dtype, vec *first, vec *second) {
+    if (dtype == BFLOAT16) {
+        bits both;
+        memcpy(&both, (const uint16_t *)row + place, sizeof both);
+        *first = (vec)(both << 16);
+        *second = (vec)(both & 0xffff0000u);
+    } else if (dtype == FLOAT16) {
+        halves one, other;
+        memcpy(&one, (const uint16_t *)row + place, sizeof one);
+        memcpy(&other, (const uint16_t *)row + place + LANES, sizeof other);
+        *first = __builtin_convertvector(one, vec);
+        *second = __builtin_convertvector(other, vec);
+    } else {
+        memcpy(first, (const float *)row + place, sizeof *first);
+        memcpy(second, (const float *)row + place + LANES, sizeof *second);
+    }
+}
+
+INLINE void store_pair(void *row, int64_t place, int dtype, vec first, vec second) {
+    if (dtype == BFLOAT16) {
+        const bits both = (rounded(first) >> 16) | rounded(second);
+        memcpy((uint16_t *)row + place, &both, sizeof both);
+    } else if (dtype == FLOAT16) {
+        const halves one = __builtin_convertvector(first, halves), other = __builtin_convertvector(second, halves);
+        memcpy((uint16_t *)row + place, &one, sizeof one);
+        memcpy((uint16_t *)row + place + LANES, &other, sizeof other);
+    } else {
+        memcpy((float *)row + place, &first, sizeof first);
+        memcpy((float *)row + place + LANES, &second, sizeof second);
+    }
+}
+
+/* Single numbers, for the ends of rows that are no whole pairs. */
+INLINE float load_one(const void *row, int64_t place, int dtype) {
+    if (dtype == BFLOAT16) {
+        const uint32_t code = (uint32_t)((const uint16_t *)row)[place] << 16;
+        float value;
+        memcpy(&value, &code, sizeof value);
+        return value;
+    }
+    if (dtype == FLOAT16) {
+        _Float16 value;
+        memcpy(&value, (const uint16_t *)row + place, sizeof value);
+        return (float)value;
+    }
+    return ((const float *)row)[place];
+}
+
+INLINE void store_one(void *row, int64_t place, int dtype, float value) {
+    if (dtype == BFLOAT16) {
+        uint32_t code;
+        memcpy(&code, &value, sizeof code);
+        const uint32_t nearest = value == value ? code + 0x7fffu + ((code >> 16) & 1u) : code | 0x400000u;
+        ((uint16_t *)row)[place] = (uint16_t)(nearest >> 16);
+    } else if (dtype == FLOAT16) {
+        const _Float16 half = (_Float16)value;
+        memcpy((uint16_t *)row + place, &half, sizeof half);
+    } else {
+        ((float *)row)[place] = value;
+    }
+}
+
+/* Like load_pair and store_pair for the first `count` numbers of a pair; what is past them loads as 0. */
+INLINE void load_part(const void *row, int64_t place, int64_t count, int dtype, vec *first, vec *second) {
+    char whole[4 * PAIR] = {0};
+    const int64_t item = item_bytes(dtype);
+    memcpy(whole, (const char *)row + place * item, (size_t)(count * item));
+    load_pair(whole, 0, dtype, first, second);
+}
+
+INLINE void store_part(void *row, int64_t place, int64_t count, int dtype, vec first, vec second) {
+    char whole[4 * PAIR];
+    const int64_t item = item_bytes(dtype);
+    store_pair(whole, 0, dtype, first, second);
+    memcpy((char *)row + place * item, whole, (size_t)(count * item));
+}
+
+/* Sum over the lanes, in one fixed order. */
+INLINE float sum_of(vec value) {
+    float lanes[LANES];
+    memcpy(lanes, &value, sizeof lanes);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+/* e to the x, within 2 units in the last place; 0 below -87.3, infinity above 88.7. Polynomial of Cephes' expf. */
+INLINE vec exponential(vec x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, found in the low bits */
+    const vec shifted = x * 1.44269504f + magic, whole = shifted - magic;
+    vec rest = x - whole * 0.693359375f;
+    rest = rest + whole * 2.12194440e-4f;
+    vec series = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+    series = series * rest + 8.3334519073e-3f;
+    series = series * rest + 4.1665795894e-2f;
+    series = series * rest + 1.6666665459e-1f;
+    series = series * rest + 5.0000001201e-1f;
+    series = series * rest * rest + rest + 1.0f;
+    /* The power of two in two steps, so that 2^128 is reached without passing infinity. */
+    const bits steps = (bits)shifted - 0x4b400000u, half = (bits)((mask)steps >> 1);
+    const vec value = series * (vec)((half << 23) + 0x3f800000u) * (vec)(((steps - half) << 23) + 0x3f800000u);
+    const vec low = choose(x < -87.3f, (vec){0}, value);
+    return choose(x > 88.7f, all(__builtin_inff()), choose(x == x, low, x));
+}
+
+#endif
