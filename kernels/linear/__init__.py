@@ -1,0 +1,29 @@
+"""Products of rows with a linear's weight that was packed for the CPU's native code: `linear`, `to_panels`."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.linear import native
+from kernels.linear.panels import from_panels, to_panels
+
+__all__ = ["from_panels", "linear", "to_panels"]
+
+
+def linear(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
+    """[T, out] = x [T, in] @ weight.T + bias for panels that `to_panels` made of weight [out, in].
+
+    Sums are float32, in the order of the inputs: a row's bits do not depend on the other rows. float32, bfloat16 and
+    float16 on the CPU, where there is native code.
+    """
+    if x.dim() != 2 or panels.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, want {panels.dtype} [T, in] as the panels are")
+    pairs = 2 if x.dtype == torch.bfloat16 else 1
+    if (
+        panels.shape[1] != -(-x.shape[1] // pairs)
+        or not 0 <= panels.shape[0] * panels.shape[2] - out_features < (panels.shape[2])
+    ):
+        raise ValueError(f"panels {tuple(panels.shape)} are of no weight [{out_features}, {x.shape[1]}]")
+    if bias is not None and (bias.shape != (out_features,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, want {x.dtype} [{out_features}]")
+    return native.linear(x, panels, bias, out_features)

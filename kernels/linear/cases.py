@@ -1,0 +1,38 @@
+"""Shapes for the tests and benchmarks of linear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call."""
+
+    name: str
+    num_tokens: int
+    in_features: int
+    out_features: int
+    has_bias: bool = False
+
+
+CASES = (
+    Case("no token", 0, 8, 8),
+    Case("one token", 1, 64, 96),
+    Case("one output", 3, 16, 1),
+    Case("odd sizes", 13, 37, 45, has_bias=True),
+    Case("one input", 5, 1, 33),
+    Case("all row counts of a tile", 25, 64, 64, has_bias=True),
+    Case("several blocks of rows", 400, 48, 200),
+)
+
+
+def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x [T, in], weight [out, in] and bias [out] or None; outputs are of order 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(case.num_tokens, case.in_features, generator=generator)
+    weight = torch.randn(case.out_features, case.in_features, generator=generator) * case.in_features**-0.5
+    bias = torch.randn(case.out_features, generator=generator) if case.has_bias else None
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

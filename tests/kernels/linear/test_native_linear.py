@@ -1,0 +1,64 @@
+"""The native product of rows with packed weights against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.linear import from_panels, linear, reference, to_panels
+from kernels.linear.cases import CASES, Case, make
+from kernels.native import set_num_threads
+from tests.kernels.tolerances import assert_close
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
+    x, weight, bias = make(case, dtype)
+    assert_close(linear(x, to_panels(weight), bias, case.out_features), reference.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_weight_comes_back_from_its_panels(case: Case, dtype: torch.dtype) -> None:
+    _, weight, _ = make(case, dtype)
+    assert torch.equal(from_panels(to_panels(weight), case.out_features, case.in_features), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_in_every_batch_and_number_of_threads(
+    dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: set_num_threads(torch.get_num_threads()))
+    x, weight, _ = make(Case("", 205, 96, 130), dtype)
+    panels = to_panels(weight)
+    whole = linear(x, panels, None, 130)
+    for num_threads in (1, 2, 3):
+        set_num_threads(num_threads)
+        for begin, end in ((0, 1), (3, 14), (100, 205), (0, 205)):
+            assert torch.equal(linear(x[begin:end], panels, None, 130), whole[begin:end])
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    x, weight, _ = make(Case("", 14, 33, 40), torch.bfloat16)
+    expected = linear(x, to_panels(weight), None, 40)
+    x[5] = float("nan")
+    x[7, 3] = float("inf")
+    actual = linear(x, to_panels(weight), None, 40)
+    assert actual[5].isnan().all()
+    assert not actual[7].isfinite().any()
+    others = [row for row in range(14) if row not in (5, 7)]
+    assert torch.equal(actual[others], expected[others])
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, weight, _ = make(Case("", 2, 8, 8), torch.float32)
+    panels = to_panels(weight)
+    with pytest.raises(ValueError, match=r"want torch\.float32"):
+        linear(x.double(), panels, None, 8)
+    with pytest.raises(ValueError, match="are of no weight"):
+        linear(x[:, :4], panels, None, 8)
+    with pytest.raises(ValueError, match="bias is"):
+        linear(x, panels, torch.zeros(7), 8)

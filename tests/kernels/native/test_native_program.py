@@ -1,0 +1,50 @@
+"""Programs: ops in their order, in any number of threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.linear import native, reference, to_panels
+from kernels.native import Program, Step, set_num_threads
+from tests.kernels.tolerances import assert_close
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_each_op_reads_what_the_op_before_it_wrote(num_threads: int, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: set_num_threads(torch.get_num_threads()))
+    set_num_threads(num_threads)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(64, 64, generator=generator) / 8 for _ in range(12)]
+    panels = [to_panels(weight) for weight in weights]
+    buffers = [torch.zeros(40, 64) for _ in range(13)]
+    program = Program()
+    for index, packed in enumerate(panels):
+        program.add("linear", native.problem(buffers[index], packed, None, buffers[index + 1]))
+    for num_tokens in (1, 40, 7):
+        x = torch.randn(num_tokens, 64, generator=generator)
+        buffers[0][:num_tokens] = x
+        before = [buffer[num_tokens:].clone() for buffer in buffers]
+        program.run(Step(num_tokens=num_tokens))
+        for index, weight in enumerate(weights):
+            assert_close(buffers[index + 1][:num_tokens], reference.linear(buffers[index][:num_tokens], weight, None))
+        assert all(torch.equal(buffer[num_tokens:], old) for buffer, old in zip(buffers, before, strict=True))
+
+
+def test_times_rise_from_op_to_op() -> None:
+    weight = to_panels(torch.eye(32))
+    x, y = torch.ones(3, 32), torch.zeros(3, 32)
+    program = Program()
+    program.add("linear", native.problem(x, weight, None, y), is_open=True)
+    program.add("linear", native.problem(y, weight, None, x))
+    times = np.zeros((2, 2), dtype=np.int64)
+    program.run(Step(num_tokens=3), times)
+    assert program.names == ["linear", "linear"]
+    assert (np.diff(times.reshape(-1)) >= 0).all()
+    assert times[0, 0] > 0
+
+
+def test_no_threads_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        set_num_threads(0)
