@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.rms_norm import cpu
+from kernels.rms_norm import cpu, native
 
 __all__ = ["rms_norm"]
 
@@ -34,4 +34,6 @@ def rms_norm(
         from kernels.rms_norm import triton_kernel
 
         return triton_kernel.rms_norm(x, weight, eps, residual, weight_offset)
+    if native.can_serve(x, weight, residual):
+        return native.rms_norm(x, weight, eps, residual, weight_offset)
     return cpu.rms_norm(x, weight, eps, residual, weight_offset)
