@@ -13,6 +13,10 @@
 
 #include "ops.h"
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 #ifdef __AVX512F__
 enum { LANES = 16 };
 #else
@@ -25,6 +29,8 @@ typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t mask __attribute__((vector_size(4 * LANES)));
 typedef _Float16 halves __attribute__((vector_size(2 * LANES)));
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t mask_of_quad __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -49,6 +55,27 @@ INLINE bits rounded(vec value) {
     return (bits)choose(value == value, (vec)nearest, (vec)(code | 0x400000u)) & 0xffff0000u;
 }
 
+/* GCC's own conversions of vectors of float16 go number by number. */
+INLINE vec widened(halves value) {
+#if defined(__F16C__) && defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps((__m256i)value);
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps((__m128i)value);
+#else
+    return __builtin_convertvector(value, vec);
+#endif
+}
+
+INLINE halves narrowed(vec value) {
+#if defined(__F16C__) && defined(__AVX512F__)
+    return (halves)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+    return (halves)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
+#else
+    return __builtin_convertvector(value, halves);
+#endif
+}
+
 INLINE void load_pair(const void *row, int64_t place, int dtype, vec *first, vec *second) {
     if (dtype == BFLOAT16) {
         bits both;
@@ -59,8 +86,8 @@ INLINE void load_pair(const void *row, int64_t place, int dtype, vec *first, vec
         halves one, other;
         memcpy(&one, (const uint16_t *)row + place, sizeof one);
         memcpy(&other, (const uint16_t *)row + place + LANES, sizeof other);
-        *first = __builtin_convertvector(one, vec);
-        *second = __builtin_convertvector(other, vec);
+        *first = widened(one);
+        *second = widened(other);
     } else {
         memcpy(first, (const float *)row + place, sizeof *first);
         memcpy(second, (const float *)row + place + LANES, sizeof *second);
@@ -72,7 +99,7 @@ INLINE void store_pair(void *row, int64_t place, int dtype, vec first, vec secon
         const bits both = (rounded(first) >> 16) | rounded(second);
         memcpy((uint16_t *)row + place, &both, sizeof both);
     } else if (dtype == FLOAT16) {
-        const halves one = __builtin_convertvector(first, halves), other = __builtin_convertvector(second, halves);
+        const halves one = narrowed(first), other = narrowed(second);
         memcpy((uint16_t *)row + place, &one, sizeof one);
         memcpy((uint16_t *)row + place + LANES, &other, sizeof other);
     } else {
@@ -126,13 +153,27 @@ INLINE void store_part(void *row, int64_t place, int64_t count, int dtype, vec f
     memcpy((char *)row + place * item, whole, (size_t)(count * item));
 }
 
-/* Sum over the lanes, in one fixed order. */
+/* Sum over the lanes, in one fixed order: each half on the other, down to one. */
 INLINE float sum_of(vec value) {
-    float lanes[LANES];
-    memcpy(lanes, &value, sizeof lanes);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-    return lanes[0];
+    quad parts[LANES / 4];
+    memcpy(parts, &value, sizeof parts);
+    for (int width = LANES / 8; width; width /= 2)
+        for (int part = 0; part < width; part++) parts[part] += parts[part + width];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+INLINE float larger_of(float one, float other) { return one > other ? one : other; }
+
+/* The largest lane; -infinity where all are NaN, which is passed over. */
+INLINE float highest_of(vec value) {
+    quad parts[LANES / 4];
+    memcpy(parts, &value, sizeof parts);
+    quad highest = -__builtin_inff() - (quad){0};
+    for (int part = 0; part < LANES / 4; part++) {
+        const mask_of_quad is_larger = parts[part] > highest;
+        highest = (quad)(((mask_of_quad)parts[part] & is_larger) | ((mask_of_quad)highest & ~is_larger));
+    }
+    return larger_of(larger_of(highest[0], highest[2]), larger_of(highest[1], highest[3]));
 }
 
 /* e to the x, within 2 units in the last place; 0 below -87.3, infinity above 88.7. Polynomial of Cephes' expf. */
