@@ -6,7 +6,7 @@ import torch
 
 from kernels.devices import runs_triton
 from kernels.fp8 import KVScale, check_scales
-from kernels.store_kv import cpu
+from kernels.store_kv import cpu, native
 
 __all__ = ["check_store", "store_kv"]
 
@@ -36,6 +36,8 @@ def store_kv(
         from kernels.store_kv import triton_kernel
 
         triton_kernel.store_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    elif native.can_serve(key, value, key_cache, value_cache, slot_mapping):
+        native.store_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     else:
         cpu.store_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from kernels.fp8 import FP8, FP8_MAX, MIN_SCALE, KVScale, fp8_refusal, widen
-from kernels.store_kv import reference, store_kv
+from kernels.store_kv import cpu, reference, store_kv
 from kernels.store_kv.cases import CASES, Case, make, make_fp8_caches
 
 
@@ -16,13 +18,14 @@ def caches(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.full((*shape, case.key_dim), nan, dtype=dtype), torch.full((*shape, case.value_dim), nan, dtype=dtype)
 
 
+@pytest.mark.parametrize("run", [store_kv, cpu.store_kv], ids=["chosen", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_the_reference_bit_for_bit(case: Case, dtype: torch.dtype) -> None:
+def test_equals_the_reference_bit_for_bit(case: Case, dtype: torch.dtype, run: Callable[..., None]) -> None:
     """Slots that nobody writes keep their NaN."""
     key, value, slots = make(case, torch.float32)
     actual, expected = caches(case, dtype), caches(case, dtype)
-    store_kv(key, value, *actual, slots)
+    run(key, value, *actual, slots)
     reference.store_kv(key, value, *expected, slots)
     for ours, theirs in zip(actual, expected, strict=True):
         assert torch.equal(ours.nan_to_num(nan=1e4), theirs.nan_to_num(nan=1e4))
@@ -30,14 +33,17 @@ def test_equals_the_reference_bit_for_bit(case: Case, dtype: torch.dtype) -> Non
     assert int(actual[0].isfinite().sum()) == written
 
 
+@pytest.mark.parametrize("run", [store_kv, cpu.store_kv], ids=["chosen", "torch"])
 @pytest.mark.parametrize("has_token_scales", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_fp8_equals_the_reference_bit_for_bit(case: Case, dtype: torch.dtype, *, has_token_scales: bool) -> None:
+def test_fp8_equals_the_reference_bit_for_bit(
+    case: Case, dtype: torch.dtype, run: Callable[..., None], *, has_token_scales: bool
+) -> None:
     """Slots that nobody writes keep what they held."""
     key, value, slots = make(case, dtype)
     actual, expected = (make_fp8_caches(case, has_token_scales=has_token_scales) for _ in range(2))
-    store_kv(key, value, *actual[:2], slots, *actual[2:])
+    run(key, value, *actual[:2], slots, *actual[2:])
     reference.store_kv(key, value, *expected[:2], slots, *expected[2:])
     for ours, theirs in zip(actual, expected, strict=True):
         if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
