@@ -1,7 +1,7 @@
 """Rotary position embedding, alone or with what stands beside it in a layer.
 
 `apply_rope` and `apply_rope_and_store_kv` are the public calls; the second is the first, then store_kv. Either norms
-the heads first where a HeadNorm is given, and is one launch on a GPU.
+the heads first where a HeadNorm is given, and is one launch on a GPU, and one native op on a CPU.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.rope import cpu
+from kernels.rope import cpu, native
 from kernels.rope.reference import HeadNorm
 from kernels.store_kv import check_store, store_kv
+from kernels.store_kv import native as stores
 
 __all__ = ["HeadNorm", "apply_rope", "apply_rope_and_store_kv"]
 
@@ -35,6 +36,8 @@ def apply_rope(
         from kernels.rope import triton_kernel
 
         triton_kernel.apply_rope(query, key, positions, cos, sin, norm, None)
+    elif native.can_serve(query, key, cos, sin, norm):
+        native.apply_rope(query, key, positions, cos, sin, norm, None)
     else:
         cpu.apply_rope(query, key, positions, cos, sin, norm)
 
@@ -55,12 +58,14 @@ def apply_rope_and_store_kv(
     """As apply_rope, then write key and value to their slots as store_kv does without scales."""
     _check(query, key, positions, cos, sin, norm)
     check_store(key, value, key_cache, value_cache, slot_mapping)
+    store = (value, key_cache, value_cache, slot_mapping)
     is_one_launch = _runs_triton(query, key, positions, cos, sin, norm) and runs_triton(key_cache)
     if is_one_launch and value.stride(2) == 1 and slot_mapping.is_contiguous():
         from kernels.rope import triton_kernel
 
-        store = (value, key_cache, value_cache, slot_mapping)
         triton_kernel.apply_rope(query, key, positions, cos, sin, norm, store)
+    elif native.can_serve(query, key, cos, sin, norm) and stores.can_serve(key, *store):
+        native.apply_rope(query, key, positions, cos, sin, norm, store)
     else:
         apply_rope(query, key, positions, cos, sin, norm=norm)
         store_kv(key, value, key_cache, value_cache, slot_mapping)
