@@ -4,12 +4,15 @@ from kernels.native.build import find_compiler, library, turn_off
 from kernels.native.program import (
     DTYPES,
     Program,
+    Run,
     Step,
+    clock_ns,
     get_num_threads,
     has_native,
     integers,
     num_lanes,
     pointers,
+    recording,
     run_one,
     set_num_threads,
 )
@@ -17,7 +20,9 @@ from kernels.native.program import (
 __all__ = [
     "DTYPES",
     "Program",
+    "Run",
     "Step",
+    "clock_ns",
     "find_compiler",
     "get_num_threads",
     "has_native",
@@ -25,6 +30,7 @@ __all__ = [
     "library",
     "num_lanes",
     "pointers",
+    "recording",
     "run_one",
     "set_num_threads",
     "turn_off",

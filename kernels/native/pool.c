@@ -219,6 +219,7 @@ int motet_run(Pool *pool, const Op *ops, int64_t num_ops, const Step *step, int6
         const int64_t num_threads = pool->num_threads;
         if (ops->kind->num_tasks(ops->problem, step, num_threads))
             ops->kind->run(ops->problem, step, 0, num_threads, pool->scratch[0]);
+        if (times) times[0] = times[1] = now_ns();
         return 1;
     }
     change(pool, &pool->job);

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -40,6 +43,15 @@ class _Op(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a program, as `recording` has it. Times are those of clock_ns."""
+
+    names: tuple[str, ...]  # of the ops
+    began_ns: int
+    times: npt.NDArray[np.int64]  # [ops, 2] see Program.run
+
+
 class Program:
     """Ops that run one after the other. Keeps the problems, but not the memory that they point to."""
 
@@ -63,6 +75,9 @@ class Program:
         """
         if self._array is None:
             self._array = (_Op * len(self._ops))(*self._ops)
+        if _recorded is not None and times is None:
+            times = np.zeros((len(self._ops), 2), dtype=np.int64)
+            _recorded.append(Run(tuple(self.names), clock_ns(), times))
         at = None if times is None else times.ctypes.data
         with _running:
             is_run = _function("motet_run")(_pool(), self._array, len(self._ops), ctypes.byref(step), at)
@@ -75,6 +90,28 @@ def run_one(name: str, problem: ctypes.Structure, step: Step) -> None:
     program = Program()
     program.add(name, problem)
     program.run(step)
+
+
+@contextmanager
+def recording() -> Iterator[list[Run]]:
+    """Add every run of the process to the list that is given, one thread's at a time. What is open waits meanwhile.
+
+    Raises RuntimeError inside of another recording.
+    """
+    global _recorded
+    if _recorded is not None:
+        raise RuntimeError("the runs of native code are being recorded already")
+    runs: list[Run] = []
+    _recorded = runs
+    try:
+        yield runs
+    finally:
+        _recorded = None
+
+
+def clock_ns() -> int:
+    """The clock that runs are timed by, nanoseconds."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -103,6 +140,7 @@ def num_lanes() -> int:
 
 _running = threading.Lock()  # a pool has one run at a time
 _num_threads: int | None = None
+_recorded: list[Run] | None = None  # where recording puts runs
 _pools: dict[int, int] = {}  # address by number of threads
 
 

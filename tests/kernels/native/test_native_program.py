@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.linear import native, reference, to_panels
-from kernels.native import Program, Step, set_num_threads
+from kernels.native import Program, Step, clock_ns, recording, run_one, set_num_threads
 from tests.kernels.tolerances import assert_close
 
 
@@ -48,3 +48,38 @@ def test_times_rise_from_op_to_op() -> None:
 def test_no_threads_are_refused() -> None:
     with pytest.raises(ValueError, match="num_threads is 0"):
         set_num_threads(0)
+
+
+def test_a_recording_has_the_runs_of_its_block_alone() -> None:
+    weight = to_panels(torch.eye(32))
+    x, y = torch.ones(3, 32), torch.zeros(3, 32)
+    program = Program()
+    program.add("linear", native.problem(x, weight, None, y))
+    program.add("linear", native.problem(y, weight, None, x))
+    program.run(Step(num_tokens=3))
+    with recording() as runs:
+        began_ns = clock_ns()
+        program.run(Step(num_tokens=3))
+        program.run(Step(num_tokens=1))
+    program.run(Step(num_tokens=3))
+    assert [run.names for run in runs] == [("linear", "linear")] * 2
+    for run in runs:
+        moments = [began_ns, run.began_ns, *run.times.reshape(-1).tolist(), clock_ns()]
+        assert moments == sorted(moments)
+
+
+def test_an_op_of_one_task_that_is_run_alone_is_timed() -> None:
+    x, y, panels = torch.ones(1, 4), torch.zeros(1, 4), to_panels(torch.eye(4))
+    with recording() as runs:
+        run_one("linear", native.problem(x, panels, None, y), Step(num_tokens=1))
+    assert torch.equal(y, x)
+    assert runs[0].began_ns <= runs[0].times[0, 0] <= runs[0].times[0, 1] <= clock_ns()
+
+
+def test_a_recording_inside_of_another_is_refused_and_the_outer_one_goes_on() -> None:
+    x, y, panels = torch.ones(1, 4), torch.zeros(1, 4), to_panels(torch.eye(4))
+    with recording() as runs:
+        with pytest.raises(RuntimeError, match="recorded already"), recording():
+            pass
+        run_one("linear", native.problem(x, panels, None, y), Step(num_tokens=1))
+    assert len(runs) == 1
