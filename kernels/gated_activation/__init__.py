@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.gated_activation import cpu
+from kernels.gated_activation import cpu, native
 
 __all__ = ["ACTIVATIONS", "gated_activation"]
 
@@ -22,4 +22,6 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
         from kernels.gated_activation import triton_kernel
 
         return triton_kernel.gated_activation(x, activation)
+    if native.can_serve(x):
+        return native.gated_activation(x, activation)
     return cpu.gated_activation(x, activation)
