@@ -17,8 +17,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 # Sums keep the order that the source gives them, and NaN stays NaN: nothing of -ffast-math but fused multiply-adds.
@@ -62,21 +60,6 @@ def find_compiler() -> list[str] | None:
         return None
     commands = [shlex.split(os.environ["CC"])] if os.environ.get("CC", "").strip() else [["cc"], ["gcc"], ["clang"]]
     return next((command for command in commands if shutil.which(command[0])), None)
-
-
-@cache
-def openmp_parallel() -> int | None:
-    """Address of GOMP_parallel in the OpenMP that torch runs its own operators with, or None.
-
-    A second pool of threads would fight with torch's, whose threads spin for a while after each operator.
-    """
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
-    try:  # symbols of what a library needs are found through it
-        return ctypes.cast(ctypes.CDLL(str(torch_library)).GOMP_parallel, ctypes.c_void_p).value
-    except (OSError, AttributeError) as error:
-        logger.info("native code has no threads but its caller's reason=%s", error)
-        return None
 
 
 def _compile(compiler: list[str], source: Path) -> ctypes.CDLL:

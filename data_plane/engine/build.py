@@ -26,7 +26,7 @@ from data_plane.models.limits import model_length
 from data_plane.models.load_progress import telling_progress
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
-from kernels import native_code
+from kernels import native
 from kernels.launches import check_tables
 from kernels.paged_attention import prepare_cpu
 from kernels.tuning import TABLES
@@ -97,7 +97,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     )
     engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
     if config.native_code == "off":
-        native_code.turn_off()
+        native.turn_off()
     elif device.type == "cpu":
         prepare_cpu()
     if config.warms_up(device.type):

@@ -9,7 +9,8 @@ import torch
 
 from kernels.devices import check_devices, runs_triton
 from kernels.fp8 import FP8, KVScale, check_scales
-from kernels.paged_attention import cpu, cpu_decode
+from kernels.native import library
+from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch
 from kernels.paged_attention.options import BlockSparsity, Options
 
@@ -18,7 +19,7 @@ __all__ = ["AttentionBatch", "BlockSparsity", "cross_attention", "encoder_attent
 
 def prepare_cpu() -> None:
     """Compile what decodes on a CPU run, so that the first does not wait for it; the log says where it cannot."""
-    cpu_decode.prepare()
+    library()
 
 
 def paged_attention(

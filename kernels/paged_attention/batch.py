@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.paged_attention.device_batch import DeviceBatch
+from kernels.paged_attention.native_step import AttentionStep
 
 # Decode sequences are gathered in groups of similar length. A group's keys should still lie in the cache when they
 # are multiplied: on the CPU 0.5 to 1 MiB was fastest for 32 sequences of 1k and of 150 tokens and for 64 of 40
@@ -65,16 +66,6 @@ class PrefillSequence:
     keys: KeyBlocks
     is_causal: bool  # queries and keys are the same tokens and no window cuts: a triangle, no mask is needed
     mask: torch.Tensor | None  # [num_queries, num_keys], 0 or -inf; None where is_causal, and where all is visible
-
-
-@dataclass(frozen=True, slots=True)
-class Decodes:
-    """The sequences with one query, the longest first, on the host, for a kernel that reads block tables itself."""
-
-    tables: npt.NDArray[np.int32]  # [num_seqs, max_blocks] of the whole step
-    sequences: npt.NDArray[np.int32]  # [num_decodes]: rows of the tables
-    tokens: npt.NDArray[np.int32]  # [num_decodes]: their tokens in the step
-    context_lens: npt.NDArray[np.int32]  # [num_decodes]
 
 
 @dataclass(frozen=True)
@@ -152,13 +143,9 @@ class AttentionBatch:
             raise ValueError(f"{longest} tokens need more than {self.host_tables.shape[1]} blocks of {block_size}")
 
     @cached_property
-    def decodes(self) -> Decodes:
-        """The sequences with one query."""
-        starts = np.asarray(self.query_start, dtype=np.int32)
-        sequences = np.flatnonzero(np.diff(starts) == 1).astype(np.int32)
-        lens = np.asarray(self.context_lens, dtype=np.int32)
-        sequences = sequences[np.argsort(-lens[sequences], kind="stable")]
-        return Decodes(np.ascontiguousarray(self.host_tables), sequences, starts[sequences], lens[sequences])
+    def native_step(self) -> AttentionStep:
+        """What the native ops read."""
+        return AttentionStep.build(self.host_tables, self.query_start, self.context_lens)
 
     def decode_groups(self, cache: torch.Tensor, sliding_window: int | None, dtype: torch.dtype) -> list[DecodeGroup]:
         """The sequences with one query, for caches like this one, widened to dtype; built for the first layer."""
@@ -197,7 +184,7 @@ class _Builder:
 
     def decode_groups(self, bytes_per_token: int) -> list[DecodeGroup]:
         items: list[tuple[int, int, int]] = []  # (blocks, sequence, first block)
-        for sequence in self.batch.decodes.sequences.tolist():
+        for sequence in np.flatnonzero(np.diff(self.batch.query_start) == 1).tolist():
             first_block, end_block = self._blocks(sequence, 1)
             items.append((end_block - first_block, sequence, first_block))
         budget = GROUP_BYTES_CPU if self.device.type == "cpu" else GROUP_BYTES_DEVICE

@@ -2,7 +2,7 @@
 
 Written for the CPU, runs on any device. One gather and one product per group of decode sequences or per prefill
 sequence; no loop over heads: query heads of one key head are rows of one product. On a CPU with a C compiler,
-`cpu_decode` takes most decodes.
+`native` takes most decodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.fp8 import FP8, KVScale, widen
-from kernels.paged_attention import cpu_decode
+from kernels.paged_attention import native
 from kernels.paged_attention.batch import AttentionBatch, DecodeGroup, KeyBlocks, PrefillSequence
 from kernels.paged_attention.options import Options
 
@@ -30,9 +30,8 @@ def paged_attention(
     shape = (key_cache, options.sliding_window, query.dtype)
     attention = _Attention(options, num_heads, num_kv_heads, query.device)
     groups: list[DecodeGroup] = []
-    if cpu_decode.can_serve(query, key_cache, value_cache, options):
-        batch.check_width(key_cache.shape[1])
-        cpu_decode.attend(query, key_cache, value_cache, batch.decodes, options, output)
+    if native.can_serve(query, key_cache, value_cache, options):
+        native.attend_decodes(query, key_cache, value_cache, batch, options, output)
     else:
         groups = batch.decode_groups(*shape)
     for decodes in groups:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import native_code
+from kernels.native import find_compiler
 
 collect_ignore_glob: list[str] = []
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -22,7 +22,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 if not HAS_TRITON and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
     collect_ignore_glob += ["*/test_triton_*.py"]
 # So is a C compiler not everywhere. Without one, and only then, native code's tests are left out.
-if native_code.find_compiler() is None:
+if find_compiler() is None:
     collect_ignore_glob += ["*test_native_*.py"]
 
 

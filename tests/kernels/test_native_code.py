@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -72,13 +71,3 @@ def test_source_that_does_not_compile_is_told_with_the_compiler_s_words(
     source.write_bytes(text.replace("\\344", "\xe4").encode("latin-1"))
     assert native_code.load(source) is None
     assert "nothing" in caplog.text
-
-
-def test_threads_are_those_of_torch() -> None:
-    address = native_code.openmp_parallel()
-    assert address is not None
-    entered = []
-    body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: entered.append(1))
-    parallel = ctypes.CFUNCTYPE(None, type(body), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(address)
-    parallel(body, None, 2, 0)
-    assert entered == [1, 1]

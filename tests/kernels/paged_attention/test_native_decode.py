@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import native_code
-from kernels.paged_attention import AttentionBatch, cpu_decode, reference
+from kernels.native import get_num_threads, set_num_threads
+from kernels.paged_attention import AttentionBatch, native, reference
 from kernels.paged_attention.cases import ALL_CASES, Case, Inputs, make
+from tests.kernels.threads import in_threads
 from tests.kernels.tolerances import assert_close
 
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_keys_are_shared_out_too() -> Iterator[None]:
-    """So that small cases run in all threads."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode, "PARALLEL_BYTES", 1)
-        yield
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHES = ("as query", "fp8", "fp8_per_token_head")
 
 
 def serves(inputs: Inputs) -> bool:
-    return cpu_decode.can_serve(inputs.query, inputs.key_cache, inputs.value_cache, inputs.options)
+    return native.can_serve(inputs.query, inputs.key_cache, inputs.value_cache, inputs.options)
 
 
 def run(inputs: Inputs) -> torch.Tensor:
     """[T, Hq, Dv]; rows of sequences with several queries stay NaN."""
     assert serves(inputs)
     output = inputs.query.new_full((*inputs.query.shape[:2], inputs.value_cache.shape[3]), float("nan"))
-    cpu_decode.attend(
-        *(inputs.query, inputs.key_cache, inputs.value_cache), inputs.batch.decodes, inputs.options, output
-    )
+    native.attend_decodes(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, inputs.options, output)
     return output
+
+
+def decodes(batch: AttentionBatch) -> list[int]:
+    """The sequences with one query."""
+    starts = batch.query_start
+    return [row for row in range(len(batch.context_lens)) if starts[row + 1] - starts[row] == 1]
 
 
 def define(inputs: Inputs) -> torch.Tensor:
     """Of the decodes; NaN elsewhere."""
     whole = reference.paged_attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, inputs.options)
-    rows = torch.from_numpy(inputs.batch.decodes.tokens).long()
+    rows = torch.tensor([inputs.batch.query_start[row] for row in decodes(inputs.batch)], dtype=torch.int64)
     return torch.full_like(whole, float("nan")).index_copy(0, rows, whole[rows])
 
 
@@ -78,6 +73,7 @@ def cases(draw: st.DrawFn) -> Case:
         softcap=draw(st.sampled_from((None, 0.5, 30.0))),
         has_sinks=draw(st.booleans()),
         has_slopes=draw(st.booleans()),
+        cache=draw(st.sampled_from(CACHES)),
     )
 
 
@@ -85,40 +81,34 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases(), dtype=st.sampled_from(DTYPES), num_threads=st.integers(1, 3))
 def test_random_cases_equal_the_definition(case: Case, dtype: torch.dtype, num_threads: int) -> None:
     inputs = make(case, dtype)
-    with threads(num_threads):
-        assert_same(run(inputs), define(inputs))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many of torch's threads, within."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    before = get_num_threads()
+    set_num_threads(num_threads)
     try:
-        yield
+        assert_same(run(inputs), define(inputs))
     finally:
-        torch.set_num_threads(before)
+        set_num_threads(before)
 
 
 MANY = Case("many", ((1, 300), (1, 17), (4, 40), (1, 1), (1, 256), (1, 257), (1, 512)), 8, 4, 32, 32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_neither_threads_nor_other_sequences_change_a_bit(dtype: torch.dtype) -> None:
-    inputs = make(MANY, dtype)
-    with threads(1):
-        together = run(inputs)
+@pytest.mark.parametrize("cache", CACHES)
+def test_neither_threads_nor_other_sequences_change_a_bit(cache: str, dtype: torch.dtype) -> None:
+    inputs = make(replace(MANY, cache=cache), dtype)
     batch = inputs.batch
-    for num_threads in (1, 2, 5):
-        with threads(num_threads):
-            assert torch.equal(run(inputs).nan_to_num(), together.nan_to_num())
-            for row in batch.decodes.sequences.tolist():
-                start = batch.query_start[row]
-                alone = AttentionBatch.build(
-                    batch.block_tables[row : row + 1], [0, 1], batch.context_lens[row : row + 1]
-                )
-                single = replace(inputs, query=inputs.query[start : start + 1], batch=alone)
-                assert torch.equal(run(single)[0], together[start])
+
+    def alone(row: int) -> torch.Tensor:
+        start = batch.query_start[row]
+        single = AttentionBatch.build(batch.block_tables[row : row + 1], [0, 1], batch.context_lens[row : row + 1])
+        return run(replace(inputs, query=inputs.query[start : start + 1], batch=single))[0]
+
+    together = run(inputs)
+    for output in in_threads(lambda: run(inputs)):
+        assert torch.equal(output.nan_to_num(), together.nan_to_num())
+    for row in decodes(batch):
+        for output in in_threads(lambda row=row: alone(row)):  # type: ignore[misc]  # bound now
+            assert torch.equal(output, together[batch.query_start[row]])
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -185,38 +175,54 @@ def test_default_dtype_of_torch_does_not_matter() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "num_kv_heads", "num_threads", "parts"),
-    [
-        ((1024,) * 32, 8, 2, 1),
-        ((4096,), 8, 2, 4),
-        ((4096,), 8, 16, 8),
-        ((4096,), 1, 16, 1),
-        ((100,) * 7 + (16384,), 8, 2, 4),
-    ],
-)
-def test_no_task_is_more_than_half_of_a_thread_s_share(
-    lengths: tuple[int, ...], num_kv_heads: int, num_threads: int, parts: int
-) -> None:
-    """As far as there are key heads to share out."""
-    assert cpu_decode._head_parts(np.array(lengths), num_kv_heads, num_threads) == parts
+def test_a_long_sequence_is_summed_in_parts_and_the_bits_stay() -> None:
+    """Alone, its parts are tasks; among many its parts are one task; and one key head is enough."""
+    case = Case("long", ((1, 2050),), 4, 1, 32, 48)
+    for window in (None, 1500):
+        inputs = make(replace(case, sliding_window=window, has_sinks=True), torch.float32)
+        assert_same(run(inputs), define(inputs))
+        one, two, three = in_threads(lambda inputs=inputs: run(inputs))  # type: ignore[misc]  # bound now
+        assert torch.equal(one, two) and torch.equal(one, three)
+        many = make(replace(case, sequences=((1, 2050),) * 9, sliding_window=window, has_sinks=True), torch.float32)
+        for row in range(9):
+            many.query[row] = inputs.query[0]
+            many.batch.host_tables[row] = many.batch.host_tables[0]
+        blocks = many.batch.block_tables[0, :129].long()
+        many.key_cache[blocks] = inputs.key_cache[inputs.batch.block_tables[0, :129].long()]
+        many.value_cache[blocks] = inputs.value_cache[inputs.batch.block_tables[0, :129].long()]
+        many = replace(many, options=inputs.options)
+        for output in in_threads(lambda many=many: run(many)):  # type: ignore[misc]  # bound now
+            assert torch.equal(output, one.expand_as(output))
 
 
-def test_few_keys_are_done_by_the_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waking the others takes longer, much longer where they have no core of their own."""
-    inputs = make(MANY, torch.float32)
-    expected = run(inputs)
-    monkeypatch.setattr(cpu_decode, "PARALLEL_BYTES", 1 << 30)
-    monkeypatch.setattr(native_code, "openmp_parallel", lambda: 1)  # no address of a function
-    with threads(2):
-        assert torch.equal(run(inputs).nan_to_num(), expected.nan_to_num())
+def test_rows_of_queries_and_outputs_may_lie_apart() -> None:
+    inputs = make(MANY, torch.bfloat16)
+    num_tokens = inputs.query.shape[0]
+    fused, wide = (torch.full((num_tokens, 8 * 32 + rest), float("nan"), dtype=torch.bfloat16) for rest in (40, 8))
+    query, output = (part[:, 8 : 8 + 8 * 32].view(num_tokens, 8, 32) for part in (fused, wide))
+    query.copy_(inputs.query)
+    native.attend_decodes(query, inputs.key_cache, inputs.value_cache, inputs.batch, inputs.options, output)
+    assert torch.equal(output.nan_to_num(), run(inputs).nan_to_num())
+    assert wide[:, :8].isnan().all()
 
 
-def test_no_decodes_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_code, "openmp_parallel", lambda: 1)
+def test_no_decodes_are_no_work() -> None:
     inputs = make(Case("prefill", ((19, 19),)), torch.float32)
-    with threads(2):
-        assert run(inputs).isnan().all()
+    assert run(inputs).isnan().all()
+
+
+def test_every_fp8_code_is_read_exactly() -> None:
+    """One key takes all weight, whose value holds 64 of the codes: subnormal numbers and NaN are among them."""
+    for first in range(0, 256, 64):
+        inputs = make(Case("codes", ((1, 1),), 1, 1, 16, 64, cache="fp8"), torch.float32)
+        block = inputs.batch.block_tables[0, 0]
+        codes = torch.arange(first, first + 64, dtype=torch.uint8)
+        inputs.value_cache.view(torch.uint8)[block, 0, 0] = codes
+        options = replace(inputs.options, value_scale=1.0)
+        expected = codes.view(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(
+            run(replace(inputs, options=options))[0, 0], expected, rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_what_it_does_not_serve_is_told() -> None:
@@ -227,10 +233,8 @@ def test_what_it_does_not_serve_is_told() -> None:
         replace(MANY, value_dim=8),
         replace(MANY, block_size=6),
         replace(MANY, block_size=512),
-        replace(MANY, cache="fp8"),
         next(case for case in ALL_CASES if case.sparsity is not None),
     ):
         assert not serves(make(case, torch.float32))
-    assert not serves(make(MANY, torch.float16))
     assert not serves(replace(inputs, query=inputs.query.clone().requires_grad_()))
     assert not serves(replace(inputs, key_cache=inputs.key_cache.transpose(0, 1).contiguous().transpose(0, 1)))

@@ -1,0 +1,113 @@
+/* What both attention ops are given, a layer's Attention and a step's AttentionStep, and what both do with scores. */
+
+#ifndef MOTET_ATTENTION_H
+#define MOTET_ATTENTION_H
+
+#include "../native/numbers.h"
+
+/* Sequences of a step, the longest context first. */
+typedef struct {
+    int64_t count;
+    const int32_t *sequences;    /* [count]: rows of the tables */
+    const int32_t *tokens;       /* [count]: first row of the queries and outputs */
+    const int32_t *num_queries;  /* [count]: at least 1 */
+    const int32_t *context_lens; /* [count]: keys, those of the queries included */
+} Sequences;
+
+/* Mirrored by kernels/paged_attention/native_step.py. */
+typedef struct AttentionStep {
+    const int32_t *tables; /* [num_sequences, table_width]: blocks of the caches */
+    int64_t table_width;
+    Sequences decodes;  /* with one query */
+    Sequences prefills; /* with several */
+} AttentionStep;
+
+/* Mirrored by kernels/paged_attention/native.py. Heads of a row are dense; all caches and scales are. */
+typedef struct {
+    const void *query;         /* [num_tokens, num_heads, key_dim], rows query_stride elements apart */
+    const void *keys;          /* [num_blocks, block_size, num_kv_heads, key_dim] */
+    const void *values;        /* [num_blocks, block_size, num_kv_heads, value_dim] */
+    void *output;              /* [num_tokens, num_heads, value_dim], rows output_stride elements apart */
+    const float *sinks;        /* [num_heads] or NULL */
+    const float *slopes;       /* [num_heads] or NULL */
+    const float *key_scales;   /* [num_blocks, block_size, num_kv_heads] or NULL: 1 */
+    const float *value_scales; /* likewise */
+    float *parts;              /* motet_attention_part_floats of them, see decode.c */
+    int64_t query_stride, output_stride;
+    int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
+    int64_t window; /* keys; 0: all */
+    int64_t dtype, cache_dtype;
+    float scale, softcap; /* softcap 0: none */
+    float value_scale;    /* of all values */
+    float padding;
+} Attention;
+
+#define INFINITE __builtin_inff()
+
+/* FP8 numbers are read as this part of their value, which needs no product. */
+enum { FLOAT8_PART = 256 };
+
+INLINE float scale_of_codes(const Attention *p) { return p->cache_dtype == FLOAT8 ? (float)FLOAT8_PART : 1.0f; }
+
+typedef int8_t codes __attribute__((vector_size(LANES)));
+typedef int16_t words __attribute__((vector_size(2 * LANES)));
+
+/* LANES numbers of FP8 (e4m3fn), divided by FLOAT8_PART: as float16 they have the same digits, and an exponent that is
+ * 8 less. The codes 0x7f and 0xff are NaN. */
+INLINE vec load_float8(const void *from) {
+    codes code;
+    memcpy(&code, from, sizeof code);
+    const words digits = (__builtin_convertvector(code, words) << 7) & (int16_t)0xbfff;
+    const words half = digits | ((digits + 0x80) & 0x4000);
+    return widened((halves)half);
+}
+
+/* LANES neighbouring numbers, in their order. */
+INLINE vec load_in_order(const void *row, int64_t place, int dtype) {
+    if (dtype == FLOAT8) return load_float8((const char *)row + place);
+    if (dtype == FLOAT32) return load((const float *)row + place);
+    if (dtype == FLOAT16) {
+        halves half;
+        memcpy(&half, (const uint16_t *)row + place, sizeof half);
+        return widened(half);
+    }
+    shorts code;
+    memcpy(&code, (const uint16_t *)row + place, sizeof code);
+    return (vec)(__builtin_convertvector(code, bits) << 16);
+}
+
+INLINE void store_in_order(void *row, int64_t place, int dtype, vec value) {
+    if (dtype == FLOAT32) {
+        store((float *)row + place, value);
+    } else if (dtype == FLOAT16) {
+        const halves half = narrowed(value);
+        memcpy((uint16_t *)row + place, &half, sizeof half);
+    } else {
+        const shorts code = __builtin_convertvector(rounded(value) >> 16, shorts);
+        memcpy((uint16_t *)row + place, &code, sizeof code);
+    }
+}
+
+/* The sizes of heads are sixteens: with 16 lanes a row may end in half a pair. */
+INLINE int64_t padded_dim(int64_t dim) { return (dim + PAIR - 1) / PAIR * PAIR; }
+
+INLINE int64_t first_visible(const Attention *p, int64_t position) {
+    return p->window && position + 1 > p->window ? position + 1 - p->window : 0;
+}
+
+INLINE int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
+
+INLINE int64_t larger(int64_t one, int64_t other) { return one > other ? one : other; }
+
+/* tanh within 4 units in the last place; by a series near 0, where 1 - e^-2x would lose digits. */
+INLINE vec hyperbolic_tangent(vec x) {
+    const vec size = (vec)((bits)x & 0x7fffffffu), square = x * x;
+    const vec series = x * (1.0f + square * (-0.333333333f + square * (0.133333333f - square * 0.0539682540f)));
+    const vec decay = exponential(-2.0f * size), value = (1.0f - decay) / (1.0f + decay);
+    return choose(size < 0.1f, series, (vec)((bits)value | ((bits)x & 0x80000000u)));
+}
+
+/* e to the x of one number. */
+INLINE float exponential_of(float x) { return exponential(all(x))[0]; }
+
+#endif
