@@ -1,21 +1,29 @@
 """Native code for the CPU: how the C sources of `kernels` are compiled, and how they are run in several threads."""
 
-from kernels.native.build import find_compiler, library, turn_off
-from kernels.native.program import (
-    DTYPES,
-    Program,
-    Run,
-    Step,
-    clock_ns,
-    get_num_threads,
-    has_native,
-    integers,
-    num_lanes,
-    pointers,
-    recording,
-    run_one,
-    set_num_threads,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kernels.native.build import library, library_name, prebuild, turn_off, use_cache_folder
+from kernels.native.compiler import find_compiler
+
+if TYPE_CHECKING:
+    from kernels.native.program import (
+        DTYPES,
+        Program,
+        Run,
+        Step,
+        clock_ns,
+        get_num_threads,
+        has_native,
+        integers,
+        num_lanes,
+        pointers,
+        recording,
+        run_one,
+        set_num_threads,
+    )
 
 __all__ = [
     "DTYPES",
@@ -28,10 +36,22 @@ __all__ = [
     "has_native",
     "integers",
     "library",
+    "library_name",
     "num_lanes",
     "pointers",
+    "prebuild",
     "recording",
     "run_one",
     "set_num_threads",
     "turn_off",
+    "use_cache_folder",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A name of program.py, which imports torch: compiling needs none."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module("kernels.native.program"), name)
+    globals()[name] = value
+    return value

@@ -1,75 +1,282 @@
-"""C for the CPU, compiled where it runs: `library` gives all C sources of `kernels` as one library.
+"""All C sources of `kernels` as one library for this CPU: `library`. Compiled once, then kept. No torch.
 
-Without a C compiler there is no library, and callers have a way in plain torch.
+A library's name holds digests of the sources, the flags and the compiler's version: a stale one is never found.
+Without a compiler one that was built ahead is used (`prebuild`), and without that there is none: callers have a way
+in plain torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import logging
 import os
-import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
-from functools import cache
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+
+from kernels.native.compiler import (
+    COMPILE_TIMEOUT_S,
+    Compiler,
+    CompilerFailed,
+    compile_library,
+    find_compiler,
+    identity_of,
+    missing_compiler,
+)
+from kernels.native.cpu import this_cpu
+from kernels.native.folder import CacheFolder, DamagedFile, ForeignFile
+from kernels.native.target import Target, target_of, targets_to_prebuild
 
 logger = logging.getLogger(__name__)
 
 # Sums keep the order that the source gives them, and NaN stays NaN: nothing of -ffast-math but fused multiply-adds.
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-TIMEOUT_S = 120
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
 SOURCES = Path(__file__).parent.parent
+PREBUILT = Path(__file__).parent / "prebuilt"  # where an image has its libraries, beside the code
+# Libraries of other sources that stay: those used last. An older version of the code finds its own again.
+KEPT_OTHERS = 8
 
 _is_off = False
+_cache_folder: Path | None = None
 
 
 def turn_off() -> None:
-    """Let nothing be compiled in this process: everything runs in plain torch."""
+    """Have no native code in this process: everything runs in plain torch."""
     global _is_off
     _is_off = True
-    library.cache_clear()
+    _forget()
+
+
+def use_cache_folder(folder: Path) -> None:
+    """Keep what is compiled and measured there, instead of where `cache_folder` says."""
+    global _cache_folder
+    _cache_folder = folder
+    _forget()
+
+
+def cache_folder() -> Path | None:
+    """Where libraries and measurements are kept: MOTET_NATIVE_CACHE, else below the user's cache folder."""
+    if _cache_folder is not None:
+        return _cache_folder
+    if os.environ.get("MOTET_NATIVE_CACHE"):
+        return Path(os.environ["MOTET_NATIVE_CACHE"])
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if caches.is_absolute():
+        return caches / "motet" / "native"
+    try:
+        return Path.home() / ".cache" / "motet" / "native"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled sources, or None, said once in the log, where they cannot be had."""
+    loaded = _loaded()
+    return None if loaded is None else loaded.library
+
+
+def library_name() -> str:
+    """The file name of what `library` gives, which changes with all that its speed depends on; "none" without one."""
+    loaded = _loaded()
+    return "none" if loaded is None else loaded.name
+
+
+def prebuild(folder: Path) -> Iterator[Path]:
+    """Compile for every kind of CPU that runs this machine's programs, into a folder; each file as it is there.
+
+    Raises CompilerFailed or OSError.
+    """
     compiler = find_compiler()
-    if _is_off:
-        reason = "it was turned off"
-    elif sys.byteorder != "little":
-        reason = "this CPU is big-endian"
-    elif compiler is None:
-        reason = f"no C compiler, CC={os.environ.get('CC', '')}; install gcc or clang"
-    else:
-        try:
-            return _compile(compiler)
-        except (OSError, subprocess.SubprocessError) as error:
-            told = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-            logger.warning("native code is off compiler=%s reason=%s", compiler, told)
+    if compiler is None:
+        raise CompilerFailed(missing_compiler())
+    for target in targets_to_prebuild(this_cpu()):
+        with tempfile.TemporaryDirectory(prefix="motet-") as place:
+            recipe = Recipe(SOURCES, target)
+            made = compile_library(compiler, recipe.flags, recipe.c_files, Path(place))
+            path = CacheFolder(folder).write(recipe.name(identity_of(compiler)), made.read_bytes())
+        # An image is made by one user and used by another, whatever the umask.
+        path.chmod(0o644)
+        path.parent.chmod(0o755)
+        yield path
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of: the sources below a folder, and the target."""
+
+    sources: Path
+    target: Target
+
+    @property
+    def flags(self) -> Sequence[str]:
+        return (*FLAGS, *self.target.flags)
+
+    @cached_property
+    def c_files(self) -> list[Path]:
+        return sorted(self.sources.rglob("*.c"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of every source's and header's path and text, and of the flags."""
+        whole = hashlib.sha256("\0".join(self.flags).encode())
+        for path in sorted([*self.c_files, *self.sources.rglob("*.h")]):
+            whole.update(f"\0{path.relative_to(self.sources)}\0{path.stat().st_size}\0".encode())
+            whole.update(path.read_bytes())
+        return whole.hexdigest()[:24]
+
+    @property
+    def start(self) -> str:
+        """How the names of its libraries begin, whatever compiler made them."""
+        return f"kernels-{self.target.name}-{self.digest}-"
+
+    def name(self, identity: str) -> str:
+        """The file name of its library by a compiler."""
+        return f"{self.start}{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A library in this process."""
+
+    library: ctypes.CDLL
+    name: str  # of its file
+
+
+class Loader:
+    """Finds a recipe's library or makes it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        compiler: Compiler | None,
+        *,
+        cache: CacheFolder | None,
+        prebuilt: CacheFolder | None,
+        open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL,
+    ) -> None:
+        """`cache` is written; `prebuilt` is only read, and its libraries serve whatever compiler made them."""
+        self._recipe = recipe
+        self._compiler = compiler
+        self._cache = _if_trusted(cache)
+        self._prebuilt = _if_trusted(prebuilt)
+        self._open_library = open_library
+
+    def load(self) -> Loaded | None:
+        """The library; None, said in the log, if it cannot be had."""
+        reason = missing_compiler()
+        name = None
+        if self._compiler is not None:
+            try:
+                name = self._recipe.name(identity_of(self._compiler))
+            except (CompilerFailed, OSError) as error:
+                reason = str(error)
+        found = (self._stored(self._cache, name) if name else None) or self._any_of(self._prebuilt)
+        if found is None and name is not None:
+            try:
+                return self._made(name)
+            except (CompilerFailed, OSError) as error:
+                reason = str(error)
+        found = found or self._any_of(self._cache)
+        if found is None:
+            logger.warning("native code is off: CPU steps are several times slower reason=%s", reason)
+        return found
+
+    def _any_of(self, folder: CacheFolder | None) -> Loaded | None:
+        names = folder.names(self._recipe.start, ".so") if folder else []
+        return next((loaded for name in names if (loaded := self._stored(folder, name))), None)
+
+    def _stored(self, folder: CacheFolder | None, name: str) -> Loaded | None:
+        if folder is None:
             return None
-    logger.info("native code is off reason=%s", reason)
-    return None
+        try:
+            content = folder.read(name)
+        except (DamagedFile, OSError) as error:
+            logger.warning("native code is not taken from the cache reason=%s", error)
+            return None
+        if content is None:
+            return None
+        folder.mark_used(name)
+        try:
+            return Loaded(self._open_library(str(folder.path / name)), name)
+        except OSError as error:  # such as a file system that is mounted noexec
+            logger.info("native code is loaded from a copy name=%s reason=%s", name, error)
+        try:
+            with tempfile.TemporaryDirectory(prefix="motet-") as place:
+                copy = Path(place) / name
+                copy.write_bytes(content)
+                return Loaded(self._open_library(str(copy)), name)
+        except OSError as error:
+            logger.warning("native code cannot be loaded name=%s reason=%s", name, error)
+            return None
+
+    def _made(self, name: str) -> Loaded:
+        """Compile, alone of the processes that share the cache. Raises CompilerFailed or OSError."""
+        with contextlib.ExitStack() as stack:
+            is_kept = False
+            if self._cache is not None:
+                try:
+                    stack.enter_context(self._cache.locked(COMPILE_TIMEOUT_S))
+                    is_kept = True
+                except OSError as error:
+                    logger.warning("native code is compiled at each start: no cache reason=%s", error)
+            if is_kept and (found := self._stored(self._cache, name)):
+                return found  # another process made it meanwhile
+            return self._compile(name, is_kept=is_kept)
+
+    def _compile(self, name: str, *, is_kept: bool) -> Loaded:
+        assert self._compiler is not None
+        begun_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="motet-") as place:
+            made = compile_library(self._compiler, self._recipe.flags, self._recipe.c_files, Path(place))
+            target, took_s = self._recipe.target.name, time.monotonic() - begun_s
+            logger.info("native code is compiled target=%s took_s=%.1f", target, took_s)
+            if is_kept and self._keep(name, made.read_bytes()) and (found := self._stored(self._cache, name)):
+                return found
+            return Loaded(self._open_library(str(made)), name)
+
+    def _keep(self, name: str, content: bytes) -> bool:
+        assert self._cache is not None
+        try:
+            self._cache.write(name, content)
+        except OSError as error:  # such as a full disk
+            logger.warning("native code is compiled at each start: no cache reason=%s", error)
+            return False
+        others = [other for other in self._cache.names("kernels-", ".so") if f"-{self._recipe.digest}-" not in other]
+        for other in others[KEPT_OTHERS:]:
+            self._cache.remove(other)
+        return True
 
 
-def find_compiler() -> list[str] | None:
-    """The command that CC holds, else cc, gcc or clang. None elsewhere than on Linux and macOS."""
-    if not sys.platform.startswith(("linux", "darwin")):
+@cache
+def _loaded() -> Loaded | None:
+    if _is_off or sys.byteorder != "little":
+        logger.info("native code is off reason=%s", "it was turned off" if _is_off else "this CPU is big-endian")
         return None
-    commands = [shlex.split(os.environ["CC"])] if os.environ.get("CC", "").strip() else [["cc"], ["gcc"], ["clang"]]
-    return next((command for command in commands if shutil.which(command[0])), None)
+    place = cache_folder()
+    kept = None if place is None else CacheFolder(place)
+    recipe = Recipe(SOURCES, target_of(this_cpu()))
+    return Loader(recipe, find_compiler(), cache=kept, prebuilt=CacheFolder(PREBUILT)).load()
 
 
-def _compile(compiler: list[str]) -> ctypes.CDLL:
-    """Raises OSError or SubprocessError."""
-    with tempfile.TemporaryDirectory(prefix="motet-") as folder:
-        target = Path(folder) / "motet_kernels.so"
-        sources = sorted(map(str, SOURCES.rglob("*.c")))
-        command = [*compiler, *FLAGS, "-shared", "-pthread", "-o", str(target), *sources]
-        environment = {**os.environ, "LC_ALL": "C"}
-        subprocess.run(
-            command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=environment
-        )
-        return ctypes.CDLL(str(target))
+def _forget() -> None:
+    library.cache_clear()
+    _loaded.cache_clear()
+
+
+def _if_trusted(folder: CacheFolder | None) -> CacheFolder | None:
+    try:
+        if folder is not None:
+            folder.check()
+    except ForeignFile as error:
+        logger.warning("native code is not taken from, and not kept in, a folder reason=%s", error)
+        return None
+    except OSError:  # it is not there yet, or cannot be made, which is seen then
+        pass
+    return folder
