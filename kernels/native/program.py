@@ -127,6 +127,20 @@ def get_num_threads() -> int:
     return torch.get_num_threads() if _num_threads is None else _num_threads
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have ops, and torch's operators, run in the calling thread alone meanwhile. No other thread may run any."""
+    global _num_threads
+    before, torch_before = _num_threads, torch.get_num_threads()
+    try:
+        _num_threads = 1
+        torch.set_num_threads(1)
+        yield
+    finally:
+        _num_threads = before
+        torch.set_num_threads(torch_before)
+
+
 def has_native(*tensors: torch.Tensor | None) -> bool:
     """Whether there is native code, and all these tensors lie on the CPU."""
     return all(tensor is None or tensor.device.type == "cpu" for tensor in tensors) and library() is not None
