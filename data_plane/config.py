@@ -178,9 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", int, None, "compute threads, a count (default: the cores this process may use)")
     add("--load-threads", int, "2", "threads that load adapters, a count (default 2)")
     add("--warm-up", str, "auto", "steps of every kind before attaching: auto, on or off (default auto: on with CUDA)")
-    add(
-        "--native-code", str, "on", "C for the CPU, compiled at the start where gcc or clang is: on or off (default on)"
-    )
+    add("--native-code", str, "on", "C for the CPU, compiled once where gcc or clang is: on or off (default on)")
     add(
         "--exit-when-disconnected-s",
         float,
