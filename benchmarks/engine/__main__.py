@@ -57,7 +57,7 @@ def counts(text: str) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 150)
     if args.out and importlib.util.find_spec("matplotlib") is None:
         console.print("--out draws a chart, and matplotlib is not there: make setup-bench, or leave --out out")
         return 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANKS = (8, 16, 32, 64)  # adapters take them in turn
@@ -88,6 +89,43 @@ def make_adapters(shape_name: str, num_adapters: int, cache: Path) -> list[Path]
         if not (out / "adapter_model.safetensors").exists():
             _write_adapter(out, shape, widths, RANKS[index % len(RANKS)], SEED + index)
     return directories
+
+
+def make_dora_adapters(shape_name: str, num_adapters: int, cache: Path) -> list[Path]:
+    """Directories of DoRA adapters as PEFT saves them, on all seven linears, ranks in turn, made where missing."""
+    folder = cache / f"{shape_name}-dora-{SEED}"
+    directories = [folder / f"adapter-{index}" for index in range(num_adapters)]
+    missing = [
+        (index, out) for index, out in enumerate(directories) if not (out / "adapter_model.safetensors").exists()
+    ]
+    if missing:
+        from transformers import AutoModelForCausalLM
+
+        # In float32: PEFT computes the norms of whole rows of the base's weights.
+        base = AutoModelForCausalLM.from_pretrained(make_base(shape_name, cache), dtype="float32")
+        for index, out in missing:
+            base = _write_dora(base, out, RANKS[index % len(RANKS)], SEED + index)
+    return directories
+
+
+def _write_dora(base: Any, out: Path, rank: int, seed: int) -> Any:
+    """Save one, and give the base back as it was."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=list(LINEARS), use_dora=True, task_type="CAUSAL_LM", bias="none"
+    )
+    model = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+            elif "lora_magnitude_vector" in name:
+                parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(str(out))
+    return model.unload()
 
 
 def _write_adapter(out: Path, shape: ModelShape, widths: dict[str, tuple[int, int]], rank: int, seed: int) -> None:

