@@ -76,6 +76,7 @@ class WorkerConfig:
     load_threads: int = 2  # threads that load adapters
     warm_up: str = "auto"  # steps of every kind before attaching: on, off, auto (on with CUDA, which compiles kernels)
     native_code: str = "on"  # C for the CPU, compiled at the start where there is a compiler: on, off
+    native_cache: Path | None = None  # folder of compiled C and of measurements; None: the user's cache folder
     exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
     log_level: str = "info"
 
@@ -130,6 +131,11 @@ def flag_of(field_name: str) -> str:
     return "--model" if field_name == "model_dir" else "--" + field_name.replace("_", "-")
 
 
+def _folder(text: str) -> Path | None:
+    """The argparse type of a folder whose flag or environment may be empty: none is named then."""
+    return Path(text) if text else None
+
+
 def default_worker_id() -> str:
     """The host's name, reduced to what a worker id may hold."""
     return re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower())[:63] or "worker"
@@ -179,6 +185,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load-threads", int, "2", "threads that load adapters, a count (default 2)")
     add("--warm-up", str, "auto", "steps of every kind before attaching: auto, on or off (default auto: on with CUDA)")
     add("--native-code", str, "on", "C for the CPU, compiled once where gcc or clang is: on or off (default on)")
+    add(
+        "--native-cache",
+        _folder,
+        None,
+        "folder for compiled C and for measurements (default: motet/native in the user's cache folder)",
+        metavar="DIR",
+    )
     add(
         "--exit-when-disconnected-s",
         float,

@@ -28,7 +28,6 @@ from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
 from kernels import native
 from kernels.launches import check_tables
-from kernels.paged_attention import prepare_cpu
 from kernels.tuning import TABLES
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     torch.set_num_threads(config.num_threads)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # stderr is for the log
     device = _device(config.device)
+    _set_up_native_code(config, device)
     try:
         fingerprint = checkpoint_fingerprint(config.model_dir)
     except (OSError, ValueError) as error:
@@ -96,10 +96,6 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         target_modules=tuple(loaded.probe.targets),
     )
     engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
-    if config.native_code == "off":
-        native.turn_off()
-    elif device.type == "cpu":
-        prepare_cpu()
     if config.warms_up(device.type):
         try:
             warm_up(engine, arena)
@@ -108,6 +104,17 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
                 f"no memory for a step beside {num_blocks} KV blocks; lower --num-blocks: {error}"
             ) from error
     return engine
+
+
+def _set_up_native_code(config: WorkerConfig, device: torch.device) -> None:
+    """Have the C for the CPU ready before anything asks for it, so that no request waits for a compiler."""
+    if config.native_cache is not None:
+        native.use_cache_folder(config.native_cache)
+    if config.native_code == "off":
+        native.turn_off()
+    elif device.type == "cpu":
+        logger.info("preparing native code", extra=shown("preparing native code, compiled at the first start"))
+        native.library()
 
 
 def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:

@@ -9,17 +9,11 @@ import torch
 
 from kernels.devices import check_devices, runs_triton
 from kernels.fp8 import FP8, KVScale, check_scales
-from kernels.native import library
 from kernels.paged_attention import cpu
 from kernels.paged_attention.batch import AttentionBatch
 from kernels.paged_attention.options import BlockSparsity, Options
 
-__all__ = ["AttentionBatch", "BlockSparsity", "cross_attention", "encoder_attention", "paged_attention", "prepare_cpu"]
-
-
-def prepare_cpu() -> None:
-    """Compile what decodes on a CPU run, so that the first does not wait for it; the log says where it cannot."""
-    library()
+__all__ = ["AttentionBatch", "BlockSparsity", "cross_attention", "encoder_attention", "paged_attention"]
 
 
 def paged_attention(

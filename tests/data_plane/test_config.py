@@ -61,6 +61,14 @@ def test_environment_is_the_default_and_a_flag_overrides_it(monkeypatch: pytest.
     assert parse("--num-blocks", "3").num_blocks == 3
 
 
+def test_an_empty_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("--native-cache", "/c").native_cache == Path("/c")
+    monkeypatch.setenv("MOTET_NATIVE_CACHE", "/e")
+    assert parse().native_cache == Path("/e")
+    monkeypatch.setenv("MOTET_NATIVE_CACHE", "")
+    assert parse().native_cache is None
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "match"),
     [

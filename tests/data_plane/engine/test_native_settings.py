@@ -1,0 +1,46 @@
+"""What a worker's settings say of native code holds before the model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_plane.engine import build as engine_build
+from data_plane.engine.build import build_engine
+from data_plane.errors import ConfigError
+from kernels import native
+from kernels.native import build
+from tests.data_plane.engine.test_oracle import worker_config
+
+
+@pytest.fixture(autouse=True)
+def _native_settings_of_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(build, "_is_off", False)  # put back at the end
+    monkeypatch.setattr(build, "_cache_folder", None)
+    yield
+    build._forget()
+
+
+@pytest.mark.parametrize("native_code", ["on", "off"])
+def test_native_code_is_set_up_before_the_model_is_loaded(
+    native_code: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, Path | None]] = []
+
+    def load(config: object, device: object) -> None:
+        seen.append((native.library() is not None, build.cache_folder()))
+        raise ConfigError("enough was seen")
+
+    monkeypatch.setattr(engine_build, "_load", load)
+    has_library = native.library() is not None
+    usual = build.cache_folder()
+    assert usual is not None
+    # A link to the folder of all tests, so that nothing is compiled once more.
+    cache = tmp_path / "cache"
+    usual.mkdir(parents=True, exist_ok=True)
+    cache.symlink_to(usual)
+    with pytest.raises(ConfigError, match="enough was seen"):
+        build_engine(worker_config(checkpoint, native_code=native_code, native_cache=cache))
+    assert seen == [(native_code == "on" and has_library, cache)]
