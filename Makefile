@@ -76,6 +76,7 @@ $(STUBS_VENV)/.stamp:
 	@touch $@
 
 setup: $(VENV)/.stamp-server  ## the environment of the server, the demo and the tests
+	@$(PY) -c 'from kernels.native.compiler import tell_missing_compiler; tell_missing_compiler()'
 
 setup-dev: $(VENV)/.stamp-lint  ## the same, and the linters
 

@@ -15,6 +15,7 @@ from motet.model_dir import why_no_checkpoint
 from motet.process_log import shown
 from motet.v1.plan_pb2_grpc import WorkerServiceStub
 
+from data_plane import build_native
 from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine
@@ -27,14 +28,17 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker with the real engine; the process exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     # Nothing is attached while the engine is built: there is nothing to give back, so the process just leaves. Not by
     # SystemExit: whatever is being imported or loaded may catch it, or take its time to unwind.
     with _handling_signals(lambda: os._exit(0)):
         return _build_and_run(argv)
 
 
-def _build_and_run(argv: Sequence[str] | None) -> int:
-    parser = Parser(prog="motet worker", description="Compute for a Motet control plane.")
+def _build_and_run(argv: Sequence[str]) -> int:
+    if build_native.is_asked_for(argv):
+        return build_native.run(argv)
+    parser = Parser(prog="motet worker", description="Compute for a Motet control plane.", epilog=build_native.HELP)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:

@@ -103,7 +103,7 @@ def prebuild(folder: Path) -> Iterator[Path]:
             path = CacheFolder(folder).write(recipe.name(identity_of(compiler)), made.read_bytes())
         # An image is made by one user and used by another, whatever the umask.
         path.chmod(0o644)
-        path.parent.chmod(0o755)
+        path.parent.chmod(path.parent.stat().st_mode | 0o555)
         yield path
 
 

@@ -39,6 +39,15 @@ def missing_compiler() -> str:
     return f"no C compiler ({looked_for}): install gcc or clang, or name one with CC"
 
 
+def tell_missing_compiler() -> None:
+    """Print what `make setup` says where there is no compiler: one line. Else nothing."""
+    if find_compiler() is None:
+        print(
+            f"== {missing_compiler()}. Without one everything works, but a CPU serves several times slower, in plain "
+            "torch, and the tests of native code are left out"
+        )
+
+
 def identity_of(compiler: Compiler) -> str:
     """What the compiler says of its version, with the flags of its command. Raises CompilerFailed."""
     said = _run([*compiler, "--version"], VERSION_TIMEOUT_S)

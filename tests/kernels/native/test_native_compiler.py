@@ -21,6 +21,18 @@ def test_cc_names_the_compiler_and_may_hold_flags(monkeypatch: pytest.MonkeyPatc
     assert find_compiler() is not None
 
 
+def test_setup_tells_a_missing_compiler_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler.tell_missing_compiler()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("CC", "no-such-compiler")
+    compiler.tell_missing_compiler()
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1
+    assert "no C compiler (no-such-compiler)" in told and "slower" in told
+
+
 def test_flags_of_the_command_are_part_of_the_identity() -> None:
     real = find_compiler()
     assert real is not None
