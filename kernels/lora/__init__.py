@@ -37,7 +37,7 @@ from kernels.lora.ops import (
     sgmv_expand_slice,
     sgmv_shrink,
 )
-from kernels.lora.route import MAX_BLOCK_TOKENS, DeviceRoute, default_block_tokens, route_in_torch
+from kernels.lora.route import MAX_BLOCK_TOKENS, DeviceRoute, default_block_tokens, route_in_torch, route_on_host
 
 __all__ = [
     "PAGE_RANKS",
@@ -61,6 +61,7 @@ __all__ = [
     "lora_route",
     "lora_shrink",
     "page_values",
+    "route_on_host",
     "sgmv_expand",
     "sgmv_expand_slice",
     "sgmv_shrink",

@@ -3,7 +3,7 @@
 bgmv: every token its own block, for one or few tokens per slot; takes the slots of the tokens. sgmv: blocks of tokens
 that share a slot; takes a route. Segments of tokens become token slots by
 `torch.repeat_interleave(slots, lengths, output_size=num_tokens)`. Both give the same bits.
-On a GPU the Triton kernels run, elsewhere the definitions.
+On a GPU the Triton kernels run, on a CPU with a C compiler native code, elsewhere the definitions.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 
 from kernels.buckets import round_up
 from kernels.devices import check_devices, runs_triton
-from kernels.lora import reference
+from kernels.lora import native, reference
 from kernels.lora.launch import num_parts
 from kernels.lora.layout import H_ALIGN, Epilogue, PagedSite, SiteGroup
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one
+from kernels.native import has_native
 
 
 def bgmv_shrink(
@@ -124,6 +125,8 @@ def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, 
         from kernels.lora import triton_embedding
 
         triton_embedding.embed(token_ids, h[0, 0], site, route)
+    elif _runs_native(SiteGroup.of([site]), h[0], route, token_ids):
+        native.embed(token_ids, h[0], SiteGroup.of([site]), route)
     else:
         reference.embed(token_ids, h[0, 0], site, route)
     return h
@@ -176,6 +179,8 @@ def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRou
         from kernels.lora import triton_shrink
 
         triton_shrink.shrink(x, h[None], group, route, scaling=scaling)
+    elif _runs_native(group, h, route, x):
+        native.shrink(x, h, group, route, scaling=scaling)
     else:
         reference.shrink(x, h, group, route, scaling=scaling)
 
@@ -196,8 +201,23 @@ def _expand(
         from kernels.lora import triton_expand
 
         triton_expand.expand(h, y, group, route, add_inputs=add_inputs, epilogue=epilogue)
+    elif len(h) == 1 and _runs_native(group, h[0], route, y):
+        native.expand(h[0], y if add_inputs else y.zero_(), group, route, epilogue)
     else:
         reference.expand(h.sum(0), y, group, route, add_inputs=add_inputs, epilogue=epilogue)
+
+
+def _runs_native(group: SiteGroup, h: torch.Tensor, route: DeviceRoute, rows: torch.Tensor) -> bool:
+    """Whether native code serves these tensors, h [sites, T, width]. Raises ValueError for a rank above the width."""
+    if not has_native(rows) or not h.is_contiguous() or not native.can_serve(group, rows):
+        return False
+    is_known = (route.block_slot >= 0) & (route.block_slot < group.num_slots) & (route.block_end > route.block_start)
+    slots = route.block_slot[is_known].long()
+    ranks = group.rank[:, slots]
+    if ranks.numel() and int(ranks.max()) > h.shape[-1]:
+        slot = int(slots[ranks.amax(0).argmax()])
+        raise ValueError(f"slot {slot} has rank {int(ranks.max())}, h has room for {h.shape[-1]}")
+    return True
 
 
 def _slice(y: torch.Tensor, offset: int, size: int) -> torch.Tensor:
@@ -233,7 +253,9 @@ def _empty_h(planes: int, sites: int, num_tokens: int, max_rank: int, device: to
         raise ValueError(f"max_rank is {max_rank}, want at least 0")
     # A bucket, since the grids follow from it.
     width = max(round_up(max_rank), H_ALIGN) if max_rank else 0
-    return torch.empty(planes, sites, num_tokens, width, dtype=torch.float32, device=device)
+    # Zeros for Triton's interpreter, in which NumPy warns of sums of what is masked out later.
+    make = torch.empty if device.type == "cuda" else torch.zeros
+    return make(planes, sites, num_tokens, width, dtype=torch.float32, device=device)
 
 
 def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 # The fewest rows of a tensor core product.
@@ -83,6 +85,27 @@ def route_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int)
     route.block_start.copy_(torch.where(is_used, start, 0))
     route.block_end.copy_(torch.where(is_used, end, 0))
     return route
+
+
+def route_on_host(
+    token_slots: npt.NDArray[np.int32], num_slots: int, block_tokens: int = 2 * MIN_BLOCK_TOKENS
+) -> DeviceRoute:
+    """The same blocks without those that are not needed, from slots int32 [T] on the host, for a CPU."""
+    has_slot = (token_slots >= 0) & (token_slots < num_slots)
+    order = np.argsort(np.where(has_slot, token_slots, num_slots), kind="stable").astype(np.int32)
+    num_tokens = int(has_slot.sum())
+    order[num_tokens:] = -1
+    ordered = token_slots[order[:num_tokens]]
+    begins = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each slot's tokens
+    counts = np.diff(begins, append=num_tokens)
+    num_blocks = -(-counts // block_tokens)
+    group = np.repeat(np.arange(len(begins)), num_blocks)
+    in_group = np.arange(len(group)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+    start = begins[group] + in_group * block_tokens
+    end = np.minimum(start + block_tokens, begins[group] + counts[group])
+    columns = (ordered[begins][group], start, end)
+    slot, start, end = (torch.from_numpy(column.astype(np.int32)) for column in columns)
+    return DeviceRoute(torch.from_numpy(order), slot, start, end, block_tokens, num_slots)
 
 
 def blocks_of_one(token_slots: torch.Tensor, num_slots: int) -> DeviceRoute:

@@ -1,0 +1,136 @@
+"""The native LoRA ops over the arena's pages: the structures that lora.c takes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.lora.layout import Epilogue, SiteGroup
+from kernels.lora.route import DeviceRoute
+from kernels.native import DTYPES, Program, Step, integers, pointers, run_one
+
+
+class LoraTokens(ctypes.Structure):
+    """Which token has which adapter, and where h lies; lora.h says what the fields are."""
+
+    _fields_ = [  # ctypes wants a list
+        *pointers("order", "block_slot", "block_start", "block_end"),
+        *integers("num_blocks", "block_tokens"),
+        *pointers("h"),
+        *integers("width"),
+    ]
+
+
+class LoraSites(ctypes.Structure):
+    """A group of sites and the rows that they read and write; lora.c says what the fields are."""
+
+    _fields_ = [  # ctypes wants a list
+        *pointers("x", "y", "pages", "page_ids", "first", "rank", "scaling", "gain", "lora_bias", "base_bias", "out"),
+        *integers("x_stride", "y_stride", "in_features", "num_sites", "num_slots", "tile_width", "dtype"),
+        ("shrink_scaling", ctypes.c_double),
+    ]
+
+
+def lora_tokens(route: DeviceRoute, h: torch.Tensor) -> LoraTokens:
+    """Of a route on the CPU; h float32 [sites, T, width] is contiguous. Keeps both alive."""
+    tokens = LoraTokens(
+        order=route.order.data_ptr(),
+        block_slot=route.block_slot.data_ptr(),
+        block_start=route.block_start.data_ptr(),
+        block_end=route.block_end.data_ptr(),
+        num_blocks=route.num_blocks,
+        block_tokens=route.block_tokens,
+        h=h.data_ptr(),
+        width=h.shape[-1],
+    )
+    tokens.keeps = (route, h)
+    return tokens
+
+
+def problem(
+    group: SiteGroup,
+    x: torch.Tensor | None,
+    y: torch.Tensor | None,
+    epilogue: Epilogue | None = None,
+    *,
+    scaling: float = 1.0,
+) -> LoraSites:
+    """Of all three ops: shrink and embed read x, expand writes y and alone takes the epilogue.
+
+    x [T, in], of embed int64 [T], and y [T, sum of out] may have rows that lie apart. The tables are read when the op
+    runs, whatever was loaded or evicted since.
+    """
+    out = torch.tensor(group.out_features, dtype=torch.int64)
+    table = {} if epilogue is None else {"gain": epilogue.gain, "lora_bias": epilogue.lora_bias}
+    base_bias = None if epilogue is None else epilogue.base_bias
+    sites = LoraSites(
+        x=_address(x),
+        y=_address(y),
+        pages=group.pages.data_ptr(),
+        page_ids=group.page_ids.data_ptr(),
+        first=group.first.data_ptr(),
+        rank=group.rank.data_ptr(),
+        scaling=group.scaling.data_ptr(),
+        gain=_address(table.get("gain")),
+        lora_bias=_address(table.get("lora_bias")),
+        base_bias=_address(base_bias),
+        out=out.data_ptr(),
+        x_stride=x.stride(0) if x is not None else 0,
+        y_stride=y.stride(0) if y is not None else 0,
+        in_features=group.in_features,
+        num_sites=group.num_sites,
+        num_slots=group.num_slots,
+        tile_width=group.pages.shape[2],
+        dtype=DTYPES[group.pages.dtype],
+        shrink_scaling=scaling,
+    )
+    sites.keeps = (out, base_bias)
+    return sites
+
+
+def can_serve(group: SiteGroup, *rows: torch.Tensor) -> bool:
+    """Whether the tables are whole rows of one dtype each, and the rows of x or y dense."""
+    tables = (group.first, group.rank, group.scaling)
+    return group.pages.dtype in DTYPES and all(
+        tensor.is_contiguous() if tensor.dim() == 1 else tensor.stride(-1) == 1 for tensor in (*tables, *rows)
+    )
+
+
+def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+    """Into h [sites, T, width]; see kernels.lora.reference."""
+    run_one("lora_shrink", problem(group, x, None, scaling=scaling), _step(route, h))
+
+
+def embed(token_ids: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute) -> None:
+    """Into h [1, T, width] of the only site; see kernels.lora.reference."""
+    ids = token_ids.long()  # held here: a problem keeps no rows alive
+    run_one("lora_embed", problem(group, ids, None), _step(route, h))
+
+
+def expand(
+    h: torch.Tensor, y: torch.Tensor, group: SiteGroup, route: DeviceRoute, epilogue: Epilogue | None = None
+) -> None:
+    """y += of h [sites, T, width]; see kernels.lora.reference."""
+    run_one("lora_expand", problem(group, None, y, epilogue), _step(route, h))
+
+
+def add(
+    y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
+) -> None:
+    """Shrink into h [sites, T, width], then expand, by one call."""
+    sites, program = problem(group, x, y, epilogue), Program()
+    program.add("lora_shrink", sites)
+    program.add("lora_expand", sites)
+    program.run(_step(route, h))
+
+
+def _step(route: DeviceRoute, h: torch.Tensor) -> Step:
+    tokens = lora_tokens(route, h)
+    step = Step(num_tokens=route.num_tokens, lora=ctypes.addressof(tokens))
+    step.keeps = tokens
+    return step
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
