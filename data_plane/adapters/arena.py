@@ -30,7 +30,8 @@ from data_plane.adapters.writing import AdapterWriter
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
 from kernels.devices import runs_triton
-from kernels.lora import PagedSite, Route, lora_route
+from kernels.lora import DeviceRoute, Epilogue, PagedSite, Route, SiteGroup, lora_route, route_on_host
+from kernels.native import has_native
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class AdapterArena:
         self._pool = PagePool(sites, arena_bytes, dtype, self._device)
         self._table = SlotTable(sites, num_slots, self._pool)
         self._working_set = WorkingSet(sites, self._pool, base, arena_bytes)
-        self._reads_pages = runs_triton(self._pool.pages) if reads_pages is None else reads_pages
+        self._is_native = not runs_triton(self._pool.pages) and has_native(self._pool.pages)
+        self._reads_pages = self._is_native or runs_triton(self._pool.pages) if reads_pages is None else reads_pages
         self._groups = SiteGroups(sites, self._table, base)
         self._writer = AdapterWriter(self._pool, base)
         # What these adapters need at each site that they target; a step mostly has the adapters of the last.
@@ -269,8 +271,7 @@ class AdapterArena:
         if unnamed:
             raise StaleSlot(f"tokens name the slots {sorted(unnamed)}, the step does not")
         if route is None:
-            on_device = lora_route(token_slots.to(self._device), self._num_slots)
-            return PagedStep(self._groups, self._needs_of(adapters), on_device)
+            return PagedStep(self._groups, self._needs_of(adapters), self._route(token_slots))
         self._working_set.ensure(adapters)
         return StackedStep(adapters, self._working_set, route)
 
@@ -283,9 +284,20 @@ class AdapterArena:
         if not any(name in adapter.weights for adapter in adapters for name in self._heads):
             return None
         if self._reads_pages:
-            on_device = lora_route(row_slots.to(self._device), self._num_slots)
-            return PagedStep(self._groups, SiteNeeds.by_site(adapters, self._heads), on_device)
+            return PagedStep(self._groups, SiteNeeds.by_site(adapters, self._heads), self._route(row_slots))
         return StackedStep(adapters, self._working_set, Route.build(row_slots, self._device))
+
+    def _route(self, token_slots: torch.Tensor) -> DeviceRoute:
+        if self._is_native:
+            return route_on_host(token_slots.numpy(), self._num_slots)
+        return lora_route(token_slots.to(self._device), self._num_slots)
+
+    def site_groups(self, names: tuple[str, ...]) -> list[tuple[SiteGroup, Epilogue]]:
+        """Sites that read one input and write side by side, in order, as groups that lie side by side in the table.
+
+        Their tensors stay what they are for the life of the arena: what is recorded with them sees every load.
+        """
+        return [(group.sites, group.epilogue) for group in self._groups.of(names)]
 
     def _needs_of(self, adapters: Sequence[ResidentAdapter]) -> dict[str, SiteNeeds]:
         key = frozenset(adapters)

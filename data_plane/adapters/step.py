@@ -127,6 +127,16 @@ class PagedStep:
                 h.mul_(multiplier)
             lora_expand(h, group.sites, y, self._route, epilogue=epilogue)
 
+    @property
+    def route(self) -> DeviceRoute:
+        """Which token has which adapter."""
+        return self._route
+
+    @property
+    def max_rank(self) -> int:
+        """The greatest rank of the step's adapters at any site."""
+        return max((needs.max_rank for needs in self._needs.values()), default=0)
+
     def _needs_of(self, group: NamedGroup) -> tuple[int, Epilogue | None]:
         """The greatest rank of the group in this step, 0 if no adapter targets it, and what its expand needs."""
         needs = [self._needs[name] for name in group.names if name in self._needs]

@@ -13,7 +13,7 @@ from torch import nn
 
 from data_plane.adapters.sites import Site, SiteKind
 from data_plane.layers.context import StepContext
-from data_plane.layers.packed_weight import can_pack, pack, packed_linear, unpack
+from data_plane.layers.packed_weight import PackedWeight, pack
 
 
 class LoraLinear(nn.Linear):
@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
         self.out_features = sum(linear.out_features for linear in linears)
         self.out_splits = [linear.out_features for linear in linears]
         self.weight = linears[0].weight if len(linears) == 1 else _joined([linear.weight for linear in linears])
-        self.packed: torch.Tensor | None = None  # instead of the weight
+        self.packed: PackedWeight | None = None  # instead of the weight
         self.register_parameter("bias", _bias(linears))
         self.sites = [
             Site(name, linear.in_features, linear.out_features, kind)
@@ -56,7 +56,7 @@ class LoraLinear(nn.Linear):
         if self.packed is None:
             output = nn.functional.linear(input, self.weight, self.bias)
         else:
-            output = packed_linear(input, self.packed, self.bias)
+            output = self.packed.linear(input, self.bias)
         lora = self.context.head_lora if self.is_head else self.context.lora
         if lora is not None and self.site_names:
             x, y = input.reshape(-1, self.in_features), output.view(-1, self.out_features)
@@ -68,7 +68,7 @@ class LoraLinear(nn.Linear):
 
     def site_weight(self, index: int) -> torch.Tensor:
         """[out, in] of one of the linears; a copy where the weight is packed."""
-        weight = self.weight if self.packed is None else unpack(self.packed)
+        weight = self.weight if self.packed is None else self.packed.unpack()
         return torch.split(weight.detach(), self.out_splits)[index]
 
     def site_bias(self, index: int) -> torch.Tensor | None:
@@ -77,8 +77,8 @@ class LoraLinear(nn.Linear):
 
     def pack_weight(self) -> None:
         """Keep the weight in the layout that is fastest here, if that is another one than the checkpoint's."""
-        if can_pack(self.weight):
-            self.packed = pack(self.weight)
+        self.packed = pack(self.weight)
+        if self.packed is not None:
             self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
 
 

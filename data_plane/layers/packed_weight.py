@@ -1,35 +1,68 @@
-"""Weights of linears in oneDNN's blocked layout, which products of a few dozen tokens take without copying them first.
+"""Weights of linears in another layout than the checkpoint's, which products on a CPU read faster.
 
-The packed weight replaces the plain one: memory stays what it was.
+A packed weight replaces the plain one: memory stays what it was.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 
+from kernels.linear import from_panels, linear, to_panels
+from kernels.native import has_native
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether packing makes products with this weight faster, and torch was built with it.
-
-    Measured with AVX-512, one thread, weights 1024 x 1024 to 2816 x 1024 out of cache, plain over packed time. float32:
-    1 token 0.8 to 0.9, 4 tokens 1.5, 16 to 48 tokens 1.6 to 2.0, 100 tokens 1.3, 256 to 1024 tokens 1.0 to 1.2.
-    bfloat16 without AMX: 0.97 to 1.0 for 32 and 512 tokens, so it is left alone.
-    """
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The packed form of a weight [out, in], opaque to everything but packed_linear."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return packed
+class PackedWeight(Protocol):
+    """A weight [out, in] in some layout."""
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """torch.nn.functional.linear; x [..., in] of any leading sizes."""
+        ...
+
+    def unpack(self) -> torch.Tensor:
+        """A plain copy [out, in]."""
+        ...
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """A plain copy [out, in] of what was packed."""
-    return packed.to_dense()
+@dataclass(frozen=True, slots=True)
+class NativeWeight:
+    """In panels, for the native product of kernels.linear."""
+
+    panels: torch.Tensor
+    out_features: int
+    in_features: int
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        return linear(rows, self.panels, bias, self.out_features).view(*x.shape[:-1], self.out_features)
+
+    def unpack(self) -> torch.Tensor:
+        return from_panels(self.panels, self.out_features, self.in_features)
 
 
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """torch.nn.functional.linear for a packed weight; x [..., in] of any leading sizes."""
-    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return output
+@dataclass(frozen=True, slots=True)
+class OneDnnWeight:
+    """In oneDNN's blocked layout, opaque to all but its own products."""
+
+    packed: torch.Tensor
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return output
+
+    def unpack(self) -> torch.Tensor:
+        return self.packed.to_dense()
+
+
+def pack(weight: torch.Tensor) -> PackedWeight | None:
+    """The weight [out, in] in the layout that is fastest here, or None where that is the checkpoint's own."""
+    weight = weight.detach()
+    if has_native(weight) and weight.dtype in _NATIVE_DTYPES:
+        return NativeWeight(to_panels(weight), *weight.shape)
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
+        return OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight, None))
+    return None
