@@ -24,7 +24,7 @@ from data_plane.adapters.placement import Placement, place
 from data_plane.adapters.site_groups import SiteGroups
 from data_plane.adapters.sites import Site, SiteKind
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
-from data_plane.adapters.step import LoraStep, PagedStep, SiteNeeds, StackedStep
+from data_plane.adapters.step import LoraStep, PagedStep, ShrunkRows, SiteNeeds, StackedStep
 from data_plane.adapters.working_set import WorkingSet
 from data_plane.adapters.writing import AdapterWriter
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
@@ -67,6 +67,7 @@ class AdapterArena:
         self._working_set = WorkingSet(sites, self._pool, base, arena_bytes)
         self._is_native = not runs_triton(self._pool.pages) and has_native(self._pool.pages)
         self._reads_pages = self._is_native or runs_triton(self._pool.pages) if reads_pages is None else reads_pages
+        self._shrunk = ShrunkRows()
         self._groups = SiteGroups(sites, self._table, base)
         self._writer = AdapterWriter(self._pool, base)
         # What these adapters need at each site that they target; a step mostly has the adapters of the last.
@@ -271,7 +272,7 @@ class AdapterArena:
         if unnamed:
             raise StaleSlot(f"tokens name the slots {sorted(unnamed)}, the step does not")
         if route is None:
-            return PagedStep(self._groups, self._needs_of(adapters), self._route(token_slots))
+            return PagedStep(self._groups, self._needs_of(adapters), self._route(token_slots), self._shrunk)
         self._working_set.ensure(adapters)
         return StackedStep(adapters, self._working_set, route)
 
@@ -284,7 +285,9 @@ class AdapterArena:
         if not any(name in adapter.weights for adapter in adapters for name in self._heads):
             return None
         if self._reads_pages:
-            return PagedStep(self._groups, SiteNeeds.by_site(adapters, self._heads), self._route(row_slots))
+            return PagedStep(
+                self._groups, SiteNeeds.by_site(adapters, self._heads), self._route(row_slots), self._shrunk
+            )
         return StackedStep(adapters, self._working_set, Route.build(row_slots, self._device))
 
     def _route(self, token_slots: torch.Tensor) -> DeviceRoute:

@@ -21,6 +21,7 @@ from kernels.lora import (
     lora_embed,
     lora_expand,
 )
+from kernels.lora.native import LoraTokens, lora_tokens
 
 
 class LoraStep(Protocol):
@@ -96,13 +97,29 @@ class SiteNeeds:
         }
 
 
+class ShrunkRows:
+    """Memory for x @ A that grows to what a step needed most and stays."""
+
+    def __init__(self) -> None:
+        self._values = torch.zeros(0)
+
+    def rows(self, num_values: int) -> torch.Tensor:
+        """float32 [num_values], the same memory in every step."""
+        if len(self._values) < num_values:
+            self._values = torch.zeros(num_values)
+        return self._values[:num_values]
+
+
 class PagedStep:
     """A step that multiplies with the arena's pages where they lie. `needs` names the sites that it targets."""
 
-    def __init__(self, groups: SiteGroups, needs: Mapping[str, SiteNeeds], route: DeviceRoute) -> None:
+    def __init__(
+        self, groups: SiteGroups, needs: Mapping[str, SiteNeeds], route: DeviceRoute, shrunk: ShrunkRows
+    ) -> None:
         self._groups = groups
         self._needs = needs
         self._route = route
+        self._shrunk = shrunk
 
     def targets(self, site_name: str) -> bool:
         return site_name in self._needs
@@ -127,15 +144,10 @@ class PagedStep:
                 h.mul_(multiplier)
             lora_expand(h, group.sites, y, self._route, epilogue=epilogue)
 
-    @property
-    def route(self) -> DeviceRoute:
-        """Which token has which adapter."""
-        return self._route
-
-    @property
-    def max_rank(self) -> int:
-        """The greatest rank of the step's adapters at any site."""
-        return max((needs.max_rank for needs in self._needs.values()), default=0)
+    def native_tokens(self, num_sites: int) -> LoraTokens:
+        max_rank = max((needs.max_rank for needs in self._needs.values()), default=0)
+        h = self._shrunk.rows(num_sites * self._route.num_tokens * max_rank)
+        return lora_tokens(self._route, h.view(num_sites, self._route.num_tokens, max_rank))
 
     def _needs_of(self, group: NamedGroup) -> tuple[int, Epilogue | None]:
         """The greatest rank of the group in this step, 0 if no adapter targets it, and what its expand needs."""

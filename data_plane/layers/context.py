@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.lora.native import LoraTokens
 from kernels.paged_attention import AttentionBatch
 
 
@@ -23,6 +24,9 @@ class LoraStep(Protocol):
 
     def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
         """`apply` for an embedding and token_ids [num_tokens]; what is added is multiplied."""
+
+    def native_tokens(self, num_sites: int) -> LoraTokens:
+        """Which token has which adapter, for native ops over groups of up to num_sites sites."""
 
 
 class StepContext:
