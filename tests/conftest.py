@@ -1,4 +1,5 @@
-"""Settings of the whole run: how Triton kernels run in this process, and how hypothesis draws its examples.
+"""Settings of the whole run: how Triton kernels run in this process, how hypothesis draws its examples, and which way
+LoRA goes on a CPU.
 
 The first is chosen before anything can import triton (transformers does).
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+
+import pytest
 
 
 def has_cuda() -> bool:
@@ -31,3 +34,11 @@ with contextlib.suppress(ImportError):  # the GPU's own tests run where there is
     # An example may take long on a busy machine, and every run draws the same ones.
     settings.register_profile("motet", deadline=None, derandomize=True)
     settings.load_profile("motet")
+
+
+@pytest.fixture(params=["native", "torch"])
+def lora_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """LoRA on a CPU in native code, and in torch as without a C compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr("kernels.lora.ops.has_native", lambda *tensors: False)
+    return str(request.param)

@@ -1,5 +1,5 @@
-"""Rows of the adapters' products: one square site, its shrink and its expand alone, a group of sites, an embedding; on
-a GPU from the arena's pages."""
+"""Rows of the adapters' products from the arena's pages: one square site, its shrink and its expand alone, a group of
+sites, an embedding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from benchmarks.kernels.torch_peers import batched_products, grouped_products, s
 from benchmarks.kernels.work import Made, Model, Work, random
 from kernels.cases import to_device
 from kernels.lora import (
-    Route,
+    DeviceRoute,
     SiteGroup,
-    add_lora,
-    add_lora_embedding,
     add_lora_group,
     cases,
     lora_embed,
@@ -27,6 +25,7 @@ from kernels.lora import (
     lora_route,
     lora_shrink,
     reference,
+    route_on_host,
 )
 
 VOCAB = 2048  # of the embedding; a gather costs the same from a larger one
@@ -34,17 +33,24 @@ VOCAB = 2048  # of the embedding; a gather costs the same from a larger one
 
 def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: bool) -> Iterator[Work]:
     is_gpu = device.type == "cuda"
-    adapters = [(64, 64, 64), (8, 16, 64), (33, 16, 33), (8, 16, 2048)] if is_gpu else [(16, 32, 32)]
+    adapters = [(64, 64, 64), (8, 16, 64), (33, 16, 33), (8, 16, 2048)] if is_gpu else [(16, 32, 32), (64, 16, 64)]
     for num_adapters, rank, count in adapters[: 2 if is_short else None]:
         yield _site(model.hidden, num_adapters, rank, count, device, dtype)
-    if is_gpu:
-        for is_expand in (False, True):
-            yield _half(model.hidden, 8, 16, 64, device, dtype, is_expand=is_expand)
-        # The same bytes in unequal ranks: 32 adapters of rank 16 and one of rank 64, beside 36 of rank 16.
-        yield _mixed(model.hidden, (16,) * 32 + (64,), device, dtype)
-        yield _mixed(model.hidden, (16,) * 36, device, dtype)
-        yield _group(model, 8, 16, 64, device, dtype)
+    half = (8, 16, 64) if is_gpu else (16, 32, 32)
+    for is_expand in (False, True):
+        yield _half(model.hidden, *half, device, dtype, is_expand=is_expand)
+    # The same bytes in unequal ranks: 32 adapters of rank 16 and one of rank 64, beside 36 of rank 16.
+    yield _mixed(model.hidden, (16,) * 32 + (64,), device, dtype)
+    yield _mixed(model.hidden, (16,) * 36, device, dtype)
+    yield _group(model, *half, device, dtype)
     yield _embedding(model, *((64, 64, 64) if is_gpu else (16, 32, 32)), device, dtype)
+
+
+def _route(token_slots: torch.Tensor, num_slots: int) -> DeviceRoute:
+    """As the arena makes it for the device."""
+    if token_slots.is_cuda:
+        return lora_route(token_slots, num_slots)
+    return route_on_host(token_slots.numpy(), num_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def _sorted_slots(num_adapters: int, count: int) -> tuple[int, ...]:
 
 
 def _site(hidden: int, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
-    """One square site. On a GPU the paged weights; on the CPU the stacked ones."""
+    """One square site."""
     slots = _sorted_slots(num_adapters, count)
     case = cases.Case("bench", slots, (rank,) * num_adapters, hidden, hidden, 256)
 
@@ -87,11 +93,7 @@ def _site(hidden: int, num_adapters: int, rank: int, count: int, device: torch.d
         peers |= grouped_products(x, y.clone(), a.transpose(1, 2), scale(dense.b, dense.scaling)[0], ends)
         peers |= batched_products(x, y, dense.a, dense.b, dense.scaling)
         arguments = {"y": y, "x": x, "a": a, "b": b, "scaling": dense.scaling, "token_slots": token_slots}
-        if device.type != "cuda":
-            ours = partial(add_lora, y, x, inputs.stacked, Route.build(inputs.token_slots, device))
-        else:
-            on_device = lora_route(token_slots, num_adapters)
-            ours = partial(add_lora_group, y, x, to_device(group, device), on_device, max_rank=rank)
+        ours = partial(add_lora_group, y, x, to_device(group, device), _route(token_slots, num_adapters), max_rank=rank)
         return Made(ours, arguments, peers, (y,))
 
     values = 2 * num_adapters * rank * hidden + 3 * count * hidden
@@ -116,7 +118,7 @@ def _half(
         inputs = cases.make(case, dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
         dense = _Dense.of(SiteGroup.of([inputs.paged]), device)
-        group, route = to_device(SiteGroup.of([inputs.paged]), device), lora_route(token_slots, num_adapters)
+        group, route = to_device(SiteGroup.of([inputs.paged]), device), _route(token_slots, num_adapters)
         h = lora_shrink(x, group, route, max_rank=rank)
         stacked, rows = dense.a[0].transpose(1, 2), x.view(num_adapters, -1, hidden)
         if not is_expand:
@@ -147,7 +149,7 @@ def _mixed(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: tor
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
         group = SiteGroup.of([inputs.paged])
         dense = _Dense.of(group, device)
-        on_device = lora_route(token_slots, len(ranks))
+        on_device = _route(token_slots, len(ranks))
         ours = partial(add_lora_group, y, x, to_device(group, device), on_device, max_rank=max(ranks))
         arguments = {"y": y, "x": x, "a": dense.a[0], "b": dense.b[0], "scaling": dense.scaling}
         peers = batched_products(x, y, dense.a, dense.b, dense.scaling)
@@ -170,7 +172,7 @@ def _group(model: Model, num_adapters: int, rank: int, count: int, device: torch
         x, token_slots = inputs.x.to(device), inputs.token_slots.to(device)
         y = random(count, sum(widths), device=device, dtype=dtype)
         dense = _Dense.of(inputs.group, device)
-        on_device = lora_route(token_slots, num_adapters)
+        on_device = _route(token_slots, num_adapters)
         ours = partial(add_lora_group, y, x, to_device(inputs.group, device), on_device, max_rank=rank)
         arguments = {"y": y, "x": x, "a": dense.a, "b": dense.b, "scaling": dense.scaling, "token_slots": token_slots}
         return Made(ours, arguments, batched_products(x, y, dense.a, dense.b, dense.scaling), (y,))
@@ -201,12 +203,8 @@ def _embedding(
 
         arguments = {"y": y, "token_ids": token_ids, "a": a, "b": dense.b[0], "scaling": dense.scaling}
         arguments |= {"token_slots": token_slots}
-        if device.type != "cuda":
-            route = Route.build(inputs.token_slots, device)
-            ours: Call = partial(add_lora_embedding, y, token_ids, inputs.stacked, route)
-            return Made(ours, arguments, {"gather, bmm": peer}, (y,))
         site = to_device(inputs.paged, device)
-        group, on_device = SiteGroup.of([site]), lora_route(token_slots, num_adapters)
+        group, on_device = SiteGroup.of([site]), _route(token_slots, num_adapters)
 
         def embed_and_expand() -> None:
             lora_expand(lora_embed(token_ids, site, on_device, max_rank=rank), group, y, on_device)

@@ -24,16 +24,16 @@ from data_plane.adapters.placement import Placement, place
 from data_plane.adapters.site_groups import SiteGroups
 from data_plane.adapters.sites import Site, SiteKind
 from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
-from data_plane.adapters.step import LoraStep, PagedStep, ShrunkRows, SiteNeeds, StackedStep
-from data_plane.adapters.working_set import WorkingSet
+from data_plane.adapters.step import LoraStep, ShrunkRows, SiteNeeds
 from data_plane.adapters.writing import AdapterWriter
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
 from kernels.devices import runs_triton
-from kernels.lora import DeviceRoute, Epilogue, PagedSite, Route, SiteGroup, lora_route, route_on_host
-from kernels.native import has_native
+from kernels.lora import Epilogue, PagedSite, SiteGroup, lora_route, route_on_host
 
 logger = logging.getLogger(__name__)
+
+NOT_READY = -1
 
 
 class AdapterArena:
@@ -49,34 +49,30 @@ class AdapterArena:
         device: torch.device | str,
         base: BaseWeights,
         base_fingerprint: str,
-        reads_pages: bool | None = None,
     ) -> None:
-        """reads_pages: steps multiply with the pages where they lie. By default where there are kernels for that."""
         if not sites:
             raise ValueError("sites is empty: the model has no linear that adapters may target")
         if num_slots < 1 or arena_bytes < 0:
             raise ValueError(f"num_slots is {num_slots} and arena_bytes {arena_bytes}, want at least 1 and 0")
         self._sites = {site.name: site for site in sites}
-        self._heads = [site.name for site in sites if site.kind is SiteKind.HEAD]
+        self._heads = np.flatnonzero([site.kind is SiteKind.HEAD for site in sites])
         self._num_slots = num_slots
         self._dtype = dtype
         self._device = torch.device(device)
         self._base_fingerprint = base_fingerprint
         self._pool = PagePool(sites, arena_bytes, dtype, self._device)
         self._table = SlotTable(sites, num_slots, self._pool)
-        self._working_set = WorkingSet(sites, self._pool, base, arena_bytes)
-        self._is_native = not runs_triton(self._pool.pages) and has_native(self._pool.pages)
-        self._reads_pages = self._is_native or runs_triton(self._pool.pages) if reads_pages is None else reads_pages
         self._shrunk = ShrunkRows()
         self._groups = SiteGroups(sites, self._table, base)
         self._writer = AdapterWriter(self._pool, base)
-        # What these adapters need at each site that they target; a step mostly has the adapters of the last.
-        self._needs: tuple[frozenset[ResidentAdapter], dict[str, SiteNeeds]] = (frozenset(), {})
-        # Guards the pool's free list, _loads, _ready and _unlisted.
+        # By the table's version and the slots; a step mostly has the slots of the last.
+        self._needs: tuple[tuple[int, bytes], SiteNeeds] | None = None
+        # Guards the pool's free list, _loads, _ready, _generations and _unlisted.
         self._lock = threading.Lock()
         # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
         self._loads: dict[int, Load] = {}
         self._ready: dict[int, ResidentAdapter] = {}
+        self._generations = np.full(num_slots, NOT_READY)  # int64, of what is in _ready
         self._unlisted: list[ResidentAdapter] = []  # published, not yet in the slot table
         self._reserved: dict[Load, npt.NDArray[np.int64]] = {}  # pages of loads, cancelled ones included
 
@@ -195,6 +191,7 @@ class AdapterArena:
             del self._loads[load.slot]
             del self._reserved[load]
             self._ready[load.slot] = adapter
+            self._generations[load.slot] = adapter.generation
             self._unlisted.append(adapter)
 
     def _abandon(self, load: Load) -> None:
@@ -214,6 +211,13 @@ class AdapterArena:
             holds = "is not ready" if adapter is None else f"holds generation {adapter.generation}"
             raise StaleSlot(f"slot {slot} {holds}, the plan names generation {generation}")
 
+    def check_all(self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.int64]) -> None:
+        """`check` for each of the slots [n] that is not -1."""
+        is_stale = (slots >= 0) & (self._generations[slots] != generations)
+        if is_stale.any():
+            at = int(is_stale.argmax())
+            self.check(int(slots[at]), int(generations[at]))
+
     def evict(self, slot: int, generation: int) -> None:
         """Empty the slot, or cancel its load (see AdapterSlots)."""
         with self._lock:
@@ -227,6 +231,7 @@ class AdapterArena:
         logger.info("adapter evicted slot=%d generation=%d", slot, generation)
 
     def _remove(self, adapter: ResidentAdapter) -> None:
+        self._generations[adapter.slot] = NOT_READY
         self._pool.give_back(adapter.page_ids)
         if adapter in self._unlisted:
             self._unlisted.remove(adapter)
@@ -245,8 +250,6 @@ class AdapterArena:
             for adapter in self._ready.values():
                 self._remove(adapter)
             self._ready.clear()
-        self._working_set.clear()
-        self._needs = (frozenset(), {})
 
     def begin_step(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
         """What the step's linears add, or None when no token has an adapter.
@@ -258,42 +261,35 @@ class AdapterArena:
             self._list_published()
         if not slots_in_step:
             return None
-        adapters: list[ResidentAdapter] = []
-        for slot in slots_in_step:
-            adapter = self._ready.get(slot)
-            if adapter is None:
-                raise StaleSlot(f"slot {slot} is not ready")
-            adapters.append(adapter)
-        route = None if self._reads_pages else Route.build(token_slots, self._device)
-        named = set(np.unique(token_slots.cpu().numpy()).tolist()) - {-1} if route is None else set(route.slots)
-        if not named:
+        slots = np.asarray(slots_in_step)
+        is_ready = self._generations[slots] != NOT_READY
+        if not is_ready.all():
+            raise StaleSlot(f"slot {slots[is_ready.argmin()]} is not ready")
+        host_slots = token_slots.cpu().numpy()
+        if not np.isin(host_slots, [-1, *slots_in_step]).all():
+            unnamed = sorted(set(host_slots.tolist()).difference(slots_in_step) - {-1})
+            raise StaleSlot(f"tokens name the slots {unnamed}, the step does not")
+        if (host_slots < 0).all():
             return None
-        unnamed = named.difference(slots_in_step)
-        if unnamed:
-            raise StaleSlot(f"tokens name the slots {sorted(unnamed)}, the step does not")
-        if route is None:
-            return PagedStep(self._groups, self._needs_of(adapters), self._route(token_slots), self._shrunk)
-        self._working_set.ensure(adapters)
-        return StackedStep(adapters, self._working_set, route)
+        return self._step(self._needs_of(slots), host_slots)
 
     def begin_head(self, row_slots: torch.Tensor) -> LoraStep | None:
         """What the head adds in the step that began last, or None when no adapter of its rows targets it.
 
         row_slots is int32 [num_rows] on the host: the slots of the tokens whose logits are wanted.
         """
-        adapters = [self._ready[slot] for slot in np.unique(row_slots.numpy()).tolist() if slot >= 0]
-        if not any(name in adapter.weights for adapter in adapters for name in self._heads):
+        host_slots = row_slots.numpy()
+        slots = host_slots[host_slots >= 0]
+        if not self._table.host_rank[slots[:, None], self._heads].any():
             return None
-        if self._reads_pages:
-            return PagedStep(
-                self._groups, SiteNeeds.by_site(adapters, self._heads), self._route(row_slots), self._shrunk
-            )
-        return StackedStep(adapters, self._working_set, Route.build(row_slots, self._device))
+        return self._step(SiteNeeds.of(self._table, slots), host_slots)
 
-    def _route(self, token_slots: torch.Tensor) -> DeviceRoute:
-        if self._is_native:
-            return route_on_host(token_slots.numpy(), self._num_slots)
-        return lora_route(token_slots.to(self._device), self._num_slots)
+    def _step(self, needs: SiteNeeds, token_slots: npt.NDArray[np.int32]) -> LoraStep:
+        if self._device.type == "cpu" and not runs_triton(self._pool.pages):
+            route = route_on_host(token_slots, self._num_slots)
+        else:
+            route = lora_route(torch.from_numpy(token_slots).to(self._device), self._num_slots)
+        return LoraStep(self._groups, self._table, needs, route, self._shrunk)
 
     def site_groups(self, names: tuple[str, ...]) -> list[tuple[SiteGroup, Epilogue]]:
         """Sites that read one input and write side by side, in order, as groups that lie side by side in the table.
@@ -302,10 +298,10 @@ class AdapterArena:
         """
         return [(group.sites, group.epilogue) for group in self._groups.of(names)]
 
-    def _needs_of(self, adapters: Sequence[ResidentAdapter]) -> dict[str, SiteNeeds]:
-        key = frozenset(adapters)
-        if self._needs[0] != key:
-            self._needs = (key, SiteNeeds.by_site(adapters))
+    def _needs_of(self, slots: npt.NDArray[np.intp]) -> SiteNeeds:
+        key = (self._table.version, slots.tobytes())
+        if self._needs is None or self._needs[0] != key:
+            self._needs = (key, SiteNeeds.of(self._table, slots))
         return self._needs[1]
 
     def paged_site(self, name: str) -> PagedSite:

@@ -14,10 +14,10 @@ from kernels.lora import Epilogue, SiteGroup
 
 
 @dataclass(frozen=True, slots=True)
-class NamedGroup:
+class TableGroup:
     """Sites that lie side by side in the slot table."""
 
-    names: tuple[str, ...]
+    rows: slice  # of the table
     sites: SiteGroup
     epilogue: Epilogue  # for steps in which an adapter has vectors here; one form, so that one kernel is compiled
 
@@ -29,9 +29,9 @@ class SiteGroups:
         self._sites = {site.name: (index, site) for index, site in enumerate(sites)}
         self._table = table
         self._base = base
-        self._groups: dict[tuple[str, ...], list[NamedGroup]] = {}
+        self._groups: dict[tuple[str, ...], list[TableGroup]] = {}
 
-    def of(self, names: tuple[str, ...]) -> list[NamedGroup]:
+    def of(self, names: tuple[str, ...]) -> list[TableGroup]:
         """The sites in this order as groups: one group if the model lists them in this order.
 
         q, k and v are listed so by most models, and so are gate and up. Sites that are not become several groups.
@@ -44,7 +44,7 @@ class SiteGroups:
             self._groups[names] = [self._group(tuple(run)) for run in runs]
         return self._groups[names]
 
-    def _group(self, names: tuple[str, ...]) -> NamedGroup:
+    def _group(self, names: tuple[str, ...]) -> TableGroup:
         sites = [self._sites[name][1] for name in names]
         group, epilogue = self._table.group(sites)
         biases = [self._base.bias(name) for name in names]
@@ -55,4 +55,5 @@ class SiteGroups:
                 for site, bias in zip(sites, biases, strict=True)
             ]
             epilogue = replace(epilogue, base_bias=torch.cat(parts))
-        return NamedGroup(names, group, epilogue)
+        first = self._sites[names[0]][0]
+        return TableGroup(slice(first, first + len(names)), group, epilogue)

@@ -1,4 +1,4 @@
-"""Slots: what is in each, and the table on the device that kernels read.
+"""Slots: what is in each, and the table on the device that kernels read, with what steps need of it on the host.
 
 The table's tensors keep their addresses for the life of the arena, so that captured graphs may hold them. Only the
 compute thread edits the table.
@@ -29,10 +29,6 @@ class SiteWeights:
     num_b_pages: int  # they follow A's
     gain_at: int | None = None  # index of its gains within the adapter's vectors; None: it has none
     lora_bias_at: int | None = None  # of its LoRA bias
-
-    @property
-    def has_vector(self) -> bool:
-        return self.gain_at is not None or self.lora_bias_at is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +71,10 @@ class SlotTable:
         self.gain = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.lora_bias = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
+        # On the host, by slot and site: the ranks, and whether there is a gain or a LoRA bias.
+        self.host_rank = np.zeros((num_slots, len(sites)), dtype=np.int32)
+        self.host_has_vectors = np.zeros((num_slots, len(sites)), dtype=np.bool_)
+        self.version = 0  # counts what was entered and removed
         # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
 
@@ -100,12 +100,16 @@ class SlotTable:
         if start + len(adapter.page_ids) > len(self.page_ids):
             start = self._compact()
         self._write(adapter, start)
+        self.version += 1
 
     def remove(self, slot: int) -> None:
         """Empty a slot's row; a slot without one is left alone."""
         if self._rows.pop(slot, None) is not None:
             self.rank[:, slot] = 0
             self.generation[slot] = 0
+            self.host_rank[slot] = 0
+            self.host_has_vectors[slot] = False
+            self.version += 1
 
     def _compact(self) -> int:
         """Move all rows to the front; the first free index."""
@@ -117,24 +121,27 @@ class SlotTable:
 
     def _write(self, adapter: ResidentAdapter, start: int) -> None:
         device = self.page_ids.device
-        columns = np.zeros((2, len(self._sites)), dtype=np.float32)
+        rank = np.zeros(len(self._sites), dtype=np.int32)
+        scaling = np.zeros(len(self._sites), dtype=np.float32)
         first = np.zeros(len(self._sites), dtype=np.int32)
         vectors = np.full((2, len(self._sites)), -1, dtype=np.int64)
         begin = (start + adapter.first_vector_page) * self._pool.values_per_page
         for name, weights in adapter.weights.items():
             index = self._sites[name]
             first[index] = start + weights.first
-            columns[0, index] = weights.rank
-            columns[1, index] = weights.scaling
+            rank[index] = weights.rank
+            scaling[index] = weights.scaling
             for table, at in enumerate((weights.gain_at, weights.lora_bias_at)):
                 if at is not None:
                     vectors[table, index] = begin + at
         slot = adapter.slot
         self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
         self.first[:, slot] = torch.from_numpy(first).to(device)
-        self.rank[:, slot] = torch.from_numpy(columns[0].astype(np.int32)).to(device)
-        self.scaling[:, slot] = torch.from_numpy(columns[1]).to(device)
+        self.rank[:, slot] = torch.from_numpy(rank).to(device)
+        self.scaling[:, slot] = torch.from_numpy(scaling).to(device)
         self.gain[:, slot] = torch.from_numpy(vectors[0]).to(device)
         self.lora_bias[:, slot] = torch.from_numpy(vectors[1]).to(device)
         self.generation[slot] = adapter.generation
+        self.host_rank[slot] = rank
+        self.host_has_vectors[slot] = (vectors >= 0).any(axis=0)
         self._rows[slot] = (start, adapter)

@@ -2,99 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from data_plane.adapters.site_groups import NamedGroup, SiteGroups
-from data_plane.adapters.slots import ResidentAdapter, SiteWeights
-from data_plane.adapters.working_set import WorkingSet
-from kernels.lora import (
-    DeviceRoute,
-    Epilogue,
-    Route,
-    add_lora_embedding,
-    add_lora_group,
-    add_lora_sites,
-    lora_embed,
-    lora_expand,
-)
+from data_plane.adapters.site_groups import SiteGroups, TableGroup
+from data_plane.adapters.slots import SlotTable
+from kernels.lora import DeviceRoute, Epilogue, add_lora_group, lora_embed, lora_expand
 from kernels.lora.native import LoraTokens, lora_tokens
-
-
-class LoraStep(Protocol):
-    """Valid until the arena's next `begin_step`."""
-
-    def targets(self, site_name: str) -> bool:
-        """Whether an adapter of the step targets the site."""
-        ...
-
-    def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """y [num_tokens, out] += scaling * (x [num_tokens, in] @ A.T) @ B, in place, by each token's slot.
-
-        With the LoRA bias or the DoRA gain of the slot's adapter, as kernels.lora.Epilogue says.
-        A no-op for a site that no adapter of the step targets.
-        """
-        ...
-
-    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
-        """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
-        ...
-
-    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
-        """`apply` for an embedding, whose x are the columns of A at token_ids [num_tokens].
-
-        What is added is multiplied, as the model multiplies what it looks up.
-        """
-        ...
-
-
-class StackedStep:
-    """A step that multiplies with stacked copies."""
-
-    def __init__(self, adapters: Sequence[ResidentAdapter], working_set: WorkingSet, route: Route) -> None:
-        self._adapters = adapters
-        self._working_set = working_set
-        self._route = route
-
-    def targets(self, site_name: str) -> bool:
-        return any(site_name in adapter.weights for adapter in self._adapters)
-
-    def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.apply_group((site_name,), x, y)
-
-    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
-        sites = [self._working_set.site(name) if self.targets(name) else None for name in site_names]
-        widths = [self._working_set.out_features(name) for name in site_names]
-        add_lora_sites(y, x, list(zip(widths, sites, strict=True)), self._route)
-
-    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
-        site = self._working_set.site(site_name) if self.targets(site_name) else None
-        if site is not None:
-            add_lora_embedding(y, token_ids, site, self._route, multiplier=multiplier)
 
 
 @dataclass(frozen=True, slots=True)
 class SiteNeeds:
-    """What the adapters of a step that target a site have there."""
+    """What the adapters of a step need at each site, in the order of the slot table."""
 
-    max_rank: int
-    has_vectors: bool  # one of them has a gain or a LoRA bias
+    max_rank: npt.NDArray[np.int32]  # 0: no adapter of the step targets the site
+    has_vectors: npt.NDArray[np.bool_]  # one of them has a gain or a LoRA bias there
+    max_rank_of_all: int
 
     @classmethod
-    def by_site(cls, adapters: Iterable[ResidentAdapter], names: Iterable[str] | None = None) -> dict[str, SiteNeeds]:
-        """Of every site, or of the named ones, that one of the adapters targets."""
-        entries: dict[str, list[SiteWeights]] = {}
-        for adapter in adapters:
-            for name in adapter.weights if names is None else names:
-                if name in adapter.weights:
-                    entries.setdefault(name, []).append(adapter.weights[name])
-        return {
-            name: cls(max(entry.rank for entry in here), any(entry.has_vector for entry in here))
-            for name, here in entries.items()
-        }
+    def of(cls, table: SlotTable, slots: npt.NDArray[np.intp]) -> SiteNeeds:
+        """Of the adapters in these slots."""
+        max_rank = table.host_rank[slots].max(axis=0, initial=0)
+        return cls(max_rank, np.logical_or.reduce(table.host_has_vectors[slots]), int(max_rank.max(initial=0)))
 
 
 class ShrunkRows:
@@ -110,24 +42,39 @@ class ShrunkRows:
         return self._values[:num_values]
 
 
-class PagedStep:
-    """A step that multiplies with the arena's pages where they lie. `needs` names the sites that it targets."""
+class LoraStep:
+    """What the adapters of one step add, from the arena's pages. Valid until the arena's next begin_step or evict.
+
+    Weights are read where they lie, when the step is applied. A slot that was emptied or filled meanwhile would add
+    nothing or another adapter's weights: to apply the step then is a mistake of the caller, and asserted.
+    """
 
     def __init__(
-        self, groups: SiteGroups, needs: Mapping[str, SiteNeeds], route: DeviceRoute, shrunk: ShrunkRows
+        self, groups: SiteGroups, table: SlotTable, needs: SiteNeeds, route: DeviceRoute, shrunk: ShrunkRows
     ) -> None:
         self._groups = groups
+        self._table = table
+        self._version = table.version
         self._needs = needs
         self._route = route
         self._shrunk = shrunk
 
     def targets(self, site_name: str) -> bool:
-        return site_name in self._needs
+        """Whether an adapter of the step targets the site."""
+        (group,) = self._groups.of((site_name,))
+        return bool(self._needs.max_rank[group.rows].any())
 
     def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """y [num_tokens, out] += scaling * (x [num_tokens, in] @ A.T) @ B, in place, by each token's slot.
+
+        With the LoRA bias or the DoRA gain of the slot's adapter, as kernels.lora.Epilogue says.
+        A no-op for a site that no adapter of the step targets.
+        """
         self.apply_group((site_name,), x, y)
 
     def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
+        self._check_valid()
         groups = self._groups.of(site_names)
         parts = torch.split(y, [sum(group.sites.out_features) for group in groups], dim=1)
         for group, part in zip(groups, parts, strict=True):
@@ -136,6 +83,11 @@ class PagedStep:
                 add_lora_group(part, x, group.sites, self._route, max_rank=max_rank, epilogue=epilogue)
 
     def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
+        """`apply` for an embedding, whose x are the columns of A at token_ids [num_tokens].
+
+        What is added is multiplied, as the model multiplies what it looks up.
+        """
+        self._check_valid()
         (group,) = self._groups.of((site_name,))
         max_rank, epilogue = self._needs_of(group)
         if max_rank:
@@ -145,14 +97,18 @@ class PagedStep:
             lora_expand(h, group.sites, y, self._route, epilogue=epilogue)
 
     def native_tokens(self, num_sites: int) -> LoraTokens:
-        max_rank = max((needs.max_rank for needs in self._needs.values()), default=0)
-        h = self._shrunk.rows(num_sites * self._route.num_tokens * max_rank)
-        return lora_tokens(self._route, h.view(num_sites, self._route.num_tokens, max_rank))
+        """Which token has which adapter, for native ops over groups of up to num_sites sites. Its h is overwritten by
+        the next step's."""
+        self._check_valid()
+        max_rank, num_tokens = self._needs.max_rank_of_all, self._route.num_tokens
+        h = self._shrunk.rows(num_sites * num_tokens * max_rank)
+        return lora_tokens(self._route, h.view(num_sites, num_tokens, max_rank))
 
-    def _needs_of(self, group: NamedGroup) -> tuple[int, Epilogue | None]:
+    def _check_valid(self) -> None:
+        assert self._version == self._table.version, "a slot changed after the step began: begin it again"
+
+    def _needs_of(self, group: TableGroup) -> tuple[int, Epilogue | None]:
         """The greatest rank of the group in this step, 0 if no adapter targets it, and what its expand needs."""
-        needs = [self._needs[name] for name in group.names if name in self._needs]
-        if not needs:
-            return 0, None
-        epilogue = group.epilogue if any(need.has_vectors for need in needs) else None
-        return max(need.max_rank for need in needs), epilogue
+        max_rank = int(self._needs.max_rank[group.rows].max())
+        has_vectors = max_rank > 0 and bool(self._needs.has_vectors[group.rows].any())
+        return max_rank, group.epilogue if has_vectors else None

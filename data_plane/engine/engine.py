@@ -135,11 +135,7 @@ class TorchEngine:
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass; advances the rows. Logits of the tokens that the batch keeps."""
         rows = self._rows
-        for slot, generation in set(
-            zip(rows.slot[batch.rows].tolist(), rows.slot_generation[batch.rows].tolist(), strict=True)
-        ):
-            if slot >= 0:
-                self._arena.check(slot, generation)
+        self._arena.check_all(rows.slot[batch.rows], rows.slot_generation[batch.rows])
         if self._host_blocks is not None:
             self._host_blocks.before_writing(batch.written_blocks)
         lora = self._arena.begin_step(batch.token_slots, batch.slots) if batch.slots else None

@@ -5,28 +5,10 @@ One object per model, made at load and never replaced: every layer holds a refer
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from kernels.lora.native import LoraTokens
+from data_plane.adapters.step import LoraStep
 from kernels.paged_attention import AttentionBatch
-
-
-class LoraStep(Protocol):
-    """Adapters of one step; data_plane.adapters builds it."""
-
-    def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the adapters' part of the site to y [num_tokens, out], in place, for x [num_tokens, in]."""
-
-    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
-        """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
-
-    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
-        """`apply` for an embedding and token_ids [num_tokens]; what is added is multiplied."""
-
-    def native_tokens(self, num_sites: int) -> LoraTokens:
-        """Which token has which adapter, for native ops over groups of up to num_sites sites."""
 
 
 class StepContext:

@@ -1,4 +1,4 @@
-"""Shapes of add_lora for tests and benchmarks."""
+"""Shapes of LoRA products for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup, StackedSite, page_values, stack_columns
+from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup, page_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One case's tensors: the same weights paged and stacked."""
+    """One case's tensors: one site's weights in pages and as matrices."""
 
     x: torch.Tensor
     y: torch.Tensor
     token_slots: torch.Tensor
     paged: PagedSite
-    stacked: StackedSite
     matrices: list[tuple[torch.Tensor, torch.Tensor, float]]  # by slot: A, B, scaling
 
 
@@ -91,18 +90,8 @@ def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> Inputs:
         y,
         torch.tensor(case.token_slots, dtype=torch.int32),
         _paged(case, matrices, dtype, generator),
-        _stacked(case, matrices, dtype),
         matrices,
     )
-
-
-def _stacked(
-    case: Case, matrices: Sequence[tuple[torch.Tensor, torch.Tensor, float]], dtype: torch.dtype
-) -> StackedSite:
-    members = [(slot, a.shape[0], scaling) for slot, (a, _, scaling) in enumerate(matrices) if a.shape[0]]
-    a = torch.cat([torch.empty(0, case.in_features, dtype=dtype), *(a for a, _, _ in matrices)])
-    b = torch.cat([torch.empty(0, case.out_features, dtype=dtype), *(b for _, b, _ in matrices)])
-    return StackedSite(a, b, stack_columns(members, torch.device("cpu")))
 
 
 def make_group(

@@ -1,170 +1,105 @@
-"""add_lora on stacked weights: two dense products over all slots, or two per slot; its embedding form, slot by slot.
+"""The operators in torch, slot by slot: products in the dtype of the weights, over copies of the slot's pages.
 
-Written for the CPU, runs on any device.
+Written for a CPU without native code, runs on any device. Tokens that follow one another in the rows are read where
+they lie, others are gathered once for all sites of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 
-from kernels.lora.layout import Route, Segment, StackedSite
+from kernels.lora.layout import PAGE_RANKS, Epilogue, SiteGroup
+from kernels.lora.reference import check_room, gather_a, gather_b, vector
+from kernels.lora.route import DeviceRoute
 
-# The dense form computes every token against every stacked rank and masks; the grouped form computes only what is
-# needed, but in two small products per slot. A slot's products cost as much as so many wasted multiplications, that is
-# (token, rank) pairs times the columns of A and B. Measured on one thread, float32, 1 to 16 adapters of ranks 16 to 64,
-# 1 to 512 tokens: with AVX-512 at 1024 x 1024 the forms meet near 400 pairs per slot; with AVX2 near 50 there, near 500
-# at 256 x 256, near 15 at 2816 x 2816.
-WASTE_AVX512 = 800_000
-WASTE_OTHER = 100_000
-# Where a slot's tokens lie apart they are gathered and put back, which grows with the columns as the waste does.
-GATHER_PAIRS = 384
-# AMX makes bfloat16 products that much cheaper beside the cost of a call: with 8 adapters of rank 16 at 2048 x 2048
-# dense was still 2.5 times faster at 512 tokens, which wastes 7168 pairs per slot.
-AMX_FACTOR = 16
+Rows = slice | torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What decides between the forms."""
-
-    has_avx512: bool
-    has_amx: bool
-    product_dtypes: frozenset[torch.dtype]  # that torch has fast products for
-
-    @classmethod
-    def detect(cls) -> Machine:
-        """The machine at hand, as torch uses it."""
-        dtypes = {torch.float32}
-        if torch._C._has_mkldnn:
-            if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-                dtypes.add(torch.bfloat16)
-            if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-                dtypes.add(torch.float16)
-        is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-        return cls(is_avx512, bool(torch.cpu._is_amx_tile_supported()), frozenset(dtypes))
-
-    def waste_of_slot(self, columns: int, dtype: torch.dtype, *, is_gathered: bool) -> float:
-        """(token, rank) pairs that may be computed in vain to spare one slot its own products.
-
-        None in a dtype without fast products: with bfloat16 on AVX2 dense was up to 50 times slower than grouped.
-        """
-        if dtype not in self.product_dtypes:
-            return 0.0
-        pairs = (WASTE_AVX512 if self.has_avx512 else WASTE_OTHER) / columns + (GATHER_PAIRS if is_gathered else 0)
-        return pairs * AMX_FACTOR if dtype == torch.bfloat16 and self.has_amx else pairs
-
-
-MACHINE = Machine.detect()
-
-
-def add_lora(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, StackedSite]], route: Route) -> None:
-    """See the package. Each site adds to its columns of y; those that are grouped share one gather of x and y."""
-    grouped = []
-    for columns, site in parts:
-        if use_dense(site, route):
-            add_dense(y[:, columns], x, site, route)
-        else:
-            grouped.append((columns, site))
-    if grouped:
-        add_grouped(y, x, grouped, route)
-    for columns, site in parts:
-        if site.vectors:
-            add_vectors(y[:, columns], site, route)
-
-
-def add_vectors(y: torch.Tensor, site: StackedSite, route: Route) -> None:
-    """The biases and gains of the slots that have them, on what the products left in y."""
-    for segment in route.segments:
-        vectors = site.vectors.get(segment.slot)
-        if vectors is None:
+def segments(route: DeviceRoute) -> list[tuple[int, Rows]]:
+    """Each slot and its tokens; blocks of one slot that follow one another are one segment."""
+    joined: list[tuple[int, int, int]] = []
+    blocks = zip(route.block_slot.tolist(), route.block_start.tolist(), route.block_end.tolist(), strict=True)
+    for slot, start, end in blocks:
+        if not 0 <= slot < route.num_slots or start == end:
             continue
-        part = y[segment.rows].float()
-        if vectors.lora_bias is not None:
-            part = part.add(vectors.lora_bias, alpha=site.columns.scaling_by_slot[segment.slot])
-        if vectors.gain is not None and site.base_bias is not None:
-            part = part.sub(site.base_bias).mul_(vectors.gain).add_(site.base_bias)
-        elif vectors.gain is not None:
-            part = part.mul(vectors.gain)
-        y[segment.rows] = part.to(y.dtype)
+        if joined and joined[-1][0] == slot and joined[-1][2] == start:
+            start = joined.pop()[1]
+        joined.append((slot, start, end))
+    return [(slot, _rows(route.order[start:end])) for slot, start, end in joined]
 
 
-def use_dense(site: StackedSite, route: Route) -> bool:
-    """Which form is faster; decided once per step for all sites of the same columns and widths."""
-    columns = site.a.shape[1] + site.b.shape[1]
-    key = (site.columns, columns)
-    if key not in route.is_dense:
-        rows = site.columns.rows_by_slot
-        useful, allowed = 0, 0.0
-        for segment in route.segments:
-            if segment.slot in rows:
-                useful += segment.num_tokens * (rows[segment.slot].stop - rows[segment.slot].start)
-                is_gathered = not isinstance(segment.rows, slice)
-                allowed += MACHINE.waste_of_slot(columns, site.a.dtype, is_gathered=is_gathered)
-        wasted = len(route.row_slots) * site.a.shape[0] - useful
-        # On a GPU a launch costs more than the waste.
-        route.is_dense[key] = site.a.is_cuda or wasted <= allowed
-    return route.is_dense[key]
+def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+    """See kernels.lora.reference."""
+    for slot, tokens in segments(route):
+        rows = x[tokens]
+        for index in range(group.num_sites):
+            rank = _rank(group, index, slot, h)
+            if rank:
+                h[index, tokens, :rank] = torch.mm(rows, gather_a(group.site(index), slot).T).float() * scaling
 
 
-def add_dense(y: torch.Tensor, x: torch.Tensor, site: StackedSite, route: Route) -> None:
-    """y += (mask * scaling * (x @ A_all.T)) @ B_all over the rows that have an adapter.
-
-    Hidden products are overwritten rather than multiplied by zero: another adapter's infinity stays its own.
-    """
-    shrunk = torch.mm(x[route.rows], site.a.T).mul_(site.columns.scaling)
-    shrunk.masked_fill_(route.hidden(site.columns), 0)
-    if isinstance(route.rows, slice):
-        y[route.rows].addmm_(shrunk, site.b)
-    else:
-        y[route.rows] = y[route.rows].addmm_(shrunk, site.b)
-
-
-def add_grouped(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, StackedSite]], route: Route) -> None:
-    """The same, slot by slot. Tokens that lie apart are gathered once for all slots, in the order of their slots."""
-    apart: list[tuple[Segment, torch.Tensor]] = []
-    for segment in route.segments:
-        if not any(segment.slot in site.columns.rows_by_slot for _, site in parts):
-            continue
-        if isinstance(segment.rows, slice):
-            _add_segment(y[segment.rows], x[segment.rows], parts, segment.slot)
-        else:
-            apart.append((segment, segment.rows))
-    if not apart:
-        return
-    rows = torch.cat([segment_rows for _, segment_rows in apart])
-    inputs, sums = x[rows], y[rows]
-    start = 0
-    for segment, _ in apart:
-        end = start + segment.num_tokens
-        _add_segment(sums[start:end], inputs[start:end], parts, segment.slot)
-        start = end
-    y[rows] = sums
+def embed(token_ids: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute) -> None:
+    """Into h [1, T, width] of the only site; see kernels.lora.reference."""
+    width = group.pages.shape[2]
+    num_tiles = -(-group.in_features // width)
+    for slot, tokens in segments(route):
+        rank, first = _rank(group, 0, slot, h), int(group.first[0, slot])
+        num_groups = -(-rank // PAGE_RANKS)
+        ids = token_ids[tokens].long()
+        is_known = (ids >= 0) & (ids < group.in_features)
+        ids = ids.where(is_known, 0)
+        page_ids = group.page_ids[first : first + num_groups * num_tiles].long().view(num_groups, num_tiles)
+        # [tokens, groups, 8]: one column of one tile of each group
+        columns = group.pages[page_ids[:, ids // width].T, :, (ids % width)[:, None]]
+        values = columns.reshape(len(ids), num_groups * PAGE_RANKS)[:, :rank].float()
+        h[0, tokens, :rank] = values.masked_fill(~is_known[:, None], float("nan"))
 
 
-def _add_segment(y: torch.Tensor, x: torch.Tensor, parts: Sequence[tuple[slice, StackedSite]], slot: int) -> None:
-    """y += scaling * (x @ A.T) @ B in place, with the weights of one slot."""
-    for columns, site in parts:
-        ranks = site.columns.rows_by_slot.get(slot)
-        if ranks is not None:
-            shrunk = torch.mm(x, site.a[ranks].T)
-            y[:, columns].addmm_(shrunk, site.b[ranks], alpha=site.columns.scaling_by_slot[slot])
-
-
-def add_lora_embedding(
-    y: torch.Tensor, token_ids: torch.Tensor, site: StackedSite, route: Route, multiplier: float
+def expand(
+    h: torch.Tensor,
+    y: torch.Tensor,
+    group: SiteGroup,
+    route: DeviceRoute,
+    *,
+    add_inputs: bool,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """See the package. Slot by slot: a model has one embedding, so that its calls are few."""
-    for segment in route.segments:
-        columns = site.columns.rows_by_slot.get(segment.slot)
-        if columns is None:
-            continue
-        shrunk = site.a[columns].index_select(1, token_ids[segment.rows]).T
-        alpha = multiplier * site.columns.scaling_by_slot[segment.slot]
-        part = y[segment.rows].addmm_(shrunk, site.b[columns], alpha=alpha)
-        if not isinstance(segment.rows, slice):
-            y[segment.rows] = part
-    if site.vectors:
-        add_vectors(y, site, route)
+    """See kernels.lora.reference."""
+    if not add_inputs:
+        y.zero_()
+    for slot, tokens in segments(route):
+        rows, column = y[tokens], 0
+        for index, features in enumerate(group.out_features):
+            part = rows[:, column : column + features]
+            own = epilogue.base_bias[column : column + features] if epilogue and epilogue.base_bias is not None else 0.0
+            column += features
+            rank = _rank(group, index, slot, h)
+            if rank == 0:
+                continue
+            shrunk, b = h[index, tokens, :rank].to(part.dtype), gather_b(group.site(index), slot)
+            scaling = float(group.scaling[index, slot])
+            lora_bias = gain = None
+            if epilogue is not None:
+                lora_bias = vector(epilogue, epilogue.lora_bias, group, index, slot)
+                gain = vector(epilogue, epilogue.gain, group, index, slot)
+            if lora_bias is None and gain is None:
+                part.addmm_(shrunk, b, alpha=scaling)
+                continue
+            delta = torch.mm(shrunk, b).float()
+            total = part.float() + scaling * (delta if lora_bias is None else delta + lora_bias)
+            part.copy_(total if gain is None else gain * (total - own) + own)
+        if isinstance(tokens, torch.Tensor):
+            y[tokens] = rows
+
+
+def _rows(tokens: torch.Tensor) -> Rows:
+    """A slice where the tokens follow one another."""
+    first, last = int(tokens[0]), int(tokens[-1])
+    return slice(first, last + 1) if last - first + 1 == len(tokens) else tokens.long()
+
+
+def _rank(group: SiteGroup, index: int, slot: int, h: torch.Tensor) -> int:
+    """Raises ValueError where h [sites, T, width] has no room for it."""
+    rank = int(group.rank[index, slot])
+    check_room(slot, rank, h)
+    return rank

@@ -2,8 +2,9 @@
 
 bgmv: every token its own block, for one or few tokens per slot; takes the slots of the tokens. sgmv: blocks of tokens
 that share a slot; takes a route. Segments of tokens become token slots by
-`torch.repeat_interleave(slots, lengths, output_size=num_tokens)`. Both give the same bits.
-On a GPU the Triton kernels run, on a CPU with a C compiler native code, elsewhere the definitions.
+`torch.repeat_interleave(slots, lengths, output_size=num_tokens)`.
+On a GPU the Triton kernels run, on a CPU with a C compiler native code, elsewhere torch's products. In the first two
+bgmv and sgmv give the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from kernels.buckets import round_up
 from kernels.devices import check_devices, runs_triton
-from kernels.lora import native, reference
+from kernels.lora import cpu, native
 from kernels.lora.launch import num_parts
 from kernels.lora.layout import H_ALIGN, Epilogue, PagedSite, SiteGroup
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one
@@ -115,7 +116,7 @@ def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, 
     """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, width] as `lora_shrink` gives it.
 
     token_ids is int32 or int64 [T]. An id that the site has no column of gives NaN, as does, on a GPU, a rank above
-    the width; the definition refuses that.
+    the width; a CPU refuses that.
     """
     _check_ids(token_ids, route.num_tokens)
     _check_route(route, site.first.shape[0])
@@ -128,7 +129,7 @@ def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, 
     elif _runs_native(SiteGroup.of([site]), h[0], route, token_ids):
         native.embed(token_ids, h[0], SiteGroup.of([site]), route)
     else:
-        reference.embed(token_ids, h[0, 0], site, route)
+        cpu.embed(token_ids, h[0], SiteGroup.of([site]), route)
     return h
 
 
@@ -167,7 +168,19 @@ def add_lora_group(
     No slot of the route has a rank above max_rank at these sites: above its power of two that is refused, on a GPU its
     rows are NaN instead.
     """
-    lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route, epilogue=epilogue)
+    if not has_native(x, y, group.pages) or runs_triton(x):
+        lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route, epilogue=epilogue)
+        return
+    h = _empty_h(1, group.num_sites, route.num_tokens, max_rank, x.device)
+    if _runs_native(group, h[0], route, x, y):
+        _check_rows("x", x, route, group, group.in_features)
+        _check_rows("y", y, route, group, sum(group.out_features))
+        if epilogue is not None:
+            _check_epilogue(epilogue, group, add_inputs=True)
+        native.add(y, x, group, route, h[0], epilogue)
+    else:
+        _shrink(x, group, h[0], route, 1.0)
+        lora_expand(h, group, y, route, epilogue=epilogue)
 
 
 def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:
@@ -182,7 +195,7 @@ def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRou
     elif _runs_native(group, h, route, x):
         native.shrink(x, h, group, route, scaling=scaling)
     else:
-        reference.shrink(x, h, group, route, scaling=scaling)
+        cpu.shrink(x, h, group, route, scaling=scaling)
 
 
 def _expand(
@@ -204,12 +217,12 @@ def _expand(
     elif len(h) == 1 and _runs_native(group, h[0], route, y):
         native.expand(h[0], y if add_inputs else y.zero_(), group, route, epilogue)
     else:
-        reference.expand(h.sum(0), y, group, route, add_inputs=add_inputs, epilogue=epilogue)
+        cpu.expand(h.sum(0), y, group, route, add_inputs=add_inputs, epilogue=epilogue)
 
 
-def _runs_native(group: SiteGroup, h: torch.Tensor, route: DeviceRoute, rows: torch.Tensor) -> bool:
+def _runs_native(group: SiteGroup, h: torch.Tensor, route: DeviceRoute, *rows: torch.Tensor) -> bool:
     """Whether native code serves these tensors, h [sites, T, width]. Raises ValueError for a rank above the width."""
-    if not has_native(rows) or not h.is_contiguous() or not native.can_serve(group, rows):
+    if not has_native(*rows) or not h.is_contiguous() or not native.can_serve(group, *rows):
         return False
     is_known = (route.block_slot >= 0) & (route.block_slot < group.num_slots) & (route.block_end > route.block_start)
     slots = route.block_slot[is_known].long()

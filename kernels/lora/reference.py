@@ -1,4 +1,4 @@
-"""The definitions: add_lora and its embedding form token by token, the rest block by block, from the pages."""
+"""The definitions: add_lora and its embedding form token by token, the operators block by block, from the pages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup
 from kernels.lora.route import DeviceRoute
 
 
+def gather_a(site: PagedSite, slot: int) -> torch.Tensor:
+    """A [rank, in] of one slot, a copy."""
+    return _gather(site, slot, int(site.first[slot]), site.in_features)
+
+
+def gather_b(site: PagedSite, slot: int) -> torch.Tensor:
+    """B [rank, out] of one slot, a copy."""
+    num_a_pages = -(-int(site.rank[slot]) // PAGE_RANKS) * -(-site.in_features // site.pages.shape[2])
+    return _gather(site, slot, int(site.first[slot]) + num_a_pages, site.out_features)
+
+
 def gather(site: PagedSite, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rank, in] and B [rank, out] of one slot."""
-    rank, first = int(site.rank[slot]), int(site.first[slot])
-    num_groups = -(-rank // PAGE_RANKS)
-    matrices = []
-    for width in (site.in_features, site.out_features):
-        num_tiles = -(-width // site.pages.shape[2])
-        ids = site.page_ids[first : first + num_groups * num_tiles].long()
-        tiles = site.pages[ids].view(num_groups, num_tiles, *site.pages.shape[1:]).transpose(1, 2)
-        matrices.append(tiles.reshape(num_groups * PAGE_RANKS, num_tiles * site.pages.shape[2])[:rank, :width])
-        first += num_groups * num_tiles
-    return matrices[0], matrices[1]
+    """A [rank, in] and B [rank, out] of one slot, copies."""
+    return gather_a(site, slot), gather_b(site, slot)
+
+
+def _gather(site: PagedSite, slot: int, first: int, width: int) -> torch.Tensor:
+    rank, tile_width = int(site.rank[slot]), site.pages.shape[2]
+    num_groups, num_tiles = -(-rank // PAGE_RANKS), -(-width // tile_width)
+    ids = site.page_ids[first : first + num_groups * num_tiles].long()
+    tiles = site.pages[ids].view(num_groups, num_tiles, PAGE_RANKS, tile_width).transpose(1, 2)
+    return tiles.reshape(num_groups * PAGE_RANKS, num_tiles * tile_width)[:rank, :width]
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, site: PagedSite, token_slots: torch.Tensor) -> None:
@@ -54,7 +64,7 @@ def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRout
         for index in range(group.num_sites):
             a, _ = gather(group.site(index), slot)
             rank = a.shape[0]
-            _check_room(slot, rank, h)
+            check_room(slot, rank, h)
             h[index, tokens, :rank] = x[tokens].float() @ a.float().T * scaling
 
 
@@ -63,7 +73,7 @@ def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: Devi
     for slot, tokens in groups(route):
         a, _ = gather(site, slot)
         rank = a.shape[0]
-        _check_room(slot, rank, h)
+        check_room(slot, rank, h)
         ids = token_ids[tokens].long()
         is_known = (ids >= 0) & (ids < site.in_features)
         columns = a[:, ids.where(is_known, 0)].T.float()
@@ -90,7 +100,7 @@ def expand(
         for index, features in enumerate(group.out_features):
             site = group.site(index)
             _, b = gather(site, slot)
-            _check_room(slot, b.shape[0], h)
+            check_room(slot, b.shape[0], h)
             columns = slice(column, column + features)
             column += features
             if b.shape[0]:
@@ -119,6 +129,7 @@ def vector(
     return epilogue.values[group.page_ids[at // size].long(), at % size]
 
 
-def _check_room(slot: int, rank: int, h: torch.Tensor) -> None:
+def check_room(slot: int, rank: int, h: torch.Tensor) -> None:
+    """Raises ValueError where the last size of h is below the rank."""
     if rank > h.shape[-1]:
         raise ValueError(f"slot {slot} has rank {rank}, h has room for {h.shape[-1]}")

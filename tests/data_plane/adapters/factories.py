@@ -168,7 +168,6 @@ def make_arena(
     arena_bytes: int = 1 << 20,
     sites: Sequence[Site] = SITES,
     dtype: torch.dtype = torch.float32,
-    reads_pages: bool | None = None,
     device: str = "cpu",
     base: BaseWeights | None = None,
 ) -> AdapterArena:
@@ -181,7 +180,6 @@ def make_arena(
         device=device,
         base=base or RandomBase(),
         base_fingerprint=BASE,
-        reads_pages=reads_pages,
     )
     arena._pool.pages.fill_(float("nan"))
     return arena

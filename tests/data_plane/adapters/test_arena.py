@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from data_plane.errors import (
     AdapterLoadError,
     StaleSlot,
 )
-from kernels.lora import Route, reference
+from kernels.lora import reference
 from tests.data_plane.adapters.factories import (
     SITES,
     Packed,
@@ -26,6 +27,7 @@ def begin(arena: AdapterArena, token_slots: list[int]) -> object:
     return arena.begin_step(torch.tensor(token_slots, dtype=torch.int32), sorted({s for s in token_slots if s >= 0}))
 
 
+@pytest.mark.usefixtures("lora_form")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mixed_step_equals_the_packed_matrices(dtype: torch.dtype) -> None:
     adapters = {slot: pack(rank, seed=slot, dtype=dtype) for slot, rank in enumerate((1, 8, 13, 64))}
@@ -53,10 +55,10 @@ def test_table_on_the_device_equals_the_packed_matrices() -> None:
     arena.evict(0, 1)
     load(arena, 0, 2, adapters[0])
     slots = [0, 1, -1, 2, 3, 3]
-    route = Route.build(torch.tensor(slots, dtype=torch.int32), torch.device("cpu"))
+    token_slots = torch.tensor(slots, dtype=torch.int32)
     for site in SITES:
         x, y = torch.randn(6, site.in_features), torch.zeros(6, site.out_features)
-        reference.add_lora(y, x, arena.paged_site(site.name), route.token_slots)
+        reference.add_lora(y, x, arena.paged_site(site.name), token_slots)
         torch.testing.assert_close(y, expected_delta(site.name, x, slots, adapters), rtol=1e-4, atol=1e-3)
 
 
@@ -75,9 +77,9 @@ def test_table_keeps_its_addresses_and_compacts_when_full() -> None:
     assert before == after
     adapters = {0: small, 2: large, 3: again}
     slots = [0, 2, 3]
-    route = Route.build(torch.tensor(slots, dtype=torch.int32), torch.device("cpu"))
+    token_slots = torch.tensor(slots, dtype=torch.int32)
     x, y = torch.randn(3, 32), torch.zeros(3, 48)
-    reference.add_lora(y, x, arena.paged_site(site), route.token_slots)
+    reference.add_lora(y, x, arena.paged_site(site), token_slots)
     torch.testing.assert_close(y, expected_delta(site, x, slots, adapters), rtol=1e-4, atol=1e-3)
 
 
@@ -94,7 +96,7 @@ def test_site_of_no_adapter_of_the_step_is_left_alone() -> None:
     everywhere, only_q = pack(8), pack({"model.layers.0.q": 4}, seed=1)
     load(arena, 0, 1, everywhere)
     load(arena, 1, 1, only_q)
-    assert begin(arena, [0, 1]) is not None  # both are in the working set now
+    assert begin(arena, [0, 1]) is not None
     step = arena.begin_step(torch.tensor([1], dtype=torch.int32), [1])
     assert step is not None
     assert step.targets("model.layers.0.q")
@@ -116,6 +118,7 @@ def test_adapter_with_zero_b_changes_nothing() -> None:
     assert torch.equal(y, before)
 
 
+@pytest.mark.usefixtures("lora_form")
 def test_wrong_adapter_under_slot_reuse() -> None:
     """64 adapters rotate through slots that hold 4; each step sees exactly the adapters of its plan."""
     adapters = [pack(1 + index % 24, seed=index) for index in range(64)]
@@ -140,8 +143,8 @@ def test_small_rank_after_large_rank_in_the_same_slot() -> None:
     load(arena, 0, 2, small)
     run_step(arena, [0, -1], {0: small})
     x, y = torch.randn(1, 32), torch.zeros(1, 48)
-    route = Route.build(torch.tensor([0], dtype=torch.int32), torch.device("cpu"))
-    reference.add_lora(y, x, arena.paged_site("model.layers.0.q"), route.token_slots)
+    token_slots = torch.tensor([0], dtype=torch.int32)
+    reference.add_lora(y, x, arena.paged_site("model.layers.0.q"), token_slots)
     torch.testing.assert_close(y, expected_delta("model.layers.0.q", x, [0], {0: small}), rtol=1e-4, atol=1e-3)
 
 
@@ -156,18 +159,43 @@ def test_rows_of_a_page_past_the_rank_are_zero() -> None:
     assert (arena._pool.pages[held, 3:] == 0).all()
 
 
-def test_unload_while_in_use_leaves_the_step_its_weights() -> None:
-    """The scheduler does not do this; a step begun before still computes with what it began with."""
-    packed = pack(8)
+@pytest.mark.usefixtures("lora_form")
+def test_unload_while_in_use_is_refused() -> None:
+    """The scheduler does not do this. A step that began before reads the pages where they lie, so that the next
+    adapter of the slot would answer under the old one's name: the step refuses to be applied."""
+    site = SITES[0].name
     arena = make_arena()
-    load(arena, 0, 1, packed)
-    step = arena.begin_step(torch.tensor([0], dtype=torch.int32), [0])
+    load(arena, 0, 1, pack(8))
+    load(arena, 1, 1, pack(8, seed=2))
+    token_slots = torch.tensor([0, 1], dtype=torch.int32)
+    step = arena.begin_step(token_slots, [0, 1])
     assert step is not None
     arena.evict(0, 1)
-    load(arena, 0, 2, pack(8, seed=1))
+    x, y = torch.randn(2, 32), torch.zeros(2, 48)
+    for refill in (False, True):
+        if refill:
+            load(arena, 0, 2, pack(8, seed=1))
+        for use in (lambda: step.apply(site, x, y), lambda: step.native_tokens(1)):
+            with pytest.raises(AssertionError, match="a slot changed after the step began"):
+                use()
+        assert torch.equal(y, torch.zeros(2, 48))
+    with pytest.raises(StaleSlot, match="slot 0 holds generation 2, the plan names generation 1"):
+        arena.check_all(token_slots.numpy(), np.array([1, 1]))
+    run_step(arena, [0, 1], {0: pack(8, seed=1), 1: pack(8, seed=2)})
+
+
+def test_a_load_beside_a_step_leaves_the_step_as_it_was() -> None:
+    """What is published while a step runs is entered when the next one begins."""
+    first = pack(8)
+    arena = make_arena()
+    load(arena, 0, 1, first)
+    step = arena.begin_step(torch.tensor([0], dtype=torch.int32), [0])
+    assert step is not None
+    load(arena, 1, 1, pack(24, seed=1))
     x, y = torch.randn(1, 32), torch.zeros(1, 48)
-    step.apply("model.layers.0.q", x, y)
-    torch.testing.assert_close(y, expected_delta("model.layers.0.q", x, [0], {0: packed}), rtol=1e-4, atol=1e-3)
+    step.apply(SITES[0].name, x, y)
+    torch.testing.assert_close(y, expected_delta(SITES[0].name, x, [0], {0: first}), rtol=1e-4, atol=1e-3)
+    run_step(arena, [1, 0], {0: first, 1: pack(24, seed=1)})
 
 
 def test_stale_generation_is_refused() -> None:
@@ -179,9 +207,19 @@ def test_stale_generation_is_refused() -> None:
             arena.check(slot, generation)
         with pytest.raises(StaleSlot, match=f"slot {slot}"):
             arena.evict(slot, generation)
+    slots = np.array([-1, 2, 2, -1], dtype=np.int32)
+    arena.check_all(slots, np.array([0, 7, 7, 0]))
+    with pytest.raises(StaleSlot, match="slot 2 holds generation 7, the plan names generation 8"):
+        arena.check_all(slots, np.array([0, 7, 8, 0]))
     arena.evict(2, 7)
-    with pytest.raises(StaleSlot, match="is not ready"):
+    with pytest.raises(StaleSlot, match="slot 2 is not ready, the plan names generation 7"):
+        arena.check_all(slots, np.array([0, 7, 7, 0]))
+    with pytest.raises(StaleSlot, match="slot 2 is not ready"):
         begin(arena, [2])
+    load(arena, 2, 9, pack(8))
+    arena.clear()
+    with pytest.raises(StaleSlot, match="slot 2 is not ready, the plan names generation 9"):
+        arena.check_all(slots, np.array([0, 9, 9, 0]))
 
 
 def test_token_of_a_slot_that_the_step_does_not_name_is_refused() -> None:

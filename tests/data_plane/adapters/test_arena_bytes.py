@@ -1,14 +1,11 @@
-"""Bytes: of the arena and of the working set."""
+"""Bytes of the arena."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from data_plane.adapters.working_set import PATIENCE_STEPS
-from data_plane.errors import (
-    ArenaFull,
-)
+from data_plane.errors import ArenaFull
 from tests.data_plane.adapters.factories import (
     SITES,
     Packed,
@@ -79,30 +76,3 @@ def test_random_walk_conserves_bytes_and_answers() -> None:
     arena.clear()
     assert arena.used_bytes() == 0
     arena.check_invariants()
-
-
-def test_working_set_grows_by_appending_and_shrinks_with_patience() -> None:
-    adapters = {slot: pack(8, seed=slot) for slot in range(4)}
-    arena = make_arena()
-    for slot, packed in adapters.items():
-        load(arena, slot, 1, packed)
-    working_set = arena._working_set
-    for count in range(1, 5):
-        run_step(arena, list(range(count)), adapters)
-    one = working_set.size_bytes // 4
-    for _ in range(PATIENCE_STEPS - 1):
-        run_step(arena, [3], adapters)
-    assert working_set.num_rebuilds == 0
-    run_step(arena, [2], adapters)
-    assert (working_set.num_rebuilds, working_set.size_bytes) == (1, one)
-
-
-def test_working_set_stays_within_the_arenas_bytes() -> None:
-    """Idle adapters that left their slots make room when the set would outgrow the arena."""
-    arena = make_arena(num_slots=2, arena_bytes=2 * pack(8).arena_bytes)
-    for generation in range(1, 12):
-        packed = pack(8, seed=generation)
-        load(arena, 0, generation, packed)
-        run_step(arena, [0], {0: packed})
-        assert arena._working_set.size_bytes <= 2 * pack(8).arena_bytes
-        arena.evict(0, generation)

@@ -15,7 +15,7 @@ EMBEDDING = Site("model.rest.embed", VOCAB, HIDDEN, SiteKind.EMBEDDING)
 HEAD = Site("model.rest.head", HIDDEN, VOCAB, SiteKind.HEAD)
 LAYER = Site("model.layers.0.q", HIDDEN, 32)
 SITES = (EMBEDDING, LAYER, HEAD)
-FORMS = pytest.mark.parametrize("reads_pages", [False, True], ids=["stacked", "paged"])
+FORMS = pytest.mark.usefixtures("lora_form")
 
 
 class Base:
@@ -30,7 +30,7 @@ class Base:
         return None
 
 
-def make_arena(*, reads_pages: bool, arena_bytes: int = 1 << 20) -> AdapterArena:
+def make_arena(*, arena_bytes: int = 1 << 20) -> AdapterArena:
     return AdapterArena(
         SITES,
         num_slots=4,
@@ -39,7 +39,6 @@ def make_arena(*, reads_pages: bool, arena_bytes: int = 1 << 20) -> AdapterArena
         device="cpu",
         base=Base(),
         base_fingerprint=BASE,
-        reads_pages=reads_pages,
     )
 
 
@@ -72,8 +71,8 @@ def looked_up(adapter: Packed | None, token_id: int, y: torch.Tensor, multiplier
 
 @FORMS
 @pytest.mark.parametrize("multiplier", [1.0, 4.0])
-def test_an_embedding_adds_the_columns_of_its_tokens(reads_pages: bool, multiplier: float) -> None:
-    arena = make_arena(reads_pages=reads_pages)
+def test_an_embedding_adds_the_columns_of_its_tokens(multiplier: float) -> None:
+    arena = make_arena()
     adapters = {
         0: packed({EMBEDDING: 9, LAYER: 2}),
         1: packed({EMBEDDING: 3, HEAD: 4}, vectors="magnitude", seed=1),
@@ -94,9 +93,9 @@ def test_an_embedding_adds_the_columns_of_its_tokens(reads_pages: bool, multipli
 
 
 @FORMS
-def test_a_head_adds_to_the_rows_that_are_kept(reads_pages: bool) -> None:
+def test_a_head_adds_to_the_rows_that_are_kept() -> None:
     """The step has more tokens, of more adapters, than the head has rows."""
-    arena = make_arena(reads_pages=reads_pages)
+    arena = make_arena()
     adapters = {0: packed({LAYER: 2}), 1: packed({HEAD: 11}, seed=1), 2: packed({HEAD: 3, LAYER: 1}, seed=2)}
     for slot, adapter in adapters.items():
         load(arena, slot, adapter)
@@ -119,14 +118,14 @@ def test_a_head_adds_to_the_rows_that_are_kept(reads_pages: bool) -> None:
 
 def test_a_vocabulary_takes_whole_pages() -> None:
     """Of 16 columns: 53 take four."""
-    arena = make_arena(reads_pages=False)
+    arena = make_arena()
     load(arena, 0, packed({EMBEDDING: 9, HEAD: 8}))
     assert arena.used_bytes() == (16 + 8) * (16 + 64) * 4
     arena.check_invariants()
 
 
 def test_an_adapter_of_one_kind_of_site_is_no_adapter_of_another() -> None:
-    arena = make_arena(reads_pages=False)
+    arena = make_arena()
     with pytest.raises(AdapterMismatch, match=r"head is_embedding is True, the model has it as head"):
         load(arena, 0, packed({HEAD: 4}, is_embedding=HEAD))
     with pytest.raises(AdapterMismatch, match=r"embed is_embedding is False, the model has it as embedding"):
@@ -135,7 +134,7 @@ def test_an_adapter_of_one_kind_of_site_is_no_adapter_of_another() -> None:
 
 
 def test_a_full_arena_refuses_an_adapter_of_zeros() -> None:
-    arena = make_arena(reads_pages=True, arena_bytes=8 * (16 + 64) * 4)
+    arena = make_arena(arena_bytes=8 * (16 + 64) * 4)
     arena.load_zeros(0, 1, 8)
     with pytest.raises(ArenaFull):
         arena.load_zeros(1, 1, 8)

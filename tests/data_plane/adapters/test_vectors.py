@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.adapters.step import PagedStep
 from data_plane.errors import AdapterCorrupt, AdapterLoadError, AdapterMismatch
 from tests.data_plane.adapters.factories import (
     SITES,
@@ -22,18 +21,18 @@ from tests.data_plane.adapters.factories import (
     run_step,
 )
 
-FORMS = pytest.mark.parametrize("reads_pages", [False, True], ids=["stacked", "paged"])
+FORMS = pytest.mark.usefixtures("lora_form")
 
 
 @FORMS
-def test_one_step_mixes_all_kinds(reads_pages: bool) -> None:
+def test_one_step_mixes_all_kinds() -> None:
     adapters = {
         0: pack(8),
         1: pack(3, vectors="magnitude", seed=1),
         2: pack(13, vectors="bias", seed=2),
         3: pack({SITES[1].name: 4}, vectors="magnitude", seed=3),
     }
-    arena = make_arena(reads_pages=reads_pages)
+    arena = make_arena()
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
     for slots in ([0, -1, 3, 2, 1, 1, 0, -1, 2], [1], [2, -1], [3, 0, 3], [0, 0]):
@@ -41,7 +40,7 @@ def test_one_step_mixes_all_kinds(reads_pages: bool) -> None:
 
 
 @FORMS
-def test_fused_sites_take_each_its_own_vectors(reads_pages: bool) -> None:
+def test_fused_sites_take_each_its_own_vectors() -> None:
     """Slot 1 has gains at v alone, slot 2 a bias at all three; q has a bias of its own."""
     names = tuple(site.name for site in SITES[:3])
     adapters = {
@@ -50,7 +49,7 @@ def test_fused_sites_take_each_its_own_vectors(reads_pages: bool) -> None:
         2: pack(9, vectors="bias", seed=2),
         3: pack({names[0]: 2}, vectors="magnitude", seed=3),
     }
-    arena = make_arena(reads_pages=reads_pages)
+    arena = make_arena()
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
     slots = [0, 1, -1, 2, 3, 1]
@@ -67,9 +66,9 @@ def test_fused_sites_take_each_its_own_vectors(reads_pages: bool) -> None:
 
 
 @FORMS
-def test_a_slot_keeps_nothing_of_its_last_adapter(reads_pages: bool) -> None:
+def test_a_slot_keeps_nothing_of_its_last_adapter() -> None:
     """Plain after DoRA after bias after plain, and DoRA of the same generation once all slots were cleared."""
-    arena = make_arena(reads_pages=reads_pages)
+    arena = make_arena()
     for generation, kind in enumerate(("magnitude", "", "bias", "magnitude", "bias", "", "magnitude"), 1):
         packed = pack(4 + generation, vectors=kind, seed=generation)
         load(arena, 2, generation, packed)
@@ -80,7 +79,7 @@ def test_a_slot_keeps_nothing_of_its_last_adapter(reads_pages: bool) -> None:
 
 
 def test_steps_without_vectors_read_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = make_arena(reads_pages=True)
+    arena = make_arena()
     load(arena, 0, 1, pack(4))
     load(arena, 1, 1, pack(4, vectors="magnitude", seed=1))
     load(arena, 2, 1, pack(4, vectors="bias", seed=2))
@@ -93,15 +92,15 @@ def test_steps_without_vectors_read_no_table(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("data_plane.adapters.step.add_lora_group", add)
     for slots in ([0], [1, 0], [2], [0, 3]):
         step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), slots)
-        assert isinstance(step, PagedStep)
+        assert step is not None
         step.apply(SITES[0].name, torch.zeros(len(slots), 32), torch.zeros(len(slots), 48))
     assert seen == [False, True, True, False]
 
 
 @FORMS
-def test_vectors_count_as_bytes(reads_pages: bool) -> None:
+def test_vectors_count_as_bytes() -> None:
     packed = pack({SITES[0].name: 9, SITES[6].name: 8}, vectors="magnitude")
-    arena = make_arena(arena_bytes=packed.arena_bytes, reads_pages=reads_pages)
+    arena = make_arena(arena_bytes=packed.arena_bytes)
     load(arena, 0, 1, packed)
     assert arena.used_bytes() == packed.arena_bytes
     run_step(arena, [0, -1], {0: packed})
@@ -111,9 +110,9 @@ def test_vectors_count_as_bytes(reads_pages: bool) -> None:
 
 
 @FORMS
-def test_a_random_walk_of_all_kinds_conserves_bytes_and_answers(reads_pages: bool) -> None:
+def test_a_random_walk_of_all_kinds_conserves_bytes_and_answers() -> None:
     random = np.random.default_rng(1)
-    arena = make_arena(num_slots=5, reads_pages=reads_pages)
+    arena = make_arena(num_slots=5)
     held: dict[int, tuple[int, Packed]] = {}
     for generation in range(1, 33):
         slot = int(random.integers(5))
@@ -179,11 +178,11 @@ def test_the_norm_is_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @FORMS
-def test_vectors_are_float32_in_pages_of_bfloat16(reads_pages: bool) -> None:
+def test_vectors_are_float32_in_pages_of_bfloat16() -> None:
     """Their sums are rounded once; a bfloat16 gain would be off by up to 0.4%."""
     site = SITES[1]
     adapters = {0: pack(3, vectors="bias", dtype=torch.bfloat16), 1: pack(5, dtype=torch.bfloat16, seed=1)}
-    arena = make_arena(reads_pages=reads_pages, dtype=torch.bfloat16)
+    arena = make_arena(dtype=torch.bfloat16)
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
         assert arena.used_bytes() == sum(adapters[other].arena_bytes for other in range(slot + 1))

@@ -106,19 +106,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def reads_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the arena's pages are read where they lie, as on a GPU; here through the kernels' definitions."""
-    monkeypatch.setattr("data_plane.adapters.arena.runs_triton", lambda tensor: request.param)
-    return bool(request.param)
-
-
 @pytest.mark.parametrize(
-    ("arch", "reads_pages"),
-    [("llama", False), ("llama", True), ("qwen2", True), ("opt", False), ("phi3", True)],
-    indirect=["reads_pages"],
+    ("arch", "lora_form"),
+    [("llama", "torch"), ("llama", "native"), ("qwen2", "native"), ("opt", "torch"), ("phi3", "native")],
+    indirect=["lora_form"],
 )
-@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.usefixtures("lora_form")
 @pytest.mark.filterwarnings("ignore:.*merging LoRA weights won't be possible", "ignore:.*have invalid shape")
 def test_lora_bias_and_dora_answer_as_peft(arch: str, tmp_path: Path) -> None:
     """Without and with biases of the base, over linears that were fused, and over those of the checkpoint."""
@@ -137,12 +130,12 @@ OUTER_CASES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "reads_pages"),
-    [(case, index % 2 == 0) for index, case in enumerate(OUTER_CASES)]
-    + [("untied", False), ("bias of the head", True)],
-    indirect=["reads_pages"],
+    ("case", "lora_form"),
+    [(case, ("native", "torch")[index % 2]) for index, case in enumerate(OUTER_CASES)]
+    + [("untied", "torch"), ("bias of the head", "native")],
+    indirect=["lora_form"],
 )
-@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.usefixtures("lora_form")
 @pytest.mark.filterwarnings("ignore:.*save_embedding_layers", "ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 def test_head_and_embedding_answer_as_peft(case: str, tmp_path: Path) -> None:

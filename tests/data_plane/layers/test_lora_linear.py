@@ -85,7 +85,8 @@ def test_a_packed_weight_replaces_the_plain_one(num_tokens: int, *, has_bias: bo
     assert packed.weight.is_meta, "the plain weight is still held"
 
 
-def test_a_dtype_that_packing_does_not_speed_up_keeps_its_weight() -> None:
+def test_a_dtype_that_packing_does_not_speed_up_keeps_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_plane.layers.packed_weight.has_native", lambda *tensors: False)
     linear = nn.Linear(8, 8, dtype=torch.bfloat16)
     same = LoraLinear([linear], ["site"], StepContext())
     same.pack_weight()

@@ -11,8 +11,8 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
 from kernels.cases import to_device
-from kernels.lora import Epilogue, Route, SlotVectors, add_lora, lora_expand, lora_shrink, ops, reference
-from kernels.lora.cases import Case, GroupInputs, make, make_group, with_vectors
+from kernels.lora import Epilogue, lora_expand, lora_shrink, ops, reference
+from kernels.lora.cases import Case, GroupInputs, make_group, with_vectors
 from kernels.lora.route import route_in_torch
 from tests.kernels.tolerances import assert_close
 
@@ -101,27 +101,6 @@ def test_kernel_equals_the_definition(
     without = added(there, None).cpu()
     for token in (1, 5):  # slot 0, which has neither
         assert torch.equal(actual[token], without[token])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("has_base_bias", [False, True], ids=["no bias", "bias"])
-def test_stacked_weights_take_vectors_as_pages_do(dtype: torch.dtype, has_base_bias: bool) -> None:
-    """Slot 0 has none, slot 1 a gain, slot 2 a bias; tokens of slot 0 and of none keep their bits."""
-    inputs = make(CASE, dtype)
-    group = GroupInputs(inputs.x, inputs.y, inputs.token_slots, ops.SiteGroup.of([inputs.paged]), 17)
-    generator = torch.Generator().manual_seed(5)
-    gain, lora_bias = torch.ones(3, 32), torch.zeros(3, 32)
-    gain[1], lora_bias[2] = torch.rand(32, generator=generator) + 0.5, torch.randn(32, generator=generator)
-    base_bias = torch.randn(32, generator=generator) if has_base_bias else None
-    expected = added(*with_vectors(group, gain, lora_bias, base_bias))
-    vectors = {1: SlotVectors(gain=gain[1]), 2: SlotVectors(lora_bias=lora_bias[2])}
-    route = Route.build(inputs.token_slots, inputs.y.device)
-    plain, actual = inputs.y.clone(), inputs.y.clone()
-    add_lora(plain, inputs.x, inputs.stacked, route)
-    add_lora(actual, inputs.x, replace(inputs.stacked, vectors=vectors, base_bias=base_bias), route)
-    assert_close(actual, expected, magnitude=8.0)
-    without = [1, 2, 5]  # tokens of slot 0 and of none
-    assert torch.equal(actual[without], plain[without])
 
 
 def test_wrong_tables_are_refused() -> None:
