@@ -54,7 +54,7 @@ INLINE vec activated(vec x, int activation) {
 
 INLINE vec in_dtype(vec value, int dtype) {
     if (dtype == BFLOAT16) return (vec)rounded(value);
-    if (dtype == FLOAT16) return __builtin_convertvector(__builtin_convertvector(value, halves), vec);
+    if (dtype == FLOAT16) return widened(narrowed(value));
     return value;
 }
 
