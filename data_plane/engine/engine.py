@@ -156,15 +156,10 @@ class TorchEngine:
         rows, sampled = self._rows, batch.sampled_rows
         if len(sampled) == 0:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
-        finite = torch.isfinite(logits).all(dim=-1)
-        drawn_from = logits
-        # A GPU is not asked: the host waits once, when everything of the step is queued.
-        if logits.is_cuda or not finite.all():
-            # Both ends count a token for a failed row, so that they agree on what decodes; it is never told.
-            drawn_from = logits.masked_fill(~finite.unsqueeze(1), 0.0)
         # The token to be sampled is the one behind all known ones.
         positions = rows.num_known[sampled] - rows.num_prompt[sampled]
-        tokens = self._sampler.sample(drawn_from, sampled, positions)
+        # Both ends count a token for a row that is not finite, so that they agree on what decodes; it is never told.
+        tokens, finite = self._sampler.sample(logits, sampled, positions)
         self._last_tokens[upload(sampled, tokens.device)] = tokens
         on_host, is_finite = _fetch(tokens, finite)
         rows.num_known[sampled] += 1

@@ -15,7 +15,7 @@ from data_plane.engine.token_history import TokenHistory
 from data_plane.errors import PlanRefused
 from data_plane.plan import Float32Array, Int32Array, NewRow, RowSampling
 from kernels.devices import upload
-from kernels.sampling import Adjustments, SamplingRows, sample
+from kernels.sampling import Adjustments, SamplingRows, sample_and_check
 
 # Token ids and what is added to their logits; -inf bans.
 _Biases = tuple[Int64Array, Float32Array]
@@ -89,17 +89,20 @@ class Sampler:
         self._biases.clear()
         self._history.clear()
 
-    def sample(self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each of the rows, int64 [n] on the device, from its logits [n, vocab]; histories count it.
 
-        positions [n] are the places of the tokens in the rows' answers, from 0.
+        And whether all logits of the row are finite, bool [n]; else the token means nothing. positions [n] are the
+        places of the tokens in the rows' answers, from 0.
         """
         adjustments = self._adjustments(rows, positions) if self._is_adjusted[rows].any() else None
-        tokens = sample(logits, self._draws(rows, positions), adjustments)
+        tokens, is_finite = sample_and_check(logits, self._draws(rows, positions), adjustments)
         places = self._history_place[rows]
         if (places >= 0).any():
             self._history.count(self._tensor(places[places >= 0]), tokens[self._tensor(np.flatnonzero(places >= 0))])
-        return tokens
+        return tokens, is_finite
 
     def _draws(self, rows: Int64Array, positions: Int64Array) -> SamplingRows | None:
         key = rows.tobytes()

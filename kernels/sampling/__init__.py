@@ -1,4 +1,5 @@
-"""Next tokens from logits, per row, and the log-probabilities that users see: `sample` and `token_logprobs`.
+"""Next tokens from logits, per row, and the log-probabilities that users see: `sample`, `sample_and_check` and
+`token_logprobs`.
 
 Greedy, or temperature, top-k, top-p, min-p with a seed; penalties, biases and bans before that. The draw of a row
 depends on its logits, settings, history, seed and position alone: not on the device, not on the other rows.
@@ -9,11 +10,20 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import runs_triton
-from kernels.sampling import cpu, reference
+from kernels.sampling import cpu, native, reference
 from kernels.sampling.logprobs import TokenLogprobs, token_logprobs
 from kernels.sampling.rows import IN_ANSWER, IN_PROMPT, Adjustments, SamplingRows, check_adjustments, check_rows
 
-__all__ = ["IN_ANSWER", "IN_PROMPT", "Adjustments", "SamplingRows", "TokenLogprobs", "sample", "token_logprobs"]
+__all__ = [
+    "IN_ANSWER",
+    "IN_PROMPT",
+    "Adjustments",
+    "SamplingRows",
+    "TokenLogprobs",
+    "sample",
+    "sample_and_check",
+    "token_logprobs",
+]
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None = None) -> torch.Tensor:
@@ -21,14 +31,42 @@ def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustm
 
     On a GPU nothing waits for the device, and the launches depend on shapes and on the `has_` fields alone.
     """
+    adjustments = _checked(logits, rows, adjustments)
+    if len(logits) and native.can_serve(logits):
+        return native.sample(logits, rows, adjustments)[0]
+    return _sample(logits, rows, adjustments)
+
+
+def sample_and_check(
+    logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As sample, for any logits; and whether all of each row are finite, bool [n].
+
+    The token of a row that is not finite means nothing. With native code both are found in one pass.
+    """
+    adjustments = _checked(logits, rows, adjustments)
+    if len(logits) and native.can_serve(logits):
+        return native.sample(logits, rows, adjustments)
+    is_finite = torch.isfinite(logits).all(dim=-1)
+    # A GPU is not asked: the host waits once, when everything of the step is queued.
+    if logits.is_cuda or not is_finite.all():
+        logits = logits.masked_fill(~is_finite.unsqueeze(1), 0.0)
+    return _sample(logits, rows, adjustments), is_finite
+
+
+def _checked(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None) -> Adjustments | None:
+    """The adjustments, None where they change no row. Raises ValueError for what does not fit the logits."""
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits is {tuple(logits.shape)}, want [rows, vocabulary]")
     if rows is not None:
         check_rows(logits, rows)
-    if adjustments is not None:
-        check_adjustments(logits, adjustments)
-        if len(adjustments.rows) == 0:
-            adjustments = None
+    if adjustments is None:
+        return None
+    check_adjustments(logits, adjustments)
+    return adjustments if len(adjustments.rows) else None
+
+
+def _sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None) -> torch.Tensor:
     if (rows is None and adjustments is None) or len(logits) == 0:
         return logits.argmax(dim=-1)
     if runs_triton(logits):

@@ -42,7 +42,7 @@ def test_sampling_waits_for_nothing_once_its_kernels_are_compiled() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tokens = sampler.sample(logits, np.arange(3, 6), positions)
+        tokens, _ = sampler.sample(logits, np.arange(3, 6), positions)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
