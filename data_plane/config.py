@@ -41,14 +41,16 @@ _LOWEST = {
     "threads": 1,
     "load_threads": 1,
     "exit_when_disconnected_s": 0,
+    "profile": 1,
 }
-# What a Hello may say; a control plane refuses more (plan.proto).
+# What a Hello may say: a control plane refuses more (plan.proto). And what memory holds.
 HIGHEST = {
     "num_blocks": 1 << 24,
     "block_size": 1 << 16,
     "token_budget": 1 << 20,
     "max_rows": 1 << 16,
     "num_slots": 1 << 16,
+    "profile": 10_000,  # about 40 kB each
 }
 MAX_HOST_BLOCKS = 1 << 21
 
@@ -79,6 +81,8 @@ class WorkerConfig:
     native_cache: Path | None = None  # folder of compiled C and of measurements; None: the user's cache folder
     exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
     log_level: str = "info"
+    profile: int | None = None  # steps with work of which to write a trace; None: no trace
+    profile_out: Path = Path("motet-profile.json")  # where to write it
 
     def __post_init__(self) -> None:
         for name, lowest in _LOWEST.items():
@@ -89,6 +93,10 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value > highest:
                 raise ConfigError(f"{flag_of(name)}: {value} is above {highest}")
+        if self.profile is not None and not self.profile_out.absolute().parent.is_dir():
+            raise ConfigError(
+                f"--profile-out: {self.profile_out.parent} is not a directory; create it, or name another"
+            )
         choices_by_name = {
             "device": DEVICES,
             "dtype": DTYPES,
@@ -199,6 +207,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "give up after so many seconds without control plane (default: never)",
     )
     add("--log-level", str, "info", "debug, info, warning or error (default info)")
+    add("--profile", int, None, "write a trace of the first so many steps with work, a count (default: none)")
+    add(
+        "--profile-out",
+        Path,
+        "motet-profile.json",
+        "file of the trace, for ui.perfetto.dev (default motet-profile.json)",
+        metavar="FILE",
+    )
 
 
 def from_args(namespace: argparse.Namespace) -> WorkerConfig:

@@ -22,10 +22,11 @@ import grpc
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
 from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, SelfCheckFailed, WorkerError
-from data_plane.plan import AdapterSource, Engine
+from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
 from data_plane.session_log import SessionLog
 from data_plane.session_watch import SessionWatch, WatchTimes, WorkInHand
+from data_plane.spans import span
 from data_plane.wire import PROTOCOL_MAX, PROTOCOL_MIN, decode_steps, encode_hello, encode_output
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class PlanClient:
         make_source: SourceFactory,
         open_channel: ChannelFactory = open_channel,
         on_ready: Callable[[int], None] = lambda _epoch: None,
+        on_step: Callable[[StepPlan, StepOutput], None] = lambda _plan, _output: None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         check_self: Callable[[], None] = lambda: None,
@@ -108,6 +110,7 @@ class PlanClient:
         self._make_source = make_source
         self._open_channel = open_channel
         self._on_ready = on_ready  # called with the epoch of each session
+        self._on_step = on_step  # called when a step has been answered
         self._clock = clock
         self._rng = rng or random.Random(settings.worker_id)
         self._log = SessionLog(settings.worker_id, settings.control_plane, clock)
@@ -275,7 +278,8 @@ class PlanClient:
     def _execute(self, session: _Session) -> Ended | None:
         """The compute thread's loop: messages in the order of the stream."""
         while True:
-            item = session.stream.inbox.get()
+            with span("wait for a plan"):
+                item = session.stream.inbox.get()
             if isinstance(item, Ended):
                 return item
             if isinstance(item, Leave):
@@ -308,13 +312,18 @@ class PlanClient:
             self._check_epoch(session, plan.epoch)
             if plan.step_id != session.last_step_id + 1:
                 raise PlanRefused(f"step {plan.step_id} after step {session.last_step_id}")
-            for step in decode_steps(plan):
+            with span("decode the plan"):
+                steps = decode_steps(plan)
+            for step in steps:
                 session.last_step_id = step.step_id
                 session.work.step = step.step_id, self._clock()
-                output = self._engine.execute(step)
+                with span("step"):
+                    output = self._engine.execute(step)
                 session.work.step = None
-                session.stream.send(encode_output(output, session.epoch))
+                with span("encode the result"):
+                    session.stream.send(encode_output(output, session.epoch))
                 session.work.num_steps += 1
+                self._on_step(step, output)
         elif kind == "load_adapter":
             self._check_epoch(session, item.load_adapter.epoch)
             session.loaders.submit(self._load, session, item.load_adapter)
@@ -357,7 +366,8 @@ class PlanClient:
         session.work.loads[load.slot, load.generation] = start_s
         state, reason, is_retryable, is_mismatch = "STATE_READY", "", False, False
         try:
-            self._engine.slots.load(load.slot, load.generation, load.digest, session.source)
+            with span("load an adapter"):
+                self._engine.slots.load(load.slot, load.generation, load.digest, session.source)
         except AdapterLoadError as error:
             state, reason, is_retryable = "STATE_FAILED", f"{type(error).__name__}: {error}", error.is_retryable
             is_mismatch = isinstance(error, AdapterMismatch)

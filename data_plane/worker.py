@@ -20,6 +20,7 @@ from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine
 from data_plane.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
+from data_plane.profile import Record, StepProfile
 from data_plane.self_check import check_engine
 from data_plane.telemetry import configure_logging
 
@@ -51,13 +52,14 @@ def _build_and_run(argv: Sequence[str]) -> int:
         logger.debug("all settings %s", config.describe())
         logger.info("importing torch and transformers", extra=shown("importing torch and transformers"))
         from data_plane.engine.build import build_engine  # torch is imported here and nowhere before
+        from kernels.native import recording
 
         engine = build_engine(config)
         check_engine(engine)
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return WRONG_COMMAND_LINE
-    return run_worker(engine, config)
+    return run_worker(engine, config, record=recording)
 
 
 def run_worker(
@@ -66,23 +68,38 @@ def run_worker(
     *,
     make_source: SourceFactory | None = None,
     open_channel: ChannelFactory = open_channel,
+    record: Record = lambda: contextlib.nullcontext([]),
 ) -> int:
-    """Attach `engine` until SIGTERM or SIGINT, a Drain, or a refusal; the process exit code. Main thread only."""
+    """Attach `engine` until SIGTERM or SIGINT, a Drain, or a refusal; the process exit code. Main thread only.
+
+    `record` opens the recording of the engine's native runs, for config.profile.
+    """
     settings = PlanClientSettings(
         control_plane=config.control_plane,
         worker_id=config.worker_id,
         load_threads=config.load_threads,
         exit_when_disconnected_s=config.exit_when_disconnected_s,
     )
+    profile = StepProfile(config.profile, config.profile_out, record) if config.profile is not None else None
+
+    def on_ready(epoch: int) -> None:
+        print(f"motet worker ready worker_id={config.worker_id} epoch={epoch}", flush=True)
+        if profile is not None:
+            profile.start()
+
     client = PlanClient(
         engine,
         settings,
         make_source=make_source or source_factory(config.worker_id),
         open_channel=open_channel,
         check_self=lambda: check_engine(engine),
-        on_ready=lambda epoch: print(f"motet worker ready worker_id={config.worker_id} epoch={epoch}", flush=True),
+        on_ready=on_ready,
+        on_step=(lambda _plan, _output: None) if profile is None else profile.end_step,
     )
-    with _handling_signals(client.stop):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_handling_signals(client.stop))
+        if profile is not None:
+            stack.callback(profile.close)
         return client.run()
 
 

@@ -18,6 +18,7 @@ from data_plane.engine.sampler import Sampler
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import AdapterSlots, Capacities, Int32Array, RowLogprobs, StepOutput, StepPlan
+from data_plane.spans import span
 from kernels.devices import upload
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class TorchEngine:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Apply the plan, compute, sample (see Engine)."""
         started = time.perf_counter()
-        self._apply(plan)
+        with span("apply the plan"):
+            self._apply(plan)
         decoding = self._rows.decoding(plan.fed_tokens[:, 0])
         num_tokens, most = len(decoding) + int(plan.prefills[:, 1].sum()), self.capacities.max_step_tokens
         if num_tokens > most:
@@ -118,19 +120,22 @@ class TorchEngine:
         self, decoding: Int64Array, prefills: Int32Array, prompt_told: list[RowLogprobs]
     ) -> tuple[Int32Array, Int32Array, Int32Array, list[RowLogprobs]]:
         """One forward pass and its tokens (see _sample); adds to prompt_told what is asked of prompts."""
-        batch = build_batch(
-            self._rows,
-            decoding,
-            prefills,
-            self._last_tokens,
-            num_prompt_logprobs=self._sampler.num_prompt_logprobs,
-        )
+        with span("build the batch"):
+            batch = build_batch(
+                self._rows,
+                decoding,
+                prefills,
+                self._last_tokens,
+                num_prompt_logprobs=self._sampler.num_prompt_logprobs,
+            )
         if batch is None:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
-        logits = self._forward(batch)
+        with span("forward"):
+            logits = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
-        prompt_told += tell_logprobs(logits[num_sampled:], batch.prompt_asked)
-        return self._sample(batch, logits[:num_sampled])
+        with span("sample"):
+            prompt_told += tell_logprobs(logits[num_sampled:], batch.prompt_asked)
+            return self._sample(batch, logits[:num_sampled])
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass; advances the rows. Logits of the tokens that the batch keeps."""

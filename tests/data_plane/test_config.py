@@ -54,6 +54,17 @@ def test_flags_set_every_field() -> None:
     assert (config.num_threads, config.device) == (3, "cpu")
 
 
+def test_a_profile_is_of_a_step_at_least_and_its_directory_exists(tmp_path: Path) -> None:
+    config = parse("--profile", "3", "--profile-out", str(tmp_path / "steps.json"))
+    assert (config.profile, config.profile_out) == (3, tmp_path / "steps.json")
+    with pytest.raises(ConfigError, match=r"^--profile: 0 is below 1$"):
+        parse("--profile", "0")
+    with pytest.raises(ConfigError, match=r"^--profile: 10001 is above 10000$"):
+        parse("--profile", "10001")
+    with pytest.raises(ConfigError, match=f"^--profile-out: {tmp_path / 'none'} is not a directory"):
+        parse("--profile", "3", "--profile-out", str(tmp_path / "none" / "steps.json"))
+
+
 def test_environment_is_the_default_and_a_flag_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTET_NUM_BLOCKS", "12")
     monkeypatch.setenv("MOTET_ARENA_BYTES", "1MiB")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,36 @@ async def test_process_says_that_it_is_ready_and_ends_on_sigterm() -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def test_a_profile_has_what_the_worker_does_between_its_steps(tmp_path: Path) -> None:
+    out = tmp_path / "steps.json"
+    async with GrpcRig() as rig:
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "tests.fakes.hash_worker", "--control-plane", f"127.0.0.1:{rig.port}"],
+            *["--fingerprint", FINGERPRINT, "--profile", "5", "--profile-out", str(out)],
+            cwd=ROOT,
+            env={"PYTHONPATH": ".:client"},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(120):
+                await process.stdout.readline()
+                request = make_request(rig.fleet, [1, 2], 20, rig.weights.add("a"))
+                assert await read_all(rig.fleet.submit(request)) == expected(request)
+                process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    events = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    counts = Counter(event["name"] for event in events)
+    assert counts["step"] >= 5
+    assert counts["encode the result"] == counts["step"]
+    assert counts["load an adapter"] == 1
+    assert counts["wait for a plan"] > 1
+    assert counts["decode the plan"] > 1
+    [load] = {event["tid"] for event in events if event["name"] == "load an adapter"}
+    assert load not in {event["tid"] for event in events if event["name"] != "load an adapter"}

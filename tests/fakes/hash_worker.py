@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_threads=args.load_threads,
         exit_when_disconnected_s=args.exit_when_disconnected_s,
         log_level=args.log_level,
+        profile=args.profile,
+        profile_out=args.profile_out,
     )
     configure_logging(config.log_level)
     engine = HashEngine(capacities, faults)
@@ -112,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--unserved", action="append", default=[], help="ends the names of modules without adapters")
     parser.add_argument("--exit-when-disconnected-s", type=float, default=None)
     parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--profile", type=int)
+    parser.add_argument("--profile-out", type=Path, default=Path("motet-profile.json"))
     return parser
 
 
