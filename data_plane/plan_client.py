@@ -35,6 +35,9 @@ BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 1.0
 WELCOME_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0  # how long the control plane may take to end a stream that the worker ends
+# A signal's handler runs between two bytecodes of the main thread. One that arrives while that thread gives up the
+# interpreter's lock, on its way to wait for a plan, does not end the wait: it is seen when the wait ends by itself.
+SIGNAL_DELAY_S = 1.0
 MAX_MESSAGE_BYTES = 64 << 20  # a plan with many long prompts; pieces of adapters are 1 MiB
 # Answers after which another try of this process cannot succeed.
 _FATAL_CODES = {
@@ -279,7 +282,7 @@ class PlanClient:
         """The compute thread's loop: messages in the order of the stream."""
         while True:
             with span("wait for a plan"):
-                item = session.stream.inbox.get()
+                item = _next_of(session.stream.inbox)
             if isinstance(item, Ended):
                 return item
             if isinstance(item, Leave):
@@ -408,6 +411,13 @@ class PlanClient:
             arena_used_bytes=self._engine.slots.used_bytes(),
             resident_bytes=resident_bytes(),
         )
+
+
+def _next_of(inbox: SimpleQueue[InboxItem]) -> InboxItem:
+    """Wait for the next item."""
+    while True:
+        with contextlib.suppress(Empty):
+            return inbox.get(timeout=SIGNAL_DELAY_S)
 
 
 def _stub(channel: grpc.Channel) -> plan_pb2_grpc.WorkerServiceStub:

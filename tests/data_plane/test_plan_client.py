@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -327,6 +328,30 @@ async def test_a_worker_that_is_stopped_says_so_before_it_closes_its_side() -> N
 
     worker = await play(script, on_worker=lambda worker: workers.append(worker.client))
     assert worker.exit_code == 0
+
+
+async def test_a_wait_for_a_plan_ends_now_and_then_so_that_a_signal_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may arrive when the thread that runs its handler is about to wait: nothing then ends the wait."""
+    timeouts: list[float | None] = []
+    is_repeated = threading.Event()
+
+    class Inbox(SimpleQueue):  # type: ignore[type-arg]  # of any items
+        def get(self, block: bool = True, timeout: float | None = None) -> object:
+            timeouts.append(timeout)
+            if timeouts.count(0.01) > 2:
+                is_repeated.set()
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(plan_client, "SimpleQueue", Inbox)
+    monkeypatch.setattr(plan_client, "SIGNAL_DELAY_S", 0.01)
+
+    async def script(peer: Peer) -> None:
+        await peer.welcome(9)
+        assert await asyncio.to_thread(is_repeated.wait, 30)
+        await peer.send(step_plan=plan(1, 9, **one_row()))
+        assert (await peer.receive("step_result")).step_result.step_id == 1
+
+    await play(script)
 
 
 async def test_a_fault_is_the_last_word_of_its_session() -> None:
