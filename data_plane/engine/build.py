@@ -19,6 +19,7 @@ from data_plane.config import HIGHEST, MAX_HOST_BLOCKS, WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks
+from data_plane.engine.native_check import check_recorded
 from data_plane.engine.warm_up import warm_up
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention
@@ -80,6 +81,13 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             cache.key_scales[index],
             cache.value_scales[index],
         ).attach(layer.module)
+    if loaded.stacked is not None:
+        max_tokens = config.step_tokens(device.type)
+        loaded.stacked.stack.record(arena, max_tokens=max_tokens, rotary_half=loaded.stacked.rotary_half)
+        check_recorded(loaded, loaded.stacked, cache, max_tokens)
+    if loaded.has_native_linears():
+        # What torch does besides is little. Its threads wait by spinning, and would take the cores from native ones.
+        torch.set_num_threads(1)
     capacities = Capacities(
         model_fingerprint=fingerprint,
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -110,6 +118,7 @@ def _set_up_native_code(config: WorkerConfig, device: torch.device) -> None:
     """Have the C for the CPU ready before anything asks for it, so that no request waits for a compiler."""
     if config.native_cache is not None:
         native.use_cache_folder(config.native_cache)
+    native.set_num_threads(config.num_threads)
     if config.native_code == "off":
         native.turn_off()
     elif device.type == "cpu":

@@ -35,6 +35,11 @@ class DecoderLayer(nn.Module):
         """Compute this norm, which the layer's output meets next, along with the last sum."""
         self._next = [norm]
 
+    @property
+    def following(self) -> RmsNorm | None:
+        """The norm that is computed along with the last sum."""
+        return self._next[0] if self._next else None
+
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """hidden_states [1, T, hidden] itself, changed; kwargs are for the attention."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)

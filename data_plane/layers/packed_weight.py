@@ -11,9 +11,7 @@ from typing import Protocol
 import torch
 
 from kernels.linear import from_panels, linear, to_panels
-from kernels.native import has_native
-
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from kernels.linear.choice import Form, fastest_form, onednn_linear, to_onednn
 
 
 class PackedWeight(Protocol):
@@ -51,18 +49,20 @@ class OneDnnWeight:
     packed: torch.Tensor
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return output
+        return onednn_linear(x, self.packed, bias)
 
     def unpack(self) -> torch.Tensor:
         return self.packed.to_dense()
 
 
 def pack(weight: torch.Tensor) -> PackedWeight | None:
-    """The weight [out, in] in the layout that is fastest here, or None where that is the checkpoint's own."""
+    """The weight [out, in] in the layout that was measured to be fastest here, None for the checkpoint's own."""
     weight = weight.detach()
-    if has_native(weight) and weight.dtype in _NATIVE_DTYPES:
-        return NativeWeight(to_panels(weight), *weight.shape)
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn:
-        return OneDnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight, None))
-    return None
+    if weight.device.type != "cpu":
+        return None
+    out_features, in_features = weight.shape
+    form = fastest_form(out_features, in_features, weight.dtype)
+    if form is Form.NATIVE:
+        return NativeWeight(to_panels(weight), out_features, in_features)
+    packed = to_onednn(weight) if form is Form.ONEDNN else None
+    return None if packed is None else OneDnnWeight(packed)

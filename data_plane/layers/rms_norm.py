@@ -42,4 +42,8 @@ class RmsNorm(nn.Module):
 
     def prepare(self, stream: torch.Tensor, x: torch.Tensor) -> None:
         """add_to, its answer kept for the forward pass of `stream`."""
-        self._ready = (stream, self.add_to(stream, x))
+        self.keep(stream, self.add_to(stream, x))
+
+    def keep(self, stream: torch.Tensor, normed: torch.Tensor) -> None:
+        """Answer the forward pass of `stream` with `normed`, its norm."""
+        self._ready = (stream, normed)

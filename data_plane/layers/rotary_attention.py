@@ -48,12 +48,9 @@ class RotaryAttention(nn.Module):
         """
         num_tokens = hidden_states.shape[1]
         query, key, value = self.qkv(hidden_states)[0].split(self.widths, dim=1)
-        norm = None
-        if self.q_norm is not None and self.k_norm is not None:
-            if len(self.q_norm.weight) == self.widths[0]:
-                query, key = self.q_norm.of_rows(query), self.k_norm.of_rows(key)
-            else:
-                norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.weight_offset)
+        norm = self.head_norm
+        if norm is None and self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm.of_rows(query), self.k_norm.of_rows(key)
         half = position_embeddings[0].shape[-1] // 2
         cos, sin = (table[0, :, :half] for table in position_embeddings)
         query, key, value = (
@@ -61,6 +58,13 @@ class RotaryAttention(nn.Module):
         )
         out = attention_of(self).attend_rotated(query, key, value, Rotation(cos, sin, norm), self.settings)
         return self.o_proj(out.reshape(1, num_tokens, -1)), None
+
+    @property
+    def head_norm(self) -> HeadNorm | None:
+        """The norm of each head by itself; None where there is none, or query and key are normed whole."""
+        if self.q_norm is None or self.k_norm is None or len(self.q_norm.weight) == self.widths[0]:
+            return None
+        return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.weight_offset)
 
 
 def _widths(qkv: LoraLinear, heads: tuple[int, int, int]) -> list[int]:

@@ -20,11 +20,13 @@ from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_embedding import LoraEmbedding
 from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_module
+from data_plane.layers.packed_weight import NativeWeight
 from data_plane.layers.transposed_linear import replace_transposed
 from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
 from data_plane.models.model_probe import ModelProbe, probe_model
 from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
+from data_plane.models.stacking import StackedLayers, stack_layers
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class LoadedModel:
     context: StepContext
     context_limit: int  # tokens that the model computes
     dtype: torch.dtype
+    stacked: StackedLayers | None = None  # on a CPU, where all layers are of the fused shape
 
     def sites(self) -> list[Site]:
         """Where adapters may add, in the order of the layers."""
@@ -55,6 +58,11 @@ class LoadedModel:
     def base_weights(self) -> ModelWeights:
         """The weights that the sites add to."""
         return ModelWeights(self.model)
+
+    def has_native_linears(self) -> bool:
+        """Whether every linear of the decoder layers is multiplied by native code."""
+        linears = [module for module in self.model.modules() if isinstance(module, LoraLinear) and not module.is_head]
+        return bool(linears) and all(isinstance(linear.packed, NativeWeight) for linear in linears)
 
     @torch.inference_mode()
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -159,6 +167,7 @@ def load_model(
     replace_linears(model, fused.linear_names, context)
     _replace_head(model, probe, context)
     _replace_embedding(model, probe, context)
+    stacked = stack_layers(model, fused, context) if device.type == "cpu" else None
     logger.info(
         "model loaded type=%s dtype=%s device=%s layers=%d linears=%d",
         config.model_type,
@@ -167,7 +176,7 @@ def load_model(
         len(probe.attention_layers),
         len(probe.linear_names),
     )
-    return LoadedModel(model, fused, context, limit or length, torch_dtype)
+    return LoadedModel(model, fused, context, limit or length, torch_dtype, stacked)
 
 
 def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:

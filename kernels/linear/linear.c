@@ -32,6 +32,12 @@ typedef struct {
     int64_t step;
 } Ahead;
 
+INLINE void fetch(Ahead ahead, int64_t turn) {
+    if (!ahead.step) return;
+    __builtin_prefetch(ahead.from + turn * ahead.step, 0, 2);
+    if (ahead.step > LINE) __builtin_prefetch(ahead.from + turn * ahead.step + LINE, 0, 2);
+}
+
 #define EACH_ROW _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)
 
 INLINE void multiply_tile(const Linear *p, const void *x, const char *panel, int64_t first_output, void *y, int rows,
@@ -43,7 +49,7 @@ INLINE void multiply_tile(const Linear *p, const void *x, const char *panel, int
         const uint16_t *values = x;
         for (int64_t idx = 0; idx < in / 2; idx++) {
             const char *both = panel + idx * PAIR * 4;
-            if (ahead.step) __builtin_prefetch(ahead.from + idx * ahead.step, 0, 2);
+            fetch(ahead, idx);
 #ifdef __AVX512BF16__
             const __m512bh one = (__m512bh)_mm512_loadu_si512(both), other = (__m512bh)_mm512_loadu_si512(both + 64);
             EACH_ROW {
@@ -80,7 +86,7 @@ INLINE void multiply_tile(const Linear *p, const void *x, const char *panel, int
         }
     } else {
         for (int64_t idx = 0; idx < in; idx++) {
-            if (ahead.step) __builtin_prefetch(ahead.from + idx * ahead.step, 0, 2);
+            fetch(ahead, idx);
             vec one, other;
             load_pair(panel, idx * PAIR, dtype, &one, &other);
             EACH_ROW {
@@ -152,8 +158,18 @@ static int64_t num_tasks(const void *problem, const Step *step, int64_t num_thre
     return num_row_blocks(step) * num_panel_groups(problem);
 }
 
+/* The panel that this thread is likely to multiply after `panel`, the last of the task where `is_last`: while threads are
+ * equally fast, each takes every num_threads-th task. Below 0: none. */
+static int64_t panel_after(const Linear *p, const Step *step, int64_t panel, int is_last, int64_t task,
+                           int64_t num_threads) {
+    const int64_t groups = num_panel_groups(p), panels = (p->out + PAIR - 1) / PAIR;
+    if (!is_last) return panel + 1 < panels ? panel + 1 : -1;
+    if (task + num_threads >= num_row_blocks(step) * groups) return -1;
+    return (task + num_threads) % groups * PANELS_OF_TASK;
+}
+
 static void run(const void *problem, const Step *step, int64_t task, int64_t num_threads, void *scratch) {
-    (void)num_threads, (void)scratch;
+    (void)scratch;
     const Linear *p = problem;
     const int64_t groups = num_panel_groups(p), panels = (p->out + PAIR - 1) / PAIR;
     const int64_t first = task % groups * PANELS_OF_TASK, begin = task / groups * ROW_BLOCK;
@@ -164,9 +180,10 @@ static void run(const void *problem, const Step *step, int64_t task, int64_t num
     const int64_t panel_bytes = inputs * PAIR * item, turns = p->dtype == BFLOAT16 ? p->in / 2 : p->in;
     for (int64_t panel = first; panel < last; panel++) {
         const char *values = (const char *)p->panels + panel * panel_bytes;
-        /* The tiles share the fetching of the next panel. With one tile the CPU's own prefetching does as well. */
-        Ahead ahead = {values + panel_bytes, 0};
-        if (num_tiles > 1 && panel + 1 < panels && turns) ahead.step = panel_bytes / num_tiles / turns;
+        /* The tiles share the fetching of the next panel. */
+        const int64_t next = panel_after(p, step, panel, panel + 1 == last, task, num_threads);
+        Ahead ahead = {(const char *)p->panels + next * panel_bytes, 0};
+        if (next >= 0 && turns) ahead.step = panel_bytes / num_tiles / turns;
         for (int64_t row = begin, tile = 0; row < end; tile++) {
             const int64_t rows = (end - row + num_tiles - tile - 1) / (num_tiles - tile);
             const void *x = (const char *)p->x + row * p->x_stride * item;

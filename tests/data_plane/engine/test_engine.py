@@ -382,6 +382,7 @@ def test_start_tells_people_how_far_it_is(checkpoint: Path, caplog: pytest.LogCa
         build_engine(worker_config(checkpoint, num_blocks=10, max_model_len=None, arena_bytes=1 << 20, warm_up="on"))
     shown = [vars(record)["shown"] for record in caplog.records if hasattr(record, "shown")]
     patterns = [
+        r"preparing native code, .*",
         r"loading \d+\.\d KiB of weights for cpu",
         r"weights loaded and model checked in \d+\.\d s",
         r"KV cache for 80 tokens: 40\.0 KiB; adapters: 1\.0 MiB",

@@ -8,6 +8,11 @@ from torch import nn
 
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_linear import LoraLinear, replace_linears
+from kernels.linear.choice import Form
+from kernels.native import find_compiler
+
+# A machine without a C compiler has no native products.
+FORMS = [Form.ONEDNN, Form.NATIVE] if find_compiler() else [Form.ONEDNN]
 
 
 class AddSite:
@@ -72,21 +77,26 @@ def test_a_linear_without_sites_asks_no_adapter() -> None:
     assert head.sites == [] and lora.seen == []
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 3, 32, 300])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_a_packed_weight_replaces_the_plain_one(num_tokens: int, *, has_bias: bool) -> None:
+def test_a_packed_weight_replaces_the_plain_one(
+    num_tokens: int, *, has_bias: bool, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: form)
     torch.manual_seed(0)
     linear = nn.Linear(70, 33, bias=has_bias).requires_grad_(False)
     packed = LoraLinear([linear], ["site"], StepContext())
     packed.pack_weight()
     x = torch.randn(1, num_tokens, 2 * 70)[..., ::2]
     torch.testing.assert_close(packed(x), linear(x))
+    assert torch.equal(packed.site_weight(0), linear.weight)
     assert (packed.weight.shape, packed.weight.dtype) == (linear.weight.shape, linear.weight.dtype)
     assert packed.weight.is_meta, "the plain weight is still held"
 
 
-def test_a_dtype_that_packing_does_not_speed_up_keeps_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_plane.layers.packed_weight.has_native", lambda *tensors: False)
+def test_a_weight_whose_own_form_is_fastest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: Form.PLAIN)
     linear = nn.Linear(8, 8, dtype=torch.bfloat16)
     same = LoraLinear([linear], ["site"], StepContext())
     same.pack_weight()

@@ -1,0 +1,212 @@
+"""A run of decoder layers as one native program: recorded once over buffers that stay, then one call per step.
+
+Each layer's parts are read as they are: the weights in their panels, the attention's caches, the arena's slot table. So
+a program follows every load and eviction of an adapter. It computes what the layers' own modules compute, in the same
+order and with the same roundings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from data_plane.layers.attention import PagedAttention, attention_of
+from data_plane.layers.context import StepContext
+from data_plane.layers.decoder_layer import DecoderLayer
+from data_plane.layers.gated_mlp import GatedMlp
+from data_plane.layers.lora_linear import LoraLinear
+from data_plane.layers.packed_weight import NativeWeight
+from data_plane.layers.rms_norm import RmsNorm
+from data_plane.layers.rotary_attention import RotaryAttention
+from kernels.gated_activation import native as gates
+from kernels.linear import native as linears
+from kernels.lora import Epilogue, SiteGroup
+from kernels.lora import native as lora
+from kernels.native import DTYPES, Program, Step, has_native
+from kernels.paged_attention import native as attentions
+from kernels.paged_attention.options import Options
+from kernels.rms_norm import native as norms
+from kernels.rope import native as rotations
+
+
+class SiteTables(Protocol):
+    """Where the adapters' weights at a linear's sites are found; data_plane.adapters has them."""
+
+    def site_groups(self, names: tuple[str, ...]) -> list[tuple[SiteGroup, Epilogue]]:
+        """The sites in order, as groups that one op serves. Their tensors stay what they are."""
+        ...
+
+
+class RecordedLayers:
+    """The program of some layers and the norm behind them."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        last_norm: RmsNorm,
+        context: StepContext,
+        sites: SiteTables,
+        *,
+        max_tokens: int,
+        rotary_half: int,
+    ) -> None:
+        """rotary_half: columns of the tables that heads are turned by. Raises CannotRecord."""
+        self.max_tokens = max_tokens
+        self._context = context
+        self._sites = sites
+        self._half = rotary_half
+        self._program = Program()
+        self._lora_sites = 1  # the most of one group
+        first = layers[0].input_layernorm
+        self._dtype = first.weight.dtype
+        if not has_native(first.weight) or self._dtype not in DTYPES:
+            raise CannotRecord(f"no native code for {self._dtype} on {first.weight.device}")
+        hidden = len(first.weight)
+        self._stream, self._normed, self._output = (self._rows(hidden) for _ in range(3))
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._norm(first, self._stream, residual=None)
+        following = [layer.input_layernorm for layer in layers[1:]] + [last_norm]
+        for layer, norm in zip(layers, following, strict=True):
+            self._attention(layer.self_attn)
+            self._norm(layer.post_attention_layernorm, self._output, residual=self._stream)
+            self._mlp(layer.mlp)
+            self._norm(norm, self._output, residual=self._stream)
+
+    def can_run(self, num_tokens: int) -> bool:
+        """Whether the step in hand, of so many tokens, is one that was recorded for: decodes alone."""
+        attention = self._context.attention
+        return num_tokens <= self.max_tokens and attention is not None and not attention.native_step.prefills.count
+
+    def run(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The residual stream and its last norm, [T, hidden] each, valid until the next run.
+
+        For hidden_states [T, hidden] and tables [T, rotary_half] with dense rows, in the step that the context has.
+        """
+        num_tokens = len(hidden_states)
+        stream = self._stream[:num_tokens]
+        stream.copy_(hidden_states)
+        context = self._context
+        assert context.attention is not None, "no step was begun"
+        attention = attentions.attention_step(context.attention, self._block_size)
+        turned = rotations.rotation(cos, sin, context.slot_mapping)
+        step = Step(num_tokens=num_tokens, rotation=turned.address, attention=ctypes.addressof(attention))
+        if context.lora is not None:
+            tokens = context.lora.native_tokens(self._lora_sites)
+            step.lora = ctypes.addressof(tokens)
+        self._program.run(step)
+        return stream, self._normed[:num_tokens]
+
+    def _attention(self, module: nn.Module) -> None:
+        if not isinstance(module, RotaryAttention):
+            raise CannotRecord(f"{type(module).__name__} is no attention that can be recorded")
+        paged = attention_of(module)
+        if not isinstance(paged, PagedAttention):
+            raise CannotRecord("an attention has no cache")
+        qkv = self._buffer("qkv", module.qkv.out_features)
+        self._linear(module.qkv, self._normed, qkv)
+        query, key, value = (
+            part.view(len(part), count, -1)
+            for part, count in zip(torch.split(qkv, module.widths, dim=1), module.heads, strict=True)
+        )
+        self._program.add("rotate_store", self._rotation(module, paged, query, key, value))
+        attended = self._buffer("attended", query.shape[1] * value.shape[2])
+        options = Options(
+            module.settings.scale,
+            module.settings.sliding_window,
+            module.settings.softcap,
+            module.settings.sinks,
+            key_scale=paged.key_scale,
+            value_scale=paged.value_scale,
+        )
+        caches = (paged.key_cache, paged.value_cache)
+        if not attentions.can_serve(query, *caches, options):
+            raise CannotRecord("an attention has heads, blocks or options that native code does not serve")
+        problem = attentions.problem(query, *caches, options, attended.view(len(attended), query.shape[1], -1))
+        self._block_size = paged.key_cache.shape[1]
+        self._program.add("attention_decode", problem)
+        self._linear(module.o_proj, attended, self._output)
+
+    def _rotation(
+        self,
+        module: RotaryAttention,
+        paged: PagedAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> ctypes.Structure:
+        norm = module.head_norm
+        if norm is None and module.q_norm is not None and module.k_norm is not None:
+            # Query and key are normed whole, in place.
+            for part, weights in ((query, module.q_norm), (key, module.k_norm)):
+                rows = part.flatten(1)
+                self._norm(weights, rows, residual=None, y=rows)
+        return rotations.problem(
+            query,
+            key,
+            self._half,
+            value=value,
+            key_cache=paged.key_cache,
+            value_cache=paged.value_cache,
+            key_scale=paged.key_scale,
+            value_scale=paged.value_scale,
+            norm=norm,
+        )
+
+    def _mlp(self, module: nn.Module) -> None:
+        if not isinstance(module, GatedMlp):
+            raise CannotRecord(f"{type(module).__name__} is no MLP that can be recorded")
+        both = self._buffer("both", module.gate_up.out_features)
+        active = self._buffer("active", module.gate_up.out_features // 2)
+        self._linear(module.gate_up, self._normed, both)
+        self._program.add("gate", gates.problem(both, active, module.activation))
+        self._linear(module.down_proj, active, self._output)
+
+    def _linear(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        """y = module(x), with the step's adapters."""
+        if not isinstance(module, LoraLinear) or not isinstance(module.packed, NativeWeight):
+            raise CannotRecord(f"{type(module).__name__} has no weight in panels")
+        groups = self._sites.site_groups(module.site_names) if module.site_names else []
+        problems, column = [], 0
+        for group, epilogue in groups:
+            width = sum(group.out_features)
+            problems.append(lora.problem(group, x, y[:, column : column + width], epilogue))
+            column += width
+            self._lora_sites = max(self._lora_sites, group.num_sites)
+        if len(problems) > 1:
+            # They share the memory of h.
+            self._program.add("linear", linears.problem(x, module.packed.panels, module.bias, y))
+            for problem in problems:
+                self._program.add("lora_shrink", problem)
+                self._program.add("lora_expand", problem)
+            return
+        for problem in problems:
+            self._program.add("lora_shrink", problem, is_open=True)
+        self._program.add("linear", linears.problem(x, module.packed.panels, module.bias, y))
+        for problem in problems:
+            self._program.add("lora_expand", problem)
+
+    def _norm(
+        self, module: RmsNorm, x: torch.Tensor, *, residual: torch.Tensor | None, y: torch.Tensor | None = None
+    ) -> None:
+        if module.weight.dtype != self._dtype:
+            raise CannotRecord(f"a norm's weight is {module.weight.dtype}, the model's dtype {self._dtype}")
+        y = self._normed if y is None else y
+        problem = norms.problem(x, module.weight, module.eps, y, residual=residual, weight_offset=module.weight_offset)
+        self._program.add("rms_norm", problem)
+
+    def _buffer(self, name: str, width: int) -> torch.Tensor:
+        """Rows that all layers with such a width share."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = self._rows(width)
+        return self._buffers[name, width]
+
+    def _rows(self, width: int) -> torch.Tensor:
+        return torch.zeros(self.max_tokens, width, dtype=self._dtype)
+
+
+class CannotRecord(Exception):
+    """The layers are of another kind than native programs are made of. They run as modules."""

@@ -1,0 +1,122 @@
+"""Decoder layers as one native program: which models have it, and that it answers what the modules answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_plane.engine.build import build_engine
+from data_plane.engine.engine import TorchEngine
+from data_plane.layers.decoder_stack import DecoderStack
+from kernels.linear.choice import Form
+from kernels.native import set_num_threads
+from kernels.paged_attention import AttentionBatch
+from tests.data_plane.engine.packing import pack
+from tests.data_plane.engine.test_oracle import worker_config
+from tests.makers import make_adapter, make_checkpoint
+
+RECORDED = ("llama", "mistral", "qwen2", "qwen3")
+BLOCK_SIZE = 16
+ADAPTERS = ((8, "all-linear"), (3, "all-linear"), (20, ["q_proj", "down_proj"]))  # ranks and targets
+# Sequences of a step: computed tokens, tokens of the step, slot.
+STEPS = (
+    ((0, 5, -1), (0, 40, 0), (0, 17, 1), (0, 1, 2)),
+    ((5, 1, -1), (40, 1, 0), (17, 20, 1), (1, 1, 2)),
+    ((6, 1, -1), (41, 1, 0)),
+    ((7, 1, -1),),
+)
+
+
+@pytest.fixture(autouse=True)
+def native_weights(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Whatever is fastest here."""
+    monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: Form.NATIVE)
+    request.addfinalizer(lambda: set_num_threads(1))
+
+
+def make_engine(directory: Path, arch: str, dtype: str = "float32") -> TorchEngine:
+    checkpoint = make_checkpoint(directory / "model", arch)
+    engine = build_engine(worker_config(checkpoint, dtype=dtype, block_size=BLOCK_SIZE))
+    for slot, (rank, targets) in enumerate(ADAPTERS):
+        adapter = make_adapter(directory / f"adapter-{slot}", checkpoint, rank=rank, targets=targets, seed=slot)
+        packed = pack(adapter, engine.capacities.model_fingerprint, getattr(torch, dtype))
+        engine.slots.load(slot, 1, packed.digest, packed)
+    return engine
+
+
+def stack_of(engine: TorchEngine) -> DecoderStack:
+    stacked = engine._model.stacked
+    assert stacked is not None
+    return stacked.stack
+
+
+def logits_of(engine: TorchEngine, sequences: tuple[tuple[int, int, int], ...], *, first: int = 0) -> torch.Tensor:
+    """Of all tokens of a step. Sequence i of `sequences` has the blocks of row first + i, and tokens of its own."""
+    starts, tokens, positions, slots = [0], [], [], []
+    for index, (computed, count, slot) in enumerate(sequences):
+        generator = torch.Generator().manual_seed(first + index)
+        tokens.append(torch.randint(2, 250, (100,), generator=generator)[computed : computed + count])
+        positions.append(torch.arange(computed, computed + count))
+        slots += [slot] * count
+        starts.append(starts[-1] + count)
+    tables = torch.arange(len(sequences) * 4, dtype=torch.int32).view(-1, 4) + 4 * first
+    places = torch.cat([(4 * BLOCK_SIZE) * (first + index) + position for index, position in enumerate(positions)])
+    lengths = [computed + count for computed, count, _ in sequences]
+    token_slots = torch.tensor(slots, dtype=torch.int32)
+    named = sorted(set(slots) - {-1})
+    lora = engine._arena.begin_step(token_slots, named) if named else None
+    context = engine._model.context
+    context.begin(AttentionBatch.build(tables, starts, lengths), places, lora)
+    try:
+        return engine._model.logits(torch.cat(tokens), torch.cat(positions), torch.arange(starts[-1])).clone()
+    finally:
+        context.end()
+
+
+@pytest.mark.parametrize("arch", RECORDED)
+def test_native_layers_answer_as_the_modules(arch: str, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, arch)
+    assert stack_of(engine).is_recorded
+    with torch.inference_mode():
+        for sequences in STEPS:
+            native = logits_of(engine, sequences)
+            with stack_of(engine).as_modules():
+                plain = logits_of(engine, sequences)
+            torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_and_in_any_number_of_threads(dtype: str, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, "llama", dtype)
+    with torch.inference_mode():
+        for sequences in STEPS[:2]:
+            together = logits_of(engine, sequences)
+            begin = 0
+            for index, sequence in enumerate(sequences):
+                for num_threads in (1, 3):
+                    set_num_threads(num_threads)
+                    alone = logits_of(engine, (sequence,), first=index)
+                    assert torch.equal(alone, together[begin : begin + sequence[1]]), (index, num_threads)
+                begin += sequence[1]
+
+
+def test_layers_that_answer_otherwise_run_as_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("data_plane.layers.recorded_layers.RecordedLayers.run", lambda self, x, *_: (x, x))
+    engine = build_engine(worker_config(make_checkpoint(tmp_path, "llama")))
+    assert not stack_of(engine).is_recorded
+    assert "their native program answers otherwise" in caplog.text
+
+
+def test_models_of_another_shape_have_no_native_layers(tmp_path: Path) -> None:
+    engine = build_engine(worker_config(make_checkpoint(tmp_path, "gpt2")))
+    assert engine._model.stacked is None
+
+
+def test_weights_in_another_form_run_as_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: Form.PLAIN)
+    engine = build_engine(worker_config(make_checkpoint(tmp_path, "llama")))
+    assert not stack_of(engine).is_recorded
