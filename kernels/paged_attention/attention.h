@@ -44,6 +44,16 @@ typedef struct {
 
 #define INFINITE __builtin_inff()
 
+#ifdef __AVX512BF16__
+enum { HAS_PAIRS = 1 };
+#else
+enum { HAS_PAIRS = 0 };
+#endif
+
+/* Whether tile.h multiplies in bfloat16. */
+INLINE int is_paired(const Attention *p) { return HAS_PAIRS && p->dtype == BFLOAT16; }
+
+
 /* FP8 numbers are read as this part of their value, which needs no product. */
 enum { FLOAT8_PART = 256 };
 
@@ -87,6 +97,49 @@ INLINE void store_in_order(void *row, int64_t place, int dtype, vec value) {
         memcpy((uint16_t *)row + place, &code, sizeof code);
     }
 }
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
+#endif
+
+/* Some of a row's numbers, PAIR or half of that, as two vectors: of a cache in bfloat16 the even and the odd ones. */
+INLINE void load_cached(const void *row, int64_t place, int count, int dtype, vec *first, vec *second) {
+    if (dtype == BFLOAT16) {
+        bits both = {0};
+        memcpy(&both, (const uint16_t *)row + place, (size_t)count * 2);
+        *first = (vec)(both << 16);
+        *second = (vec)(both & 0xffff0000u);
+    } else {
+        *first = load_in_order(row, place, dtype);
+        *second = count == PAIR ? load_in_order(row, place + LANES, dtype) : (vec){0};
+    }
+}
+
+INLINE void store_output(void *row, int64_t place, int count, int dtype, int is_parted, vec first, vec second) {
+    if (is_parted) {
+        const bits both = (rounded(first) >> 16) | rounded(second);
+        memcpy((uint16_t *)row + place, &both, (size_t)count * 2);
+    } else {
+        store_in_order(row, place, dtype, first);
+        if (count == PAIR) store_in_order(row, place + LANES, dtype, second);
+    }
+}
+
+/* Runs the statement for each pair of a row, and with LANES of 16 for the half pair at its end. */
+#define EACH_PAIR(dim, ...)                                  \
+    {                                                        \
+        int64_t place = 0;                                   \
+        for (; place + PAIR <= (dim); place += PAIR) {       \
+            const int count = PAIR;                          \
+            __VA_ARGS__                                      \
+        }                                                    \
+        if (LANES == 16 && place < (dim)) {                  \
+            const int count = PAIR / 2;                      \
+            __VA_ARGS__                                      \
+        }                                                    \
+    }
 
 /* The sizes of heads are sixteens: with 16 lanes a row may end in half a pair. */
 INLINE int64_t padded_dim(int64_t dim) { return (dim + PAIR - 1) / PAIR * PAIR; }

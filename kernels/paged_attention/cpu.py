@@ -30,16 +30,20 @@ def paged_attention(
     shape = (key_cache, options.sliding_window, query.dtype)
     attention = _Attention(options, num_heads, num_kv_heads, query.device)
     groups: list[DecodeGroup] = []
-    if native.can_serve(query, key_cache, value_cache, options):
-        native.attend_decodes(query, key_cache, value_cache, batch, options, output)
+    prefills: list[PrefillSequence] = []
+    has_native = native.can_serve(query, key_cache, value_cache, options)
+    if has_native:
+        native.attend(query, key_cache, value_cache, batch, options, output)
     else:
         groups = batch.decode_groups(*shape)
+    if not (has_native and batch.is_causal):
+        prefills = batch.prefills(*shape)
     for decodes in groups:
         keys = _gather(decodes.keys, key_cache, options.key_scale, query.dtype).transpose(1, 2)  # [n, Hkv, K, D]
         values = _gather(decodes.keys, value_cache, options.value_scale, query.dtype).transpose(1, 2)
         mixed = attention.decode(grouped[decodes.rows], keys, values, decodes)
         output[decodes.rows] = mixed.reshape(-1, num_heads, value_dim)
-    for prefill in batch.prefills(*shape):
+    for prefill in prefills:
         keys = _gather(prefill.keys, key_cache, options.key_scale, query.dtype)[0].transpose(0, 1)  # [Hkv, K, D]
         values = _gather(prefill.keys, value_cache, options.value_scale, query.dtype)[0].transpose(0, 1)
         rows = grouped[prefill.start : prefill.end].permute(1, 2, 0, 3)  # [Hkv, G, Q, D]

@@ -10,13 +10,25 @@
  */
 
 #include "stream.h"
+#include "tile.h"
 
 enum {
     PART_KEYS = 512,
     MOST_PARTS = 64,       /* of one sequence */
     PART_SLOTS = 256,      /* parts of one step that tasks of their own sum */
-    SMALL_BYTES = 32 << 10 /* below so many bytes of keys and values one thread is done before others have begun */
+    SMALL_BYTES = 32 << 10, /* below so many bytes of keys and values one thread is done before others have begun */
+    TILE_GROUP_PAIRS = 4,   /* query heads of a key head from which on a tile of them is faster than a stream */
+    TILE_GROUP = 8
 };
+
+/* Whether tile.h takes these sizes, else stream.h. */
+static int uses_tile(const Attention *p) {
+    const int64_t group = p->num_heads / p->num_kv_heads;
+    return group >= (is_paired(p) ? TILE_GROUP_PAIRS : TILE_GROUP) || p->block_size % 4 || p->block_size > CHUNK;
+}
+
+/* Whether the sums are in the order of pairs of bfloat16. */
+static int are_parted(const Attention *p) { return uses_tile(p) ? is_parted(p) : p->cache_dtype == BFLOAT16; }
 
 static void clear(const Task *task, Sums sums, const float *sinks) {
     for (int64_t head = 0; head < task->num_heads * task->group; head++) {
@@ -43,7 +55,7 @@ static void join(const Task *task, Sums part) {
     }
 }
 
-INLINE void write_output(const Task *task, int cache_dtype) {
+static void write_output(const Task *task) {
     const Attention *p = task->p;
     char *row = (char *)p->output + task->token * p->output_stride * item_bytes((int)p->dtype);
     const float scale = p->value_scale * scale_of_codes(p);
@@ -53,7 +65,7 @@ INLINE void write_output(const Task *task, int cache_dtype) {
         const float total = task->whole.total[head];
         EACH_PAIR(p->value_dim, {
             const vec first = load(mixed + place) / total * scale, second = load(mixed + place + LANES) / total * scale;
-            store_output(row, to + place, count, (int)p->dtype, cache_dtype, first, second);
+            store_output(row, to + place, count, (int)p->dtype, are_parted(p), first, second);
         })
     }
 }
@@ -77,14 +89,15 @@ static Sums sums_of_slot(const Task *task, int64_t slot) {
 
 /* Keys of a part. */
 static int64_t part_keys(const Attention *p, int64_t num_keys) {
-    const int64_t step = CHUNK / p->block_size * p->block_size;
+    const int64_t step = uses_tile(p) ? TILE_KEYS : CHUNK / p->block_size * p->block_size;
     const int64_t wanted = larger(PART_KEYS, (num_keys + MOST_PARTS - 1) / MOST_PARTS);
     return (wanted + step - 1) / step * step;
 }
 
 /* First key of a sequence's first part. */
 static int64_t start_of(const Attention *p, int64_t context_len) {
-    return first_visible(p, context_len - 1) / p->block_size * p->block_size;
+    const int64_t step = uses_tile(p) ? TILE_KEYS : p->block_size;
+    return first_visible(p, context_len - 1) / step * step;
 }
 
 static int64_t num_parts(const Attention *p, int64_t context_len) {
@@ -126,15 +139,12 @@ static int64_t num_tasks(const void *problem, const Step *step, int64_t num_thre
     return plan_of(problem, step->attention, num_threads).num_tasks;
 }
 
-/* Floats of scratch space that a task needs for all heads. */
-static int64_t scratch_floats(const Attention *p) {
-    return p->num_heads * (padded_dim(p->key_dim) + 2 * padded_dim(p->value_dim) + CHUNK) + 2 * CHUNK +
-           4 * heads_before(p);
-}
-
 static int64_t scratch_bytes(const void *problem, const Step *step) {
     (void)step;
-    return scratch_floats(problem) * (int64_t)sizeof(float);
+    const Attention *p = problem;
+    const int64_t mixed = p->num_heads * padded_dim(p->value_dim), group = p->num_heads / p->num_kv_heads;
+    const int64_t stream = p->num_heads * (padded_dim(p->key_dim) + CHUNK) + 2 * CHUNK;
+    return (4 * heads_before(p) + 2 * mixed + (uses_tile(p) ? tile_floats(p, group) : stream)) * (int64_t)sizeof(float);
 }
 
 static Task task_of(const Attention *p, const AttentionStep *step, int64_t decode, int64_t first_head, int64_t num_heads,
@@ -156,36 +166,67 @@ static Task task_of(const Attention *p, const AttentionStep *step, int64_t decod
     };
     float **rows[] = {&task.part.highest, &task.part.total, &task.whole.highest, &task.whole.total};
     for (int row = 0; row < 4; row++, scratch += padded) *rows[row] = scratch;
-    task.scales = scratch;
+    task.part.mixed = scratch;
+    task.whole.mixed = task.part.mixed + heads * task.value_width;
+    task.tile = task.whole.mixed + heads * task.value_width;
+    task.scales = task.tile;
     task.scores = task.scales + 2 * CHUNK;
     task.query = task.scores + heads * CHUNK;
-    task.part.mixed = task.query + heads * task.key_width;
-    task.whole.mixed = task.part.mixed + heads * task.value_width;
     return task;
+}
+
+/* Sets task->part to the sums over the keys [start, end). */
+static void attend_in_tiles(const Task *task, int64_t start, int64_t end) {
+    for (int64_t head = 0; head < task->num_heads; head++) {
+        Tile tile = {
+            .p = task->p,
+            .table = task->table,
+            .kv_head = task->first_head + head,
+            .first_head = (task->first_head + head) * task->group,
+            .heads = task->group,
+            .token = task->token,
+            .position = task->end_key - 1,
+            .num_queries = 1,
+        };
+        tile_place(&tile, task->group, task->tile);
+        tile_load(&tile);
+        tile_clear(&tile, NULL);
+        tile_attend(&tile, start, end);
+        const int64_t first = head * task->group, width = task->value_width;
+        memcpy(task->part.highest + first, tile.highest, sizeof(float) * (size_t)task->group);
+        memcpy(task->part.mixed + first * width, tile.mixed, sizeof(float) * (size_t)(task->group * width));
+        for (int64_t row = 0; row < task->group; row++)
+            task->part.total[first + row] = sum_of(load(tile.total + row * LANES));
+    }
 }
 
 /* Sets task->part to the sums of one of the sequence's parts. */
 INLINE void sum_part(const Task *task, int64_t part, int dtype) {
     const int64_t start = start_of(task->p, task->end_key), keys = part_keys(task->p, task->end_key - start);
+    const int64_t first = start + part * keys, end = smaller(first + keys, task->end_key);
+    if (uses_tile(task->p)) {
+        attend_in_tiles(task, first, end);
+        return;
+    }
     clear(task, task->part, NULL);
-    attend_part(task, start + part * keys, smaller(start + (part + 1) * keys, task->end_key), dtype);
+    attend_part(task, first, end, dtype);
 }
 
 INLINE void run_sequence(Task task, int dtype) {
-    load_query(&task, dtype);
+    if (!uses_tile(task.p)) load_query(&task, dtype);
     clear(&task, task.whole, task.p->sinks);
     const int64_t parts = num_parts(task.p, task.end_key);
     for (int64_t part = 0; part < parts; part++) {
         sum_part(&task, part, dtype);
         join(&task, task.part);
     }
-    write_output(&task, dtype);
+    write_output(&task);
 }
 
 /* One of the sequence's parts, which are the slots from first_slot on; who comes last joins them. */
 INLINE void run_part(Task task, int64_t part, int64_t first_slot, int dtype) {
     task.part = sums_of_slot(&task, first_slot + part);
-    load_query(&task, dtype);
+    if (!uses_tile(task.p)) load_query(&task, dtype);
     sum_part(&task, part, dtype);
     const int64_t parts = num_parts(task.p, task.end_key);
     int32_t *arrived = (int32_t *)task.p->parts + first_slot * task.p->num_kv_heads + task.first_head;
@@ -193,7 +234,7 @@ INLINE void run_part(Task task, int64_t part, int64_t first_slot, int dtype) {
     *arrived = 0;
     clear(&task, task.whole, task.p->sinks);
     for (int64_t slot = 0; slot < parts; slot++) join(&task, sums_of_slot(&task, first_slot + slot));
-    write_output(&task, dtype);
+    write_output(&task);
 }
 
 INLINE void run_task(const Attention *p, const AttentionStep *step, int64_t task, int64_t num_threads, float *scratch,

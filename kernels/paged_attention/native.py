@@ -1,4 +1,6 @@
-"""The native ops of attention: `attention_decode` (decode.c), for sequences with one query, on the CPU.
+"""The native ops of attention on the CPU: `attention_decode` (decode.c), `attention_prefill` (prefill.c).
+
+Sequences with one query are decodes, those with several prefills. The two ops write different rows: one may be open.
 
 A layer's problem is one structure, made once; what a step is goes into the AttentionStep, made once per step for all
 layers. Both ops take both.
@@ -13,13 +15,12 @@ from typing import Any
 import torch
 
 from kernels.fp8 import FP8
-from kernels.native import DTYPES, Step, has_native, integers, library, pointers, run_one
+from kernels.native import DTYPES, Program, Step, has_native, integers, library, pointers
 from kernels.paged_attention.batch import AttentionBatch
 from kernels.paged_attention.native_step import AttentionStep
 from kernels.paged_attention.options import Options
 
-# As the sources have them.
-HEAD_UNIT, BLOCK_UNIT, MOST_BLOCK = 16, 4, 256
+HEAD_UNIT = 16  # numbers
 
 
 class Attention(ctypes.Structure):
@@ -36,7 +37,7 @@ class Attention(ctypes.Structure):
 
 
 def can_serve(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, options: Options) -> bool:
-    """Whether there is native code for such tensors: head sizes in sixteens, blocks in fours, no sparsity.
+    """Whether there is native code for such tensors: head sizes in sixteens, no sparsity.
 
     Reads no numbers: a model asks once for all steps.
     """
@@ -45,8 +46,6 @@ def can_serve(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.T
         and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and key_cache.dtype in (query.dtype, FP8)
         and key_cache.shape[3] % HEAD_UNIT == value_cache.shape[3] % HEAD_UNIT == 0
-        and key_cache.shape[1] % BLOCK_UNIT == 0
-        and key_cache.shape[1] <= MOST_BLOCK
         and key_cache.is_contiguous()
         and value_cache.is_contiguous()
         and options.sparsity is None
@@ -104,7 +103,7 @@ def attention_step(batch: AttentionBatch, block_size: int) -> AttentionStep:
     return batch.native_step
 
 
-def attend_decodes(
+def attend(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -112,10 +111,15 @@ def attend_decodes(
     options: Options,
     output: torch.Tensor,
 ) -> None:
-    """Write the rows of output [T, Hq, Dv] that belong to sequences with one query; it sees all keys in any batch."""
+    """Write output [T, Hq, Dv]; of a batch that is not causal only the rows of sequences with one query."""
     batch.check_width(key_cache.shape[1])
     step = Step(num_tokens=query.shape[0], attention=ctypes.addressof(batch.native_step))
-    run_one("attention_decode", problem(query, key_cache, value_cache, options, output), step)
+    layer = problem(query, key_cache, value_cache, options, output)
+    program = Program()
+    if batch.is_causal:
+        program.add("attention_prefill", layer, is_open=True)
+    program.add("attention_decode", layer)
+    program.run(step)
 
 
 @cache

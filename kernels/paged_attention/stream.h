@@ -25,51 +25,9 @@ typedef struct {
     int64_t group;                                            /* query heads of a key head */
     int64_t key_width, value_width;                           /* rows of query and mixed: whole pairs */
     float *query, *scores, *scales; /* [num_heads * group, key_width], [.., CHUNK], [2, CHUNK] */
+    float *tile; /* scratch of tile.h, which takes the place of these */
     Sums part, whole;
 } Task;
-
-/* Some of a row's numbers, PAIR or half of that, as two vectors: of a cache in bfloat16 the even and the odd ones. */
-INLINE void load_cached(const void *row, int64_t place, int count, int dtype, vec *first, vec *second) {
-    if (dtype == BFLOAT16) {
-        bits both = {0};
-        memcpy(&both, (const uint16_t *)row + place, (size_t)count * 2);
-        *first = (vec)(both << 16);
-        *second = (vec)(both & 0xffff0000u);
-    } else {
-        *first = load_in_order(row, place, dtype);
-        *second = count == PAIR ? load_in_order(row, place + LANES, dtype) : (vec){0};
-    }
-}
-
-INLINE void store_output(void *row, int64_t place, int count, int dtype, int cache_dtype, vec first, vec second) {
-    if (cache_dtype == BFLOAT16) {
-        const bits both = (rounded(first) >> 16) | rounded(second);
-        memcpy((uint16_t *)row + place, &both, (size_t)count * 2);
-    } else {
-        store_in_order(row, place, dtype, first);
-        if (count == PAIR) store_in_order(row, place + LANES, dtype, second);
-    }
-}
-
-/* Runs the statement for each pair of a row, and with LANES of 16 for the half pair at its end. */
-#define EACH_PAIR(dim, ...)                                  \
-    {                                                        \
-        int64_t place = 0;                                   \
-        for (; place + PAIR <= (dim); place += PAIR) {       \
-            const int count = PAIR;                          \
-            __VA_ARGS__                                      \
-        }                                                    \
-        if (LANES == 16 && place < (dim)) {                  \
-            const int count = PAIR / 2;                      \
-            __VA_ARGS__                                      \
-        }                                                    \
-    }
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
-#endif
 
 /* Vectors of n sums in 2 * width lanes each, to vectors of 2n sums in `width` lanes each: a's and b's in turn. */
 #if defined(__AVX512F__)
