@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,17 @@ def _write_dora(base: Any, out: Path, rank: int, seed: int) -> Any:
     return model.unload()
 
 
+def make_small_adapter(shape_name: str, cache: Path) -> Path:
+    """Directory of an adapter that takes next to no room: of rank 1 on one linear, made where it is missing."""
+    out = cache / f"{shape_name}-small-{SEED}"
+    if not (out / "adapter_model.safetensors").exists():
+        shape = replace(SHAPES[shape_name], num_layers=1)
+        _write_adapter(out, shape, {"q_proj": (shape.hidden_size, shape.hidden_size)}, 1, SEED)
+    return out
+
+
 def _write_adapter(out: Path, shape: ModelShape, widths: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
+    """On the linears in `widths`, in all layers of the shape."""
     import torch
     from safetensors.torch import save_file
 
@@ -148,7 +158,7 @@ def _write_adapter(out: Path, shape: ModelShape, widths: dict[str, tuple[int, in
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": list(LINEARS),
+        "target_modules": sorted({key.removeprefix("base_model.model.").partition(".lora_")[0] for key in tensors}),
         "bias": "none",
         "base_model_name_or_path": "random",
     }
