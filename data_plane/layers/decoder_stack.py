@@ -65,7 +65,7 @@ class DecoderStack(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
     ) -> torch.Tensor:
         """[1, T, hidden] for hidden_states [1, T, hidden]; the last norm has its answer ready for it."""
-        if self._recorded is None or not self._recorded.can_run(hidden_states.shape[1]):
+        if self._recorded is None or hidden_states.shape[1] > self._recorded.max_tokens:
             for layer in self.layers:
                 hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **kwargs)
             return hidden_states

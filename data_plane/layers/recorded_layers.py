@@ -76,11 +76,6 @@ class RecordedLayers:
             self._mlp(layer.mlp)
             self._norm(norm, self._output, residual=self._stream)
 
-    def can_run(self, num_tokens: int) -> bool:
-        """Whether the step in hand, of so many tokens, is one that was recorded for: decodes alone."""
-        attention = self._context.attention
-        return num_tokens <= self.max_tokens and attention is not None and not attention.native_step.prefills.count
-
     def run(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The residual stream and its last norm, [T, hidden] each, valid until the next run.
 
@@ -127,7 +122,8 @@ class RecordedLayers:
             raise CannotRecord("an attention has heads, blocks or options that native code does not serve")
         problem = attentions.problem(query, *caches, options, attended.view(len(attended), query.shape[1], -1))
         self._block_size = paged.key_cache.shape[1]
-        self._program.add("attention_decode", problem)
+        self._program.add("attention_decode", problem, is_open=True)
+        self._program.add("attention_prefill", problem)
         self._linear(module.o_proj, attended, self._output)
 
     def _rotation(
