@@ -91,6 +91,15 @@ INLINE uint32_t ordered(float value) {
     return code ^ (code >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
+/* The float of an ordered integer; below that of -infinity there are none but NaN, and -infinity is given. */
+INLINE float value_of(uint32_t key) {
+    if (key <= 0x007fffffu) return -__builtin_inff();
+    const uint32_t code = key >> 31 ? key ^ 0x80000000u : ~key;
+    float value;
+    memcpy(&value, &code, sizeof value);
+    return value;
+}
+
 INLINE wide all_wide(double value) { return value - (wide){0}; }
 
 INLINE words all_words(uint64_t value) { return value - (words){0}; }
