@@ -53,6 +53,7 @@ typedef struct Pool {
     Stage *stages;
     int64_t room, num_ops, num_stages;
     uint64_t first_stage; /* its number */
+    int64_t began_ns;
     char **scratch;       /* of each thread */
     int64_t scratch_bytes;
     _Alignas(LINE) atomic_ullong next;
@@ -186,12 +187,14 @@ static void run_task(Pool *pool, int64_t index, int64_t stage, int64_t task) {
 
 /* Times of a stage that has ended: it has one op with tasks, and ops without any, which took no time. */
 static void tell_times(Pool *pool, const Stage *stage) {
-    const int64_t now = now_ns(), before = stage->first_op ? pool->times[2 * stage->first_op - 1] : 0;
+    const int64_t now = now_ns(), before = stage->first_op ? pool->times[2 * stage->first_op - 1] : pool->began_ns;
+    int64_t ended = before;
     for (int64_t op = stage->first_op; op < stage->end_op; op++) {
         const int has_tasks = pool->num_tasks[op] > 0;
+        if (has_tasks) ended = now;
         /* The caller may have had none of the op's tasks. */
-        if (!has_tasks || pool->times[2 * op] < before) pool->times[2 * op] = has_tasks && before ? before : now;
-        pool->times[2 * op + 1] = now;
+        if (!has_tasks || pool->times[2 * op] < before) pool->times[2 * op] = has_tasks ? before : ended;
+        pool->times[2 * op + 1] = ended;
     }
 }
 
@@ -305,8 +308,9 @@ int motet_run(Pool *pool, const Op *ops, int64_t num_ops, const Step *step, int6
     pool->times = times;
     pool->first_stage = first_stage;
     make_stages(pool, times != NULL);
-    if (times)
-        for (int64_t op = 0; op < num_ops; op++) times[2 * op] = times[2 * op + 1] = 0;
+    pool->began_ns = now_ns();
+    if (times) /* those of a run without any task */
+        for (int64_t op = 0; op < num_ops; op++) times[2 * op] = times[2 * op + 1] = pool->num_stages ? 0 : pool->began_ns;
     if (pool->num_stages == 1 && pool->stages->num_tasks == 1) {
         run_task(pool, 0, 0, 0); /* nobody need be woken for one task */
         if (times) tell_times(pool, pool->stages);
