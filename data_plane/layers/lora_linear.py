@@ -13,7 +13,7 @@ from torch import nn
 
 from data_plane.adapters.sites import Site, SiteKind
 from data_plane.layers.context import StepContext
-from data_plane.layers.packed_weight import PackedWeight, pack
+from data_plane.layers.packed_weight import PackedWeight, SharedWeight, pack, share
 
 
 class LoraLinear(nn.Linear):
@@ -78,8 +78,12 @@ class LoraLinear(nn.Linear):
     def pack_weight(self) -> None:
         """Keep the weight in the layout that is fastest here, if that is another one than the checkpoint's."""
         self.packed = pack(self.weight)
-        if self.packed is not None:
+        if self.packed is not None and not isinstance(self.packed, SharedWeight):
             self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
+
+    def share_weight(self) -> None:
+        """Leave the weight, which another module has as well, and multiply with it in the way that is fastest here."""
+        self.packed = share(self.weight)
 
 
 def replace_linears(model: nn.Module, names: Collection[str], context: StepContext) -> None:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from kernels.linear import from_panels, linear, to_panels
-from kernels.linear.choice import Form, fastest_form, onednn_linear, to_onednn
+from kernels.linear import from_panels, linear, plain_linear, to_panels
+from kernels.linear.choice import Form, fastest_form, fastest_unpacked_form, onednn_linear, to_onednn
 
 
 class PackedWeight(Protocol):
@@ -43,6 +43,20 @@ class NativeWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedWeight:
+    """As it is, for the native product with plain weights: of a head whose weight is the embedding's as well."""
+
+    weight: torch.Tensor
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return plain_linear(rows, self.weight, bias).view(*x.shape[:-1], len(self.weight))
+
+    def unpack(self) -> torch.Tensor:
+        return self.weight
+
+
+@dataclass(frozen=True, slots=True)
 class OneDnnWeight:
     """In oneDNN's blocked layout, opaque to all but its own products."""
 
@@ -64,5 +78,16 @@ def pack(weight: torch.Tensor) -> PackedWeight | None:
     form = fastest_form(out_features, in_features, weight.dtype)
     if form is Form.NATIVE:
         return NativeWeight(to_panels(weight), out_features, in_features)
+    if form is Form.SHARED:
+        return SharedWeight(weight)
     packed = to_onednn(weight) if form is Form.ONEDNN else None
     return None if packed is None else OneDnnWeight(packed)
+
+
+def share(weight: torch.Tensor) -> PackedWeight | None:
+    """The weight [out, in] as it is, for native code if that is faster than torch here."""
+    weight = weight.detach()
+    is_dense = weight.device.type == "cpu" and weight.is_contiguous()
+    if is_dense and fastest_unpacked_form(weight.shape[0], weight.shape[1], weight.dtype) is Form.SHARED:
+        return SharedWeight(weight)
+    return None

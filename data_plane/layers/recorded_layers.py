@@ -19,7 +19,7 @@ from data_plane.layers.context import StepContext
 from data_plane.layers.decoder_layer import DecoderLayer
 from data_plane.layers.gated_mlp import GatedMlp
 from data_plane.layers.lora_linear import LoraLinear
-from data_plane.layers.packed_weight import NativeWeight
+from data_plane.layers.packed_weight import NativeWeight, SharedWeight
 from data_plane.layers.rms_norm import RmsNorm
 from data_plane.layers.rotary_attention import RotaryAttention
 from kernels.gated_activation import native as gates
@@ -163,8 +163,11 @@ class RecordedLayers:
 
     def _linear(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """y = module(x), with the step's adapters."""
-        if not isinstance(module, LoraLinear) or not isinstance(module.packed, NativeWeight):
-            raise CannotRecord(f"{type(module).__name__} has no weight in panels")
+        if not isinstance(module, LoraLinear) or not isinstance(module.packed, NativeWeight | SharedWeight):
+            raise CannotRecord(f"{type(module).__name__} has no weight for native code")
+        op, weight = "plain_linear", module.weight
+        if isinstance(module.packed, NativeWeight):
+            op, weight = "linear", module.packed.panels
         groups = self._sites.site_groups(module.site_names) if module.site_names else []
         problems, column = [], 0
         for group, epilogue in groups:
@@ -174,14 +177,14 @@ class RecordedLayers:
             self._lora_sites = max(self._lora_sites, group.num_sites)
         if len(problems) > 1:
             # They share the memory of h.
-            self._program.add("linear", linears.problem(x, module.packed.panels, module.bias, y))
+            self._program.add(op, linears.problem(x, weight, module.bias, y))
             for problem in problems:
                 self._program.add("lora_shrink", problem)
                 self._program.add("lora_expand", problem)
             return
         for problem in problems:
             self._program.add("lora_shrink", problem, is_open=True)
-        self._program.add("linear", linears.problem(x, module.packed.panels, module.bias, y))
+        self._program.add(op, linears.problem(x, weight, module.bias, y))
         for problem in problems:
             self._program.add("lora_expand", problem)
 

@@ -20,7 +20,7 @@ from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_embedding import LoraEmbedding
 from data_plane.layers.lora_linear import LoraLinear, replace_linears, replace_module
-from data_plane.layers.packed_weight import NativeWeight
+from data_plane.layers.packed_weight import NativeWeight, SharedWeight
 from data_plane.layers.transposed_linear import replace_transposed
 from data_plane.models.fusion import fuse_model
 from data_plane.models.limits import context_limit
@@ -60,9 +60,9 @@ class LoadedModel:
         return ModelWeights(self.model)
 
     def has_native_linears(self) -> bool:
-        """Whether every linear of the decoder layers is multiplied by native code."""
-        linears = [module for module in self.model.modules() if isinstance(module, LoraLinear) and not module.is_head]
-        return bool(linears) and all(isinstance(linear.packed, NativeWeight) for linear in linears)
+        """Whether every linear that takes adapters is multiplied by native code."""
+        linears = [module for module in self.model.modules() if isinstance(module, LoraLinear)]
+        return bool(linears) and all(isinstance(linear.packed, NativeWeight | SharedWeight) for linear in linears)
 
     @torch.inference_mode()
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -191,14 +191,15 @@ def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
 
 
 def _replace_head(model: PreTrainedModel, probe: ModelProbe, context: StepContext) -> None:
-    """Let adapters add to the head, and pack its weight unless the embedding reads it too: then a second copy would
-    cost more than it saves."""
+    """Let adapters add to the head, and pack its weight unless the embedding reads it too."""
     if probe.head_name is None:
         return
     head = model.get_submodule(probe.head_name)
     assert isinstance(head, nn.Linear), f"{probe.head_name} is a {type(head).__name__}"
     replacement = LoraLinear([head], [probe.head_name], context, kind=SiteKind.HEAD)
-    if head.weight is not model.get_input_embeddings().weight:
+    if head.weight is model.get_input_embeddings().weight:
+        replacement.share_weight()
+    else:
         replacement.pack_weight()
     replace_module(model, probe.head_name, replacement)
 

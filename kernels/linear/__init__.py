@@ -1,4 +1,7 @@
-"""Products of rows with a linear's weight that was packed for the CPU's native code: `linear`, `to_panels`."""
+"""Products of rows with a linear's weight in native code for the CPU.
+
+`linear` takes a weight in panels, which `to_panels` makes; `plain_linear` one as checkpoints have it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 from kernels.linear import native
 from kernels.linear.panels import from_panels, to_panels
 
-__all__ = ["from_panels", "linear", "to_panels"]
+__all__ = ["from_panels", "linear", "plain_linear", "to_panels"]
 
 
 def linear(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
@@ -27,3 +30,14 @@ def linear(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out
     if bias is not None and (bias.shape != (out_features,) or bias.dtype != x.dtype):
         raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, want {x.dtype} [{out_features}]")
     return native.linear(x, panels, bias, out_features)
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` for a weight [out, in] whose rows follow one another; its sums have another order."""
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)}")
+    if not weight.is_contiguous():
+        raise ValueError(f"weight must be contiguous, its strides are {weight.stride()}")
+    if bias is not None and (bias.shape != (len(weight),) or bias.dtype != x.dtype):
+        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, want {x.dtype} [{len(weight)}]")
+    return native.plain_linear(x, weight, bias)

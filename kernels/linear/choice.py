@@ -36,6 +36,10 @@ class Form(StrEnum):
     NATIVE = "native"  # panels, kernels/linear/panels.py
     ONEDNN = "onednn"  # oneDNN's blocked layout, torch.ops.mkldnn._reorder_linear_weight
     PLAIN = "plain"  # as it is, for torch.nn.functional.linear
+    SHARED = "shared"  # as it is, for native code: what may stay the embedding's weight as well
+
+
+_IN_ONE_CALL = (Form.NATIVE, Form.SHARED)  # all copies
 
 
 def fastest_form(out_features: int, in_features: int, dtype: torch.dtype) -> Form:
@@ -45,8 +49,17 @@ def fastest_form(out_features: int, in_features: int, dtype: torch.dtype) -> For
     fast at one row makes up for being half as fast at another number of rows. Three of five shares are decodes of few
     requests, where the weights' bytes decide, and two are large batches and prefills, where the operations do.
     """
+    return _fastest(out_features, in_features, dtype, tuple(Form))
+
+
+def fastest_unpacked_form(out_features: int, in_features: int, dtype: torch.dtype) -> Form:
+    """The same of the forms that leave the weight as it is."""
+    return _fastest(out_features, in_features, dtype, (Form.PLAIN, Form.SHARED))
+
+
+def _fastest(out_features: int, in_features: int, dtype: torch.dtype, forms: tuple[Form, ...]) -> Form:
     times = form_times_us(out_features, in_features, dtype)
-    return min(times, key=lambda form: sum(math.log(us) for us in times[form].values()))
+    return min((form for form in times if form in forms), key=lambda form: sum(map(math.log, times[form].values())))
 
 
 def form_times_us(out_features: int, in_features: int, dtype: torch.dtype) -> Mapping[Form, Mapping[int, float]]:
@@ -91,7 +104,7 @@ def _measure(side: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
                 x = _numbers(rows, sizes, dtype, random)
                 calls = {form: [partial(product, x) for product in copies] for form, copies in products.items()}
                 for form, time_s in best_times_s(calls, budget_s=BUDGET_S).items():
-                    num_products = num_copies if form is Form.NATIVE else 1  # of one call
+                    num_products = num_copies if form in _IN_ONE_CALL else 1
                     times.setdefault(form, {})[str(rows)] = round(time_s * 1e6 / num_products, 1)
     return times
 
@@ -106,7 +119,11 @@ def _products(weight: torch.Tensor, num_copies: int) -> dict[Form, list[Callable
     if weight.dtype in DTYPES and has_native(weight):
         panels = [to_panels(weight) for _ in range(num_copies)]
         # All copies by one call, as the linears of a recorded step are run.
-        products[Form.NATIVE] = [partial(_native_linears, panels=panels, out_features=weight.shape[0])]
+        products[Form.NATIVE] = [partial(_native_linears, op="linear", weights=panels, out_features=weight.shape[0])]
+        copies = [weight.clone() for _ in range(num_copies)]
+        products[Form.SHARED] = [
+            partial(_native_linears, op="plain_linear", weights=copies, out_features=weight.shape[0])
+        ]
     packed = [one for one in (to_onednn(weight) for _ in range(num_copies)) if one is not None]
     if packed:
         products[Form.ONEDNN] = [partial(onednn_linear, packed=one, bias=None) for one in packed]
@@ -115,10 +132,10 @@ def _products(weight: torch.Tensor, num_copies: int) -> dict[Form, list[Callable
     return products
 
 
-def _native_linears(x: torch.Tensor, panels: list[torch.Tensor], out_features: int) -> torch.Tensor:
+def _native_linears(x: torch.Tensor, op: str, weights: list[torch.Tensor], out_features: int) -> torch.Tensor:
     y, program = x.new_empty(len(x), out_features), Program()
-    for one in panels:
-        program.add("linear", problem(x, one, None, y))
+    for weight in weights:
+        program.add(op, problem(x, weight, None, y))
     program.run(Step(num_tokens=len(x)))
     return y
 

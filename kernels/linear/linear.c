@@ -9,22 +9,13 @@
 #include <stddef.h>
 
 #include "../native/numbers.h"
+#include "linear.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
 enum { ROWS = LANES == 16 ? 12 : 4, ROW_BLOCK = 16 * ROWS, PANELS_OF_TASK = 4 };
-
-/* Mirrored by kernels/linear/native.py. */
-typedef struct {
-    const void *x;      /* [num_tokens, in], rows x_stride elements apart */
-    const void *panels; /* [ceil(out / PAIR)] panels */
-    const void *bias;   /* [out] in the dtype, or NULL */
-    void *y;            /* [num_tokens, out], rows y_stride elements apart */
-    int64_t x_stride, y_stride, in, out;
-    int64_t dtype; /* of all of them */
-} Linear;
 
 /* Where the panel that is wanted next lies, and how many bytes of it each turn of this tile fetches. */
 typedef struct {

@@ -75,8 +75,12 @@ def logits_of(engine: TorchEngine, sequences: tuple[tuple[int, int, int], ...], 
         context.end()
 
 
+@pytest.mark.parametrize("form", [Form.NATIVE, Form.SHARED], ids=str)
 @pytest.mark.parametrize("arch", RECORDED)
-def test_native_layers_answer_as_the_modules(arch: str, tmp_path: Path) -> None:
+def test_native_layers_answer_as_the_modules(
+    arch: str, form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: form)
     engine = make_engine(tmp_path, arch)
     assert stack_of(engine).is_recorded
     with torch.inference_mode():
