@@ -33,6 +33,11 @@ class Rates:
     read_bytes_per_s: float
     flops_per_s: float  # of products of 1024 rows
 
+    def best(self, other: Rates) -> Rates:
+        """The higher of each."""
+        reads = max(self.read_bytes_per_s, other.read_bytes_per_s)
+        return Rates(reads, max(self.flops_per_s, other.flops_per_s))
+
 
 @dataclass(frozen=True)
 class Work:

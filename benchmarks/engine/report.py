@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.bounds import Rates
+from benchmarks.engine.bounds import Rates, Work
 from benchmarks.engine.split import PARTS, PYTHON, WAITING, Split
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#bab0ac", "#9d755d")
@@ -21,10 +21,13 @@ class Measured:
 
     name: str
     split: Split
-    bounds_ms: dict[str, float]  # by part; a part without one is to take no time
+    work: Work
 
 
-def show(console: Console, rates: Rates, steps: Sequence[Measured]) -> None:
+Bounds = Sequence[dict[str, float]]  # of each step by part, ms; a part without one is to take no time
+
+
+def show(console: Console, rates: Rates, steps: Sequence[Measured], bounds: Bounds) -> None:
     """Each part as: what it took, and behind the slash its bound, ms."""
     console.print(
         f"read bandwidth {rates.read_bytes_per_s / 1e9:.1f} GB/s; "
@@ -34,25 +37,24 @@ def show(console: Console, rates: Rates, steps: Sequence[Measured]) -> None:
     table = Table(title="ms of a step, and its bound; parts are of recorded steps, in which no op overlaps the next")
     for heading in ("step", "ms", "bound", *used, "calls"):
         table.add_column(heading, justify="left" if heading == "step" else "right")
-    for step in steps:
+    for step, of_step in zip(steps, bounds, strict=True):
         table.add_row(
             step.name,
             f"{step.split.step_ms:.2f}",
-            f"{sum(step.bounds_ms.values()):.2f}",
-            *(_cell(step, part) for part in used),
+            f"{sum(of_step.values()):.2f}",
+            *(_cell(step.split.parts_ms.get(part), of_step.get(part)) for part in used),
             str(step.split.runs),
         )
     console.print(table)
 
 
-def _cell(step: Measured, part: str) -> str:
-    spent, bound = step.split.parts_ms.get(part), step.bounds_ms.get(part)
+def _cell(spent: float | None, bound: float | None) -> str:
     if spent is None:
         return "-"
     return f"{spent:.2f}" if bound is None else f"{spent:.2f} / {bound:.2f}"
 
 
-def to_json(rates: Rates, steps: Sequence[Measured]) -> dict[str, object]:
+def to_json(rates: Rates, steps: Sequence[Measured], bounds: Bounds) -> dict[str, object]:
     """What a report file holds."""
     return {
         "read_bytes_per_s": rates.read_bytes_per_s,
@@ -62,16 +64,16 @@ def to_json(rates: Rates, steps: Sequence[Measured]) -> dict[str, object]:
                 "name": step.name,
                 "step_ms": step.split.step_ms,
                 "parts_ms": step.split.parts_ms,
-                "bounds_ms": step.bounds_ms,
+                "bounds_ms": of_step,
                 "native_calls": step.split.runs,
                 "ops": step.split.ops,
             }
-            for step in steps
+            for step, of_step in zip(steps, bounds, strict=True)
         ],
     }
 
 
-def draw(path: Path, steps: Sequence[Measured]) -> None:
+def draw(path: Path, steps: Sequence[Measured], bounds: Bounds) -> None:
     """Stacked bars of the parts, the bounds of all parts beside them."""
     import matplotlib
 
@@ -80,10 +82,11 @@ def draw(path: Path, steps: Sequence[Measured]) -> None:
 
     figure, axis = pyplot.subplots(figsize=(max(8, 0.7 * len(steps)), 5), layout="constrained")
     places = range(len(steps))
+    split = [step.split.parts_ms for step in steps]
     for offset, is_bound in ((-0.2, False), (0.2, True)):
         base = [0.0] * len(steps)
         for part, color in zip(PARTS, COLORS, strict=True):
-            heights = [(s.bounds_ms if is_bound else s.split.parts_ms).get(part, 0.0) for s in steps]
+            heights = [one.get(part, 0.0) for one in (bounds if is_bound else split)]
             if any(heights):
                 label = None if is_bound else part
                 hatch = "//" if is_bound else None
