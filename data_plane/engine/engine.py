@@ -170,8 +170,9 @@ class TorchEngine:
         rows.num_known[sampled] += 1
         rows.is_decoding[sampled] = True
         rows.is_suspect[sampled] = ~is_finite
-        for row in sampled.tolist():
-            rows.token_ids.pop(row, None)
+        if rows.token_ids:  # prefills, of which some may have ended
+            for row in sampled.tolist():
+                rows.token_ids.pop(row, None)
         numbers = sampled.astype(np.int32)
         told: list[RowLogprobs] = []
         num_top = self._sampler.num_logprobs[sampled]
