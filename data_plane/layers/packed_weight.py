@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 
 from kernels.linear import from_panels, linear, plain_linear, to_panels
-from kernels.linear.choice import Form, fastest_form, fastest_unpacked_form, onednn_linear, to_onednn
+from kernels.linear.choice import Form, fastest_form, fastest_unpacked_form
+from kernels.linear.onednn import onednn_linear, to_onednn
 
 
 class PackedWeight(Protocol):

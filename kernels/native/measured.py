@@ -46,8 +46,8 @@ def best_times_s(
     """The shortest time of one call, for each of several ways to compute the same.
 
     A way is a list of calls, for instance with copies of the weights, so that a call does not find in the caches what
-    the one before it left there. The ways take turns, so that a busy neighbour is met by all of them. There are two
-    turns, and more while the budget lasts.
+    the one before it left there. The ways take turns, so that a busy neighbour is met by all of them: two turns, and
+    more while the budget lasts.
     """
     best = dict.fromkeys(calls, float("inf"))
     begun = clock()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels.linear import choice
-from kernels.linear.choice import Form, fastest_form, form_times_us, onednn_linear, to_onednn
+from kernels.linear.choice import Form, fastest_form, form_times_us
+from kernels.linear.onednn import onednn_linear, to_onednn
 from kernels.native.measured import Measurements, Results
 
 ROWS = (*choice.DECODE_ROWS, *choice.PREFILL_ROWS)
@@ -68,7 +69,8 @@ def test_all_forms_compute_the_same(dtype: torch.dtype) -> None:
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():
-        outputs = [product(x) for products in choice._products(weight, 2).values() for product in products]
+        copies = choice._copies(weight, 2)
+        outputs = [choice._product(form, x, one, 96)() for form in copies for one in copies[form]]
     expected = torch.nn.functional.linear(x.double(), weight.double())
     for output in outputs:
         torch.testing.assert_close(output.double(), expected, atol=0.3, rtol=0.02)
