@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output-tokens", type=int, default=64, help="tokens to generate per request")
     add("--repeats", type=int, default=3, help=f"runs of every point, at most {NUM_MARKS}")
     add("--threads", type=int, default=os.cpu_count() or 1, help="compute threads, a count")
+    add("--work-dir", type=Path, help="where the servers' data goes meanwhile (default: the system's for such files)")
     add("--cache", type=Path, default=ROOT / ".motet" / "bench", help="where checkpoints and adapters are kept")
     add("--out", type=Path, help="write the report here as JSON, and a chart beside it as PNG")
     return out
@@ -117,11 +118,11 @@ def measure_all(args: argparse.Namespace, console: Console) -> list[Point]:
         return Server(args, model_dir, work_dir, num_slots, in_use)
 
     with ExitStack() as stack:
-        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-")))
+        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-", dir=args.work_dir)))
         for before, count in zip([0, *registered], registered, strict=False):
             with serve(count, NUM_SLOTS, before) as server:
                 points.append(server.measure(REGISTERED, count, args.in_use))
-        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-")))
+        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-", dir=args.work_dir)))
         if active:
             with serve(0, NUM_SLOTS) as server:
                 points += [server.measure(ACTIVE, count, count) for count in active]
