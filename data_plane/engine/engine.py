@@ -89,11 +89,11 @@ class TorchEngine:
     def _apply(self, plan: StepPlan) -> None:
         """The plan's differences, in the order of plan.proto."""
         rows = self._rows
-        freed = plan.freed_rows
-        in_range = freed[(freed >= 0) & (freed < rows.max_rows)]
-        self._mark_dirty(in_range[rows.is_used[in_range] & rows.is_suspect[in_range]])
-        rows.free(freed)
-        self._sampler.free(freed)
+        if len(freed := plan.freed_rows):
+            in_range = freed[(freed >= 0) & (freed < rows.max_rows)]
+            self._mark_dirty(in_range[rows.is_used[in_range] & rows.is_suspect[in_range]])
+            rows.free(freed)
+            self._sampler.free(freed)
         for new in plan.new_rows:
             if new.slot is not None:
                 if not 0 <= new.slot < self.capacities.num_slots:
@@ -101,20 +101,28 @@ class TorchEngine:
                 self._arena.check(new.slot, new.slot_generation)
             rows.add(new)
             self._sampler.add(new)
-        rows.append_blocks(plan.appended_blocks)
-        rows.pause(plan)
-        rows.check_fed(plan.fed_tokens)
-        rows.check_swaps(plan.swap_outs, plan.swap_ins)
-        rows.check_copies(plan.block_copies)
-        rows.check_prefills(plan.prefills)
+        if len(plan.appended_blocks):
+            rows.append_blocks(plan.appended_blocks)
+        if len(plan.paused_rows) or len(plan.resumed_rows):
+            rows.pause(plan)
+        if len(plan.fed_tokens):
+            rows.check_fed(plan.fed_tokens)
+        if len(plan.swap_outs) or len(plan.swap_ins):
+            rows.check_swaps(plan.swap_outs, plan.swap_ins)
+        if len(plan.block_copies):
+            rows.check_copies(plan.block_copies)
+        if len(plan.prefills):
+            rows.check_prefills(plan.prefills)
         if len(plan.fed_tokens):
             fed = upload(plan.fed_tokens.astype(np.int64), self._last_tokens.device)
             self._last_tokens[fed[:, 0]] = fed[:, 1]
         if self._host_blocks is not None:
             self._host_blocks.move(plan.swap_outs, plan.swap_ins)
             self._host_blocks.before_writing(plan.block_copies[:, 1].astype(np.int64))
-        self._cache.copy_blocks(plan.block_copies)
-        self._clean_fresh_blocks(plan)
+        if len(plan.block_copies):
+            self._cache.copy_blocks(plan.block_copies)
+        if plan.new_rows or len(plan.appended_blocks):
+            self._clean_fresh_blocks(plan)
 
     def _pass(
         self, decoding: Int64Array, prefills: Int32Array, prompt_told: list[RowLogprobs]

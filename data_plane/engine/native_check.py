@@ -20,7 +20,10 @@ _ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 @torch.inference_mode()
 def check_recorded(loaded: LoadedModel, stacked: StackedLayers, cache: KVCache, max_tokens: int) -> None:
-    """Let the layers run as modules if their native program answers otherwise. Writes the cache's first blocks."""
+    """Let the layers run as modules if their native program answers otherwise. Writes the cache's first blocks.
+
+    Where they are native, the forward pass round them is the direct one if that gives the same bits.
+    """
     if not stacked.stack.is_recorded:
         return
     num_blocks, block_size = cache.keys[0].shape[:2]
@@ -32,7 +35,12 @@ def check_recorded(loaded: LoadedModel, stacked: StackedLayers, cache: KVCache, 
         plain = _answers(loaded, cache, room)
     errors = (native - plain).norm(dim=1) / plain.norm(dim=1).clamp(min=1e-30)
     if bool((errors <= _ERROR[loaded.dtype]).all()):
-        logger.info("layers are native error=%.1e", float(errors.max()))
+        direct = stacked.direct
+        if direct is not None:
+            direct.is_proven = True
+            direct.is_proven = torch.equal(_answers(loaded, cache, room), native)
+        is_direct = direct is not None and direct.is_proven
+        logger.info("layers are native error=%.1e is_direct=%s", float(errors.max()), is_direct)
         return
     logger.warning("layers run as modules: their native program answers otherwise error=%.1e", float(errors.max()))
     stacked.stack.forget()

@@ -45,6 +45,11 @@ class DecoderStack(nn.Module):
             logger.info("layers run as modules reason=%s", error)
 
     @property
+    def last_norm(self) -> RmsNorm:
+        """The norm that has its answer ready."""
+        return self._last_norm[0]
+
+    @property
     def is_recorded(self) -> bool:
         return self._recorded is not None
 

@@ -70,6 +70,9 @@ class LoadedModel:
 
         The step was begun in `context`; its KV is written on the way.
         """
+        direct = None if self.stacked is None else self.stacked.direct
+        if direct is not None and direct.is_proven:
+            return direct.logits(input_ids, position_ids, kept)
         output = self.model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),

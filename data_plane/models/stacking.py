@@ -13,6 +13,7 @@ from data_plane.layers.context import StepContext
 from data_plane.layers.decoder_layer import DecoderLayer
 from data_plane.layers.decoder_stack import DecoderStack, SkippedLayer
 from data_plane.layers.rotary_attention import RotaryAttention
+from data_plane.models.direct_forward import DirectForward
 from data_plane.models.model_probe import ModelProbe
 
 _NUM_TOKENS = 3
@@ -24,6 +25,7 @@ class StackedLayers:
 
     stack: DecoderStack
     rotary_half: int  # columns of the tables that heads are turned by
+    direct: DirectForward | None  # the rest of the forward pass
 
 
 @torch.inference_mode()
@@ -49,7 +51,7 @@ def stack_layers(model: PreTrainedModel, probe: ModelProbe, context: StepContext
         module[0] = stack
         for index in range(1, len(module)):
             module[index] = SkippedLayer()
-        return StackedLayers(stack, tables[0].shape[-1] // 2)
+        return StackedLayers(stack, tables[0].shape[-1] // 2, DirectForward.of(model, stack))
     return None
 
 

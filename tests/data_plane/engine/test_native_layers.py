@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
@@ -124,3 +126,24 @@ def test_weights_in_another_form_run_as_modules(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: Form.PLAIN)
     engine = build_engine(worker_config(make_checkpoint(tmp_path, "llama")))
     assert not stack_of(engine).is_recorded
+
+
+def direct_is_proven(directory: Path) -> bool:
+    stacked = build_engine(worker_config(make_checkpoint(directory, "llama")))._model.stacked
+    assert stacked is not None and stacked.direct is not None and stacked.stack.is_recorded
+    return stacked.direct.is_proven
+
+
+def test_the_forward_pass_round_native_layers_is_direct_where_its_bits_are_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert direct_is_proven(tmp_path / "plain")
+    plain = LlamaForCausalLM.forward
+
+    def scaled(self: LlamaForCausalLM, **kwargs: Any) -> Any:
+        output = plain(self, **kwargs)
+        output.logits = output.logits * 1.0001
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    assert not direct_is_proven(tmp_path / "scaled")
