@@ -1,4 +1,4 @@
-"""The native LoRA ops over the arena's pages: the structures that lora.c takes."""
+"""The native LoRA ops over the arena's pages: the structures that they take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoraTokens(ctypes.Structure):
 
 
 class LoraSites(ctypes.Structure):
-    """A group of sites and the rows that they read and write; lora.c says what the fields are."""
+    """A group of sites and the rows that they read and write; pages.h says what the fields are."""
 
     _fields_ = [  # ctypes wants a list
         *pointers("x", "y", "pages", "page_ids", "first", "rank", "scaling", "gain", "lora_bias", "base_bias", "out"),

@@ -1,0 +1,392 @@
+/* lora_expand: y += h @ B, with what DoRA and LoRA biases need, over the arena's pages (pages.h). */
+
+#include "pages.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+/* MIX_ROWS: rows of y whose sums stay in registers, of MOST_PAIRS pairs of columns or MOST_SUMS pairs in all. */
+enum { MIX_ROWS = LANES == 16 ? 12 : 4, MOST_PAIRS = LANES == 16 ? 8 : 4, MOST_SUMS = 12 };
+/* Columns of a chunk, and the chunks of a task at most. */
+enum { CHUNK = 256, MOST_CHUNKS = 4 };
+
+/* Up to CHUNK columns of one tile of one site, for one block of tokens. */
+typedef struct {
+    int64_t site, column, count; /* columns of the site */
+    int64_t tile, offset;        /* where they lie in B */
+    int64_t place;               /* of the first one in y */
+} Part;
+
+static int64_t chunks_of_tile(const LoraSites *p) { return (p->tile_width + CHUNK - 1) / CHUNK; }
+
+static int64_t chunks_of_block(const LoraSites *p) {
+    int64_t tiles = 0;
+    for (int64_t site = 0; site < p->num_sites; site++) tiles += tiles_of(p, p->out[site]);
+    return tiles * chunks_of_tile(p);
+}
+
+/* A part may be empty: of the last tile of a site only the first columns are used. */
+static Part part_of(const LoraSites *p, int64_t index) {
+    Part part = {0};
+    const int64_t per_tile = chunks_of_tile(p);
+    for (;; part.site++) {
+        const int64_t chunks = tiles_of(p, p->out[part.site]) * per_tile;
+        if (index < chunks) break;
+        index -= chunks;
+        part.place += p->out[part.site];
+    }
+    part.tile = index / per_tile;
+    part.offset = index % per_tile * CHUNK;
+    part.column = part.tile * p->tile_width + part.offset;
+    const int64_t in_tile = p->tile_width - part.offset, in_site = p->out[part.site] - part.column;
+    part.count = in_tile < CHUNK ? in_tile : CHUNK;
+    if (in_site < part.count) part.count = in_site;
+    part.place += part.column;
+    return part;
+}
+
+/* One block's h of one site: rows of `stride` bytes, rounded to the dtype, with zeros past the rank. Of bfloat16 where
+ * the CPU multiplies pairs of bfloat16, else of float32. */
+typedef struct {
+    char *values;
+    int64_t stride, num_groups;
+} Shrunk;
+
+#ifdef __AVX512BF16__
+#define HAS_PAIRS(dtype) ((dtype) == BFLOAT16)
+#else
+#define HAS_PAIRS(dtype) 0
+#endif
+
+static int64_t shrunk_stride(int64_t width) { return (width + LANES - 1) / LANES * LANES * (int64_t)sizeof(float); }
+
+INLINE void copy_shrunk(const LoraTokens *tokens, int64_t num_tokens, int64_t site, int64_t begin, int64_t rows,
+                        int64_t rank, const Shrunk *h, int dtype) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = tokens->h + (site * num_tokens + tokens->order[begin + row]) * tokens->width;
+        char *to = h->values + row * h->stride;
+        for (int64_t first = 0; first < rank; first += LANES) {
+            float some[LANES] = {0};
+            const int64_t left = rank - first;
+            memcpy(some, from + first, (size_t)(left < LANES ? left : LANES) * sizeof(float));
+            vec value = load(some);
+            if (HAS_PAIRS(dtype)) {
+                const shorts codes = __builtin_convertvector(rounded(value) >> 16, shorts);
+                memcpy(to + 2 * first, &codes, sizeof codes);
+                continue;
+            }
+            if (dtype == BFLOAT16) value = (vec)rounded(value);
+            if (dtype == FLOAT16) value = widened(narrowed(value));
+            memcpy(to + 4 * first, &value, sizeof value);
+        }
+    }
+}
+
+/* Where a strip of columns lies in B: a tile, and bytes from the begin of its rows on. */
+typedef struct {
+    int64_t tile, offset;
+} Strip;
+
+/* mixed[row][pair] = h[row] @ `pairs` pairs of columns of B. Where bfloat16 is multiplied in pairs of ranks, the two
+ * vectors of a pair are the columns 0 to 3, 8 to 11, ... and 4 to 7, 12 to 15, ...
+ * Meanwhile the groups of ranks further down, and of the strip `next`, are fetched, unless next is NULL. */
+INLINE void mix_strip(const Matrix *b, const Shrunk *h, int64_t first_row, Strip here, const Strip *next, vec *mixed,
+                      int rows, int pairs, int dtype) {
+    vec sums[MIX_ROWS][MOST_PAIRS][2];
+    const int64_t bytes = PAIR * item_bytes(dtype), groups = h->num_groups;
+    const char *factors = h->values + first_row * h->stride;
+    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)
+        _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++)
+            sums[row][pair][0] = sums[row][pair][1] = (vec){0};
+    for (int64_t group = 0; group < groups; group++) {
+        const char *page = page_of(b, group, here.tile) + here.offset, *ahead = NULL;
+        if (next && group + AHEAD < groups)
+            ahead = page_of(b, group + AHEAD, here.tile) + here.offset;
+        else if (next && group + AHEAD - groups < groups)
+            ahead = page_of(b, group + AHEAD - groups, next->tile) + next->offset;
+        for (int rank = 0; rank < PAGE_RANKS; rank += 2) {
+            const char *row_of_page = page + rank * b->row_bytes;
+            for (int idx = 0; ahead && idx < 2; idx++) fetch(ahead + (rank + idx) * b->row_bytes, pairs * bytes);
+#ifdef __AVX512BF16__
+            if (dtype == BFLOAT16) {
+                _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++) {
+                    const __m512i one = _mm512_loadu_si512(row_of_page + pair * bytes);
+                    const __m512i other = _mm512_loadu_si512(row_of_page + b->row_bytes + pair * bytes);
+                    const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, other);
+                    const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, other);
+                    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++) {
+                        int32_t two;
+                        memcpy(&two, factors + row * h->stride + 2 * (group * PAGE_RANKS + rank), sizeof two);
+                        const __m512bh factor = (__m512bh)_mm512_set1_epi32(two);
+                        vec *sum = sums[row][pair];
+                        sum[0] = (vec)_mm512_dpbf16_ps((__m512)sum[0], low, factor);
+                        sum[1] = (vec)_mm512_dpbf16_ps((__m512)sum[1], high, factor);
+                    }
+                }
+                continue;
+            }
+#endif
+            for (int idx = 0; idx < 2; idx++)
+                _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++) {
+                    vec one, other;
+                    load_pair(row_of_page + idx * b->row_bytes, pair * PAIR, dtype, &one, &other);
+                    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++) {
+                        float factor;
+                        const int64_t place = group * PAGE_RANKS + rank + idx;
+                        memcpy(&factor, factors + row * h->stride + 4 * place, sizeof factor);
+                        sums[row][pair][0] += factor * one;
+                        sums[row][pair][1] += factor * other;
+                    }
+                }
+        }
+    }
+    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)
+        _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++)
+            for (int half = 0; half < 2; half++) *mixed++ = sums[row][pair][half];
+}
+
+/* The same for one row and the last `count` columns of a tile, which are no whole pair. */
+INLINE void mix_part(const Matrix *b, const Shrunk *h, int64_t row, Strip here, int64_t count, vec *first, vec *second,
+                     int dtype) {
+    *first = *second = (vec){0};
+    for (int64_t rank = 0; rank < h->num_groups * PAGE_RANKS; rank++) {
+        const char *page = page_of(b, rank / PAGE_RANKS, here.tile) + rank % PAGE_RANKS * b->row_bytes + here.offset;
+        const float factor = load_one(h->values + row * h->stride, rank, HAS_PAIRS(dtype) ? BFLOAT16 : FLOAT32);
+        vec one, other;
+        load_part(page, 0, count, dtype, &one, &other);
+        *first += factor * one;
+        *second += factor * other;
+    }
+}
+
+#ifdef __AVX512F__
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#else
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15
+#endif
+#ifdef __clang__
+#define SHUFFLE_VECTORS(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE_VECTORS(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
+#endif
+
+/* `count` values of a vector from index `at` on, over the pages. */
+static void read_vector(const LoraSites *p, int64_t at, int64_t count, float *values) {
+    const int64_t page_bytes = PAGE_RANKS * p->tile_width * item_bytes((int)p->dtype), per_page = page_bytes / 4;
+    while (count > 0) {
+        const int64_t offset = at % per_page, here = per_page - offset < count ? per_page - offset : count;
+        const char *page = p->pages + p->page_ids[at / per_page] * page_bytes;
+        memcpy(values, page + 4 * offset, (size_t)here * 4);
+        values += here, at += here, count -= here;
+    }
+}
+
+/* Up to PAIR floats, in a pair's order; zeros past count. */
+INLINE void load_floats(const float *from, int64_t count, int dtype, vec *first, vec *second) {
+    float some[PAIR] = {0};
+    if (count < PAIR) {
+        memcpy(some, from, (size_t)count * sizeof *from);
+        from = some;
+    }
+    const vec one = load(from), other = load(from + LANES);
+    *first = dtype == BFLOAT16 ? SHUFFLE_VECTORS(one, other, EVENS) : one;
+    *second = dtype == BFLOAT16 ? SHUFFLE_VECTORS(one, other, ODDS) : other;
+}
+
+/* What a part's sums become: y = gain (y - base_bias + scaling (sums + lora_bias)) + base_bias. */
+typedef struct {
+    const float *gain, *lora_bias, *base_bias; /* of the part's columns, or NULL */
+    float scaling;
+} Finish;
+
+INLINE void finish_pair(const Finish *finish, char *y, int64_t place_in_y, int64_t place, int64_t count, vec first,
+                        vec second, int dtype) {
+    vec one, other;
+    if (finish->lora_bias) {
+        load_floats(finish->lora_bias + place, count, dtype, &one, &other);
+        first += one, second += other;
+    }
+    if (count >= PAIR)
+        load_pair(y, place_in_y + place, dtype, &one, &other);
+    else
+        load_part(y, place_in_y + place, count, dtype, &one, &other);
+    first = one + finish->scaling * first, second = other + finish->scaling * second;
+    if (finish->gain) {
+        vec own_first = {0}, own_second = {0};
+        if (finish->base_bias) load_floats(finish->base_bias + place, count, dtype, &own_first, &own_second);
+        load_floats(finish->gain + place, count, dtype, &one, &other);
+        first = one * (first - own_first) + own_first;
+        second = other * (second - own_second) + own_second;
+    }
+    if (count >= PAIR)
+        store_pair(y, place_in_y + place, dtype, first, second);
+    else
+        store_part(y, place_in_y + place, count, dtype, first, second);
+}
+
+/* The block's rows of y, and what is computed for them. */
+typedef struct {
+    const LoraSites *p;
+    const int32_t *tokens;
+    const Matrix *b;
+    const Shrunk *h;
+    const Part *part;
+    const Finish *finish;
+} Work;
+
+INLINE char *row_of_y(const Work *work, int64_t row, int dtype) {
+    return (char *)work->p->y + work->tokens[row] * work->p->y_stride * item_bytes(dtype);
+}
+
+/* Put what mix_strip gave into y. */
+INLINE void finish_strip(const Work *work, int64_t first_row, int64_t place, const vec *mixed, int64_t rows,
+                         int64_t pairs, int dtype) {
+    for (int64_t row = 0; row < rows; row++) {
+        char *y = row_of_y(work, first_row + row, dtype);
+        for (int64_t pair = 0; pair < pairs; pair++, mixed += 2) {
+            vec first = mixed[0], second = mixed[1];
+#ifdef __AVX512BF16__
+            if (dtype == BFLOAT16) {
+                first = SHUFFLE_VECTORS(mixed[0], mixed[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
+                second = SHUFFLE_VECTORS(mixed[0], mixed[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+            }
+#endif
+            finish_pair(work->finish, y, work->part->place, place + pair * PAIR, PAIR, first, second, dtype);
+        }
+    }
+}
+
+/* Pairs of columns whose sums stay in registers for so many rows. */
+INLINE int pairs_of(int64_t rows) {
+    if (LANES == 16) return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
+    return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+}
+
+#define STRIP(count)                                                                                                 \
+    case count:                                                                                                      \
+        if (is_wide && pairs_of(count) > 1)                                                                          \
+            mix_strip(work->b, work->h, first_row, here, next, mixed, count, pairs_of(count), dtype);                \
+        else                                                                                                         \
+            mix_strip(work->b, work->h, first_row, here, next, mixed, count, 1, dtype);                              \
+        break;
+
+/* One pair of columns, or as many as stay in registers, from `place` of the part on. Every number of rows is a loop of
+ * its own, so that its sums are registers. */
+INLINE void expand_rows(const Work *work, int64_t first_row, int64_t place, const Strip *next, int64_t rows,
+                        int is_wide, int dtype) {
+    const Strip here = {work->part->tile, (work->part->offset + place) * item_bytes(dtype)};
+    vec mixed[2 * MOST_SUMS];
+    const int64_t pairs = is_wide ? pairs_of(rows) : 1, bytes = pairs * PAIR * item_bytes(dtype);
+    for (int64_t row = 0; row < rows; row++)
+        fetch(row_of_y(work, first_row + row, dtype) + (work->part->place + place) * item_bytes(dtype), bytes);
+    switch (rows) {
+        STRIP(1) STRIP(2) STRIP(3) STRIP(4)
+#if defined(__AVX512F__)
+        STRIP(5) STRIP(6) STRIP(7) STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
+#endif
+    }
+    finish_strip(work, first_row, place, mixed, rows, pairs, dtype);
+}
+
+/* `next`: the part that this task computes next with the same h, or NULL. */
+INLINE void expand_part(const Work *work, int64_t rows, const Part *next, int dtype) {
+    const int64_t item = item_bytes(dtype), count = work->part->count, num_tiles = (rows + MIX_ROWS - 1) / MIX_ROWS;
+    for (int64_t row = 0, tile = 0; row < rows; tile++) {
+        const int64_t here = (rows - row + num_tiles - tile - 1) / (num_tiles - tile), wide = pairs_of(here) * PAIR;
+        int64_t place = 0;
+        while (place + PAIR <= count) {
+            const int64_t end = place + (place + wide <= count ? wide : PAIR);
+            Strip following = {work->part->tile, (work->part->offset + end) * item};
+            const int is_last = end + PAIR > count;
+            if (is_last && next) following = (Strip){next->tile, next->offset * item};
+            const Strip *fetched = row == 0 && (!is_last || next) ? &following : NULL;
+            expand_rows(work, row, place, fetched, here, end - place == wide, dtype);
+            place = end;
+        }
+        row += here;
+    }
+    const int64_t place = count / PAIR * PAIR;
+    const Strip here = {work->part->tile, (work->part->offset + place) * item};
+    for (int64_t row = 0; place < count && row < rows; row++) {
+        vec first, second;
+        mix_part(work->b, work->h, row, here, count - place, &first, &second, dtype);
+        finish_pair(work->finish, row_of_y(work, row, dtype), work->part->place, place, count - place, first, second,
+                    dtype);
+    }
+}
+
+/* The chunks `first` to `last` of a block. */
+INLINE void expand_chunks(const LoraSites *p, const Step *step, int64_t block, int64_t slot, int64_t first,
+                          int64_t last, char *scratch, int dtype) {
+    const LoraTokens *tokens = step->lora;
+    const int64_t begin = tokens->block_start[block], rows = tokens->block_end[block] - begin;
+    float *gain = (float *)scratch, *lora_bias = gain + CHUNK;
+    Shrunk h = {(char *)(lora_bias + CHUNK), shrunk_stride(tokens->width), 0};
+    Matrix b = {0};
+    Part part = part_of(p, first), next;
+    for (int64_t index = first, site = -1; index < last; index++, part = next) {
+        if (index + 1 < last) next = part_of(p, index + 1);
+        const int64_t at = part.site * p->num_slots + slot, rank = p->rank[at];
+        if (rank == 0 || part.count <= 0) continue;
+        if (site != part.site) {
+            site = part.site;
+            b = matrix_of(p, site, slot, 1);
+            h.num_groups = (rank + PAGE_RANKS - 1) / PAGE_RANKS;
+            copy_shrunk(tokens, step->num_tokens, site, begin, rows, rank, &h, dtype);
+        }
+        Finish finish = {.scaling = p->scaling[at]};
+        if (p->lora_bias && p->lora_bias[at] >= 0) {
+            read_vector(p, p->lora_bias[at] + part.column, part.count, lora_bias);
+            finish.lora_bias = lora_bias;
+        }
+        if (p->gain && p->gain[at] >= 0) {
+            read_vector(p, p->gain[at] + part.column, part.count, gain);
+            finish.gain = gain;
+            finish.base_bias = p->base_bias ? p->base_bias + part.place : NULL;
+        }
+        const Work work = {p, tokens->order + begin, &b, &h, &part, &finish};
+        const int has_next = index + 1 < last && next.site == site && next.count > 0;
+        expand_part(&work, rows, has_next ? &next : NULL, dtype);
+    }
+}
+
+/* Chunks of one task. No bit depends on them. */
+static int64_t chunks_of_task(const LoraSites *p, const LoraTokens *tokens, int64_t num_threads) {
+    const int64_t fair = tokens->num_blocks * chunks_of_block(p) / (TASKS_OF_THREAD * num_threads);
+    return fair < 1 ? 1 : fair < MOST_CHUNKS ? fair : MOST_CHUNKS;
+}
+
+static int64_t tasks_of_block(const LoraSites *p, const LoraTokens *tokens, int64_t num_threads) {
+    const int64_t chunks = chunks_of_task(p, tokens, num_threads);
+    return (chunks_of_block(p) + chunks - 1) / chunks;
+}
+
+static int64_t num_expand_tasks(const void *problem, const Step *step, int64_t num_threads) {
+    return step->lora ? step->lora->num_blocks * tasks_of_block(problem, step->lora, num_threads) : 0;
+}
+
+static void expand(const void *problem, const Step *step, int64_t task, int64_t num_threads, void *scratch) {
+    const LoraSites *p = problem;
+    const int64_t tasks = tasks_of_block(p, step->lora, num_threads), block = task / tasks;
+    const int64_t chunks = chunks_of_task(p, step->lora, num_threads), first = task % tasks * chunks;
+    const int64_t all_chunks = chunks_of_block(p), last = first + chunks < all_chunks ? first + chunks : all_chunks;
+    const int64_t slot = slot_of(p, step->lora, block);
+    if (slot < 0) return;
+    if (p->dtype == BFLOAT16)
+        expand_chunks(p, step, block, slot, first, last, scratch, BFLOAT16);
+    else if (p->dtype == FLOAT16)
+        expand_chunks(p, step, block, slot, first, last, scratch, FLOAT16);
+    else
+        expand_chunks(p, step, block, slot, first, last, scratch, FLOAT32);
+}
+
+static int64_t expand_scratch(const void *problem, const Step *step) {
+    (void)problem;
+    if (!step->lora) return 0;
+    return 2 * CHUNK * (int64_t)sizeof(float) + step->lora->block_tokens * shrunk_stride(step->lora->width);
+}
+
+const OpKind lora_expand_op = {"lora_expand", num_expand_tasks, expand, expand_scratch};

@@ -1,0 +1,197 @@
+/* lora_shrink: x @ A, and lora_embed: columns of A by token id, over the arena's pages (pages.h). */
+
+#include "pages.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+/* TILE_ROWS: rows of x whose products with 8 ranks stay in registers. */
+enum { TILE_ROWS = LANES == 16 ? 3 : 1 };
+
+typedef float eight __attribute__((vector_size(32)));
+typedef uint32_t eight_bits __attribute__((vector_size(32)));
+
+#ifdef __clang__
+#define SHUFFLE8(a, b, i, j, k, l, m, n, o, p) __builtin_shufflevector(a, b, i, j, k, l, m, n, o, p)
+#else
+#define SHUFFLE8(a, b, i, j, k, l, m, n, o, p) __builtin_shuffle(a, b, (eight_bits){i, j, k, l, m, n, o, p})
+#endif
+
+/* The sums over the lanes of eight vectors. */
+INLINE eight sums_of(const vec *values) {
+    eight part[8];
+    for (int idx = 0; idx < 8; idx++) {
+        eight halves[LANES / 8];
+        memcpy(halves, values + idx, sizeof halves);
+        part[idx] = LANES == 16 ? halves[0] + halves[LANES / 8 - 1] : halves[0];
+    }
+    for (int idx = 0; idx < 4; idx++) /* neighbouring lanes of two vectors */
+        part[idx] = SHUFFLE8(part[2 * idx], part[2 * idx + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                    SHUFFLE8(part[2 * idx], part[2 * idx + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int idx = 0; idx < 2; idx++)
+        part[idx] = SHUFFLE8(part[2 * idx], part[2 * idx + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                    SHUFFLE8(part[2 * idx], part[2 * idx + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return SHUFFLE8(part[0], part[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+           SHUFFLE8(part[0], part[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+INLINE float rounded_to(float value, int dtype) {
+    char code[4];
+    store_one(code, 0, dtype, value);
+    return load_one(code, 0, dtype);
+}
+
+/* sums[row][rank] += x[row] . page[rank] over `count` columns. Meanwhile the page `next` is fetched, if any. */
+INLINE void dot_page(const char *const *x, int64_t begin, int64_t count, const char *page, int64_t row_bytes,
+                     const char *next, vec sums[TILE_ROWS][PAGE_RANKS], int rows, int dtype) {
+    const int64_t item = item_bytes(dtype);
+    int64_t place = 0;
+    for (; place + PAIR <= count; place += PAIR) {
+        if (next) {
+            fetch(next, PAGE_RANKS * PAIR * item);
+            next += PAGE_RANKS * PAIR * item;
+        }
+#ifdef __AVX512BF16__
+        if (dtype == BFLOAT16) {
+            __m512bh both[TILE_ROWS];
+            for (int row = 0; row < rows; row++)
+                both[row] = (__m512bh)_mm512_loadu_si512(x[row] + (begin + place) * item);
+            _Pragma("GCC unroll 8") for (int rank = 0; rank < PAGE_RANKS; rank++) {
+                const __m512bh weights = (__m512bh)_mm512_loadu_si512(page + rank * row_bytes + place * item);
+                for (int row = 0; row < rows; row++)
+                    sums[row][rank] = (vec)_mm512_dpbf16_ps((__m512)sums[row][rank], both[row], weights);
+            }
+            continue;
+        }
+#endif
+        vec first[TILE_ROWS], second[TILE_ROWS];
+        for (int row = 0; row < rows; row++) load_pair(x[row], begin + place, dtype, &first[row], &second[row]);
+        _Pragma("GCC unroll 8") for (int rank = 0; rank < PAGE_RANKS; rank++) {
+            vec one, other;
+            load_pair(page + rank * row_bytes, place, dtype, &one, &other);
+            for (int row = 0; row < rows; row++) {
+                sums[row][rank] += first[row] * one;
+                sums[row][rank] += second[row] * other;
+            }
+        }
+    }
+    if (place < count)
+        for (int row = 0; row < rows; row++) {
+            vec first, second;
+            load_part(x[row], begin + place, count - place, dtype, &first, &second);
+            for (int rank = 0; rank < PAGE_RANKS; rank++) {
+                vec one, other;
+                load_part(page + rank * row_bytes, place, count - place, dtype, &one, &other);
+                sums[row][rank] += first * one;
+                sums[row][rank] += second * other;
+            }
+        }
+}
+
+/* h[row] = x[row] @ the 8 ranks of a group. Pages from `fetched` on are not fetched ahead. */
+INLINE void shrink_rows(const LoraSites *p, const Matrix *a, const char *const *x, float *const *h, int64_t group,
+                        int64_t rank, int64_t fetched, int rows, int dtype) {
+    vec sums[TILE_ROWS][PAGE_RANKS];
+    for (int row = 0; row < rows; row++)
+        for (int idx = 0; idx < PAGE_RANKS; idx++) sums[row][idx] = (vec){0};
+    for (int64_t tile = 0; tile < a->num_tiles; tile++) {
+        const int64_t begin = tile * p->tile_width, left = p->in - begin, index = group * a->num_tiles + tile + AHEAD;
+        const char *next = index < fetched ? a->pages + a->ids[index] * a->page_bytes : NULL;
+        const int64_t count = left < p->tile_width ? left : p->tile_width;
+        dot_page(x, begin, count, page_of(a, group, tile), a->row_bytes, next, sums, rows, dtype);
+    }
+    const int64_t left = rank - group * PAGE_RANKS, count = left < PAGE_RANKS ? left : PAGE_RANKS;
+    for (int row = 0; row < rows; row++) {
+        const eight total = sums_of(sums[row]);
+        for (int64_t idx = 0; idx < count; idx++)
+            h[row][group * PAGE_RANKS + idx] = rounded_to(total[idx] * (float)p->shrink_scaling, dtype);
+    }
+}
+
+/* The groups begin to end of ranks of one site for one block of tokens. */
+INLINE void shrink_groups(const LoraSites *p, const Step *step, int64_t block, int64_t site, int64_t slot,
+                          int64_t begin, int64_t end, int dtype) {
+    const LoraTokens *tokens = step->lora;
+    const int64_t rank = p->rank[site * p->num_slots + slot];
+    const Matrix a = matrix_of(p, site, slot, 0);
+    const int64_t first = tokens->block_start[block], last = tokens->block_end[block];
+    for (int64_t group = begin; group < end; group++)
+        for (int64_t at = first; at < last;) {
+            const char *x[TILE_ROWS];
+            float *h[TILE_ROWS];
+            const int64_t left = last - at, rows = left < TILE_ROWS ? left : TILE_ROWS;
+            const int64_t fetched = at == first ? end * a.num_tiles : 0;
+            for (int64_t row = 0; row < rows; row++) {
+                const int64_t token = tokens->order[at + row];
+                x[row] = (const char *)p->x + token * p->x_stride * item_bytes(dtype);
+                h[row] = tokens->h + (site * step->num_tokens + token) * tokens->width;
+            }
+            if (rows == 1) shrink_rows(p, &a, x, h, group, rank, fetched, 1, dtype);
+#if defined(__AVX512F__)
+            if (rows == 2) shrink_rows(p, &a, x, h, group, rank, fetched, 2, dtype);
+            if (rows == 3) shrink_rows(p, &a, x, h, group, rank, fetched, 3, dtype);
+#endif
+            at += rows;
+        }
+}
+
+/* Tasks of one block and site: all its ranks, or one group of 8 each where there are few blocks. */
+static int64_t rank_parts(const LoraSites *p, const LoraTokens *tokens, int64_t num_threads) {
+    if (tokens->num_blocks * p->num_sites >= TASKS_OF_THREAD * num_threads) return 1;
+    return (tokens->width + PAGE_RANKS - 1) / PAGE_RANKS;
+}
+
+static int64_t num_shrink_tasks(const void *problem, const Step *step, int64_t num_threads) {
+    const LoraSites *p = problem;
+    return step->lora ? step->lora->num_blocks * p->num_sites * rank_parts(p, step->lora, num_threads) : 0;
+}
+
+static void shrink(const void *problem, const Step *step, int64_t task, int64_t num_threads, void *scratch) {
+    (void)scratch;
+    const LoraSites *p = problem;
+    const int64_t parts = rank_parts(p, step->lora, num_threads), part = task % parts;
+    const int64_t site = task / parts % p->num_sites;
+    const int64_t block = task / parts / p->num_sites, slot = slot_of(p, step->lora, block);
+    if (slot < 0) return;
+    const int64_t groups = (p->rank[site * p->num_slots + slot] + PAGE_RANKS - 1) / PAGE_RANKS;
+    const int64_t begin = parts == 1 ? 0 : part, end = parts == 1 || groups < part + 1 ? groups : part + 1;
+    if (begin >= end) return;
+    if (p->dtype == BFLOAT16)
+        shrink_groups(p, step, block, site, slot, begin, end, BFLOAT16);
+    else if (p->dtype == FLOAT16)
+        shrink_groups(p, step, block, site, slot, begin, end, FLOAT16);
+    else
+        shrink_groups(p, step, block, site, slot, begin, end, FLOAT32);
+}
+
+static int64_t num_embed_tasks(const void *problem, const Step *step, int64_t num_threads) {
+    (void)problem, (void)num_threads;
+    return step->lora ? step->lora->num_blocks : 0;
+}
+
+/* An id that A has no column of gives NaN. */
+static void embed(const void *problem, const Step *step, int64_t block, int64_t num_threads, void *scratch) {
+    (void)num_threads, (void)scratch;
+    const LoraSites *p = problem;
+    const LoraTokens *tokens = step->lora;
+    const int64_t slot = slot_of(p, tokens, block);
+    if (slot < 0) return;
+    const Matrix a = matrix_of(p, 0, slot, 0);
+    for (int64_t at = tokens->block_start[block]; at < tokens->block_end[block]; at++) {
+        const int64_t token = tokens->order[at], column = ((const int64_t *)p->x)[token];
+        float *h = tokens->h + token * tokens->width;
+        const int is_known = column >= 0 && column < p->in;
+        for (int64_t rank = 0; rank < p->rank[slot]; rank++) {
+            float value = __builtin_nanf("");
+            if (is_known) {
+                const char *page = page_of(&a, rank / PAGE_RANKS, column / p->tile_width);
+                value = load_one(page + rank % PAGE_RANKS * a.row_bytes, column % p->tile_width, (int)p->dtype);
+            }
+            h[rank] = rounded_to(value * (float)p->shrink_scaling, (int)p->dtype);
+        }
+    }
+}
+
+const OpKind lora_shrink_op = {"lora_shrink", num_shrink_tasks, shrink, NULL};
+const OpKind lora_embed_op = {"lora_embed", num_embed_tasks, embed, NULL};
