@@ -61,15 +61,44 @@ INLINE float scale_of_codes(const Attention *p) { return p->cache_dtype == FLOAT
 
 typedef int8_t codes __attribute__((vector_size(LANES)));
 typedef int16_t words __attribute__((vector_size(2 * LANES)));
+typedef int8_t pair_of_codes __attribute__((vector_size(PAIR)));
+typedef int16_t pair_of_words __attribute__((vector_size(2 * PAIR)));
 
-/* LANES numbers of FP8 (e4m3fn), divided by FLOAT8_PART: as float16 they have the same digits, and an exponent that is
- * 8 less. The codes 0x7f and 0xff are NaN. */
+/* The float16 numbers with the digits of some of FP8 (e4m3fn), each a FLOAT8_PART of it: the exponent is 8 less. The
+ * codes 0x7f and 0xff are NaN. `word` has the codes, their sign in all higher bits. */
+#define HALVES_OF(word) ({                                          \
+    const __typeof__(word) digits = ((word) << 7) & (int16_t)0xbfff; \
+    digits | ((digits + 0x80) & 0x4000);                            \
+})
+
+/* LANES numbers of FP8. GCC's own widening of codes takes more steps than the CPU's. */
 INLINE vec load_float8(const void *from) {
     codes code;
     memcpy(&code, from, sizeof code);
-    const words digits = (__builtin_convertvector(code, words) << 7) & (int16_t)0xbfff;
-    const words half = digits | ((digits + 0x80) & 0x4000);
-    return widened((halves)half);
+#if defined(__AVX512BW__)
+    const words word = (words)_mm256_cvtepi8_epi16((__m128i)code);
+#else
+    const words word = __builtin_convertvector(code, words);
+#endif
+    return widened((halves)HALVES_OF(word));
+}
+
+/* PAIR numbers of FP8, in their order. */
+INLINE void load_pair_float8(const void *from, vec *first, vec *second) {
+    pair_of_codes code;
+    memcpy(&code, from, sizeof code);
+#if defined(__AVX512BW__)
+    const pair_of_words word = (pair_of_words)_mm512_cvtepi8_epi16((__m256i)code);
+#elif defined(__AVX2__)
+    const pair_of_words word = (pair_of_words)_mm256_cvtepi8_epi16((__m128i)code);
+#else
+    const pair_of_words word = __builtin_convertvector(code, pair_of_words);
+#endif
+    const pair_of_words half = HALVES_OF(word);
+    halves parts[2];
+    memcpy(parts, &half, sizeof parts);
+    *first = widened(parts[0]);
+    *second = widened(parts[1]);
 }
 
 /* LANES neighbouring numbers, in their order. */
@@ -104,13 +133,24 @@ INLINE void store_in_order(void *row, int64_t place, int dtype, vec value) {
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
 #endif
 
+/* PAIR numbers of bfloat16, or half of that and zeros. */
+INLINE bits load_codes(const void *from, int count) {
+    bits codes = {0};
+    if (count == PAIR) /* sizes that are known: no call */
+        memcpy(&codes, from, sizeof codes);
+    else
+        memcpy(&codes, from, sizeof codes / 2);
+    return codes;
+}
+
 /* Some of a row's numbers, PAIR or half of that, as two vectors: of a cache in bfloat16 the even and the odd ones. */
 INLINE void load_cached(const void *row, int64_t place, int count, int dtype, vec *first, vec *second) {
     if (dtype == BFLOAT16) {
-        bits both = {0};
-        memcpy(&both, (const uint16_t *)row + place, (size_t)count * 2);
+        const bits both = load_codes((const uint16_t *)row + place, count);
         *first = (vec)(both << 16);
         *second = (vec)(both & 0xffff0000u);
+    } else if (dtype == FLOAT8 && count == PAIR) {
+        load_pair_float8((const char *)row + place, first, second);
     } else {
         *first = load_in_order(row, place, dtype);
         *second = count == PAIR ? load_in_order(row, place + LANES, dtype) : (vec){0};

@@ -17,14 +17,17 @@ enum {
     MOST_PARTS = 64,       /* of one sequence */
     PART_SLOTS = 256,      /* parts of one step that tasks of their own sum */
     SMALL_BYTES = 32 << 10, /* below so many bytes of keys and values one thread is done before others have begun */
-    TILE_GROUP_PAIRS = 4,   /* query heads of a key head from which on a tile of them is faster than a stream */
-    TILE_GROUP = 8
+    /* Query heads of a key head from which on a tile of them is faster than a stream (benchmarks/LOG.md). A stream
+     * converts numbers of FP8 for every two of them. */
+    TILE_GROUP = 16,
+    TILE_GROUP_FLOAT8 = 5
 };
 
 /* Whether tile.h takes these sizes, else stream.h. */
 static int uses_tile(const Attention *p) {
     const int64_t group = p->num_heads / p->num_kv_heads;
-    return group >= (is_paired(p) ? TILE_GROUP_PAIRS : TILE_GROUP) || p->block_size % 4 || p->block_size > CHUNK;
+    const int64_t least = p->cache_dtype == FLOAT8 ? TILE_GROUP_FLOAT8 : TILE_GROUP;
+    return group >= least || p->block_size % 4 || p->block_size > CHUNK;
 }
 
 /* Whether the sums are in the order of pairs of bfloat16. */

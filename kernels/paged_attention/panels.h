@@ -75,16 +75,12 @@ INLINE vec load_units(const char *from, int is_half, int cache_dtype, int paired
     if (!paired) return load_in_order(from, 0, cache_dtype);
 #ifdef __AVX512BF16__
     if (cache_dtype == FLOAT8) {
-        const vec first = load_float8(from), second = is_half ? (vec){0} : load_float8(from + LANES);
+        vec first, second;
+        load_cached(from, 0, is_half ? PAIR / 2 : PAIR, FLOAT8, &first, &second);
         return (vec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     }
 #endif
-    bits units = {0};
-    if (is_half) /* sizes that are known: no call */
-        memcpy(&units, from, sizeof units / 2);
-    else
-        memcpy(&units, from, sizeof units);
-    return (vec)units;
+    return (vec)load_codes(from, is_half ? PAIR / 2 : PAIR);
 }
 
 static const char no_key[LINE];

@@ -104,6 +104,16 @@ INLINE void dot_tile(const Task *task, const float *query, const char *keys, flo
     EACH_PAIR(task->p->key_dim, {
         fetch(ahead, tokens * count * item_bytes(dtype));
         for (int token = 0; token < tokens; token++) {
+#ifdef __AVX512BF16__
+            if (dtype == BFLOAT16) {
+                const __m512bh key = (__m512bh)load_codes(keys + token * stride + place * 2, count);
+                for (int head = 0; head < heads; head++) {
+                    const __m512bh part = (__m512bh)load(query + head * width + place / 2);
+                    sums[head][token] = (vec)_mm512_dpbf16_ps((__m512)sums[head][token], part, key);
+                }
+                continue;
+            }
+#endif
             vec first, second;
             load_cached(keys + token * stride, place, count, dtype, &first, &second);
             for (int head = 0; head < heads; head++) {
@@ -152,14 +162,12 @@ INLINE void dot_chunk(const Task *task, int64_t start, int64_t end, int dtype) {
 static void gather_scales(const Task *task, const float *scales, int64_t kv_head, int64_t start, int64_t end, float *to) {
     const Attention *p = task->p;
     const int64_t head = task->first_head + kv_head, padded = (end - start + LANES - 1) / LANES * LANES;
-    for (int64_t idx = 0; idx < padded; idx++) {
-        const int64_t key = start + idx;
-        if (key < task->first_key || key >= task->end_key) {
-            to[idx] = 1;
-            continue;
-        }
-        const int64_t row = (int64_t)task->table[key / p->block_size] * p->block_size + key % p->block_size;
-        to[idx] = scales[row * p->num_kv_heads + head];
+    for (int64_t idx = 0; idx < padded; idx++) to[idx] = 1;
+    for (int64_t key = start; key < end; key += p->block_size) {
+        const int64_t row = (int64_t)task->table[key / p->block_size] * p->block_size;
+        const int64_t first = larger(task->first_key - key, 0), last = smaller(task->end_key - key, p->block_size);
+        const float *from = scales + row * p->num_kv_heads + head;
+        for (int64_t idx = first; idx < last; idx++) to[key - start + idx] = from[idx * p->num_kv_heads];
     }
 }
 
@@ -172,9 +180,11 @@ static float weigh(const Task *task, int64_t head, int64_t start, int64_t end) {
     const int64_t padded = (last + LANES - 1) / LANES * LANES;
     for (int64_t idx = 0; idx < hidden; idx++) scores[idx] = 0;
     for (int64_t idx = last; idx < padded; idx++) scores[idx] = 0;
-    if (p->key_scales)
-        for (int64_t idx = 0; idx < padded; idx += LANES)
-            store(scores + idx, load(scores + idx) * load(task->scales + idx));
+    const float scale = p->scale * scale_of_codes(p);
+    for (int64_t idx = 0; idx < padded; idx += LANES) {
+        const vec factor = p->key_scales ? scale * load(task->scales + idx) : all(scale);
+        store(scores + idx, load(scores + idx) * factor);
+    }
     if (p->softcap != 0)
         for (int64_t idx = 0; idx < padded; idx += LANES)
             store(scores + idx, p->softcap * hyperbolic_tangent(load(scores + idx) / p->softcap));
@@ -278,24 +288,27 @@ INLINE void mix_chunk(const Task *task, int64_t start, int64_t end, int64_t end_
     }
 }
 
-/* The query's heads times the scale, in the order of the cache's pairs. */
+/* The query's heads in float32, in the order of the cache's pairs, or in the bfloat16 that they are. */
 INLINE void load_query(const Task *task, int dtype) {
     const Attention *p = task->p;
-    const float scale = p->scale * scale_of_codes(p);
     const char *row = (const char *)p->query + task->token * p->query_stride * item_bytes((int)p->dtype);
     for (int64_t head = 0; head < task->num_heads * task->group; head++) {
         const int64_t from = (task->first_head * task->group + head) * p->key_dim;
         float *to = task->query + head * task->key_width;
         EACH_PAIR(p->key_dim, {
             vec first, second;
+            if (HAS_PAIRS && dtype == BFLOAT16) {
+                store(to + place / 2, (vec)load_codes(row + (from + place) * 2, count));
+                continue;
+            }
             if (dtype == BFLOAT16) {
                 load_cached(row, from + place, count, dtype, &first, &second);
             } else {
                 first = load_in_order(row, from + place, (int)p->dtype);
                 second = count == PAIR ? load_in_order(row, from + place + LANES, (int)p->dtype) : (vec){0};
             }
-            store(to + place, first * scale);
-            store(to + place + LANES, second * scale);
+            store(to + place, first);
+            store(to + place + LANES, second);
         })
     }
 }

@@ -184,7 +184,7 @@ def test_default_dtype_of_torch_does_not_matter() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("num_heads", [4, 8])
+@pytest.mark.parametrize("num_heads", [4, 16])
 def test_a_long_sequence_is_summed_in_parts_and_the_bits_stay(num_heads: int) -> None:
     """Alone, its parts are tasks; among many its parts are one task; and one key head is enough."""
     case = Case("long", ((1, 2050),), num_heads, 1, 32, 48)
