@@ -214,7 +214,7 @@ class Contest:
         flags = ["--max-streams-per-connection", "4096", "--log-level", "warning"]
         system = self._stack.enter_context(System(model_dir, work_dir, control_flags=flags))
         arena = ["--arena-bytes", str(ARENA_BYTES[self._args.model_shape])] if server == ADAPTERS else []
-        num_blocks = ["--num-blocks", "2048"]  # 64 requests of 512 tokens; several servers share the memory
+        num_blocks = ["--num-blocks", "1024"]  # 64 requests of 256 tokens; several servers share the memory
         system.start_worker(flags=["--threads", str(self._args.threads), *arena, *num_blocks, *self._args.worker_arg])
         return system.address, register(system.address, self._adapter_dirs(server))
 

@@ -58,7 +58,7 @@ def load_peft(setup: dict[str, Any]) -> tuple[Generate, str]:
 
 def load_vllm_cpu(setup: dict[str, Any]) -> tuple[Generate, str]:
     """vLLM's CPU backend, offline, continuous batching with LoRA; compiled unless it has adapters."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; several engines share the memory
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if setup.get("cpus"):
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = setup["cpus"]
