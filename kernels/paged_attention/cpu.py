@@ -2,7 +2,7 @@
 
 Written for the CPU, runs on any device. One gather and one product per group of decode sequences or per prefill
 sequence; no loop over heads: query heads of one key head are rows of one product. On a CPU with a C compiler,
-`native` takes most decodes.
+`native` takes most of both.
 """
 
 from __future__ import annotations
