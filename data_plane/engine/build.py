@@ -29,6 +29,7 @@ from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities
 from kernels import native
 from kernels.launches import check_tables
+from kernels.lora import choice
 from kernels.tuning import TABLES
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     if loaded.has_native_linears():
         # What torch does besides is little. Its threads wait by spinning, and would take the cores from native ones.
         torch.set_num_threads(1)
+    elif device.type == "cpu" and config.arena_bytes and native.has_native():
+        choice.prepare(loaded.dtype)
     capacities = Capacities(
         model_fingerprint=fingerprint,
         dtype=str(loaded.dtype).removeprefix("torch."),

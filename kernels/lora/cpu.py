@@ -92,6 +92,14 @@ def expand(
             y[tokens] = rows
 
 
+def add(
+    y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
+) -> None:
+    """Shrink into h [sites, T, width], then expand."""
+    shrink(x, h, group, route)
+    expand(h, y, group, route, add_inputs=True, epilogue=epilogue)
+
+
 def _rows(tokens: torch.Tensor) -> Rows:
     """A slice where the tokens follow one another."""
     first, last = int(tokens[0]), int(tokens[-1])

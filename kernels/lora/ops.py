@@ -13,11 +13,11 @@ import torch
 
 from kernels.buckets import round_up
 from kernels.devices import check_devices, runs_triton
-from kernels.lora import cpu, native
+from kernels.lora import choice, cpu, native
 from kernels.lora.launch import num_parts
 from kernels.lora.layout import H_ALIGN, Epilogue, PagedSite, SiteGroup
-from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one
-from kernels.native import has_native
+from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one, split_by_length
+from kernels.native import get_num_threads, has_native
 
 
 def bgmv_shrink(
@@ -177,10 +177,27 @@ def add_lora_group(
         _check_rows("y", y, route, group, sum(group.out_features))
         if epilogue is not None:
             _check_epilogue(epilogue, group, add_inputs=True)
-        native.add(y, x, group, route, h[0], epilogue)
+        short, long = _by_length(route, group.pages.dtype, max_rank)
+        native.add(y, x, group, short, h[0], epilogue)
+        if long is not None:
+            cpu.add(y, x, group, long, h[0], epilogue)
     else:
         _shrink(x, group, h[0], route, 1.0)
         lora_expand(h, group, y, route, epilogue=epilogue)
+
+
+def _by_length(route: DeviceRoute, dtype: torch.dtype, rank: int) -> tuple[DeviceRoute, DeviceRoute | None]:
+    """The blocks for native code, and those of adapters with so many tokens that products are faster here.
+
+    The times are those of one thread: with fewer of torch's than native code has, as beside native linears, products
+    are not asked for.
+    """
+    if route.num_tokens < choice.TOKEN_COUNTS[0] or torch.get_num_threads() < get_num_threads():
+        return route, None
+    num_tokens = choice.products_from(dtype, rank)
+    if num_tokens is None or route.num_tokens < num_tokens:
+        return route, None
+    return split_by_length(route, num_tokens)
 
 
 def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:

@@ -6,7 +6,7 @@ the device: a captured graph may hold it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ import torch
 MIN_BLOCK_TOKENS = 16
 # With more, ptxas before 13.3 could be given the wgmma that it miscompiles; see triton_pages.
 MAX_BLOCK_TOKENS = 32
+# On a CPU a block's rows are computed in tiles of 3 and 12; its pages come from the caches for all but the first.
+HOST_BLOCK_TOKENS = 48
 # From so many tokens on, a group is likely to fill blocks of 32, and each block reads its adapter once.
 MANY_TOKENS = 512
 
@@ -88,7 +90,7 @@ def route_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int)
 
 
 def route_on_host(
-    token_slots: npt.NDArray[np.int32], num_slots: int, block_tokens: int = 2 * MIN_BLOCK_TOKENS
+    token_slots: npt.NDArray[np.int32], num_slots: int, block_tokens: int = HOST_BLOCK_TOKENS
 ) -> DeviceRoute:
     """The same blocks without those that are not needed, from slots int32 [T] on the host, for a CPU."""
     has_slot = (token_slots >= 0) & (token_slots < num_slots)
@@ -106,6 +108,24 @@ def route_on_host(
     columns = (ordered[begins][group], start, end)
     slot, start, end = (torch.from_numpy(column.astype(np.int32)) for column in columns)
     return DeviceRoute(torch.from_numpy(order), slot, start, end, block_tokens, num_slots)
+
+
+def split_by_length(route: DeviceRoute, num_tokens: int) -> tuple[DeviceRoute, DeviceRoute]:
+    """The blocks of slots that have fewer tokens, and those of the others. For routes on the host."""
+    slots, counts = route.block_slot.numpy(), (route.block_end - route.block_start).numpy()
+    is_used = slots >= 0
+    tokens_of_slot = np.bincount(slots[is_used], weights=counts[is_used], minlength=1)
+    is_long = torch.from_numpy(is_used & (tokens_of_slot[np.maximum(slots, 0)] >= num_tokens))
+    short, long = (
+        replace(
+            route,
+            block_slot=route.block_slot[chosen],
+            block_start=route.block_start[chosen],
+            block_end=route.block_end[chosen],
+        )
+        for chosen in (~is_long, is_long)
+    )
+    return short, long
 
 
 def blocks_of_one(token_slots: torch.Tensor, num_slots: int) -> DeviceRoute:
