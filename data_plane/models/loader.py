@@ -168,6 +168,8 @@ def load_model(
     fused = fuse_model(model, probe, context, length)
     model.set_attn_implementation(ATTENTION_NAME)
     replace_linears(model, fused.linear_names, context)
+    if device.type == "cpu":
+        _leave_files(model)
     _replace_head(model, probe, context)
     _replace_embedding(model, probe, context)
     stacked = stack_layers(model, fused, context) if device.type == "cpu" else None
@@ -213,6 +215,13 @@ def _replace_embedding(model: PreTrainedModel, probe: ModelProbe, context: StepC
     embedding = model.get_submodule(probe.embedding_name)
     assert isinstance(embedding, nn.Embedding), f"{probe.embedding_name} is a {type(embedding).__name__}"
     replace_module(model, probe.embedding_name, LoraEmbedding(embedding, probe.embedding_name, context))
+
+
+def _leave_files(model: PreTrainedModel) -> None:
+    """Copy what is left of the plain weights, so that no tensor keeps the checkpoint's files in memory."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.clone()
 
 
 def _has_bfloat16() -> bool:
