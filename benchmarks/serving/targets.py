@@ -1,8 +1,9 @@
 """Holds the CPU's throughput and latency against their targets: `python -m benchmarks.serving.targets --help`.
 
-Every row of the table below compares two measurements of this run. They are taken in turn, `--repeats` times, on
-engines that are all loaded, of which the others stand still meanwhile; a row compares the medians. Ours go the whole
-way over gRPC; peers run offline, in processes of their own. Exits with 1 where a target is missed.
+Every row of the table below compares two measurements. Those of a group of rows are taken in turn, `--repeats` times,
+on engines that are all loaded, of which the others stand still meanwhile; a row compares the medians. Groups follow one
+another, so that the engines of one fit in memory. Ours go the whole way over gRPC; peers run offline, in processes of
+their own. Exits with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Row:
     """One target."""
 
     name: str  # for --only
+    group: str  # of rows that are measured together
     workload: str  # for people
     ours: str  # a measurement (see contest.WORKLOADS)
     against: tuple[str, ...]  # the others; the best of them counts
@@ -49,17 +51,17 @@ class Row:
 
 VLLM = ("vllm", "vllm-all-cores")
 ROWS = (
-    Row("base", "base only, 32 requests", "base-32", tuple(f"{v} base-32" for v in VLLM), TOKENS, 1.6),
-    Row("base-products", "base only, 32 requests", "base-32", ("products base-32",), TOKENS, 0.8),
-    Row("one", "one request, base only", "base-1", tuple(f"{v} base-1" for v in VLLM), TOKENS, 1.3),
-    Row("one-adapter", "one request, one adapter of rank 16", "adapter-1", ("base-1",), ITL, 1.1),
-    Row("adapters-16", "16 adapters, 32 requests", "adapters-16", ("peft adapters-16",), TOKENS, 3.5),
-    Row("adapters-16-base", "16 adapters, 32 requests", "adapters-16", ("base-32",), TOKENS, 0.75),
-    Row("adapters-64", "64 adapters, 64 requests", "adapters-64", ("base-64",), TOKENS, 0.6),
-    Row("dora-16", "16 DoRA adapters, 32 requests", "dora-16", ("base-32",), TOKENS, 0.7),
-    Row("full-arena", "base only, the arena is full of adapters", "full-base-32", ("base-32",), TOKENS, 0.99),
-    Row("float32", "float32, 16 adapters, 32 requests", "float32-16", ("peft float32-16",), TOKENS, 4.0, True),
-    Row("ttft", "one request of 512 tokens", "ttft-512", tuple(f"{v} ttft-512" for v in VLLM), TTFT, 0.7),
+    Row("base", "base", "base only, 32 requests", "base-32", tuple(f"{v} base-32" for v in VLLM), TOKENS, 1.6),
+    Row("base-products", "base", "base only, 32 requests", "base-32", ("products base-32",), TOKENS, 0.8),
+    Row("one", "base", "one request, base only", "base-1", tuple(f"{v} base-1" for v in VLLM), TOKENS, 1.3),
+    Row("one-adapter", "adapters", "one request, one adapter of rank 16", "adapter-1", ("base-1",), ITL, 1.1),
+    Row("adapters-16", "PEFT", "16 adapters, 32 requests", "adapters-16", ("peft adapters-16",), TOKENS, 3.5),
+    Row("adapters-16-base", "adapters", "16 adapters, 32 requests", "adapters-16", ("base-32",), TOKENS, 0.75),
+    Row("adapters-64", "adapters", "64 adapters, 64 requests", "adapters-64", ("base-64",), TOKENS, 0.6),
+    Row("dora-16", "adapters", "16 DoRA adapters, 32 requests", "dora-16", ("base-32",), TOKENS, 0.7),
+    Row("full-arena", "adapters", "base only, arena full of adapters", "full-base-32", ("base-32",), TOKENS, 0.99),
+    Row("float32", "float32", "float32, 16 adapters", "float32-16", ("peft float32-16",), TOKENS, 4.0, True),
+    Row("ttft", "base", "one request of 512 tokens", "ttft-512", tuple(f"{v} ttft-512" for v in VLLM), TTFT, 0.7),
 )
 
 
@@ -121,20 +123,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"--repeats: {args.repeats} is not in 1..{MAX_REPEATS}: every one needs prompts of its own")
         return 2
     rows = [row for row in ROWS if args.only is None or row.name in args.only]
-    names = list(dict.fromkeys(name for row in rows for name in (row.ours, *row.against)))
+    outcomes: list[Outcome] = []
+    notes: list[str] = []
+    runs: dict[str, Figures] = {}
     try:
-        with Contest(args, names, console) as contest:
-            figures = contest.run(args.repeats)
-            engines = contest.describe()
+        for group in dict.fromkeys(row.group for row in rows):
+            of_group = [row for row in rows if row.group == group]
+            names = list(dict.fromkeys(name for row in of_group for name in (row.ours, *row.against)))
+            with Contest(args, names, console) as contest:
+                runs[group] = contest.run(args.repeats)
+                notes += contest.describe()
+            outcomes += [judge(row, runs[group]) for row in of_group]
     except (PeerFailed, StartFailed) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         return 1
-    outcomes = [judge(row, figures) for row in rows]
     show(console, outcomes, args)
-    for line in engines:
+    for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     if args.out:
-        write_json(args.out, to_json(args, outcomes, figures, engines))
+        write_json(args.out, to_json(args, outcomes, runs, notes))
         console.print(f"written: {args.out}")
     return 0 if all(outcome.is_met for outcome in outcomes) else 1
 
@@ -157,15 +164,15 @@ def show(console: Console, outcomes: Sequence[Outcome], args: argparse.Namespace
 
 
 def to_json(
-    args: argparse.Namespace, outcomes: Sequence[Outcome], figures: Figures, engines: Sequence[str]
+    args: argparse.Namespace, outcomes: Sequence[Outcome], runs: dict[str, Figures], notes: Sequence[str]
 ) -> dict[str, Any]:
     """What a report file holds."""
     return {
         "machine": machine(),
         "settings": {key: str(value) for key, value in vars(args).items()},
-        "engines": list(engines),
+        "notes": list(notes),
         "rows": [{**asdict(one), "ratio": one.ratio, "is_met": one.is_met} for one in outcomes],
-        "runs": figures,
+        "runs": runs,
     }
 
 

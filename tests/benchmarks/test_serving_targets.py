@@ -12,7 +12,7 @@ from benchmarks.serving.targets import ITL, ROWS, TOKENS, Row, judge, main
 
 
 def row(metric: str, target: float, *against: str, all_tokens_equal: bool = False) -> Row:
-    return Row("name", "workload", "ours", against, metric, target, all_tokens_equal)
+    return Row("name", "group", "workload", "ours", against, metric, target, all_tokens_equal)
 
 
 def runs(metric: str, *values: float, **more: float) -> list[dict[str, float]]:
