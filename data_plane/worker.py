@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import os
@@ -56,6 +57,8 @@ def _build_and_run(argv: Sequence[str]) -> int:
 
         engine = build_engine(config)
         check_engine(engine)
+        gc.collect()
+        gc.freeze()  # the model lives as long as the process: no collection need walk it between two steps
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return WRONG_COMMAND_LINE
