@@ -1,5 +1,6 @@
 /* lora_shrink: x @ A, and lora_embed: columns of A by token id, over the arena's pages (pages.h). */
 
+#include "../native/sums.h"
 #include "pages.h"
 
 #ifdef __AVX512BF16__
@@ -8,33 +9,6 @@
 
 /* TILE_ROWS: rows of x whose products with 8 ranks stay in registers. */
 enum { TILE_ROWS = LANES == 16 ? 3 : 1 };
-
-typedef float eight __attribute__((vector_size(32)));
-typedef uint32_t eight_bits __attribute__((vector_size(32)));
-
-#ifdef __clang__
-#define SHUFFLE8(a, b, i, j, k, l, m, n, o, p) __builtin_shufflevector(a, b, i, j, k, l, m, n, o, p)
-#else
-#define SHUFFLE8(a, b, i, j, k, l, m, n, o, p) __builtin_shuffle(a, b, (eight_bits){i, j, k, l, m, n, o, p})
-#endif
-
-/* The sums over the lanes of eight vectors. */
-INLINE eight sums_of(const vec *values) {
-    eight part[8];
-    for (int idx = 0; idx < 8; idx++) {
-        eight halves[LANES / 8];
-        memcpy(halves, values + idx, sizeof halves);
-        part[idx] = LANES == 16 ? halves[0] + halves[LANES / 8 - 1] : halves[0];
-    }
-    for (int idx = 0; idx < 4; idx++) /* neighbouring lanes of two vectors */
-        part[idx] = SHUFFLE8(part[2 * idx], part[2 * idx + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
-                    SHUFFLE8(part[2 * idx], part[2 * idx + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-    for (int idx = 0; idx < 2; idx++)
-        part[idx] = SHUFFLE8(part[2 * idx], part[2 * idx + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-                    SHUFFLE8(part[2 * idx], part[2 * idx + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-    return SHUFFLE8(part[0], part[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-           SHUFFLE8(part[0], part[1], 4, 5, 6, 7, 12, 13, 14, 15);
-}
 
 INLINE float rounded_to(float value, int dtype) {
     char code[4];
@@ -103,7 +77,7 @@ INLINE void shrink_rows(const LoraSites *p, const Matrix *a, const char *const *
     }
     const int64_t left = rank - group * PAGE_RANKS, count = left < PAGE_RANKS ? left : PAGE_RANKS;
     for (int row = 0; row < rows; row++) {
-        const eight total = sums_of(sums[row]);
+        const eight total = sums_of_eight(sums[row]);
         for (int64_t idx = 0; idx < count; idx++)
             h[row][group * PAGE_RANKS + idx] = rounded_to(total[idx] * (float)p->shrink_scaling, dtype);
     }
