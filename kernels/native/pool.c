@@ -34,25 +34,30 @@ enum { SPIN_LEAST = 2000, SPIN_MOST = 200000, SPIN_CHECK = 32 };
  * who offers it after 2 ms: measured with Linux 6.18; after 1 ms a quarter, after 3 ms three eighths. */
 enum { OFFER_AFTER = 2400000, LOOK_EVERY = 500000, SHARED_FOR = 100000000, TAKEN = 100000 };
 
-/* Which task is next: a stage's number, counted over all runs, above the number of the task. */
+/* Which task is next: a stage's number, counted over all runs, above the number of the task. Between runs the task is
+ * NO_TASK, which no stage has: a thread that is late may see one run's stages and another's numbers, and must not claim. */
 enum { TASK_BITS = 24 };
 #define TASK_MASK ((1ULL << TASK_BITS) - 1)
+#define NO_TASK TASK_MASK
 
 typedef struct {
-    _Alignas(LINE) int64_t first_op, end_op, num_tasks;
+    _Alignas(LINE) int64_t first_op, end_op;
+    atomic_llong num_tasks;
     _Alignas(LINE) atomic_llong num_done;
 } Stage;
 
 typedef struct Pool {
     int64_t num_threads;
-    /* The run in hand. Who reads it before a claim may read another run's: then the claim fails. */
+    /* The run in hand, read by who has claimed a task of it. */
     const Op *ops;
     const Step *step;
     int64_t *times;
     int64_t *num_tasks; /* of each op */
-    Stage *stages;
-    int64_t room, num_ops, num_stages;
-    uint64_t first_stage; /* its number */
+    int64_t room, num_ops;
+    /* The same, also read before a claim, perhaps of another run: then the claim fails. */
+    _Atomic(Stage *) stages;
+    atomic_llong num_stages;
+    atomic_ullong first_stage; /* its number */
     int64_t began_ns;
     char **scratch;       /* of each thread */
     int64_t scratch_bytes;
@@ -157,9 +162,10 @@ static void offer_core(Member *member) {
     }
 }
 
-/* Opens the first stage from `stage` on that has tasks; after the last one the run is over. */
+/* Opens a stage; the one behind the last ends the run. */
 static void open_stage(Pool *pool, int64_t stage) {
-    atomic_store(&pool->next, (pool->first_stage + (uint64_t)stage) << TASK_BITS);
+    const uint64_t first_task = stage < pool->num_stages ? 0 : NO_TASK;
+    atomic_store(&pool->next, (pool->first_stage + (uint64_t)stage) << TASK_BITS | first_task);
     change(pool);
 }
 
@@ -168,8 +174,9 @@ static int claim(Pool *pool, int64_t *stage, int64_t *task) {
     unsigned long long next = atomic_load_explicit(&pool->next, memory_order_acquire);
     for (;;) {
         const uint64_t index = (next >> TASK_BITS) - pool->first_stage;
-        if (index >= (uint64_t)pool->num_stages) return 0;
-        if ((int64_t)(next & TASK_MASK) >= pool->stages[index].num_tasks) return 0;
+        if ((next & TASK_MASK) == NO_TASK || index >= (uint64_t)pool->num_stages) return 0;
+        Stage *stages = pool->stages;
+        if ((int64_t)(next & TASK_MASK) >= stages[index].num_tasks) return 0;
         if (atomic_compare_exchange_weak(&pool->next, &next, next + 1)) {
             *stage = (int64_t)index;
             *task = (int64_t)(next & TASK_MASK);
@@ -229,6 +236,7 @@ Pool *motet_open(int64_t num_threads) {
     if (!pool) return NULL;
     memset(pool, 0, sizeof *pool);
     pool->num_threads = num_threads;
+    atomic_store(&pool->next, NO_TASK);
     pool->scratch = calloc((size_t)num_threads, sizeof *pool->scratch);
     if (!pool->scratch) return NULL;
     for (int64_t index = 1; index < num_threads; index++) {
@@ -295,10 +303,11 @@ static void make_stages(Pool *pool, int is_timed) {
     pool->num_stages = stage - pool->stages;
 }
 
-/* Runs the ops in order; 0 where there was no memory, and then nothing ran. One run at a time, of ops with fewer than
- * 2^24 tasks. `times` is NULL, or takes two monotonic times in nanoseconds for each op, and then no op is open. */
+/* Runs the ops in order; 0 where there was no memory, and then nothing ran. One run at a time, of stages with fewer
+ * than 2^24 - 1 tasks. `times` is NULL, or takes two monotonic times in nanoseconds for each op, and then no op is open. */
 int motet_run(Pool *pool, const Op *ops, int64_t num_ops, const Step *step, int64_t *times) {
     static _Thread_local Member caller = {.spin_ns = SPIN_MOST};
+    if (num_ops == 0) return 1;
     const uint64_t first_stage = pool->first_stage + (uint64_t)pool->num_stages + 1;
     if (!make_room(pool, ops, num_ops, step)) return 0;
     pool->num_stages = 0;

@@ -75,9 +75,10 @@ class Program:
         """
         if self._array is None:
             self._array = (_Op * len(self._ops))(*self._ops)
-        if _recorded is not None and times is None:
+        recorded = _recorded  # another thread may end the recording meanwhile
+        if recorded is not None and times is None:
             times = np.zeros((len(self._ops), 2), dtype=np.int64)
-            _recorded.append(Run(tuple(self.names), clock_ns(), times))
+            recorded.append(Run(tuple(self.names), clock_ns(), times))
         at = None if times is None else times.ctypes.data
         with _running:
             is_run = _function("motet_run")(_pool(), self._array, len(self._ops), ctypes.byref(step), at)

@@ -83,3 +83,27 @@ def test_a_recording_inside_of_another_is_refused_and_the_outer_one_goes_on() ->
             pass
         run_one("linear", native.problem(x, panels, None, y), Step(num_tokens=1))
     assert len(runs) == 1
+
+
+def test_a_program_without_ops_does_nothing() -> None:
+    Program().run(Step(num_tokens=1))
+
+
+def test_many_short_runs_in_turn_keep_the_order_of_their_ops(request: pytest.FixtureRequest) -> None:
+    """Of different numbers of ops and tasks, so that a thread that is late meets another run's stages."""
+    request.addfinalizer(lambda: set_num_threads(torch.get_num_threads()))
+    set_num_threads(3)
+    panels = to_panels(torch.eye(96))
+    buffers = [torch.zeros(20, 96) for _ in range(9)]
+    programs = []
+    for num_ops in (1, 8, 2, 5):
+        program = Program()
+        for index in range(num_ops):
+            program.add("linear", native.problem(buffers[index], panels, None, buffers[index + 1]))
+        programs.append((num_ops, program))
+    for turn in range(400):
+        num_ops, program = programs[turn % len(programs)]
+        num_tokens = 1 + turn % 20
+        buffers[0][:num_tokens] = float(turn)
+        program.run(Step(num_tokens=num_tokens))
+        assert (buffers[num_ops][:num_tokens] == turn).all()
