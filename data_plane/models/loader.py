@@ -220,7 +220,7 @@ def _replace_embedding(model: PreTrainedModel, probe: ModelProbe, context: StepC
 def _leave_files(model: PreTrainedModel) -> None:
     """Copy what is left of the plain weights, so that no tensor keeps the checkpoint's files in memory."""
     for parameter in model.parameters():
-        if not parameter.is_meta:
+        if not parameter.is_meta and not parameter.is_inference():  # a fused part's bias is a copy already
             parameter.data = parameter.data.clone()
 
 
