@@ -50,6 +50,7 @@ HIGHEST = {
     "token_budget": 1 << 20,
     "max_rows": 1 << 16,
     "num_slots": 1 << 16,
+    "threads": 1 << 10,
     "profile": 10_000,  # about 40 kB each
 }
 MAX_HOST_BLOCKS = 1 << 21

@@ -33,7 +33,7 @@ def show(console: Console, rates: Rates, steps: Sequence[Measured], bounds: Boun
         f"read bandwidth {rates.read_bytes_per_s / 1e9:.1f} GB/s; "
         f"products of 1024 rows {rates.flops_per_s / 1e9:.0f} GFLOP/s"
     )
-    used = [part for part in PARTS if any(step.split.parts_ms.get(part) for step in steps)]
+    used = [part for part in PARTS if any(part in step.split.parts_ms for step in steps)]
     table = Table(title="ms of a step, and its bound; parts are of recorded steps, in which no op overlaps the next")
     for heading in ("step", "ms", "bound", *used, "calls"):
         table.add_column(heading, justify="left" if heading == "step" else "right")

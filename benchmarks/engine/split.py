@@ -33,17 +33,23 @@ class Split:
 
 def part_of(op: str) -> str:
     """The part that a native op belongs to."""
-    for beginning, part in (("linear", PRODUCTS), ("lora", LORA), ("attention", ATTENTION)):
+    for beginning, part in (
+        ("linear", PRODUCTS),
+        ("plain_linear", PRODUCTS),
+        ("lora", LORA),
+        ("attention", ATTENTION),
+        *((other, OTHER) for other in ("rms_norm", "rotate_store", "store_kv", "gate", "sample")),
+    ):
         if op.startswith(beginning):
             return part
-    return OTHER
+    raise ValueError(f"the native op {op} is of no part: name its part here")
 
 
 def split(runs: Sequence[Run], wall_ns: int) -> dict[str, float]:
     """The parts of one step that took wall_ns, ms.
 
-    What an op takes is what the calling thread takes for its tasks; waiting is until the other threads have ended
-    theirs; Python is everything outside of native calls.
+    What an op takes is what the calling thread takes for its tasks, or all of it where the others had all tasks.
+    Waiting is until the other threads have ended theirs. Python is everything outside of native calls.
     """
     if not runs:
         return {WHOLE: wall_ns / 1e6}
@@ -51,6 +57,7 @@ def split(runs: Sequence[Run], wall_ns: int) -> dict[str, float]:
     for run in runs:
         at = run.began_ns
         for name, (own_end, end) in zip(run.names, run.times.tolist(), strict=True):
+            own_end = own_end if own_end > at else end
             spent[part_of(name)] += own_end - at
             spent[WAITING] += end - own_end
             at = end

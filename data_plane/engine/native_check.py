@@ -29,6 +29,7 @@ def check_recorded(loaded: LoadedModel, stacked: StackedLayers, cache: KVCache, 
     num_blocks, block_size = cache.keys[0].shape[:2]
     room = min(num_blocks * block_size - 1, max_tokens, loaded.context_limit - 1, NUM_TOKENS)
     if room < 1:
+        stacked.stack.forget()  # nothing to compare
         return
     native = _answers(loaded, cache, room)
     with stacked.stack.as_modules():

@@ -29,7 +29,12 @@ def find_compiler() -> Compiler | None:
     """The command that CC holds, else cc, gcc or clang. None elsewhere than on Linux and macOS."""
     if not sys.platform.startswith(("linux", "darwin")):
         return None
-    commands = [shlex.split(os.environ["CC"])] if os.environ.get("CC", "").strip() else [["cc"], ["gcc"], ["clang"]]
+    commands = [["cc"], ["gcc"], ["clang"]]
+    if os.environ.get("CC", "").strip():
+        try:
+            commands = [shlex.split(os.environ["CC"])]
+        except ValueError:  # a quotation that does not end
+            return None
     return next((command for command in commands if shutil.which(command[0])), None)
 
 
@@ -95,9 +100,14 @@ def _run(command: Sequence[str], timeout_s: float) -> str:
         output.seek(0)
         said = output.read().decode("utf-8", errors="replace").strip()
     if status != 0:
-        raise CompilerFailed(f"{shlex.join(command)} ended with status {status}: {said[:_MAX_MESSAGE]}")
+        raise CompilerFailed(f"{shlex.join(command)} ended with status {status}: {_one_line(said)}")
     return said
 
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _one_line(said: str) -> str:
+    """As a log has room for it."""
+    return " | ".join(line.strip() for line in said.splitlines() if line.strip())[:_MAX_MESSAGE]

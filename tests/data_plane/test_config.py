@@ -85,6 +85,7 @@ def test_an_empty_cache_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--num-blocks", "0", "--num-blocks: 0 is below 1"),
         ("--max-rows", "65537", "--max-rows: 65537 is above 65536"),
+        ("--threads", "1025", "--threads: 1025 is above 1024"),
         ("--max-model-len", "1", "--max-model-len: 1 is below 2"),
         ("--device", "tpu", "--device: 'tpu' is none of auto, cpu, cuda"),
         ("--dtype", "int8", "--dtype: 'int8'"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from benchmarks.engine.bounds import Rates, Work, bounds_ms
-from benchmarks.engine.split import measure, split
+from benchmarks.engine.split import ATTENTION, LORA, OTHER, PRODUCTS, WAITING, measure, part_of, split
 from benchmarks.serving.checkpoints import SHAPES
 from kernels.native import Run
 
@@ -67,3 +70,22 @@ def test_parts_have_the_unit_of_their_bounds(part: str) -> None:
     }[part]
     outside = 64 * 512 if part == "products" else 0
     assert ms == pytest.approx((2 * layer + outside) * 4 / 1e6)
+
+
+def test_every_native_op_has_a_part() -> None:
+    kernels = Path(__file__).parents[3] / "kernels"
+    kinds = [
+        re.findall(r"const OpKind \w+_op = {\s*\"(\w+)\"", path.read_text("utf-8")) for path in kernels.rglob("*.c")
+    ]
+    names = [name for of_file in kinds for name in of_file]
+    assert len(names) > 10
+    assert {part_of(name) for name in names} == {PRODUCTS, LORA, ATTENTION, OTHER}
+    assert part_of("plain_linear") == part_of("linear") == PRODUCTS
+    with pytest.raises(ValueError, match="is of no part"):
+        part_of("unknown")
+
+
+def test_an_op_that_the_other_threads_did_is_no_waiting() -> None:
+    run = Run(("linear", "gate"), 100, np.array([[100, 300], [350, 360]]))
+    parts = split([run], 400)
+    assert (parts[PRODUCTS], parts[OTHER], parts[WAITING]) == (200 / 1e6, 50 / 1e6, 10 / 1e6)

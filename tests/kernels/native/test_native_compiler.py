@@ -21,6 +21,12 @@ def test_cc_names_the_compiler_and_may_hold_flags(monkeypatch: pytest.MonkeyPatc
     assert find_compiler() is not None
 
 
+def test_a_cc_that_is_no_command_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc '")
+    assert find_compiler() is None
+    assert missing_compiler() == "no C compiler (gcc '): install gcc or clang, or name one with CC"
+
+
 def test_setup_tells_a_missing_compiler_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
