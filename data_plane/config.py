@@ -43,13 +43,16 @@ _LOWEST = {
     "exit_when_disconnected_s": 0,
     "profile": 1,
 }
-# What a Hello may say: a control plane refuses more (plan.proto). And what memory holds.
+# What a Hello may say; a control plane refuses more (plan.proto).
 HIGHEST = {
     "num_blocks": 1 << 24,
     "block_size": 1 << 16,
     "token_budget": 1 << 20,
     "max_rows": 1 << 16,
     "num_slots": 1 << 16,
+}
+# Bounds of the worker's own.
+_HIGHEST_HERE = {
     "threads": 1 << 10,
     "profile": 10_000,  # about 40 kB each
 }
@@ -90,7 +93,7 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"{flag_of(name)}: {value} is below {lowest}")
-        for name, highest in HIGHEST.items():
+        for name, highest in (HIGHEST | _HIGHEST_HERE).items():
             value = getattr(self, name)
             if value is not None and value > highest:
                 raise ConfigError(f"{flag_of(name)}: {value} is above {highest}")
