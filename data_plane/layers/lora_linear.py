@@ -13,7 +13,7 @@ from torch import nn
 
 from data_plane.adapters.sites import Site, SiteKind
 from data_plane.layers.context import StepContext
-from data_plane.layers.packed_weight import PackedWeight, SharedWeight, pack, share
+from data_plane.layers.packed_weight import PackedWeight, pack, share
 
 
 class LoraLinear(nn.Linear):
@@ -78,7 +78,7 @@ class LoraLinear(nn.Linear):
     def pack_weight(self) -> None:
         """Keep the weight in the layout that is fastest here, if that is another one than the checkpoint's."""
         self.packed = pack(self.weight)
-        if self.packed is not None and not isinstance(self.packed, SharedWeight):
+        if self.packed is not None:
             self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
 
     def share_weight(self) -> None:

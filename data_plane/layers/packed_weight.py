@@ -45,7 +45,7 @@ class NativeWeight:
 
 @dataclass(frozen=True, slots=True)
 class SharedWeight:
-    """As it is, for the native product with plain weights: of a head whose weight is the embedding's as well."""
+    """As it is, for the native product with plain weights: what a head may share with the embedding."""
 
     weight: torch.Tensor
 
@@ -80,7 +80,7 @@ def pack(weight: torch.Tensor) -> PackedWeight | None:
     if form is Form.NATIVE:
         return NativeWeight(to_panels(weight), out_features, in_features)
     if form is Form.SHARED:
-        return SharedWeight(weight)
+        return SharedWeight(weight.clone(memory_format=torch.contiguous_format))  # replaces it, as every form does
     packed = to_onednn(weight) if form is Form.ONEDNN else None
     return None if packed is None else OneDnnWeight(packed)
 

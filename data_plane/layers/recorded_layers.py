@@ -163,11 +163,12 @@ class RecordedLayers:
 
     def _linear(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """y = module(x), with the step's adapters."""
-        if not isinstance(module, LoraLinear) or not isinstance(module.packed, NativeWeight | SharedWeight):
-            raise CannotRecord(f"{type(module).__name__} has no weight for native code")
-        op, weight = "plain_linear", module.weight
-        if isinstance(module.packed, NativeWeight):
+        if isinstance(module, LoraLinear) and isinstance(module.packed, NativeWeight):
             op, weight = "linear", module.packed.panels
+        elif isinstance(module, LoraLinear) and isinstance(module.packed, SharedWeight):
+            op, weight = "plain_linear", module.packed.weight
+        else:
+            raise CannotRecord(f"{type(module).__name__} has no weight for native code")
         groups = self._sites.site_groups(module.site_names) if module.site_names else []
         problems, column = [], 0
         for group, epilogue in groups:

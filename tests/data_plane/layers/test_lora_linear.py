@@ -12,7 +12,7 @@ from kernels.linear.choice import Form
 from kernels.native import find_compiler
 
 # A machine without a C compiler has no native products.
-FORMS = [Form.ONEDNN, Form.NATIVE] if find_compiler() else [Form.ONEDNN]
+FORMS = [Form.ONEDNN, Form.NATIVE, Form.SHARED] if find_compiler() else [Form.ONEDNN]
 
 
 class AddSite:
