@@ -3,7 +3,7 @@
 #ifndef MOTET_ATTENTION_H
 #define MOTET_ATTENTION_H
 
-#include "../native/numbers.h"
+#include "../native/rows.h"
 
 /* Sequences of a step, the longest context first. */
 typedef struct {
@@ -103,28 +103,7 @@ INLINE void load_pair_float8(const void *from, vec *first, vec *second) {
 
 /* LANES neighbouring numbers, in their order. */
 INLINE vec load_in_order(const void *row, int64_t place, int dtype) {
-    if (dtype == FLOAT8) return load_float8((const char *)row + place);
-    if (dtype == FLOAT32) return load((const float *)row + place);
-    if (dtype == FLOAT16) {
-        halves half;
-        memcpy(&half, (const uint16_t *)row + place, sizeof half);
-        return widened(half);
-    }
-    shorts code;
-    memcpy(&code, (const uint16_t *)row + place, sizeof code);
-    return (vec)(__builtin_convertvector(code, bits) << 16);
-}
-
-INLINE void store_in_order(void *row, int64_t place, int dtype, vec value) {
-    if (dtype == FLOAT32) {
-        store((float *)row + place, value);
-    } else if (dtype == FLOAT16) {
-        const halves half = narrowed(value);
-        memcpy((uint16_t *)row + place, &half, sizeof half);
-    } else {
-        const shorts code = __builtin_convertvector(rounded(value) >> 16, shorts);
-        memcpy((uint16_t *)row + place, &code, sizeof code);
-    }
+    return dtype == FLOAT8 ? load_float8((const char *)row + place) : load_lanes(row, place, dtype);
 }
 
 #ifdef __clang__
@@ -162,8 +141,8 @@ INLINE void store_output(void *row, int64_t place, int count, int dtype, int is_
         const bits both = (rounded(first) >> 16) | rounded(second);
         memcpy((uint16_t *)row + place, &both, (size_t)count * 2);
     } else {
-        store_in_order(row, place, dtype, first);
-        if (count == PAIR) store_in_order(row, place + LANES, dtype, second);
+        store_lanes(row, place, dtype, first);
+        if (count == PAIR) store_lanes(row, place + LANES, dtype, second);
     }
 }
 
