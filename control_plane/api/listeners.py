@@ -27,6 +27,9 @@ WORKER_CONNECTIONS = 512
 # have no greatest age: a stream may run for as long as its request does.
 CONNECTION_IDLE_MS = 5 * 60_000
 HANDSHAKE_TIMEOUT_MS = 20_000  # how long a peer may take to speak HTTP/2
+# RPCs that have arrived and that the event loop has not taken up. Beyond 1000 gRPC would cancel some of them at random,
+# which a client cannot tell from its own cancellation; our limits answer with a reason and a time to try again.
+PENDING_RPCS = 20_000
 
 Option = tuple[str, int]
 
@@ -43,6 +46,8 @@ def common_options() -> list[Option]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_connection_idle_ms", CONNECTION_IDLE_MS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.server.max_pending_requests", PENDING_RPCS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_RPCS),
         ("grpc.so_reuseport", 0),
     ]
 

@@ -144,6 +144,15 @@ async def test_watches_take_no_place_from_requests_and_are_limited_themselves() 
         assert await status_of(channel) == "1"
 
 
+async def test_no_rpc_of_a_burst_is_cancelled() -> None:
+    async with Port() as port:
+        channel = await port.open()
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        checks = [health.Check(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(4000)]
+        codes = await asyncio.gather(*(check.code() for check in checks))
+        assert grpc.StatusCode.OK in codes and set(codes) <= {grpc.StatusCode.OK, EXHAUSTED}
+
+
 def test_what_lasts_as_long_as_the_client_likes_has_a_limit_of_its_own() -> None:
     limits = RpcLimits(10)
     work = limits.of("/motet.v1.GenerationService/Generate")
