@@ -122,7 +122,7 @@ def source_factory(worker_id: str) -> SourceFactory:
     """Adapters from the host cache where Welcome names one, else and otherwise through the control plane."""
 
     def make_source(stub: WorkerServiceStub, host_cache_url: str) -> AdapterSource:
-        from data_plane.adapters.sources import ControlPlaneSource, FallbackSource, HostCacheSource
+        from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource, HostCacheSource
 
         direct = ControlPlaneSource(stub, worker_id)
         if not host_cache_url:

@@ -1,1 +1,1 @@
-"""Adapter weights on the device: arena, slots, loading."""
+"""Adapters on a worker: `format` reads packed ones, `arena` keeps them on the device, `step` applies them in a step."""

@@ -13,7 +13,7 @@ from motet.fingerprint import checkpoint_fingerprint
 from motet.process_log import shown
 from transformers.utils import logging as transformers_logging
 
-from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.sites import Site
 from data_plane.config import HIGHEST, MAX_HOST_BLOCKS, WorkerConfig
 from data_plane.engine.engine import TorchEngine

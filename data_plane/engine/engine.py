@@ -8,7 +8,7 @@ import time
 import numpy as np
 import torch
 
-from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache

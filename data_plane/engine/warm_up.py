@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from motet.process_log import Progress, shown
 
-from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ArenaFull
 from data_plane.plan import Capacities, NewRow, RowSampling, StepPlan

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from data_plane.adapters.step import LoraStep
+from data_plane.adapters.step.lora_step import LoraStep
 from kernels.paged_attention import AttentionBatch
 
 

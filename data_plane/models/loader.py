@@ -84,7 +84,7 @@ class LoadedModel:
 
 
 class ModelWeights:
-    """The sites of a loaded model by name (data_plane.adapters.base_weights.BaseWeights)."""
+    """The sites of a loaded model by name (data_plane.adapters.arena.base_weights.BaseWeights)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._linears = {

@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 
-from data_plane.adapters.manifest import read_manifest
+from data_plane.adapters.format.manifest import read_manifest
 from data_plane.errors import AdapterCorrupt, AdapterLoadError, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from safetensors.torch import save
 
-from data_plane.adapters.arena import AdapterArena
-from data_plane.adapters.base_weights import BaseWeights
+from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.arena.base_weights import BaseWeights
 from data_plane.adapters.sites import Site
 from data_plane.errors import AdapterUnavailable
 
@@ -49,7 +49,7 @@ class Packed:
 
 
 class RandomBase:
-    """A base model of random weights; "q" alone has a bias (data_plane.adapters.base_weights.BaseWeights)."""
+    """A base model of random weights; "q" alone has a bias (data_plane.adapters.arena.base_weights.BaseWeights)."""
 
     def weight(self, site_name: str) -> torch.Tensor:
         site = next(site for site in SITES if site.name == site_name)

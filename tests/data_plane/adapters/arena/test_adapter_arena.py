@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.errors import (
     AdapterLoadError,
     StaleSlot,

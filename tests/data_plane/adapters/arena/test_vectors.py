@@ -89,7 +89,7 @@ def test_steps_without_vectors_read_no_table(monkeypatch: pytest.MonkeyPatch) ->
     def add(*_: object, epilogue: object, **__: object) -> None:
         seen.append(epilogue is not None)
 
-    monkeypatch.setattr("data_plane.adapters.step.add_lora_group", add)
+    monkeypatch.setattr("data_plane.adapters.step.lora_step.add_lora_group", add)
     for slots in ([0], [1, 0], [2], [0, 3]):
         step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), slots)
         assert step is not None
@@ -170,7 +170,7 @@ def test_wrong_vectors_are_refused() -> None:
 
 
 def test_the_norm_is_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_plane.adapters.dora.SLICE_BYTES", 5 * 4 * 32)
+    monkeypatch.setattr("data_plane.adapters.arena.dora.SLICE_BYTES", 5 * 4 * 32)
     packed = pack(7, vectors="magnitude")
     arena = make_arena()
     load(arena, 0, 1, packed)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.errors import (
     AdapterLoadError,
     StaleSlot,

@@ -17,8 +17,8 @@ import pytest
 import redis
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
-from data_plane.adapters import sources
-from data_plane.adapters.sources import ControlPlaneSource, FallbackSource, HostCacheSource
+from data_plane.adapters.format import sources
+from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource, HostCacheSource
 from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
 from tests.data_plane.adapters.factories import DictSource, Packed, make_arena, pack, run_step
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.site_groups import SiteGroups, TableGroup
-from data_plane.adapters.slots import SlotTable
+from data_plane.adapters.arena.site_groups import SiteGroups, TableGroup
+from data_plane.adapters.arena.slots import SlotTable
 from kernels.lora import DeviceRoute, Epilogue, add_lora_group, lora_embed, lora_expand
 from kernels.lora.native import LoraTokens, lora_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data_plane.adapters.arena import AdapterArena
+from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.sites import Site, SiteKind
 from data_plane.errors import AdapterMismatch, ArenaFull
 from tests.data_plane.adapters.factories import BASE, DictSource, Packed, pack, sha256
@@ -19,7 +19,7 @@ FORMS = pytest.mark.usefixtures("lora_form")
 
 
 class Base:
-    """A base model of random weights (data_plane.adapters.base_weights.BaseWeights)."""
+    """A base model of random weights (data_plane.adapters.arena.base_weights.BaseWeights)."""
 
     def weight(self, site_name: str) -> torch.Tensor:
         site = next(site for site in SITES if site.name == site_name)

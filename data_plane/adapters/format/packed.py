@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
-from data_plane.adapters.manifest import ChunkEntry, Manifest, ModuleEntry
+from data_plane.adapters.format.manifest import ChunkEntry, Manifest, ModuleEntry
 from data_plane.errors import AdapterCorrupt, AdapterMismatch
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.base_weights import BaseWeights
-from data_plane.adapters.dora import GainStream
-from data_plane.adapters.manifest import Manifest
-from data_plane.adapters.packed import ModuleTensors, read_chunk
-from data_plane.adapters.pages import PagePool
-from data_plane.adapters.placement import Placement
-from data_plane.adapters.slots import Load, SiteWeights
+from data_plane.adapters.arena.base_weights import BaseWeights
+from data_plane.adapters.arena.dora import GainStream
+from data_plane.adapters.arena.pages import PagePool
+from data_plane.adapters.arena.placement import Placement
+from data_plane.adapters.arena.slots import Load, SiteWeights
+from data_plane.adapters.format.manifest import Manifest
+from data_plane.adapters.format.packed import ModuleTensors, read_chunk
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable
 
 

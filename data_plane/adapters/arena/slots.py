@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.pages import PagePool
+from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.sites import Site
 from kernels.lora import Epilogue, SiteGroup
 

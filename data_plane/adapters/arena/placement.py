@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from data_plane.adapters.manifest import Manifest, ModuleEntry
-from data_plane.adapters.pages import PagePool
+from data_plane.adapters.arena.pages import PagePool
+from data_plane.adapters.arena.slots import SiteWeights
+from data_plane.adapters.format.manifest import Manifest, ModuleEntry
 from data_plane.adapters.sites import Site, SiteKind
-from data_plane.adapters.slots import SiteWeights
 from data_plane.errors import AdapterMismatch
 
 

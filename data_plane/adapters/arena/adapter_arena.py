@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.base_weights import BaseWeights
-from data_plane.adapters.manifest import Manifest, read_manifest
-from data_plane.adapters.packed import TORCH_DTYPES
-from data_plane.adapters.pages import PagePool
-from data_plane.adapters.placement import Placement, place
-from data_plane.adapters.site_groups import SiteGroups
+from data_plane.adapters.arena.base_weights import BaseWeights
+from data_plane.adapters.arena.pages import PagePool
+from data_plane.adapters.arena.placement import Placement, place
+from data_plane.adapters.arena.site_groups import SiteGroups
+from data_plane.adapters.arena.slots import Load, ResidentAdapter, SiteWeights, SlotTable
+from data_plane.adapters.arena.writing import AdapterWriter
+from data_plane.adapters.format.manifest import Manifest, read_manifest
+from data_plane.adapters.format.packed import TORCH_DTYPES
 from data_plane.adapters.sites import Site, SiteKind
-from data_plane.adapters.slots import Load, ResidentAdapter, SiteWeights, SlotTable
-from data_plane.adapters.step import LoraStep, ShrunkRows, SiteNeeds
-from data_plane.adapters.writing import AdapterWriter
+from data_plane.adapters.step.lora_step import LoraStep, ShrunkRows, SiteNeeds
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
 from kernels.devices import runs_triton

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from motet.v1 import plan_pb2, plan_pb2_grpc
 
-from data_plane.adapters.manifest import Manifest, read_manifest, verify_chunk
+from data_plane.adapters.format.manifest import Manifest, read_manifest, verify_chunk
 from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
 from data_plane.plan import AdapterSource
 

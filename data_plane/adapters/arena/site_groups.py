@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from data_plane.adapters.base_weights import BaseWeights
+from data_plane.adapters.arena.base_weights import BaseWeights
+from data_plane.adapters.arena.slots import SlotTable
 from data_plane.adapters.sites import Site
-from data_plane.adapters.slots import SlotTable
 from kernels.lora import Epilogue, SiteGroup
 
 
