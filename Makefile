@@ -118,8 +118,8 @@ format: setup-dev  ## let ruff and buf rewrite
 	$(BIN)/ruff format .
 	$(BIN)/buf format -w protos/motet
 
-type: setup-dev  ## mypy, strict; the programs of README.md too
-	$(BIN)/mypy control_plane data_plane kernels client/motet benchmarks
+type: setup-dev  ## mypy, strict; examples/ and the programs of README.md too
+	$(BIN)/mypy control_plane data_plane kernels client/motet benchmarks examples
 	$(PY) .ci/readme_types.py
 
 stubs: $(STUBS_VENV)/.stamp  ## regenerate client/motet/v1 from protos/, and protos/google
