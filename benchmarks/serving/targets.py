@@ -59,7 +59,7 @@ ROWS = (
     Row("adapters-16-base", "adapters", "16 adapters, 32 requests", "adapters-16", ("base-32",), TOKENS, 0.75),
     Row("adapters-64", "adapters", "64 adapters, 64 requests", "adapters-64", ("base-64",), TOKENS, 0.6),
     Row("dora-16", "adapters", "16 DoRA adapters, 32 requests", "dora-16", ("base-32",), TOKENS, 0.7),
-    Row("full-arena", "adapters", "base only, arena full of adapters", "full-base-32", ("base-32",), TOKENS, 0.99),
+    Row("full-arena", "arena", "base only, arena full of adapters", "full-base-32", ("empty-base-32",), TOKENS, 0.99),
     Row("float32", "float32", "float32, 16 adapters", "float32-16", ("peft float32-16",), TOKENS, 4.0, True),
     Row("ttft", "base", "one request of 512 tokens", "ttft-512", tuple(f"{v} ttft-512" for v in VLLM), TTFT, 0.7),
 )
