@@ -24,7 +24,6 @@ from control_plane.api import wire
 from control_plane.api.adapter_roots import AdapterRoots
 from control_plane.api.gate import DrainGate
 from control_plane.api.operations import OperationBook
-from control_plane.api.parts import Fleet, Record, Registered, Registry, Weights
 from control_plane.api.pins import Pins
 from control_plane.api.request_memory import RequestMemory
 from control_plane.api.upload import UploadReceiver
@@ -41,6 +40,10 @@ from control_plane.api.validation import (
     refuse,
 )
 from control_plane.errors import MotetError, Unavailable
+from control_plane.fleet.fleet import Fleet
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.records import AdapterRecord, Registered
+from control_plane.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("motet.audit")
@@ -59,7 +62,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self,
         *,
         registry: Registry,
-        weights: Weights,
+        weights: AdapterWeights,
         fleet: Fleet,
         gate: DrainGate,
         book: OperationBook,
@@ -209,7 +212,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_digest(request.digest, "digest", violations)
         violations.raise_if_any()
 
-        async def activate() -> Record:
+        async def activate() -> AdapterRecord:
             record = await self._registry.activate(adapter_id, request.digest, request.etag)
             await self._pins.follow(adapter_id)
             return record
@@ -336,7 +339,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         if not self._registry.is_named(digest):
             await self._weights.drop(digest)
 
-    def _placements(self, record: Record) -> list[adapters_pb2.AdapterPlacement]:
+    def _placements(self, record: AdapterRecord) -> list[adapters_pb2.AdapterPlacement]:
         digest = record.active_digest
         if not digest:
             return []

@@ -26,7 +26,6 @@ from control_plane.api.generation_request import (
     effective_max_tokens,
     effective_stop_token_ids,
 )
-from control_plane.api.parts import Fleet, Registry, Resolved, ServedContext
 from control_plane.api.peers import host_of
 from control_plane.api.preconditions import require_model, require_prompt
 from control_plane.api.text.codec import TextCodec
@@ -34,6 +33,10 @@ from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from control_plane.api.validation import refuse, tenant_of
 from control_plane.errors import AdapterNotFound, MotetError, NoWorker
+from control_plane.fleet.fleet import Fleet
+from control_plane.registry.records import ResolvedAdapter
+from control_plane.registry.registry import Registry
+from control_plane.registry.worker_reports import WorkerReports
 from control_plane.scheduler.types import Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self,
         *,
         model: ModelFacts,
-        served: ServedContext,
+        served: WorkerReports,
         codec: TextCodec,
         registry: Registry,
         fleet: Fleet,
@@ -154,7 +157,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             job.cancel()
         raise MotetError(f"the stream of request {work.request_id} ended without a finish reason")
 
-    def _resolved_anew(self, resolved: Resolved, *, is_exact: bool) -> Resolved:
+    def _resolved_anew(self, resolved: ResolvedAdapter, *, is_exact: bool) -> ResolvedAdapter:
         """What was resolved before others had their turn of the event loop, if that version still exists.
 
         Raises AdapterNotFound where it was deleted: nothing waits for this request yet, and it must not load the
@@ -168,7 +171,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             return self._registry.resolve(resolved.adapter_id)
 
     def _events(
-        self, checked: CheckedRequest, work: Request, resolved: Resolved | None, render_time_s: float | None
+        self, checked: CheckedRequest, work: Request, resolved: ResolvedAdapter | None, render_time_s: float | None
     ) -> GenerationEvents:
         stops = StopStrings(checked.stop)
         return GenerationEvents(

@@ -15,11 +15,11 @@ from motet.v1 import generation_pb2, types_pb2
 
 from control_plane.api.generation_request import CheckedRequest
 from control_plane.api.kept_deltas import KeptDeltas
-from control_plane.api.parts import JobEvent
 from control_plane.api.preconditions import prompt_sha256
 from control_plane.api.sampling_params import decoding_message, sampling_message
 from control_plane.api.text.stream import TextStream
 from control_plane.api.wire import FINISH_REASONS, add_logprobs, duration, timestamp
+from control_plane.fleet.jobs import JobEvent
 from control_plane.scheduler.types import FinishReason, Request, TokenLogprobs, sample_seed
 
 # Tokens, and log-probabilities of the prompt, that are worked on before others have their turn of the event loop.
@@ -282,7 +282,7 @@ def parts_of(event: JobEvent) -> Iterator[JobEvent]:
         end = start + MAX_TOKENS_AT_ONCE
         is_last = end >= num_tokens
         yield replace(
-            event,  # type: ignore[type-var]  # a dataclass; the protocol does not say so
+            event,
             token_ids=event.token_ids[start:end],
             finish_reason=event.finish_reason if is_last else None,
             logprobs=event.logprobs and event.logprobs[start:end],

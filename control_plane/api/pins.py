@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from control_plane.api.parts import Fleet, Record, Registry, Weights
 from control_plane.errors import AdapterNotFound, MotetError
+from control_plane.fleet.fleet import Fleet
+from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.keyed_locks import KeyedLocks
+from control_plane.registry.records import AdapterRecord
+from control_plane.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Pins:
     """Pins of host cache and fleet by adapter name."""
 
-    def __init__(self, registry: Registry, weights: Weights, fleet: Fleet) -> None:
+    def __init__(self, registry: Registry, weights: AdapterWeights, fleet: Fleet) -> None:
         self._registry = registry
         self._weights = weights
         self._fleet = fleet
@@ -30,7 +33,7 @@ class Pins:
         self._name_locks = KeyedLocks()
         self._digest_locks = KeyedLocks()
 
-    async def pin(self, adapter_id: str) -> Record:
+    async def pin(self, adapter_id: str) -> AdapterRecord:
         """Pin the active version. Raises PinBudgetExceeded and changes nothing where it does not fit."""
         async with self._name_locks.hold(adapter_id):
             had_pin = adapter_id in self._digest_by_id
@@ -44,7 +47,7 @@ class Pins:
             await self._move(record)  # the active version may have changed before the name was pinned
             return record
 
-    async def unpin(self, adapter_id: str) -> Record:
+    async def unpin(self, adapter_id: str) -> AdapterRecord:
         """Take the pin back; not pinned is not an error."""
         async with self._name_locks.hold(adapter_id):
             record = await self._registry.clear_pinned(adapter_id)
@@ -81,7 +84,7 @@ class Pins:
             if not token:
                 return
 
-    async def _move(self, record: Record) -> None:
+    async def _move(self, record: AdapterRecord) -> None:
         try:
             await self._hold(record.adapter_id, record.active_digest)
         except MotetError as error:

@@ -10,7 +10,12 @@ import grpc.aio
 from motet import __version__
 from motet.v1 import status_pb2, status_pb2_grpc
 
-from control_plane.api.parts import Fleet, Registry, ServedContext, TenantUse, Weights
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.quotas import TenantUse
+from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.registry import Registry
+from control_plane.registry.worker_reports import WorkerReports
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -42,11 +47,11 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
         self,
         *,
         model: ModelIdentity,
-        served: ServedContext,
+        served: WorkerReports,
         limits: Limits,
         fleet: Fleet,
         registry: Registry,
-        weights: Weights,
+        weights: AdapterWeights,
     ) -> None:
         self._model = model
         self._served = served
@@ -102,6 +107,6 @@ def _tenant_message(use: TenantUse) -> status_pb2.TenantStatus:
     )
 
 
-def _fields(snapshot: Any) -> dict[str, Any]:
-    # The snapshots are dataclasses with the very fields of the messages; a difference is an error at once.
+def _fields(snapshot: WorkerSnapshot | QueueSnapshot) -> dict[str, Any]:
+    # The messages have exactly the fields of these dataclasses; a difference raises at once.
     return dataclasses.asdict(snapshot)

@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from motet.v1 import adapters_pb2, types_pb2
 
-from control_plane.api.parts import Record, Registered, Version
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
 
 FINISH_REASONS = {
@@ -16,9 +16,9 @@ FINISH_REASONS = {
     FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
 }
 _STATES = {
-    "active": adapters_pb2.ADAPTER_STATE_ACTIVE,
-    "deleting": adapters_pb2.ADAPTER_STATE_DELETING,
-    "failed": adapters_pb2.ADAPTER_STATE_FAILED,
+    AdapterState.ACTIVE: adapters_pb2.ADAPTER_STATE_ACTIVE,
+    AdapterState.DELETING: adapters_pb2.ADAPTER_STATE_DELETING,
+    AdapterState.FAILED: adapters_pb2.ADAPTER_STATE_FAILED,
 }
 
 
@@ -46,7 +46,7 @@ def add_logprobs(
             add_top(token_id=token_id, logprob=logprob)
 
 
-def version_message(version: Version, *, with_modules: bool = False) -> adapters_pb2.AdapterVersion:
+def version_message(version: AdapterVersion, *, with_modules: bool = False) -> adapters_pb2.AdapterVersion:
     return adapters_pb2.AdapterVersion(
         digest=version.digest,
         kind=version.kind,
@@ -60,15 +60,15 @@ def version_message(version: Version, *, with_modules: bool = False) -> adapters
 
 
 def adapter_message(
-    record: Record, *, with_modules: bool = False, placements: Sequence[adapters_pb2.AdapterPlacement] = ()
+    record: AdapterRecord, *, with_modules: bool = False, placements: Sequence[adapters_pb2.AdapterPlacement] = ()
 ) -> adapters_pb2.Adapter:
-    active = _active_version(record)
+    active = record.active_version
     return adapters_pb2.Adapter(
         name=f"adapters/{record.adapter_id}",
         uid=record.uid,
         display_name=record.display_name,
         labels=dict(record.labels),
-        state=_STATES[str(getattr(record.state, "value", record.state)).lower()],
+        state=_STATES[record.state],
         state_reason=record.state_reason,
         active_version=None if active is None else version_message(active, with_modules=with_modules),
         pinned=record.is_pinned,
@@ -83,7 +83,7 @@ def registered_message(registered: Registered) -> adapters_pb2.Adapter:
     """The adapter with its modules, and what registering it changed."""
     message = adapter_message(registered.record, with_modules=True)
     message.registration.change = _change(registered)
-    previous = None if registered.previous is None else _active_version(registered.previous)
+    previous = None if registered.previous is None else registered.previous.active_version
     if previous is not None:
         message.registration.previous_version.CopyFrom(version_message(previous))
     return message
@@ -98,7 +98,3 @@ def _change(registered: Registered) -> adapters_pb2.RegistrationChange:
     if any(version.digest == record.active_digest for version in previous.versions):
         return adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED
     return adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED
-
-
-def _active_version(record: Record) -> Version | None:
-    return next((version for version in record.versions if version.digest == record.active_digest), None)

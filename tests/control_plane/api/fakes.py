@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,67 +25,62 @@ from control_plane.api.request_memory import RequestMemory
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.upload import UploadReceiver
 from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudgetExceeded
+from control_plane.fleet.fleet import Fleet
+from control_plane.fleet.jobs import JobEvent, JobStream
 from control_plane.fleet.quotas import TenantUse
 from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
 from control_plane.fleet.tenants import TenantLimits
-from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId, TokenLogprobs
+from control_plane.host_cache.base import HostCacheStats
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.catalog import RegistryStats
+from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
+from control_plane.registry.registry import Registry
+from control_plane.registry.worker_reports import WorkerReports
+from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
 
 DIGEST = "a" * 64
 OTHER_DIGEST = "b" * 64
 
 
-@dataclass(frozen=True)
-class FakeVersion:
-    digest: str
-    kind: str = "lora"
-    max_rank: int = 8
-    dtype: str = "float32"
-    size_bytes: int = 1000
-    target_modules: tuple[str, ...] = ("model.layers.0.self_attn.q_proj",)
-    create_time_s: float = 1.5
-    number: int = 1
+def adapter_version(digest: str, *, number: int = 1) -> AdapterVersion:
+    return AdapterVersion(
+        digest=digest,
+        kind="lora",
+        max_rank=8,
+        dtype="float32",
+        size_bytes=1000,
+        arena_bytes=4096,
+        target_modules=("model.layers.0.self_attn.q_proj",),
+        create_time_s=1.5,
+        number=number,
+    )
 
 
-@dataclass(frozen=True)
-class FakeRecord:
-    adapter_id: str
-    versions: tuple[FakeVersion, ...]
-    active_digest: str
-    display_name: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    uid: str = "u1"
-    state: str = "active"
-    state_reason: str = ""
-    is_pinned: bool = False
-    create_time_s: float = 1.5
-    update_time_s: float = 2.5
-    etag: str = "e1"
+def adapter_record(
+    adapter_id: str, versions: Sequence[AdapterVersion], active_digest: str, **fields: Any
+) -> AdapterRecord:
+    """A record with the etag "u1-1"."""
+    record = AdapterRecord(
+        adapter_id=adapter_id,
+        uid="u1",
+        display_name="",
+        labels={},
+        state=AdapterState.ACTIVE,
+        state_reason="",
+        versions=tuple(versions),
+        active_digest=active_digest,
+        is_pinned=False,
+        create_time_s=1.5,
+        update_time_s=2.5,
+    )
+    return replace(record, **fields)
 
 
-@dataclass(frozen=True)
-class FakeRegistered:
-    record: FakeRecord
-    previous: FakeRecord | None
-    is_repaired: bool = False
-
-
-@dataclass(frozen=True)
-class FakeResolved:
-    adapter_id: str
-    ref: AdapterRef
-
-
-@dataclass(frozen=True)
-class FakeRegistryStats:
-    num_registered: int
-    num_stored: int
-
-
-class FakeRegistry:
+class FakeRegistry(Registry):
     """Records in a dict; `calls` tells what was asked, `files` what was registered."""
 
     def __init__(self) -> None:
-        self.records: dict[str, FakeRecord] = {}
+        self.records: dict[str, AdapterRecord] = {}
         self.calls: list[tuple[object, ...]] = []
         self.files: dict[str, dict[str, bytes]] = {}
         self.gate: asyncio.Event | None = None  # register waits for it
@@ -96,30 +91,33 @@ class FakeRegistry:
         self.error: Exception | None = None
         self.entered, self.entered_twice, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    def add(self, adapter_id: str, *digests: str) -> FakeRecord:
-        versions = tuple(FakeVersion(digest) for digest in digests or (DIGEST,))
-        self.records[adapter_id] = FakeRecord(adapter_id, versions, versions[0].digest)
+    def add(self, adapter_id: str, *digests: str) -> AdapterRecord:
+        versions = [adapter_version(digest) for digest in digests or (DIGEST,)]
+        self.records[adapter_id] = adapter_record(adapter_id, versions, versions[0].digest)
         return self.records[adapter_id]
 
-    def get(self, adapter_id: str) -> FakeRecord:
+    def get(self, adapter_id: str) -> AdapterRecord:
         if adapter_id not in self.records:
             near = ", ".join(sorted(self.records)[:3])
             raise AdapterNotFound(f"no adapter {adapter_id}; nearest: {near}", resource=f"adapters/{adapter_id}")
         return self.records[adapter_id]
 
-    def resolve(self, adapter_id: str, digest: str = "") -> FakeResolved:
+    def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
         record = self.get(adapter_id)
-        if digest and digest not in [version.digest for version in record.versions]:
+        version = record.version(digest or record.active_digest)
+        if version is None:
             raise AdapterNotFound(f"adapter {adapter_id} has no version {digest}", resource=f"adapters/{adapter_id}")
-        return FakeResolved(adapter_id, AdapterRef(digest or record.active_digest, 4096))
+        return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
 
-    def list_page(self, page_size: int, page_token: str) -> tuple[list[FakeRecord], str]:
+    def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
         names = [name for name in sorted(self.records) if name > page_token]
         more = names[page_size - 1] if len(names) > page_size else ""
         return [self.records[name] for name in names[:page_size]], more
 
-    def versions_page(self, adapter_id: str, page_size: int, page_token: str) -> tuple[Sequence[FakeVersion], str]:
-        return self.get(adapter_id).versions[:page_size], ""
+    def versions_page(
+        self, adapter_id: str, page_size: int = 0, page_token: str = ""
+    ) -> tuple[list[AdapterVersion], str]:
+        return list(self.get(adapter_id).versions[:page_size]), ""
 
     async def register(
         self,
@@ -127,9 +125,9 @@ class FakeRegistry:
         files: Mapping[str, Path],
         *,
         display_name: str = "",
-        labels: Mapping[str, str] = {},
+        labels: Mapping[str, str] | None = None,
         validate_only: bool = False,
-    ) -> FakeRegistered:
+    ) -> Registered:
         self.calls.append(("register", adapter_id, validate_only))
         (self.entered_twice if self.entered.is_set() else self.entered).set()
         try:
@@ -142,10 +140,17 @@ class FakeRegistry:
         self.files[adapter_id] = {name: path.read_bytes() for name, path in files.items()}
         before = self.records.get(adapter_id)
         is_pinned = before is not None and before.is_pinned
-        record = FakeRecord(adapter_id, (FakeVersion(DIGEST),), DIGEST, display_name, dict(labels), is_pinned=is_pinned)
+        record = adapter_record(
+            adapter_id,
+            [adapter_version(DIGEST)],
+            DIGEST,
+            display_name=display_name,
+            labels=dict(labels or {}),
+            is_pinned=is_pinned,
+        )
         if not validate_only:
             self.records[adapter_id] = record
-        return FakeRegistered(record, before)
+        return Registered(record, before)
 
     def is_named(self, digest: str) -> bool:
         return any(version.digest == digest for record in self.records.values() for version in record.versions)
@@ -157,28 +162,28 @@ class FakeRegistry:
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
         etag: str = "",
-    ) -> FakeRecord:
+    ) -> AdapterRecord:
         self.calls.append(("update", adapter_id, display_name, labels, etag))
         record = self.get(adapter_id)
         if display_name is not None:
             record = replace(record, display_name=display_name)
         if labels is not None:
-            record = replace(record, labels=labels)
+            record = replace(record, labels=dict(labels))
         self.records[adapter_id] = record
         return record
 
-    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> FakeRecord:
+    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
         self.records[adapter_id] = replace(self.get(adapter_id), active_digest=digest)
         return self.records[adapter_id]
 
-    async def set_pinned(self, adapter_id: str) -> FakeRecord:
+    async def set_pinned(self, adapter_id: str) -> AdapterRecord:
         if self.error is not None:
             raise self.error
         self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=True)
         await self._answer()
         return self.records[adapter_id]
 
-    async def clear_pinned(self, adapter_id: str) -> FakeRecord:
+    async def clear_pinned(self, adapter_id: str) -> AdapterRecord:
         self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=False)
         await self._answer()
         return self.records[adapter_id]
@@ -215,20 +220,11 @@ class FakeRegistry:
         self.calls.append(("finish_delete_version", digest))
         self.delete_finished.set()
 
-    def stats(self) -> FakeRegistryStats:
-        return FakeRegistryStats(len(self.records), len(self.records))
+    def stats(self) -> RegistryStats:
+        return RegistryStats(len(self.records), len(self.records))
 
 
-@dataclass(frozen=True)
-class FakeCacheStats:
-    num_adapters: int = 1
-    used_bytes: int = 10
-    budget_bytes: int = 100
-    is_available: bool = True
-    trouble: str = ""
-
-
-class FakeWeights:
+class FakeWeights(AdapterWeights):
     """Counts pins; `calls` tells the order."""
 
     def __init__(self, calls: list[tuple[object, ...]]) -> None:
@@ -262,40 +258,40 @@ class FakeWeights:
     def stored_anew(self, digest: str) -> None:
         self.stored.append(digest)
 
-    def stats(self) -> FakeCacheStats:
-        return FakeCacheStats(is_available=not self.trouble, trouble=self.trouble)
+    def stats(self) -> HostCacheStats:
+        return HostCacheStats(
+            num_adapters=1,
+            used_bytes=10,
+            budget_bytes=100,
+            is_available=not self.trouble,
+            trouble=self.trouble,
+            num_hits=3,
+            num_misses=2,
+            num_corrupt=1,
+        )
 
 
-@dataclass(frozen=True)
-class FakeEvent:
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 2
-    queue_time_s: float = 0.25
-    index: int = 0
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    score: float | None = None
+def job_event(token_ids: list[int], finish_reason: FinishReason | None = None, **fields: Any) -> JobEvent:
+    return JobEvent(token_ids, finish_reason, num_cached_tokens=2, queue_time_s=0.25, **fields)
 
 
-class ScriptedJob:
+class ScriptedJob(JobStream):
     """Yields what the test put into `events`; an exception in the script is raised."""
 
     def __init__(self) -> None:
-        self.events: asyncio.Queue[FakeEvent | Exception] = asyncio.Queue()
+        self.events: asyncio.Queue[JobEvent | Exception] = asyncio.Queue()
         self.is_cancelled = asyncio.Event()
         self.given_up: list[int] = []  # indices
 
-    def script(self, *events: FakeEvent | Exception) -> None:
+    def script(self, *events: JobEvent | Exception) -> None:
         for event in events:
             self.events.put_nowait(event)
 
-    async def __aiter__(self) -> AsyncIterator[FakeEvent]:
-        while True:
-            event = await self.events.get()
-            if isinstance(event, Exception):
-                raise event
-            yield event
+    async def __anext__(self) -> JobEvent:
+        event = await self.events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
 
     def cancel(self) -> None:
         self.is_cancelled.set()
@@ -304,7 +300,7 @@ class ScriptedJob:
         self.given_up.append(index)
 
 
-class FakeFleet:
+class FakeFleet(Fleet):
     """Hands out scripted jobs: `on_submit` gets each job with its request."""
 
     def __init__(self, calls: list[tuple[object, ...]]) -> None:
@@ -316,10 +312,8 @@ class FakeFleet:
         self.refusal: Exception | None = None  # of check_room
         self.retire_gate: asyncio.Event | None = None  # retire waits for it
         self.retire_begun = asyncio.Event()
-        self.num_workers = 1
         self.pinned: set[str] = set()
         self._ids = itertools.count(1)
-        self._callbacks: list[Callable[[], None]] = []
 
     def next_request_id(self) -> RequestId:
         return RequestId(next(self._ids))
@@ -369,7 +363,9 @@ class FakeFleet:
             num_requests=3, num_waiting=1, num_running=2, num_accepted=9, num_finished=5, num_rejected=1, num_migrated=0
         )
 
-    num_tenants = 8
+    @property
+    def num_tenants(self) -> int:
+        return 8
 
     def tenant_use(self) -> list[TenantUse]:
         limits = TenantLimits(weight=2.5, max_queued_tokens=90, tokens_per_minute=600)
@@ -386,9 +382,6 @@ class FakeFleet:
                 num_generated_tokens=9,
             )
         ]
-
-    def on_workers_changed(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
 
 
 def byte_level_tokenizer() -> Tokenizer:
@@ -425,23 +418,18 @@ def byte_fallback_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@dataclass
-class FakeServed:
-    """What workers serve."""
-
-    max_model_len: int | None
-
-
 class Api:
     """Every client-facing service over fakes, behind the real interceptor and a real channel."""
 
-    def __init__(self, directory: Path, codec: TextCodec, *, vocab_size: int = 300, max_model_len: int = 64) -> None:
+    def __init__(
+        self, directory: Path, codec: TextCodec, *, vocab_size: int = 300, max_model_len: int | None = 64
+    ) -> None:
         self.directory = directory
         self.registry = FakeRegistry()
         self.calls = self.registry.calls
         self.weights = FakeWeights(self.calls)
         self.fleet = FakeFleet(self.calls)
-        self.served = FakeServed(max_model_len)
+        self.served = WorkerReports(limit=max_model_len)
         self.gate = DrainGate()
         self.book = operations.OperationBook(wall_clock=lambda: 7.0)
         self.pins = Pins(self.registry, self.weights, self.fleet)

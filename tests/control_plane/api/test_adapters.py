@@ -388,12 +388,12 @@ async def test_bad_resource_name_is_refused(api: Api, name: str) -> None:
 
 async def test_update_changes_only_what_the_mask_names(api: Api) -> None:
     api.registry.add("poet")
-    adapter = adapters_pb2.Adapter(name="adapters/poet", display_name="New", labels={"a": "b"}, etag="e1")
+    adapter = adapters_pb2.Adapter(name="adapters/poet", display_name="New", labels={"a": "b"}, etag="u1-1")
     mask = field_mask_pb2.FieldMask(paths=["display_name"])
     request = adapters_pb2.UpdateAdapterRequest(adapter=adapter, update_mask=mask)
     changed = (await adapters(api).UpdateAdapter(request)).adapter
     assert (changed.display_name, dict(changed.labels)) == ("New", {})
-    assert api.calls == [("update", "poet", "New", None, "e1")]
+    assert api.calls == [("update", "poet", "New", None, "u1-1")]
     for paths in ([], ["pinned"]):
         request.update_mask.CopyFrom(field_mask_pb2.FieldMask(paths=paths))
         code, _, fields = await refused(adapters(api).UpdateAdapter(request))
@@ -509,14 +509,14 @@ async def test_delete_clears_every_tier_in_order(api: Api) -> None:
     api.registry.add("poet", DIGEST, OTHER_DIGEST)
     await api.pins.pin("poet")
     api.fleet.retire_gate = asyncio.Event()
-    operation = await adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet", etag="e1"))
+    operation = await adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet", etag="u1-1"))
     assert not operation.done
     code, _, _ = await refused(adapters(api).GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/poet")))
     assert code == grpc.StatusCode.NOT_FOUND  # at once, not when the operation ends
     api.fleet.retire_gate.set()
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
     assert api.calls == [
-        ("begin_delete", "poet", "e1"),
+        ("begin_delete", "poet", "u1-1"),
         ("retire", DIGEST),
         ("drop", DIGEST),
         ("retire", OTHER_DIGEST),
@@ -575,7 +575,7 @@ async def test_deletions_that_wait_for_streams_stop_nobody_elses_work(api: Api) 
 async def test_a_version_is_deleted_when_its_streams_have_ended(api: Api) -> None:
     api.registry.add("poet", DIGEST, OTHER_DIGEST)
     gate = api.fleet.retire_gate = asyncio.Event()
-    request = adapters_pb2.DeleteAdapterVersionRequest(name="adapters/poet", digest=OTHER_DIGEST, etag="e1")
+    request = adapters_pb2.DeleteAdapterVersionRequest(name="adapters/poet", digest=OTHER_DIGEST, etag="u1-1")
     stub = adapters(api)
     operation = await stub.DeleteAdapterVersion(request)
     metadata = adapters_pb2.AdapterOperationMetadata()
@@ -586,7 +586,7 @@ async def test_a_version_is_deleted_when_its_streams_have_ended(api: Api) -> Non
     gate.set()
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
     assert api.calls == [
-        ("begin_delete_version", "poet", OTHER_DIGEST, "e1"),
+        ("begin_delete_version", "poet", OTHER_DIGEST, "u1-1"),
         ("retire", OTHER_DIGEST),
         ("drop", OTHER_DIGEST),
         ("finish_delete_version", OTHER_DIGEST),

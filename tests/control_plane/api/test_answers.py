@@ -13,8 +13,9 @@ from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from control_plane.api import generation_request, kept_deltas
 from control_plane.api.kept_deltas import KeptDeltas
 from control_plane.api.text.codec import TextCodec
+from control_plane.fleet.jobs import JobEvent
 from control_plane.scheduler.types import BeamSearch, FinishReason, Sampling, TokenLogprobs, sample_seed
-from tests.control_plane.api.fakes import Api, FakeEvent, byte_level_tokenizer, details
+from tests.control_plane.api.fakes import Api, byte_level_tokenizer, details, job_event
 from tests.control_plane.api.test_generation import generate, ids_of, request, script
 
 LENGTH = FinishReason.LENGTH
@@ -25,11 +26,11 @@ def told(token_id: int, logprob: float = -0.5, top: tuple[tuple[int, float], ...
     return TokenLogprobs(token_id, logprob, 1 + len(top), top)
 
 
-def event(index: int, tokens: list[int], reason: FinishReason | None = None, **fields: Any) -> FakeEvent:
-    return FakeEvent(tokens, reason, index=index, **fields)
+def event(index: int, tokens: list[int], reason: FinishReason | None = None, **fields: Any) -> JobEvent:
+    return job_event(tokens, reason, index=index, **fields)
 
 
-def scored(index: int, tokens: list[int], logprobs: list[float], reason: FinishReason | None = None) -> FakeEvent:
+def scored(index: int, tokens: list[int], logprobs: list[float], reason: FinishReason | None = None) -> JobEvent:
     return event(index, tokens, reason, logprobs=[told(*pair) for pair in zip(tokens, logprobs, strict=True)])
 
 
@@ -202,9 +203,9 @@ async def test_log_probabilities_of_prompt_and_tokens(api: Api) -> None:
     top = ((9, -0.25), (5, -1.5))
     script(
         api,
-        FakeEvent([5], logprobs=[told(5, -1.5, top)], prompt_logprobs=[told(6, -2.0), told(7, -3.0)]),
-        FakeEvent([8, 4], logprobs=[told(8, -1.0), told(4, -0.5)]),
-        FakeEvent([3], LENGTH, logprobs=[told(3, -1.0)]),
+        job_event([5], logprobs=[told(5, -1.5, top)], prompt_logprobs=[told(6, -2.0), told(7, -3.0)]),
+        job_event([8, 4], logprobs=[told(8, -1.0), told(4, -0.5)]),
+        job_event([3], LENGTH, logprobs=[told(3, -1.0)]),
     )
     responses = await generate(api, request(sampling={"logprobs": 2, "prompt_logprobs": 0}))
     started, deltas = responses[0].started, [r.delta for r in responses[1:-1]]
@@ -220,14 +221,14 @@ async def test_log_probabilities_of_prompt_and_tokens(api: Api) -> None:
 
 async def test_tokens_behind_a_stop_string_have_no_log_probabilities(api: Api) -> None:
     tokens = ids_of("he", "o", "x")
-    script(api, FakeEvent(tokens, logprobs=[told(token, -1.0) for token in tokens]))
+    script(api, job_event(tokens, logprobs=[told(token, -1.0) for token in tokens]))
     responses = await generate(api, request(sampling={"logprobs": 0}, stopping={"stop": ["o"]}))
     assert [entry.token_id for entry in responses[1].delta.logprobs] == tokens[:2]
     assert responses[-1].finished.cumulative_logprob == -2.0
 
 
 async def test_sum_of_a_resumed_stream_is_not_made_up(api: Api) -> None:
-    script(api, FakeEvent([5], LENGTH, logprobs=[told(5)]))
+    script(api, job_event([5], LENGTH, logprobs=[told(5)]))
     responses = await generate(
         api, request(sampling={"logprobs": 0}, resume_from={"ids": [4]}, stopping={"max_tokens": 2})
     )
@@ -235,7 +236,7 @@ async def test_sum_of_a_resumed_stream_is_not_made_up(api: Api) -> None:
 
 
 async def test_stop_strings_are_not_looked_for_before_min_tokens(api: Api) -> None:
-    script(api, FakeEvent(ids_of("he", "ll")), FakeEvent(ids_of("o", "he", "!"), LENGTH))
+    script(api, job_event(ids_of("he", "ll")), job_event(ids_of("o", "he", "!"), LENGTH))
     responses = await generate(api, request(stopping={"stop": ["he"], "min_tokens": 2, "max_tokens": 9}))
     tokens, text, end = of_index(responses, 0)
     assert (tokens, text, end.stop_string) == (ids_of("he", "ll", "o", "he"), "hello", "he")
@@ -244,7 +245,7 @@ async def test_stop_strings_are_not_looked_for_before_min_tokens(api: Api) -> No
 
 
 async def test_every_sampling_value_reaches_the_request_and_started(api: Api) -> None:
-    script(api, FakeEvent([5], LENGTH))
+    script(api, job_event([5], LENGTH))
     values: dict[str, Any] = {
         "temperature": 0.5,
         "top_k": 7,
@@ -265,7 +266,7 @@ async def test_every_sampling_value_reaches_the_request_and_started(api: Api) ->
 
 async def test_prompt_log_probabilities_beyond_a_message_are_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_request, "MAX_PROMPT_LOGPROB_ENTRIES", 5)
-    script(api, FakeEvent([5], LENGTH))
+    script(api, job_event([5], LENGTH))
     assert await generate(api, request(sampling={"prompt_logprobs": 1}))  # two tokens, two entries each
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(api, request(sampling={"prompt_logprobs": 2}))
@@ -278,7 +279,7 @@ def call(api: Api, *metadata: tuple[str, str]) -> Any:
 
 
 async def test_tenant_of_the_metadata_is_counted_and_told(api: Api) -> None:
-    script(api, FakeEvent([5], LENGTH))
+    script(api, job_event([5], LENGTH))
     responses = [response async for response in call(api, ("motet-tenant", "team-a.x_1"))]
     assert responses[0].started.tenant == api.fleet.requests[0].tenant == "team-a.x_1"
 

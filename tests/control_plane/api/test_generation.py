@@ -17,15 +17,17 @@ from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
 from control_plane.errors import NoWorker, QueueFull
+from control_plane.fleet.jobs import JobEvent
+from control_plane.registry.served_modules import WorkerReport
 from control_plane.scheduler.types import FinishReason, Request, Sampling
 from tests.control_plane.api.fakes import (
     DIGEST,
     OTHER_DIGEST,
     Api,
-    FakeEvent,
     ScriptedJob,
     byte_level_tokenizer,
     details,
+    job_event,
 )
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -60,7 +62,7 @@ def beams(**fields: Any) -> generation_pb2.GenerateRequest:
     return request(decoding={"beam_search": {"width": 2}}, **fields)
 
 
-def script(api: Api, *events: FakeEvent | Exception) -> None:
+def script(api: Api, *events: JobEvent | Exception) -> None:
     api.fleet.on_submit = lambda job, _request: job.script(*events)
 
 
@@ -213,7 +215,7 @@ async def test_stop_tokens_that_leave_nothing_to_choose_are_refused(tmp_path: Pa
     """A worker would refuse the whole step, and end its session."""
     codec = TextCodec(byte_level_tokenizer(), None)
     async with Api(tmp_path, codec, vocab_size=8).running() as api:
-        script(api, FakeEvent([5], FinishReason.LENGTH))
+        script(api, job_event([5], FinishReason.LENGTH))
         others = [token_id for token_id in range(8) if token_id != 1]  # 1 is the end-of-sequence token
         fields = {"stop_token_ids": [*others, 1] if ignore_eos else others, "ignore_eos": ignore_eos}
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -226,7 +228,7 @@ async def test_stop_tokens_that_leave_nothing_to_choose_are_refused(tmp_path: Pa
 
 
 async def test_smallest_repetition_penalty_may_be_sent(api: Api) -> None:
-    script(api, FakeEvent([5], FinishReason.LENGTH))
+    script(api, job_event([5], FinishReason.LENGTH))
     responses = await generate(api, sampling(repetition_penalty=0.01))
     assert abs(responses[0].started.sampling.repetition_penalty - 0.01) < 1e-8
 
@@ -241,9 +243,9 @@ async def test_context_too_long_tells_the_numbers(api: Api) -> None:
 
 async def test_the_context_is_that_of_the_workers_at_present(api: Api) -> None:
     """Never more than they compute: who asks for more is told, and is not given less."""
-    script(api, FakeEvent(token_ids=[7], finish_reason=FinishReason.LENGTH))
+    script(api, job_event([7], FinishReason.LENGTH))
     await generate(api, stopping(max_tokens=61))
-    api.served.max_model_len = 40
+    api.served.update([WorkerReport(max_model_len=40)])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(api, stopping(max_tokens=61))
     assert details(caught.value)[0].reason == "CONTEXT_TOO_LONG"
@@ -252,10 +254,10 @@ async def test_the_context_is_that_of_the_workers_at_present(api: Api) -> None:
     assert [work.max_tokens for work in api.fleet.requests] == [61, 37]
 
 
-async def test_without_a_length_from_anybody_requests_wait_for_a_worker(api: Api) -> None:
-    api.served.max_model_len = None
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(api, request())
+async def test_without_a_length_from_anybody_requests_wait_for_a_worker(tmp_path: Path) -> None:
+    async with Api(tmp_path, TextCodec(None, None, reason="not needed"), max_model_len=None).running() as api:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(api, request())
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert details(caught.value)[0].reason == "NO_WORKER"
 
@@ -291,7 +293,7 @@ async def test_unknown_adapter_is_not_found_with_nearest_names(api: Api) -> None
 
 async def test_stream_starts_with_the_first_token_and_finishes_once(api: Api) -> None:
     api.registry.add("poet")
-    script(api, FakeEvent(ids_of("he")), FakeEvent(ids_of("ll", "o")), FakeEvent(ids_of("!"), FinishReason.LENGTH))
+    script(api, job_event(ids_of("he")), job_event(ids_of("ll", "o")), job_event(ids_of("!"), FinishReason.LENGTH))
     api.now_s = 100.0
     responses = await generate(
         api,
@@ -324,7 +326,7 @@ async def test_stream_starts_with_the_first_token_and_finishes_once(api: Api) ->
 
 
 async def test_defaults_are_made_effective(api: Api) -> None:
-    script(api, FakeEvent([5], FinishReason.LENGTH))
+    script(api, job_event([5], FinishReason.LENGTH))
     responses = await generate(api, request(text="he"))
     started = responses[0].started
     assert started.request_id == "req-1"
@@ -349,7 +351,7 @@ async def test_nothing_is_sent_before_the_first_token(api: Api) -> None:
     metadata = asyncio.ensure_future(call.initial_metadata())
     await api.fleet.submitted.wait()
     assert not metadata.done()
-    api.fleet.jobs[0].script(FakeEvent([5], FinishReason.LENGTH))
+    api.fleet.jobs[0].script(job_event([5], FinishReason.LENGTH))
     responses = aiter(call)
     assert (await anext(responses)).WhichOneof("event") == "started"
     assert await metadata is not None
@@ -381,7 +383,7 @@ async def test_deadline_reaches_the_request_and_ends_the_call(api: Api) -> None:
     ],
 )
 async def test_error_of_the_fleet_ends_the_stream_by_status(api: Api, error: Any, code: grpc.StatusCode) -> None:
-    script(api, FakeEvent([5]), error)
+    script(api, job_event([5]), error)
     call = api.stub(generation_pb2_grpc.GenerationServiceStub).Generate(request())
     responses = aiter(call)
     assert (await anext(responses)).WhichOneof("event") == "started"
@@ -396,7 +398,7 @@ async def test_error_of_the_fleet_ends_the_stream_by_status(api: Api, error: Any
 
 
 async def test_job_that_ends_without_a_reason_is_internal_and_scrubbed(api: Api) -> None:
-    script(api, FakeEvent([5]), RuntimeError("secret /root/path"))
+    script(api, job_event([5]), RuntimeError("secret /root/path"))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(api, request())
     assert caught.value.code() == grpc.StatusCode.INTERNAL
@@ -413,7 +415,7 @@ async def test_draining_refuses_new_requests(api: Api) -> None:
 
 
 async def test_stop_string_over_tokens_and_events_cuts_exactly(api: Api) -> None:
-    script(api, FakeEvent(ids_of("he", "ll")), FakeEvent(ids_of("o", "!", "he")))
+    script(api, job_event(ids_of("he", "ll")), job_event(ids_of("o", "!", "he")))
     responses = await generate(api, request(stopping={"stop": ["llo", "xyz"], "max_tokens": 9}))
     assert text_of(responses) == "he"
     assert tokens_of(responses) == ids_of("he", "ll", "o")  # what came after the stop string is not told
@@ -424,13 +426,13 @@ async def test_stop_string_over_tokens_and_events_cuts_exactly(api: Api) -> None
 
 
 async def test_held_text_is_delivered_at_the_end(api: Api) -> None:
-    script(api, FakeEvent(ids_of("he", "ll")), FakeEvent(ids_of("ðŁ"), FinishReason.LENGTH))
+    script(api, job_event(ids_of("he", "ll")), job_event(ids_of("ðŁ"), FinishReason.LENGTH))
     responses = await generate(api, request(stopping={"stop": ["hello"]}))
     assert [r.delta.text for r in responses[1:-1]] == ["", "hell\ufffd"]
 
 
 async def test_stop_token_counts_and_has_no_text(api: Api) -> None:
-    script(api, FakeEvent(ids_of("he", "ll", "o"), FinishReason.STOP_TOKEN))
+    script(api, job_event(ids_of("he", "ll", "o"), FinishReason.STOP_TOKEN))
     responses = await generate(api, request(stopping={"stop_token_ids": ids_of("o")}))
     assert text_of(responses) == "hell"
     assert tokens_of(responses) == ids_of("he", "ll", "o")
@@ -438,7 +440,7 @@ async def test_stop_token_counts_and_has_no_text(api: Api) -> None:
 
 
 async def test_ignore_eos_leaves_only_the_clients_stop_tokens(api: Api) -> None:
-    script(api, FakeEvent([5], FinishReason.LENGTH))
+    script(api, job_event([5], FinishReason.LENGTH))
     await generate(api, stopping(ignore_eos=True, stop_token_ids=[9]))
     assert api.fleet.requests[0].stop_token_ids == {9}
 
@@ -447,7 +449,7 @@ async def test_ignore_eos_leaves_only_the_clients_stop_tokens(api: Api) -> None:
 async def test_broken_stream_resumes_with_exactly_the_missing_text(api: Api, stops: list[str]) -> None:
     """Cut after every token: text before and after the cut join to the unbroken text."""
     ids = ids_of("he", "ll", "o", "Ġ", "ðŁ", "ĺ", "Ģ", "Ġa", "!")
-    script(api, *[FakeEvent([token]) for token in ids[:-1]], FakeEvent(ids[-1:], FinishReason.LENGTH))
+    script(api, *[job_event([token]) for token in ids[:-1]], job_event(ids[-1:], FinishReason.LENGTH))
     message = request(stopping={"stop": stops, "max_tokens": len(ids)})
     whole = await generate(api, message)
     deltas = [response.delta for response in whole if response.WhichOneof("event") == "delta"]
@@ -456,7 +458,7 @@ async def test_broken_stream_resumes_with_exactly_the_missing_text(api: Api, sto
 
         def rest(job: ScriptedJob, work: Request) -> None:
             assert list(work.generated_token_ids) == received  # noqa: B023
-            job.script(FakeEvent(ids[len(received) :], FinishReason.LENGTH))  # noqa: B023
+            job.script(job_event(ids[len(received) :], FinishReason.LENGTH))  # noqa: B023
 
         api.fleet.on_submit = rest
         resumed = await generate(
@@ -491,7 +493,7 @@ async def test_stream_that_lost_only_its_end_gets_it_without_work(
 
 
 async def test_started_names_the_model_and_the_prompt(api: Api) -> None:
-    script(api, FakeEvent([5], FinishReason.LENGTH))
+    script(api, job_event([5], FinishReason.LENGTH))
     ids = [5, 6, 299]
     started = (await generate(api, request(token_ids={"ids": ids})))[0].started
     words = b"".join(token.to_bytes(4, "little") for token in ids)
@@ -501,7 +503,7 @@ async def test_started_names_the_model_and_the_prompt(api: Api) -> None:
 
 @pytest.mark.parametrize("fields", [{"model_fingerprint": "0" * 64}, {"prompt_sha256": "0" * 64}])
 async def test_resume_on_another_model_or_prompt_is_refused(api: Api, fields: dict[str, str]) -> None:
-    script(api, FakeEvent([5], FinishReason.LENGTH))
+    script(api, job_event([5], FinishReason.LENGTH))
     started = (await generate(api, request()))[0].started
     told = {"model_fingerprint": started.model_fingerprint, "prompt_sha256": started.prompt_sha256}
     resume_from = types_pb2.TokenIds(ids=[5])
@@ -523,7 +525,7 @@ async def test_conversation_that_prints_the_date_is_the_same_prompt_at_the_time_
     codec = TextCodec(byte_level_tokenizer(), ChatRenderer(template, {}))
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "he"}]}
     async with Api(tmp_path, codec).running() as api:
-        script(api, FakeEvent([5], FinishReason.LENGTH))
+        script(api, job_event([5], FinishReason.LENGTH))
         started = (await generate(api, request(chat=chat)))[0].started
         assert started.render_time.ToSeconds() == api.wall_s
         api.wall_s += 24 * 3600.0
@@ -544,7 +546,7 @@ async def test_long_stream_goes_on_where_it_broke(tmp_path: Path, num_resumed: i
     codec = TextCodec(byte_level_tokenizer(), None)
     async with Api(tmp_path, codec, max_model_len=2000).running() as api:
         tokens = ids_of("a") * (num_resumed - 1) + ids_of("b")
-        script(api, FakeEvent(ids_of("c", "d"), FinishReason.LENGTH))
+        script(api, job_event(ids_of("c", "d"), FinishReason.LENGTH))
         fields: dict[str, Any] = {"resume_from": {"ids": tokens}, "stopping": {"max_tokens": 1000, "stop": ["aabc"]}}
         responses = await generate(api, request(**fields))
         finished = responses[-1].finished
@@ -588,7 +590,7 @@ async def test_request_keeps_the_version_that_was_active_when_it_came(tmp_path: 
     codec = SlowCodec(lambda: api.registry.add("poet", OTHER_DIGEST, DIGEST))
     async with Api(tmp_path, codec).running() as api:
         api.registry.add("poet", DIGEST, OTHER_DIGEST)
-        script(api, FakeEvent([5], FinishReason.LENGTH))
+        script(api, job_event([5], FinishReason.LENGTH))
         responses = await generate(api, request(text="he", adapter="poet"))
         assert responses[0].started.adapter_digest == DIGEST
     await codec.close()
@@ -602,7 +604,7 @@ async def test_version_deleted_while_the_prompt_is_tokenised_fails_only_who_name
     codec = SlowCodec(lambda: api.registry.add("poet", OTHER_DIGEST))
     async with Api(tmp_path, codec).running() as api:
         api.registry.add("poet", DIGEST)
-        script(api, FakeEvent([5], FinishReason.LENGTH))
+        script(api, job_event([5], FinishReason.LENGTH))
         message = request(text="he", adapter="poet", adapter_digest=digest)
         if digest:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -632,7 +634,7 @@ async def test_request_that_has_no_room_is_refused_before_it_is_tokenised(tmp_pa
 
 async def test_token_ids_work_without_a_tokenizer(api_without_tokenizer: Api) -> None:
     api = api_without_tokenizer
-    script(api, FakeEvent([5, 6], FinishReason.LENGTH))
+    script(api, job_event([5, 6], FinishReason.LENGTH))
     responses = await generate(api, request())
     assert (tokens_of(responses), text_of(responses)) == ([5, 6], "")
     for message in (request(text="x"), request(chat={"messages": [{"role": "user"}]}), stopping(stop=["x"])):
@@ -643,6 +645,6 @@ async def test_token_ids_work_without_a_tokenizer(api_without_tokenizer: Api) ->
 
 
 async def test_chat_is_rendered_and_tokenised(api: Api) -> None:
-    script(api, FakeEvent([5], FinishReason.LENGTH))
+    script(api, job_event([5], FinishReason.LENGTH))
     await generate(api, request(chat={"messages": [{"role": "user", "content": "he"}]}))
     assert list(api.fleet.requests[0].prompt_token_ids) == ids_of("u", ":", "he", "a", ":")

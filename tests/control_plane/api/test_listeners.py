@@ -12,7 +12,7 @@ from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
 from control_plane.api import listeners
 from control_plane.scheduler.types import FinishReason
-from tests.control_plane.api.fakes import Api, FakeEvent
+from tests.control_plane.api.fakes import Api, job_event
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 GOOD = generation_pb2.GenerateRequest(token_ids=types_pb2.TokenIds(ids=[5]))
@@ -28,7 +28,7 @@ async def code_of(api: Api, request: generation_pb2.GenerateRequest, **call: Any
 
 
 async def test_large_message_or_metadata_is_refused_and_the_next_call_works(api: Api) -> None:
-    api.fleet.on_submit = lambda job, _request: job.script(FakeEvent([5], FinishReason.LENGTH))
+    api.fleet.on_submit = lambda job, _request: job.script(job_event([5], FinishReason.LENGTH))
     large = generation_pb2.GenerateRequest(text="x" * (listeners.CLIENT_MESSAGE_BYTES + 1))
     assert await code_of(api, large) == EXHAUSTED
     assert await code_of(api, GOOD, metadata=(("x", "y" * 20_000),)) == EXHAUSTED

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import motet
 from motet.v1 import status_pb2, status_pb2_grpc
 
+from control_plane.api.text.codec import TextCodec
 from control_plane.fleet.settings import WorkerSnapshot
+from control_plane.registry.served_modules import WorkerReport
 from tests.control_plane.api.fakes import Api
 
 
@@ -53,7 +57,15 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
 
 
 async def test_status_tells_the_context_that_workers_compute(api: Api) -> None:
-    stub = api.stub(status_pb2_grpc.StatusServiceStub)
-    for told, expected in ((40, 40), (None, 0)):
-        api.served.max_model_len = told
-        assert (await stub.GetStatus(status_pb2.GetStatusRequest())).model.max_model_len == expected
+    api.served.update([WorkerReport(max_model_len=40)])
+    assert await max_model_len(api) == 40
+
+
+async def test_status_tells_no_context_before_anybody_named_one(tmp_path: Path) -> None:
+    async with Api(tmp_path, TextCodec(None, None, reason="not needed"), max_model_len=None).running() as api:
+        assert await max_model_len(api) == 0
+
+
+async def max_model_len(api: Api) -> int:
+    status = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
+    return status.model.max_model_len  # type: ignore[no-any-return]

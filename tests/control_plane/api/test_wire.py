@@ -5,15 +5,16 @@ from __future__ import annotations
 from motet.v1 import adapters_pb2
 
 from control_plane.api.wire import registered_message
-from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, FakeRecord, FakeRegistered, FakeVersion
+from control_plane.registry.records import AdapterRecord, AdapterState, Registered
+from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, adapter_record, adapter_version
 
-OLD, NEW = FakeVersion(OTHER_DIGEST, number=1), FakeVersion(DIGEST, number=2)
-ONE, BOTH = FakeRecord("a", (OLD,), OTHER_DIGEST), FakeRecord("a", (NEW, OLD), DIGEST)
+OLD, NEW = adapter_version(OTHER_DIGEST, number=1), adapter_version(DIGEST, number=2)
+ONE, BOTH = adapter_record("a", (OLD,), OTHER_DIGEST), adapter_record("a", (NEW, OLD), DIGEST)
 
 
-def told(record: FakeRecord, previous: FakeRecord | None, *, is_repaired: bool = False) -> tuple[str, int]:
+def told(record: AdapterRecord, previous: AdapterRecord | None, *, is_repaired: bool = False) -> tuple[str, int]:
     """The change, and the number of the version that was active before (0: none)."""
-    message = registered_message(FakeRegistered(record, previous, is_repaired))
+    message = registered_message(Registered(record, previous, is_repaired))
     assert list(message.active_version.target_modules) == list(OLD.target_modules)
     registration = message.registration
     assert not registration.previous_version.target_modules
@@ -24,12 +25,12 @@ def told(record: FakeRecord, previous: FakeRecord | None, *, is_repaired: bool =
 def test_every_change_has_its_name() -> None:
     assert told(ONE, None) == ("CREATED", 0)
     assert told(BOTH, ONE) == ("VERSION_ADDED", 1)
-    assert told(FakeRecord("a", (NEW, OLD), OTHER_DIGEST), BOTH) == ("VERSION_ACTIVATED", 2)
+    assert told(adapter_record("a", (NEW, OLD), OTHER_DIGEST), BOTH) == ("VERSION_ACTIVATED", 2)
     assert told(BOTH, BOTH) == ("NONE", 2)
 
 
 def test_version_that_could_not_be_served_is_activated_by_registering_it_again() -> None:
-    broken = FakeRecord("a", (OLD,), OTHER_DIGEST, state="failed", state_reason="damaged")
+    broken = adapter_record("a", (OLD,), OTHER_DIGEST, state=AdapterState.FAILED, state_reason="damaged")
     assert told(ONE, broken) == ("VERSION_ACTIVATED", 1)
 
 
@@ -38,4 +39,4 @@ def test_repair_of_weights_is_no_change_of_the_name_and_is_told() -> None:
 
 
 def test_record_that_could_not_be_read_is_created_anew() -> None:
-    assert told(ONE, FakeRecord("a", (), "", state="failed")) == ("CREATED", 0)
+    assert told(ONE, adapter_record("a", (), "", state=AdapterState.FAILED)) == ("CREATED", 0)
