@@ -109,7 +109,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
     engine = TorchEngine(loaded, cache, arena, capacities, host_blocks)
     if config.warms_up(device.type):
         try:
-            warm_up(engine, arena)
+            warm_up(engine)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for a step beside {num_blocks} KV blocks; lower --num-blocks: {error}"

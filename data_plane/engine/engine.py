@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
@@ -41,9 +42,10 @@ class TorchEngine:
     ) -> None:
         self.capacities = capacities
         self.slots: AdapterSlots = arena
-        self._model = model
+        self.model = model
         self._cache = cache
-        self._arena = arena
+        self.arena = arena
+        self.adapter_steps = AdapterSteps(arena)
         self._host_blocks = host_blocks
         self._rows = Rows(
             max_rows=capacities.max_rows,
@@ -84,7 +86,7 @@ class TorchEngine:
         self._mark_dirty(np.flatnonzero(self._rows.is_used & self._rows.is_suspect).astype(np.int32))
         self._rows.clear()
         self._sampler.clear()
-        self._arena.clear()
+        self.arena.clear()
 
     def _apply(self, plan: StepPlan) -> None:
         """The plan's differences, in the order of plan.proto."""
@@ -98,7 +100,7 @@ class TorchEngine:
             if new.slot is not None:
                 if not 0 <= new.slot < self.capacities.num_slots:
                     raise PlanRefused(f"new row {new.row} names slot {new.slot} of {self.capacities.num_slots}")
-                self._arena.check(new.slot, new.slot_generation)
+                self.arena.check(new.slot, new.slot_generation)
             rows.add(new)
             self._sampler.add(new)
         if len(plan.appended_blocks):
@@ -148,15 +150,15 @@ class TorchEngine:
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass; advances the rows. Logits of the tokens that the batch keeps."""
         rows = self._rows
-        self._arena.check_all(rows.slot[batch.rows], rows.slot_generation[batch.rows])
+        self.arena.check_all(rows.slot[batch.rows], rows.slot_generation[batch.rows])
         if self._host_blocks is not None:
             self._host_blocks.before_writing(batch.written_blocks)
-        lora = self._arena.begin_step(batch.token_slots, batch.slots) if batch.slots else None
-        head_lora = self._arena.begin_head(batch.kept_slots) if lora is not None else None
-        context = self._model.context
+        lora = self.adapter_steps.begin(batch.token_slots, batch.slots) if batch.slots else None
+        head_lora = self.adapter_steps.begin_head(batch.kept_slots) if lora is not None else None
+        context = self.model.context
         context.begin(batch.attention, batch.slot_mapping, lora, head_lora)
         try:
-            logits = self._model.logits(batch.input_ids, batch.position_ids, batch.kept)
+            logits = self.model.logits(batch.input_ids, batch.position_ids, batch.kept)
         finally:
             context.end()
         rows.num_computed[batch.rows] += batch.num_tokens

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from motet.process_log import Progress, shown
 
-from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ArenaFull
 from data_plane.plan import Capacities, NewRow, RowSampling, StepPlan
@@ -71,7 +70,7 @@ def cases() -> list[Case]:
     ]
 
 
-def warm_up(engine: TorchEngine, arena: AdapterArena) -> int:
+def warm_up(engine: TorchEngine) -> int:
     """Run every case, cut to what the engine holds; the number of steps. The engine and its arena must be empty."""
     started = time.perf_counter()
     num_steps = 0
@@ -82,10 +81,10 @@ def warm_up(engine: TorchEngine, arena: AdapterArena) -> int:
     for case in to_run:
         if case.rank and ready != (case.rank, case.has_vectors):
             if generation:
-                arena.evict(0, generation)
+                engine.arena.evict(0, generation)
             ready, generation = (case.rank, case.has_vectors), generation + 1
             try:
-                arena.load_zeros(0, generation, case.rank, has_vectors=case.has_vectors)
+                engine.arena.load_zeros(0, generation, case.rank, has_vectors=case.has_vectors)
             except ArenaFull as error:
                 logger.info("no warm-up with adapters of rank %d or more: %s", case.rank, error)
                 break

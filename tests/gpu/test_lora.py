@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.tune_lora import Shape, expand_problem, shrink_problem
+from data_plane.adapters.step.adapter_steps import AdapterSteps
 from kernels.cases import to_device
 from kernels.lora import add_lora_group, lora_embed, lora_expand, lora_route, reference
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
@@ -134,7 +135,7 @@ def test_fused_sites_of_an_arena_equal_the_packed_matrices() -> None:
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
     slots = [0, -1, 3, 2, 1, 1, 0]
-    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 1, 2, 3])
+    step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), [0, 1, 2, 3])
     assert step is not None
     names = tuple(site.name for site in SITES[:3])
     x = torch.randn(len(slots), 32, generator=torch.Generator().manual_seed(0))

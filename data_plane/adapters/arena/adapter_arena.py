@@ -1,9 +1,9 @@
-"""The adapter arena: loads packed adapters into slots, and hands each step the weights it multiplies with.
+"""The adapter arena: loads packed adapters into slots and evicts them. `step.AdapterSteps` applies them.
 
-Loader threads call `load`; everything else belongs to the compute thread. A load writes pages that nobody reads and
-becomes visible in one assignment at its end, so that a step sees all of an adapter or nothing. On a GPU all threads
-queue on one stream, the device's default one: what a load writes comes behind the steps that were queued before, those
-of an adapter that was evicted from the same pages included.
+Loader threads call `load`; everything else belongs to the compute thread. A load writes pages that no step reads, and
+publishes the adapter in one assignment at its end, so that a step sees all of an adapter or nothing. On a GPU all
+threads queue on the device's default stream: a load's writes run after all steps that were queued earlier, including
+steps that still read the evicted adapter's pages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from data_plane.adapters.arena.writing import AdapterWriter
 from data_plane.adapters.format.manifest import Manifest, read_manifest
 from data_plane.adapters.format.packed import TORCH_DTYPES
 from data_plane.adapters.sites import Site, SiteKind
-from data_plane.adapters.step.lora_step import LoraStep, ShrunkRows, SiteNeeds
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource
-from kernels.devices import runs_triton
-from kernels.lora import Epilogue, PagedSite, SiteGroup, lora_route, route_on_host
+from kernels.lora import Epilogue, PagedSite, SiteGroup
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +53,14 @@ class AdapterArena:
         if num_slots < 1 or arena_bytes < 0:
             raise ValueError(f"num_slots is {num_slots} and arena_bytes {arena_bytes}, want at least 1 and 0")
         self._sites = {site.name: site for site in sites}
-        self._heads = np.flatnonzero([site.kind is SiteKind.HEAD for site in sites])
         self._num_slots = num_slots
         self._dtype = dtype
         self._device = torch.device(device)
         self._base_fingerprint = base_fingerprint
         self._pool = PagePool(sites, arena_bytes, dtype, self._device)
-        self._table = SlotTable(sites, num_slots, self._pool)
-        self._shrunk = ShrunkRows()
-        self._groups = SiteGroups(sites, self._table, base)
+        self.table = SlotTable(sites, num_slots, self._pool)
+        self.groups = SiteGroups(sites, self.table, base)
         self._writer = AdapterWriter(self._pool, base)
-        # By the table's version and the slots; a step mostly has the slots of the last.
-        self._needs: tuple[tuple[int, bytes], SiteNeeds] | None = None
         # Guards the pool's free list, _loads, _ready, _generations and _unlisted.
         self._lock = threading.Lock()
         # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
@@ -218,6 +212,12 @@ class AdapterArena:
             at = int(is_stale.argmax())
             self.check(int(slots[at]), int(generations[at]))
 
+    def check_ready(self, slots: npt.NDArray[np.intp]) -> None:
+        """Raise StaleSlot unless each of the slots [n] is ready."""
+        is_ready = self._generations[slots] != NOT_READY
+        if not is_ready.all():
+            raise StaleSlot(f"slot {slots[is_ready.argmin()]} is not ready")
+
     def evict(self, slot: int, generation: int) -> None:
         """Empty the slot, or cancel its load (see AdapterSlots)."""
         with self._lock:
@@ -235,7 +235,7 @@ class AdapterArena:
         self._pool.give_back(adapter.page_ids)
         if adapter in self._unlisted:
             self._unlisted.remove(adapter)
-        self._table.remove(adapter.slot)
+        self.table.remove(adapter.slot)
 
     def used_bytes(self) -> int:
         """Bytes of the arena in use, those of loads in progress included."""
@@ -251,70 +251,30 @@ class AdapterArena:
                 self._remove(adapter)
             self._ready.clear()
 
-    def begin_step(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
-        """What the step's linears add, or None when no token has an adapter.
-
-        token_slots is int32 [num_tokens], -1 for none, best given on the host; slots_in_step names each slot of it.
-        Raises StaleSlot for a slot that is not ready.
-        """
-        if self._unlisted:
-            self._list_published()
-        if not slots_in_step:
-            return None
-        slots = np.asarray(slots_in_step)
-        is_ready = self._generations[slots] != NOT_READY
-        if not is_ready.all():
-            raise StaleSlot(f"slot {slots[is_ready.argmin()]} is not ready")
-        host_slots = token_slots.cpu().numpy()
-        if not np.isin(host_slots, [-1, *slots_in_step]).all():
-            unnamed = sorted(set(host_slots.tolist()).difference(slots_in_step) - {-1})
-            raise StaleSlot(f"tokens name the slots {unnamed}, the step does not")
-        if (host_slots < 0).all():
-            return None
-        return self._step(self._needs_of(slots), host_slots)
-
-    def begin_head(self, row_slots: torch.Tensor) -> LoraStep | None:
-        """What the head adds in the step that began last, or None when no adapter of its rows targets it.
-
-        row_slots is int32 [num_rows] on the host: the slots of the tokens whose logits are wanted.
-        """
-        host_slots = row_slots.numpy()
-        slots = host_slots[host_slots >= 0]
-        if not self._table.host_rank[slots[:, None], self._heads].any():
-            return None
-        return self._step(SiteNeeds.of(self._table, slots), host_slots)
-
-    def _step(self, needs: SiteNeeds, token_slots: npt.NDArray[np.int32]) -> LoraStep:
-        if self._device.type == "cpu" and not runs_triton(self._pool.pages):
-            route = route_on_host(token_slots, self._num_slots)
-        else:
-            route = lora_route(torch.from_numpy(token_slots).to(self._device), self._num_slots)
-        return LoraStep(self._groups, self._table, needs, route, self._shrunk)
-
     def site_groups(self, names: tuple[str, ...]) -> list[tuple[SiteGroup, Epilogue]]:
         """Sites that read one input and write side by side, in order, as groups that lie side by side in the table.
 
         Their tensors stay what they are for the life of the arena: what is recorded with them sees every load.
         """
-        return [(group.sites, group.epilogue) for group in self._groups.of(names)]
-
-    def _needs_of(self, slots: npt.NDArray[np.intp]) -> SiteNeeds:
-        key = (self._table.version, slots.tobytes())
-        if self._needs is None or self._needs[0] != key:
-            self._needs = (key, SiteNeeds.of(self._table, slots))
-        return self._needs[1]
+        return [(group.sites, group.epilogue) for group in self.groups.of(names)]
 
     def paged_site(self, name: str) -> PagedSite:
         """One site's weights of all slots as they lie in the arena. Valid until the next load, evict or clear."""
-        if self._unlisted:
-            self._list_published()
-        return self._table.group([self._sites[name]])[0].site(0)
+        self.list_published()
+        return self.table.group([self._sites[name]])[0].site(0)
 
-    def _list_published(self) -> None:
+    def list_published(self) -> None:
+        """Enter the adapters that became ready since the last call into the slot table."""
+        if not self._unlisted:
+            return
         with self._lock:
             for adapter in self._unlisted:
-                self._table.put(adapter)
+                self.table.put(adapter)
             self._unlisted.clear()
+
+    def page_ids(self, slot: int) -> npt.NDArray[np.int64]:
+        """The pages of the adapter in a slot that is ready."""
+        return self._ready[slot].page_ids
 
     def check_invariants(self) -> None:
         """Assert that pages and slots balance."""

@@ -62,6 +62,9 @@ class SlotTable:
         device = pool.pages.device
         self._pool = pool
         self._sites = {site.name: index for index, site in enumerate(sites)}
+        self.sites = tuple(sites)  # in the table's order
+        self.num_slots = num_slots
+        self.pages = pool.pages
         shape = (len(sites), num_slots)
         self.page_ids = torch.zeros(pool.num_pages, dtype=torch.int32, device=device)
         self.first = torch.zeros(shape, dtype=torch.int32, device=device)

@@ -15,6 +15,8 @@ from safetensors.torch import save
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.base_weights import BaseWeights
 from data_plane.adapters.sites import Site
+from data_plane.adapters.step.adapter_steps import AdapterSteps
+from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.errors import AdapterUnavailable
 
 BASE = "b" * 64
@@ -181,7 +183,7 @@ def make_arena(
         base=base or RandomBase(),
         base_fingerprint=BASE,
     )
-    arena._pool.pages.fill_(float("nan"))
+    arena.table.pages.fill_(float("nan"))
     return arena
 
 
@@ -223,11 +225,15 @@ def load(arena: AdapterArena, slot: int, generation: int, packed: Packed) -> Non
     arena.load(slot, generation, packed.digest, DictSource().add(packed))
 
 
+def begin_step(arena: AdapterArena, token_slots: Sequence[int]) -> LoraStep | None:
+    """A step whose tokens have these slots."""
+    slots = sorted({slot for slot in token_slots if slot >= 0})
+    return AdapterSteps(arena).begin(torch.tensor(list(token_slots), dtype=torch.int32), slots)
+
+
 def run_step(arena: AdapterArena, token_slots: Sequence[int], in_slots: Mapping[int, Packed], *, seed: int = 0) -> None:
     """Run a step over every site and compare with the packed matrices."""
-    step = arena.begin_step(
-        torch.tensor(list(token_slots), dtype=torch.int32), sorted({slot for slot in token_slots if slot >= 0})
-    )
+    step = begin_step(arena, token_slots)
     generator = torch.Generator().manual_seed(seed)
     for site in SITES:
         x = torch.randn(len(token_slots), site.in_features, generator=generator)

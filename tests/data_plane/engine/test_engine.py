@@ -244,7 +244,7 @@ def test_plan_that_contradicts_the_state_is_refused_by_name(engine: TorchEngine,
 @pytest.fixture
 def poisoned(engine: TorchEngine) -> Iterator[int]:
     """A token whose embedding is not finite, as broken weights or an overflow would have it."""
-    weight = engine._model.model.get_input_embeddings().weight
+    weight = engine.model.model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     kept = weight[250].clone()
     weight[250] = float("nan")

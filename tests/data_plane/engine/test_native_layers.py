@@ -49,7 +49,7 @@ def make_engine(directory: Path, arch: str, dtype: str = "float32") -> TorchEngi
 
 
 def stack_of(engine: TorchEngine) -> DecoderStack:
-    stacked = engine._model.stacked
+    stacked = engine.model.stacked
     assert stacked is not None
     return stacked.stack
 
@@ -68,11 +68,11 @@ def logits_of(engine: TorchEngine, sequences: tuple[tuple[int, int, int], ...], 
     lengths = [computed + count for computed, count, _ in sequences]
     token_slots = torch.tensor(slots, dtype=torch.int32)
     named = sorted(set(slots) - {-1})
-    lora = engine._arena.begin_step(token_slots, named) if named else None
-    context = engine._model.context
+    lora = engine.adapter_steps.begin(token_slots, named) if named else None
+    context = engine.model.context
     context.begin(AttentionBatch.build(tables, starts, lengths), places, lora)
     try:
-        return engine._model.logits(torch.cat(tokens), torch.cat(positions), torch.arange(starts[-1])).clone()
+        return engine.model.logits(torch.cat(tokens), torch.cat(positions), torch.arange(starts[-1])).clone()
     finally:
         context.end()
 
@@ -119,7 +119,7 @@ def test_layers_that_answer_otherwise_run_as_modules(
 
 def test_models_of_another_shape_have_no_native_layers(tmp_path: Path) -> None:
     engine = build_engine(worker_config(make_checkpoint(tmp_path, "gpt2")))
-    assert engine._model.stacked is None
+    assert engine.model.stacked is None
 
 
 def test_weights_in_another_form_run_as_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_weights_in_another_form_run_as_modules(tmp_path: Path, monkeypatch: pyt
 
 
 def direct_is_proven(directory: Path) -> bool:
-    stacked = build_engine(worker_config(make_checkpoint(directory, "llama")))._model.stacked
+    stacked = build_engine(worker_config(make_checkpoint(directory, "llama"))).model.stacked
     assert stacked is not None and stacked.direct is not None and stacked.stack.is_recorded
     return stacked.direct.is_proven
 

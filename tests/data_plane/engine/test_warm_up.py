@@ -44,7 +44,7 @@ def answers(engine: TorchEngine) -> list[list[int]]:
 
 def test_every_kind_of_step_is_run(checkpoint: Path) -> None:
     engine = watched(checkpoint, max_model_len=None)
-    warm_up(engine, engine._arena)
+    warm_up(engine)
     new = [(plan.prefills[:, 1].max(), row) for plan, _ in engine.seen for row in plan.new_rows]
     with_adapter = {(row.slot_generation, tokens >= LONG_CHUNK - 1) for tokens, row in new if row.slot is not None}
     generations = range(1, len(ADAPTERS) + 1)
@@ -70,7 +70,7 @@ def test_every_kind_of_step_is_run(checkpoint: Path) -> None:
 )
 def test_it_keeps_to_what_a_small_engine_holds(checkpoint: Path, settings: dict[str, int | None]) -> None:
     engine = watched(checkpoint, **settings)
-    assert warm_up(engine, engine._arena) == len(engine.seen) > 0
+    assert warm_up(engine) == len(engine.seen) > 0
     assert not any(len(output.failed_rows) for _, output in engine.seen)
     assert any(len(output.rows) for plan, output in engine.seen if not plan.new_rows), "nothing decoded"
     assert any(row.slot == 0 for plan, _ in engine.seen for row in plan.new_rows) == (settings.get("arena_bytes") != 0)
@@ -79,5 +79,5 @@ def test_it_keeps_to_what_a_small_engine_holds(checkpoint: Path, settings: dict[
 def test_an_engine_that_warmed_up_when_it_was_built_is_empty_and_answers_as_one_that_did_not(checkpoint: Path) -> None:
     warmed = build_engine(worker_config(checkpoint, warm_up="on"))
     assert warmed.slots.used_bytes() == 0
-    warmed._arena.check_invariants()
+    warmed.arena.check_invariants()
     assert answers(warmed) == answers(build_engine(worker_config(checkpoint)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import (
     AdapterLoadError,
     StaleSlot,
@@ -15,16 +15,13 @@ from kernels.lora import reference
 from tests.data_plane.adapters.factories import (
     SITES,
     Packed,
+    begin_step,
     expected_delta,
     load,
     make_arena,
     pack,
     run_step,
 )
-
-
-def begin(arena: AdapterArena, token_slots: list[int]) -> object:
-    return arena.begin_step(torch.tensor(token_slots, dtype=torch.int32), sorted({s for s in token_slots if s >= 0}))
 
 
 @pytest.mark.usefixtures("lora_form")
@@ -38,7 +35,7 @@ def test_mixed_step_equals_the_packed_matrices(dtype: torch.dtype) -> None:
         run_step(arena, [0, -1, 3, 2, 1, 1, 0], adapters)
         return
     slots = [0, -1, 3, 2]
-    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 2, 3])
+    step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), [0, 2, 3])
     assert step is not None
     x, y = torch.randn(4, 32).to(dtype), torch.zeros(4, 48).to(dtype)
     step.apply("model.layers.0.q", x, y)
@@ -86,9 +83,9 @@ def test_table_keeps_its_addresses_and_compacts_when_full() -> None:
 def test_base_only_step_is_none() -> None:
     arena = make_arena()
     load(arena, 0, 1, pack(8))
-    assert arena.begin_step(torch.full((5,), -1, dtype=torch.int32), []) is None
-    assert arena.begin_step(torch.full((5,), -1, dtype=torch.int32), [0]) is None
-    assert arena.begin_step(torch.zeros(0, dtype=torch.int32), []) is None
+    assert AdapterSteps(arena).begin(torch.full((5,), -1, dtype=torch.int32), []) is None
+    assert AdapterSteps(arena).begin(torch.full((5,), -1, dtype=torch.int32), [0]) is None
+    assert AdapterSteps(arena).begin(torch.zeros(0, dtype=torch.int32), []) is None
 
 
 def test_site_of_no_adapter_of_the_step_is_left_alone() -> None:
@@ -96,8 +93,8 @@ def test_site_of_no_adapter_of_the_step_is_left_alone() -> None:
     everywhere, only_q = pack(8), pack({"model.layers.0.q": 4}, seed=1)
     load(arena, 0, 1, everywhere)
     load(arena, 1, 1, only_q)
-    assert begin(arena, [0, 1]) is not None
-    step = arena.begin_step(torch.tensor([1], dtype=torch.int32), [1])
+    assert begin_step(arena, [0, 1]) is not None
+    step = AdapterSteps(arena).begin(torch.tensor([1], dtype=torch.int32), [1])
     assert step is not None
     assert step.targets("model.layers.0.q")
     assert not step.targets("model.layers.0.v")
@@ -110,7 +107,7 @@ def test_adapter_with_zero_b_changes_nothing() -> None:
     packed = pack(8, edit=lambda a, b: b.zero_())
     arena = make_arena()
     load(arena, 0, 1, packed)
-    step = arena.begin_step(torch.tensor([0, 0], dtype=torch.int32), [0])
+    step = AdapterSteps(arena).begin(torch.tensor([0, 0], dtype=torch.int32), [0])
     assert step is not None
     y = torch.randn(2, 48)
     before = y.clone()
@@ -155,8 +152,8 @@ def test_rows_of_a_page_past_the_rank_are_zero() -> None:
     load(arena, 0, 1, large)
     arena.evict(0, 1)
     load(arena, 0, 2, small)
-    held = torch.from_numpy(arena._ready[0].page_ids)
-    assert (arena._pool.pages[held, 3:] == 0).all()
+    held = torch.from_numpy(arena.page_ids(0))
+    assert (arena.table.pages[held, 3:] == 0).all()
 
 
 @pytest.mark.usefixtures("lora_form")
@@ -168,7 +165,7 @@ def test_unload_while_in_use_is_refused() -> None:
     load(arena, 0, 1, pack(8))
     load(arena, 1, 1, pack(8, seed=2))
     token_slots = torch.tensor([0, 1], dtype=torch.int32)
-    step = arena.begin_step(token_slots, [0, 1])
+    step = AdapterSteps(arena).begin(token_slots, [0, 1])
     assert step is not None
     arena.evict(0, 1)
     x, y = torch.randn(2, 32), torch.zeros(2, 48)
@@ -189,7 +186,7 @@ def test_a_load_beside_a_step_leaves_the_step_as_it_was() -> None:
     first = pack(8)
     arena = make_arena()
     load(arena, 0, 1, first)
-    step = arena.begin_step(torch.tensor([0], dtype=torch.int32), [0])
+    step = AdapterSteps(arena).begin(torch.tensor([0], dtype=torch.int32), [0])
     assert step is not None
     load(arena, 1, 1, pack(24, seed=1))
     x, y = torch.randn(1, 32), torch.zeros(1, 48)
@@ -215,7 +212,7 @@ def test_stale_generation_is_refused() -> None:
     with pytest.raises(StaleSlot, match="slot 2 is not ready, the plan names generation 7"):
         arena.check_all(slots, np.array([0, 7, 7, 0]))
     with pytest.raises(StaleSlot, match="slot 2 is not ready"):
-        begin(arena, [2])
+        begin_step(arena, [2])
     load(arena, 2, 9, pack(8))
     arena.clear()
     with pytest.raises(StaleSlot, match="slot 2 is not ready, the plan names generation 9"):
@@ -227,7 +224,7 @@ def test_token_of_a_slot_that_the_step_does_not_name_is_refused() -> None:
     load(arena, 0, 1, pack(8))
     load(arena, 1, 1, pack(8, seed=1))
     with pytest.raises(StaleSlot, match=r"\[1\]"):
-        arena.begin_step(torch.tensor([0, 1], dtype=torch.int32), [0])
+        AdapterSteps(arena).begin(torch.tensor([0, 1], dtype=torch.int32), [0])
 
 
 def test_full_slot_is_not_overwritten() -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.errors import (
@@ -16,15 +15,12 @@ from data_plane.errors import (
 from tests.data_plane.adapters.factories import (
     SITES,
     Packed,
+    begin_step,
     load,
     make_arena,
     pack,
     run_step,
 )
-
-
-def begin(arena: AdapterArena, token_slots: list[int]) -> object:
-    return arena.begin_step(torch.tensor(token_slots, dtype=torch.int32), sorted({s for s in token_slots if s >= 0}))
 
 
 class GatedSource:
@@ -76,7 +72,7 @@ def test_half_a_load_is_never_visible() -> None:
     with pytest.raises(StaleSlot, match="slot 0 is not ready"):
         arena.check(0, 1)
     with pytest.raises(StaleSlot, match="slot 0 is not ready"):
-        begin(arena, [0])
+        begin_step(arena, [0])
     assert arena.paged_site(SITES[0].name).rank[0] == 0
     run_step(arena, [1, -1], {1: other})
     with pytest.raises(AdapterLoadError, match="not empty"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import AdapterCorrupt, AdapterLoadError, AdapterMismatch
 from tests.data_plane.adapters.factories import (
     SITES,
@@ -53,7 +54,7 @@ def test_fused_sites_take_each_its_own_vectors() -> None:
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
     slots = [0, 1, -1, 2, 3, 1]
-    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 1, 2, 3])
+    step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), [0, 1, 2, 3])
     assert step is not None
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(6, 32, generator=generator), torch.randn(6, 48 + 16 + 80, generator=generator)
@@ -91,7 +92,7 @@ def test_steps_without_vectors_read_no_table(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("data_plane.adapters.step.lora_step.add_lora_group", add)
     for slots in ([0], [1, 0], [2], [0, 3]):
-        step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), slots)
+        step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), slots)
         assert step is not None
         step.apply(SITES[0].name, torch.zeros(len(slots), 32), torch.zeros(len(slots), 48))
     assert seen == [False, True, True, False]
@@ -186,7 +187,7 @@ def test_vectors_are_float32_in_pages_of_bfloat16() -> None:
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
         assert arena.used_bytes() == sum(adapters[other].arena_bytes for other in range(slot + 1))
-    step = arena.begin_step(torch.tensor([0, 1, -1], dtype=torch.int32), [0, 1])
+    step = AdapterSteps(arena).begin(torch.tensor([0, 1, -1], dtype=torch.int32), [0, 1])
     assert step is not None
     x = torch.zeros(3, site.in_features, dtype=torch.bfloat16)  # leaves the bias alone
     y = torch.zeros(3, site.out_features, dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import ArenaFull, StaleSlot
 from tests.data_plane.adapters.factories import SITES, expected_delta, load, make_arena, pack, run_step
 
@@ -44,10 +45,10 @@ def test_fused_sites_equal_the_packed_matrices() -> None:
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
     slots = [0, -1, 1, 1, 2, 0]
-    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 1, 2])
+    step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), [0, 1, 2])
     assert step is not None
     for names, num_groups in (((q, v, up), 1), ((v, up, q), 2), ((up, v), 2), ((v,), 1)):
-        assert len(arena._groups.of(names)) == num_groups
+        assert len(arena.groups.of(names)) == num_groups
         x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
         deltas = [expected_delta(name, x, slots, adapters) for name in names]
         y = torch.cat([torch.full_like(delta, index) for index, delta in enumerate(deltas)], dim=1)
@@ -64,7 +65,7 @@ def test_fused_sites_follow_a_slot_that_is_filled_again() -> None:
     names = tuple(site.name for site in SITES[:3])
     for generation, packed in enumerate((pack(4), pack(20, seed=1)), 1):
         load(arena, 2, generation, packed)
-        step = arena.begin_step(torch.tensor([2, -1], dtype=torch.int32), [2])
+        step = AdapterSteps(arena).begin(torch.tensor([2, -1], dtype=torch.int32), [2])
         assert step is not None
         x, y = torch.randn(2, 32), torch.zeros(2, 144)
         step.apply_group(names, x, y)
@@ -77,7 +78,7 @@ def test_sites_that_no_adapter_targets_are_left_alone() -> None:
     arena = make_arena()
     packed = pack({SITES[0].name: 3})
     load(arena, 1, 1, packed)
-    step = arena.begin_step(torch.tensor([1, -1], dtype=torch.int32), [1])
+    step = AdapterSteps(arena).begin(torch.tensor([1, -1], dtype=torch.int32), [1])
     assert step is not None
     assert [step.targets(site.name) for site in SITES] == [True] + [False] * (len(SITES) - 1)
     x, y = torch.randn(2, SITES[1].in_features), torch.randn(2, SITES[1].out_features)
@@ -94,8 +95,8 @@ def test_tokens_of_a_slot_that_the_step_does_not_name_are_refused() -> None:
     load(arena, 0, 1, pack(4))
     load(arena, 1, 1, pack(4, seed=1))
     with pytest.raises(StaleSlot, match=r"tokens name the slots \[1\]"):
-        arena.begin_step(torch.tensor([0, 1], dtype=torch.int32), [0])
-    assert arena.begin_step(torch.tensor([-1, -1], dtype=torch.int32), [0]) is None
+        AdapterSteps(arena).begin(torch.tensor([0, 1], dtype=torch.int32), [0])
+    assert AdapterSteps(arena).begin(torch.tensor([-1, -1], dtype=torch.int32), [0]) is None
 
 
 @FORMS
@@ -106,7 +107,7 @@ def test_an_adapter_of_zeros_targets_every_site_and_adds_nothing(rank: int, has_
     arena = make_arena(arena_bytes=needed_bytes)
     arena.load_zeros(1, 5, rank, has_vectors=has_vectors)
     assert arena.used_bytes() == needed_bytes
-    step = arena.begin_step(torch.tensor([1, -1, 1], dtype=torch.int32), [1])
+    step = AdapterSteps(arena).begin(torch.tensor([1, -1, 1], dtype=torch.int32), [1])
     assert step is not None
     for site in SITES:
         assert step.targets(site.name)

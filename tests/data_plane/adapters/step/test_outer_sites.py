@@ -7,6 +7,7 @@ import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.sites import Site, SiteKind
+from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import AdapterMismatch, ArenaFull
 from tests.data_plane.adapters.factories import BASE, DictSource, Packed, pack, sha256
 
@@ -83,7 +84,7 @@ def test_an_embedding_adds_the_columns_of_its_tokens(multiplier: float) -> None:
         assert arena.used_bytes() <= 1 << 20
     slots = [0, -1, 1, 2, 1, 0]
     token_ids = torch.tensor([52, 5, 0, 3, 51, 48])
-    step = arena.begin_step(torch.tensor(slots, dtype=torch.int32), [0, 1, 2])
+    step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), [0, 1, 2])
     assert step is not None
     y = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(0))
     rows = zip(slots, token_ids.tolist(), y, strict=True)
@@ -99,11 +100,11 @@ def test_a_head_adds_to_the_rows_that_are_kept() -> None:
     adapters = {0: packed({LAYER: 2}), 1: packed({HEAD: 11}, seed=1), 2: packed({HEAD: 3, LAYER: 1}, seed=2)}
     for slot, adapter in adapters.items():
         load(arena, slot, adapter)
-    assert arena.begin_step(torch.tensor([0, 0, 1, 2, -1], dtype=torch.int32), [0, 1, 2]) is not None
-    assert arena.begin_head(torch.tensor([0, -1], dtype=torch.int32)) is None
-    assert arena.begin_head(torch.tensor([], dtype=torch.int32)) is None
+    assert AdapterSteps(arena).begin(torch.tensor([0, 0, 1, 2, -1], dtype=torch.int32), [0, 1, 2]) is not None
+    assert AdapterSteps(arena).begin_head(torch.tensor([0, -1], dtype=torch.int32)) is None
+    assert AdapterSteps(arena).begin_head(torch.tensor([], dtype=torch.int32)) is None
     kept = [2, -1, 1, 0]
-    head = arena.begin_head(torch.tensor(kept, dtype=torch.int32))
+    head = AdapterSteps(arena).begin_head(torch.tensor(kept, dtype=torch.int32))
     assert head is not None
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(4, HIDDEN, generator=generator), torch.randn(4, VOCAB, generator=generator)

@@ -1,0 +1,78 @@
+"""Begins steps over the arena: which adapters a step's tokens have, and what each adapter needs at each linear.
+
+Called by the engine on the compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.sites import SiteKind
+from data_plane.adapters.step.lora_step import LoraStep, ShrunkRows, SiteNeeds
+from data_plane.errors import StaleSlot
+from kernels.devices import runs_triton
+from kernels.lora import lora_route, route_on_host
+
+
+class AdapterSteps:
+    """The steps of one arena. A step is valid until the next one begins or the arena evicts an adapter."""
+
+    def __init__(self, arena: AdapterArena) -> None:
+        self._arena = arena
+        self._table = arena.table
+        self._heads = np.flatnonzero([site.kind is SiteKind.HEAD for site in arena.table.sites])
+        self._num_slots = arena.table.num_slots
+        pages = arena.table.pages
+        self._device = pages.device
+        self._routes_on_host = pages.device.type == "cpu" and not runs_triton(pages)
+        self._shrunk = ShrunkRows()
+        # Key: the table's version and the slots. Most steps have the slots of the step before.
+        self._needs: tuple[tuple[int, bytes], SiteNeeds] | None = None
+
+    def begin(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
+        """What the step's linears add, or None if no token has an adapter.
+
+        token_slots is int32 [num_tokens], -1 for no adapter, best given on the host; slots_in_step names each slot in
+        it. Raises StaleSlot for a slot that is not ready.
+        """
+        self._arena.list_published()
+        if not slots_in_step:
+            return None
+        slots = np.asarray(slots_in_step)
+        self._arena.check_ready(slots)
+        host_slots = token_slots.cpu().numpy()
+        if not np.isin(host_slots, [-1, *slots_in_step]).all():
+            unnamed = sorted(set(host_slots.tolist()).difference(slots_in_step) - {-1})
+            raise StaleSlot(f"tokens name the slots {unnamed}, the step does not")
+        if (host_slots < 0).all():
+            return None
+        return self._step(self._needs_of(slots), host_slots)
+
+    def begin_head(self, row_slots: torch.Tensor) -> LoraStep | None:
+        """What the head adds in the step that began last, or None if no adapter of its rows targets the head.
+
+        row_slots is int32 [num_rows] on the host: the slots of the tokens whose logits are kept.
+        """
+        host_slots = row_slots.numpy()
+        slots = host_slots[host_slots >= 0]
+        if not self._table.host_rank[slots[:, None], self._heads].any():
+            return None
+        return self._step(SiteNeeds.of(self._table, slots), host_slots)
+
+    def _step(self, needs: SiteNeeds, token_slots: npt.NDArray[np.int32]) -> LoraStep:
+        if self._routes_on_host:
+            route = route_on_host(token_slots, self._num_slots)
+        else:
+            route = lora_route(torch.from_numpy(token_slots).to(self._device), self._num_slots)
+        return LoraStep(self._arena.groups, self._table, needs, route, self._shrunk)
+
+    def _needs_of(self, slots: npt.NDArray[np.intp]) -> SiteNeeds:
+        key = (self._table.version, slots.tobytes())
+        if self._needs is None or self._needs[0] != key:
+            self._needs = (key, SiteNeeds.of(self._table, slots))
+        return self._needs[1]
