@@ -9,7 +9,7 @@ import logging
 import resource
 from dataclasses import dataclass
 
-from control_plane.api.listeners import WORKER_CONNECTIONS
+from control_plane.api.rpc.listeners import WORKER_CONNECTIONS
 from control_plane.config import DEFAULT_MAX_CONNECTIONS, ConfigError
 
 logger = logging.getLogger(__name__)

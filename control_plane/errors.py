@@ -1,6 +1,6 @@
 """Every error the control plane can tell a client, and the one table to gRPC status codes.
 
-Code elsewhere raises these plainly; `control_plane.api.interceptor` turns them into a status with google.rpc
+Code elsewhere raises these plainly; `control_plane.api.rpc.interceptor` turns them into a status with google.rpc
 details. Messages are read by clients: they name the field, the value, the limit and the next step, and never a
 path, a key, an address or a stack.
 """

@@ -30,13 +30,16 @@ from motet.process_log import shown
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, plan_pb2_grpc, status_pb2_grpc
 
 from control_plane import descriptors
-from control_plane.api import adapters, generation, health, listeners, operations, reflection, status
-from control_plane.api.adapter_roots import AdapterRoots
+from control_plane.api import health, status
+from control_plane.api.admin import adapters, operations
+from control_plane.api.admin.adapter_roots import AdapterRoots
+from control_plane.api.admin.idempotency_cache import RequestMemory
+from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
+from control_plane.api.generation import service as generation
 from control_plane.api.pins import Pins
-from control_plane.api.request_memory import RequestMemory
+from control_plane.api.rpc import listeners, reflection
 from control_plane.api.text.codec import TextCodec
-from control_plane.api.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
@@ -45,11 +48,11 @@ from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
 from control_plane.host_cache.base import HostCache
 from control_plane.host_cache.weights import AdapterWeights
-from control_plane.registry.base_model import BaseModel, BaseModelError
+from control_plane.registry.model.base_model import BaseModel, BaseModelError
+from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
-from control_plane.registry.remote_files import StoreUrlError
-from control_plane.registry.store import ArtifactStore
-from control_plane.registry.worker_reports import WorkerReports
+from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.remote_files import StoreUrlError
 from control_plane.store_calls import StoreCalls
 from control_plane.telemetry import configure_logging
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import ingest
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.peft.ingest import ingest
 from data_plane.config import WorkerConfig
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine

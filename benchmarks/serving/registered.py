@@ -15,11 +15,11 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import PackedInfo, ingest
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.peft.ingest import PackedInfo, ingest
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, encode_record, encode_version
-from control_plane.registry.store import ArtifactStore
-from control_plane.registry.store_files import LocalFiles
+from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.store_files import LocalFiles
 
 MAX_ADAPTER_BYTES = 1 << 30
 

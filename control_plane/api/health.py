@@ -14,7 +14,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.api import adapters, generation
+from control_plane.api.admin import adapters
+from control_plane.api.generation import service as generation
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _Status = health_pb2.HealthCheckResponse

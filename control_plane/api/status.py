@@ -14,8 +14,8 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.quotas import TenantUse
 from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
-from control_plane.registry.worker_reports import WorkerReports
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from control_plane.errors import ContextTooLong, FieldViolation, InvalidRequest
 from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 from control_plane.registry.limits import ADAPTER_ID_FORM
-from control_plane.registry.store import ADAPTER_ID
+from control_plane.registry.store.artifact_store import ADAPTER_ID
 
 ADAPTER_PREFIX = "adapters/"
 MAX_DISPLAY_NAME_BYTES = 256

@@ -31,7 +31,7 @@ from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings, QueueSnapshot, WorkerSnapshot
 from control_plane.fleet.slow_readers import SlowReaders
-from control_plane.registry.served_modules import WorkerReport
+from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import FinishReason, Outputs, Request, RequestId, RequestOutput
 

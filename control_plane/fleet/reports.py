@@ -10,7 +10,7 @@ import numpy as np
 from motet.v1 import plan_pb2
 
 from control_plane.errors import FieldViolation
-from control_plane.registry.served_modules import ModuleKind, Modules, ServedModule, WorkerReport
+from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule, WorkerReport
 
 _INT32_MAX = 2**31 - 1
 MAX_TARGET_ENTRIES = 1 << 12

@@ -6,8 +6,8 @@ import logging
 
 from control_plane.errors import MotetError
 from control_plane.registry.catalog import Catalog
-from control_plane.registry.ingest import PackedChunk, PackedInfo
-from control_plane.registry.store import ArtifactStore
+from control_plane.registry.peft.ingest import PackedChunk, PackedInfo
+from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)

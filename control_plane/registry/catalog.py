@@ -17,12 +17,12 @@ from control_plane.errors import (
     EtagMismatch,
     MotetError,
 )
-from control_plane.registry.base_model import BaseModel
 from control_plane.registry.limits import bad_page_token, check_adapter_id, check_digest, check_page_size
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.name_index import NameIndex
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, ResolvedAdapter
-from control_plane.registry.store import ADAPTER_ID
-from control_plane.registry.worker_reports import WorkerReports
+from control_plane.registry.store.artifact_store import ADAPTER_ID
 from control_plane.scheduler.types import AdapterRef
 
 

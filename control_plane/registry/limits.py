@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from control_plane.errors import FieldViolation, InvalidRequest
-from control_plane.registry.safetensors_header import shorten
-from control_plane.registry.store import ADAPTER_ID, DIGEST
+from control_plane.registry.peft.safetensors_header import shorten
+from control_plane.registry.store.artifact_store import ADAPTER_ID, DIGEST
 
 MAX_DISPLAY_NAME_BYTES = 256
 MAX_LABELS = 64

@@ -24,7 +24,7 @@ from control_plane.registry.records import (
     encode_version,
     with_versions,
 )
-from control_plane.registry.store import DIGEST, ArtifactStore, StoredNames
+from control_plane.registry.store.artifact_store import DIGEST, ArtifactStore, StoredNames
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)

@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from control_plane.errors import AdapterNotActive, AdapterVersionActive, Exhausted, MotetError
-from control_plane.registry.base_model import BaseModel
 from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
-from control_plane.registry.ingest import PackedInfo
 from control_plane.registry.limits import check_adapter_id, check_digest, check_display_name, check_labels
-from control_plane.registry.packing import Packer
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.peft.ingest import PackedInfo
+from control_plane.registry.peft.packing import Packer
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
@@ -33,8 +34,7 @@ from control_plane.registry.records import (
     encode_version,
 )
 from control_plane.registry.recovery import recover
-from control_plane.registry.store import MAX_LOCK_WAIT_S, ArtifactStore
-from control_plane.registry.worker_reports import WorkerReports
+from control_plane.registry.store.artifact_store import MAX_LOCK_WAIT_S, ArtifactStore
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)

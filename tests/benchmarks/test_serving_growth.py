@@ -9,7 +9,7 @@ import pytest
 from benchmarks.serving.checkpoints import make_base, make_small_adapter
 from benchmarks.serving.growth import counts, main
 from benchmarks.serving.registered import fill_store, small_name
-from control_plane.registry.base_model import BaseModel
+from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.records import AdapterState
 from tests.control_plane.registry.rig import open_registry
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from control_plane.api.listeners import WORKER_CONNECTIONS
+from control_plane.api.rpc.listeners import WORKER_CONNECTIONS
 from control_plane.config import DEFAULT_MAX_CONNECTIONS, ConfigError
 from control_plane.descriptors import LEAST_CONNECTIONS, OTHER_FILES, plan
 

@@ -30,7 +30,7 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation
 from safetensors.numpy import save, save_file
 
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
-from control_plane.registry.store_files import StoreLocked
+from control_plane.registry.store.store_files import StoreLocked
 from control_plane.server import build
 from tests.control_plane.api.fakes import byte_level_tokenizer
 

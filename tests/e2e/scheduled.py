@@ -10,8 +10,8 @@ from pathlib import Path
 from motet.v1 import plan_pb2
 
 from control_plane.fleet.wire import PlanEncoder, limits_of
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats

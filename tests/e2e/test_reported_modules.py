@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 from control_plane.errors import InvalidAdapter
 from control_plane.fleet.hello import check_hello
 from control_plane.fleet.reports import report_of
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
-from control_plane.registry.served_modules import Modules
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.served_modules import Modules
+from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
 from data_plane.engine.build import build_engine
 from data_plane.engine.engine import TorchEngine
 from data_plane.wire import encode_hello

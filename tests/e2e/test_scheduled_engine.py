@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from control_plane.registry.base_model import BaseModel
+from control_plane.registry.model.base_model import BaseModel
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
 from control_plane.scheduler.types import (

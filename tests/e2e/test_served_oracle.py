@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from control_plane.registry.base_model import BaseModel
+from control_plane.registry.model.base_model import BaseModel
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import Request, RequestId
 from data_plane.engine.build import build_engine

@@ -16,7 +16,7 @@ from pathlib import Path
 from motet.command_line import byte_size
 from motet.fingerprint import checkpoint_fingerprint
 
-from control_plane.registry.base_model import BaseModel
+from control_plane.registry.model.base_model import BaseModel
 from data_plane.config import WorkerConfig
 from data_plane.plan import Capacities, TargetKind, TargetModule
 from data_plane.telemetry import configure_logging

@@ -17,13 +17,16 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from control_plane.api import adapters, generation, listeners, operations, status
-from control_plane.api.adapter_roots import AdapterRoots
+from control_plane.api import status
+from control_plane.api.admin import adapters, operations
+from control_plane.api.admin.adapter_roots import AdapterRoots
+from control_plane.api.admin.idempotency_cache import RequestMemory
+from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
+from control_plane.api.generation import service as generation
 from control_plane.api.pins import Pins
-from control_plane.api.request_memory import RequestMemory
+from control_plane.api.rpc import listeners
 from control_plane.api.text.codec import TextCodec
-from control_plane.api.upload import UploadReceiver
 from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudgetExceeded
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import JobEvent, JobStream
@@ -33,9 +36,9 @@ from control_plane.fleet.tenants import TenantLimits
 from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.catalog import RegistryStats
+from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
 from control_plane.registry.registry import Registry
-from control_plane.registry.worker_reports import WorkerReports
 from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
 
 DIGEST = "a" * 64

@@ -11,8 +11,10 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.api import adapters, generation, listeners
+from control_plane.api.admin import adapters
+from control_plane.api.generation import service as generation
 from control_plane.api.health import HealthReporter, HealthService
+from control_plane.api.rpc import listeners
 
 Status = health_pb2.HealthCheckResponse
 Request = health_pb2.HealthCheckRequest

@@ -9,7 +9,7 @@ from motet.v1 import status_pb2, status_pb2_grpc
 
 from control_plane.api.text.codec import TextCodec
 from control_plane.fleet.settings import WorkerSnapshot
-from control_plane.registry.served_modules import WorkerReport
+from control_plane.registry.model.served_modules import WorkerReport
 from tests.control_plane.api.fakes import Api
 
 

@@ -15,7 +15,7 @@ from control_plane.fleet.reports import (
     MAX_TARGET_MODULES,
     report_of,
 )
-from control_plane.registry.served_modules import ModuleKind, ServedModule
+from control_plane.registry.model.served_modules import ModuleKind, ServedModule
 from data_plane.plan import TargetKind, TargetModule
 from data_plane.wire import encode_hello, encode_targets
 from tests.fakes.fleet_rig import CAPACITIES, FakeBaseModel

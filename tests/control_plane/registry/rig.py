@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.served_modules import NOTHING_TOLD, Modules
+from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
 from control_plane.registry.registry import Registry
-from control_plane.registry.served_modules import NOTHING_TOLD, Modules
-from control_plane.registry.store import ArtifactStore
-from control_plane.registry.store_files import StoreFiles
-from control_plane.registry.worker_reports import WorkerReports
+from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.store_files import StoreFiles
 from control_plane.store_calls import StoreCalls
 
 CALLS = StoreCalls()  # its threads serve all registries of these tests

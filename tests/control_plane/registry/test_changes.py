@@ -12,7 +12,7 @@ import pytest
 from control_plane.errors import StoreUnavailable
 from control_plane.registry.changes import Changes
 from control_plane.registry.registry import Registry
-from control_plane.registry.store_files import LocalFiles
+from control_plane.registry.store.store_files import LocalFiles
 from control_plane.store_calls import StoreCalls
 from tests.control_plane.registry.rig import files, open_registry
 

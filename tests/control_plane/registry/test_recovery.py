@@ -14,8 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from control_plane.errors import AdapterNotActive, StoreUnavailable
 from control_plane.registry.records import AdapterState
 from control_plane.registry.recovery import recover
-from control_plane.registry.store import ArtifactStore
-from control_plane.registry.store_files import LocalFiles
+from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.store_files import LocalFiles
 from tests.control_plane.registry.rig import CALLS, Crash, files, open_registry
 
 

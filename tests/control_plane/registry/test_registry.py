@@ -22,14 +22,14 @@ from control_plane.errors import (
     InvalidRequest,
     StoreUnavailable,
 )
-from control_plane.registry import packing
+from control_plane.registry.model.served_modules import ModuleKind, ServedModule, WorkerReport
+from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.name_index import NameIndex
+from control_plane.registry.peft import packing
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
-from control_plane.registry.served_modules import ModuleKind, ServedModule, WorkerReport
-from control_plane.registry.store import ArtifactStore
-from control_plane.registry.store_files import LocalFiles, StoreLocked
-from control_plane.registry.worker_reports import WorkerReports
+from control_plane.registry.store.artifact_store import ArtifactStore
+from control_plane.registry.store.store_files import LocalFiles, StoreLocked
 from tests.control_plane.registry.rig import SHAPES, Crash, base_model, files, open_registry
 
 

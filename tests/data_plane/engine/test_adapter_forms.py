@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from control_plane.registry.base_model import BaseModel
-from control_plane.registry.ingest import CONFIG_FILE
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.peft.ingest import CONFIG_FILE
 from data_plane.engine.build import build_engine
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config

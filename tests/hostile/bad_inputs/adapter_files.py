@@ -10,8 +10,8 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+from tests.control_plane.registry.peft.test_bad_adapters import BAD_FIELDS, BAD_FILES
 from tests.control_plane.registry.rig import with_header
-from tests.control_plane.registry.test_bad_adapters import BAD_FIELDS, BAD_FILES
 from tests.hostile.bad_inputs.case import ANY_FIELD, OK, Case, short
 from tests.hostile.bad_inputs.facts import CONFIG_FILE, WEIGHTS_FILE, Facts
 from tests.hostile.bad_inputs.uploads import case, upload

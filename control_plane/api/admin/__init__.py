@@ -1,0 +1,1 @@
+"""AdapterService and Operations: translate messages for those who manage adapters."""

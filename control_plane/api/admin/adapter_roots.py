@@ -1,0 +1,52 @@
+"""Finds an adapter's files below the operator's roots; the only place where a client's words become a path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from control_plane.api.admin.upload import FILE_NAMES
+from control_plane.api.validation import quoted, refuse
+from control_plane.errors import PathNotAllowed
+from control_plane.store_calls import StoreCalls
+
+
+class AdapterRoots:
+    """Directories by name, from --adapter-root. They may lie on another machine, and hang."""
+
+    def __init__(self, roots: Mapping[str, Path], calls: StoreCalls | None = None) -> None:
+        self._roots = {name: path.resolve() for name, path in roots.items()}
+        self._calls = calls or StoreCalls(what="the adapter root")
+
+    async def files(self, source: str) -> dict[str, Path]:
+        """Files of "{root}/{relative path}" by name. Raises PathNotAllowed, InvalidRequest or StoreUnavailable."""
+        return await self._calls.read(self._find, source)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._calls.close()
+
+    def _find(self, source: str) -> dict[str, Path]:
+        root_name, _, relative = source.partition("/")
+        root = self._roots.get(root_name)
+        if root is None:
+            raise PathNotAllowed(
+                f"source {quoted(source)}: {quoted(root_name)} is not one of the server's adapter roots"
+            )
+        parts = relative.split("/")
+        if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:
+            raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
+        files = {}
+        for name in FILE_NAMES:
+            try:
+                path = root.joinpath(*parts, name).resolve(strict=True)
+            except (OSError, RuntimeError):
+                raise refuse(
+                    "source", f"{quoted(source)} has no {name}; name a directory that PEFT's save_pretrained wrote"
+                ) from None
+            if not path.is_relative_to(root):
+                raise PathNotAllowed(f"source {quoted(source)} leads out of its root")
+            if not path.is_file():
+                raise refuse("source", f"{quoted(source)}: {name} is not a file")
+            files[name] = path
+        return files

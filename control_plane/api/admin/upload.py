@@ -1,0 +1,246 @@
+"""Receives the files of an adapter from an upload stream into a directory that is gone when the upload ends.
+
+Owns sizes, order, hashes and the least rate of an upload; knows nothing of what the files mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from pathlib import Path
+from typing import IO, Any
+
+from motet.v1 import adapters_pb2
+
+from control_plane.api.admin.disk_space import DiskSpace, Reservation, free_bytes_of
+from control_plane.api.rpc.shared_limit import SharedLimit
+from control_plane.api.validation import (
+    Violations,
+    check_adapter_id,
+    check_display_name,
+    check_labels,
+    check_request_id,
+    refuse,
+)
+from control_plane.awake import AwakeClock, AwakeTimeout
+from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
+
+FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
+MAX_CHUNK_BYTES = 2**20
+MAX_LISTED_FILES = 16  # in a header that is looked at file by file
+MAX_OPEN_UPLOADS = 16
+IDLE_TIMEOUT_S = 30.0
+# A client may be waited for GRACE_S, and a second longer for every LEAST_BYTES_PER_S that it sent. So an upload of N
+# bytes ends after at most GRACE_S + N / LEAST_BYTES_PER_S of waiting.
+GRACE_S = 30.0
+LEAST_BYTES_PER_S = 64 * 2**10
+# Chunks go to the disk when so many bytes have come together: every write costs a change of threads.
+_WRITE_BYTES = 256 * 2**10
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class UploadReceiver:
+    """Bounds the uploads of one server.
+
+    `clock` measures how long clients are waited for. `free_bytes` tells what is free on the disk of a directory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_adapter_bytes: int,
+        max_open: int = MAX_OPEN_UPLOADS,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        clock: AwakeClock | None = None,
+        free_bytes: Callable[[Path], int] = free_bytes_of,
+    ) -> None:
+        self._directory = directory
+        self._max_adapter_bytes = max_adapter_bytes
+        self._places = SharedLimit(max_open, "uploads", retry_after_s=2.0)
+        self._space = DiskSpace(lambda: free_bytes(directory))
+        self._idle_timeout_s = idle_timeout_s
+        self._clock = clock or AwakeClock()
+
+    @contextlib.asynccontextmanager
+    async def open(self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], peer: str) -> AsyncIterator[Upload]:
+        """An upload of gRPC's `peer` whose checked header was read. Its files exist until the block ends."""
+        async with contextlib.AsyncExitStack() as held:
+            held.enter_context(self._places.place(peer))
+            messages = _Messages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
+            held.push_async_callback(messages.close)
+            first = await messages.next()
+            if first is None or first.WhichOneof("part") != "header":
+                raise refuse("header", "missing; the first message of an upload is its header")
+            check_header(first.header, self._max_adapter_bytes)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            space = held.enter_context(self._space.reserved(sum(file.size_bytes for file in first.header.files)))
+            directory = Path(tempfile.mkdtemp(dir=self._directory, prefix="upload-"))
+            held.callback(shutil.rmtree, directory, ignore_errors=True)
+            yield Upload(first.header, messages, directory, space)
+
+
+class _Messages:
+    """The messages of one upload. Ends the upload of a client that is silent, or slower than the least rate.
+
+    Only the time is counted in which the server ran and waited for the client: a server that is slow or was stopped
+    itself blames nobody.
+    """
+
+    def __init__(
+        self,
+        stream: AsyncIterable[adapters_pb2.UploadAdapterRequest],
+        *,
+        idle_timeout_s: float,
+        clock: AwakeClock,
+    ) -> None:
+        self._messages = aiter(stream)
+        self._idle_timeout_s = idle_timeout_s
+        self._clock = clock
+        self._waited_s = 0.0
+        self._received_bytes = 0
+
+    async def next(self) -> adapters_pb2.UploadAdapterRequest | None:
+        """The next message, None at the end of the stream. Raises DeadlineExceeded."""
+        allowed_s = GRACE_S + self._received_bytes / LEAST_BYTES_PER_S - self._waited_s
+        if allowed_s <= 0:
+            raise self._too_slow()
+        asked_s = self._clock()
+        try:
+            async with AwakeTimeout(min(allowed_s, self._idle_timeout_s), self._clock):
+                message = await anext(self._messages)
+        except StopAsyncIteration:
+            return None
+        except TimeoutError:
+            if allowed_s < self._idle_timeout_s:
+                raise self._too_slow() from None
+            raise DeadlineExceeded(f"no chunk came for {self._idle_timeout_s:g} s; start the upload again") from None
+        finally:
+            self._waited_s += self._clock() - asked_s
+        self._received_bytes += len(message.chunk.data)
+        return message
+
+    def _too_slow(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self._received_bytes} bytes came in {self._waited_s:.0f} s; after {GRACE_S:g} s an upload must bring "
+            f"{LEAST_BYTES_PER_S} bytes per second on average; start the upload again over a faster connection"
+        )
+
+    async def close(self) -> None:
+        """Take no further message."""
+        if (aclose := getattr(self._messages, "aclose", None)) is not None:  # grpc.aio hands out a generator
+            await aclose()
+
+
+class Upload:
+    """One upload: `header` is checked, `receive` gets the files."""
+
+    def __init__(
+        self, header: adapters_pb2.UploadHeader, messages: _Messages, directory: Path, space: Reservation
+    ) -> None:
+        self.header = header
+        self._messages = messages
+        self._directory = directory
+        self._space = space
+
+    async def receive(self) -> dict[str, Path]:
+        """The files by name, every byte as announced. Raises InvalidRequest, DigestMismatch, DeadlineExceeded."""
+        paths = {}
+        try:
+            for index, file in enumerate(self.header.files):
+                paths[file.name] = path = self._directory / file.name
+                with path.open("wb") as out:
+                    await self._receive_file(index, file, out)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise Exhausted("the server ran out of disk space for this upload", retry_after_s=60.0) from error
+            raise
+        if await self._messages.next() is not None:
+            raise refuse("chunk", "after the last byte of the last file; send what the header announces")
+        return paths
+
+    async def _receive_file(self, index: int, file: adapters_pb2.UploadFile, out: IO[bytes]) -> None:
+        digest: Any = hashlib.sha256()
+        received = 0
+        unwritten: list[bytes] = []  # chunks
+        num_unwritten = 0  # their bytes
+        while received < file.size_bytes:
+            message = await self._messages.next()
+            if message is None:
+                raise refuse(
+                    f"header.files[{index}].size_bytes",
+                    f"the upload of {file.name} ended after {received} of {file.size_bytes} bytes; send it again",
+                )
+            if message.WhichOneof("part") != "chunk":
+                raise refuse("header", "sent twice; chunks follow the header")
+            _check_chunk(message.chunk, index, received, file)
+            unwritten.append(message.chunk.data)
+            num_unwritten += len(message.chunk.data)
+            received += len(message.chunk.data)
+            if num_unwritten >= _WRITE_BYTES or received == file.size_bytes:
+                await asyncio.to_thread(_write, out, digest, unwritten)
+                self._space.use(num_unwritten)
+                unwritten, num_unwritten = [], 0
+        if digest.hexdigest() != file.sha256:
+            raise DigestMismatch(f"{file.name}: the bytes that arrived do not have the announced sha256; send it again")
+
+
+def _write(out: IO[bytes], digest: Any, chunks: list[bytes]) -> None:
+    for chunk in chunks:
+        out.write(chunk)
+        digest.update(chunk)
+    out.flush()
+
+
+def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> None:
+    """Raises InvalidRequest with everything that is wrong with the header."""
+    violations = Violations()
+    check_adapter_id(header.adapter_id, "header.adapter_id", violations)
+    check_display_name(header.display_name, "header.display_name", violations)
+    check_labels(header.labels, "header.labels", violations)
+    check_request_id(header.request_id, violations, "header.request_id")
+    expected = " and ".join(FILE_NAMES)
+    if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
+        violations.add("header.files", f"{len(header.files)} files; exactly {expected}, each once")
+        violations.raise_if_any()
+    for index, file in enumerate(header.files[: len(FILE_NAMES) + 1]):
+        if file.name not in FILE_NAMES:
+            violations.add(f"header.files[{index}].name", f"only {expected} are taken")
+        if not _SHA256.fullmatch(file.sha256):
+            violations.add(f"header.files[{index}].sha256", "not 64 lower-case hexadecimal digits")
+        if file.size_bytes == 0:
+            violations.add(f"header.files[{index}].size_bytes", "0; the file is empty")
+    if sorted(file.name for file in header.files) != sorted(FILE_NAMES) and not violations:
+        violations.add("header.files", f"{len(header.files)} files; exactly {expected}, each once")
+    total = sum(file.size_bytes for file in header.files)
+    if total > max_adapter_bytes:
+        violations.add(
+            "header.files",
+            f"{total} bytes in all; at most {max_adapter_bytes} (the server's --max-adapter-bytes): raise it, or save "
+            "with save_embedding_layers=False, without which PEFT stores the base's weight beside adapters on "
+            "embedding and head",
+        )
+    violations.raise_if_any()
+
+
+def _check_chunk(chunk: adapters_pb2.UploadChunk, index: int, received: int, file: adapters_pb2.UploadFile) -> None:
+    violations = Violations()
+    if chunk.file_index != index:
+        violations.add("chunk.file_index", f"{chunk.file_index}; {index} is not complete, files come in order")
+    elif chunk.offset != received:
+        violations.add("chunk.offset", f"{chunk.offset}; {received} bytes of {file.name} were sent so far")
+    if not chunk.data:
+        violations.add("chunk.data", "empty")
+    if len(chunk.data) > MAX_CHUNK_BYTES:
+        violations.add("chunk.data", f"{len(chunk.data)} bytes; at most {MAX_CHUNK_BYTES}")
+    if received + len(chunk.data) > file.size_bytes:
+        violations.add(
+            "chunk.data", f"{received + len(chunk.data)} bytes of {file.name}; {file.size_bytes} were announced"
+        )
+    violations.raise_if_any()

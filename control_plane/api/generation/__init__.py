@@ -1,0 +1,1 @@
+"""GenerationService: checks requests and turns tokens into the messages of a stream."""

@@ -1,0 +1,225 @@
+"""GenerationService: one request, one stream.
+
+Checks, tokenises, resolves the adapter once, submits to the fleet and turns what comes back into events. Nothing
+is sent before the first token: initial metadata would commit the RPC and switch client retries off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc.aio
+from motet.v1 import generation_pb2, generation_pb2_grpc
+
+from control_plane.api.gate import DrainGate
+from control_plane.api.generation.preconditions import require_model, require_prompt
+from control_plane.api.generation.request import (
+    CheckedRequest,
+    check_prompt_logprobs,
+    check_request,
+    effective_max_tokens,
+    effective_stop_token_ids,
+)
+from control_plane.api.generation.response_stream import GenerationEvents, parts_of
+from control_plane.api.peers import host_of
+from control_plane.api.text.codec import TextCodec
+from control_plane.api.text.stop_strings import StopStrings
+from control_plane.api.text.stream import TextStream
+from control_plane.api.validation import refuse, tenant_of
+from control_plane.errors import AdapterNotFound, MotetError, NoWorker
+from control_plane.fleet.fleet import Fleet
+from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.records import ResolvedAdapter
+from control_plane.registry.registry import Registry
+from control_plane.scheduler.types import Request, Sampling
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the service needs to know of the base model."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str  # names the checkpoint, 64 lower-case hexadecimal digits
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """See protos/motet/v1/generation.proto."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelFacts,
+        served: WorkerReports,
+        codec: TextCodec,
+        registry: Registry,
+        fleet: Fleet,
+        gate: DrainGate,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self._model = model
+        self._served = served
+        self._codec = codec
+        self._registry = registry
+        self._fleet = fleet
+        self._gate = gate
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._draw_seed = draw_seed
+
+    def _max_model_len(self) -> int:
+        """Longest context that workers compute at present, tokens."""
+        length = self._served.max_model_len
+        if length is None:
+            raise NoWorker("no worker has attached yet to tell the longest context; try again in a moment")
+        return length
+
+    async def Generate(  # noqa: N802 - the stub's name
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Stream one generation."""
+        arrival_s = self._clock()
+        remaining_s = context.time_remaining()
+        self._gate.check()
+        tenant = tenant_of(context.invocation_metadata())
+        account = self._fleet.account_of(tenant, host_of(context.peer()))
+        max_model_len = self._max_model_len()
+        checked = check_request(
+            request,
+            vocab_size=self._model.vocab_size,
+            max_model_len=max_model_len,
+            draw_seed=self._draw_seed,
+        )
+        stop_token_ids = effective_stop_token_ids(checked, self._model.eos_token_ids, self._model.vocab_size)
+        if checked.stop:
+            self._codec.require_stop_strings()
+        require_model(checked.model_fingerprint, self._model.fingerprint)
+        resolved = self._registry.resolve(checked.adapter_id, checked.adapter_digest) if checked.adapter_id else None
+        render_time_s = self._render_time_s(checked)
+        prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len)
+        if resolved is not None:
+            resolved = self._resolved_anew(resolved, is_exact=bool(checked.adapter_digest))
+        require_prompt(checked.prompt_sha256, prompt)
+        max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
+        check_prompt_logprobs(checked, len(prompt))
+        decoding = checked.decoding
+        work = Request(
+            request_id=self._fleet.next_request_id(),
+            prompt_token_ids=tuple(prompt),
+            max_tokens=max_tokens,
+            generated_token_ids=checked.resume_from,
+            adapter=None if resolved is None else resolved.ref,
+            sampling=_ranked_sampling(checked) if decoding.is_ranked else checked.sampling,
+            stop_token_ids=stop_token_ids,
+            cache_salt=checked.cache_salt,
+            arrival_s=arrival_s,
+            deadline_s=None if remaining_s is None else arrival_s + remaining_s,
+            tenant=tenant,
+            charged_to=account,
+            priority=checked.priority,
+            num_samples=decoding.best_of if decoding.beam is None else 1,
+            beam=decoding.beam,
+        )
+        events = self._events(checked, work, resolved, render_time_s)
+        if await events.resume():
+            # The client had every token already; only the end of its stream was lost.
+            for message in events.finished_by_resume():
+                yield message
+            return
+        if resolved is not None:
+            self._resolved_anew(resolved, is_exact=True)
+        job = self._fleet.submit(work)
+        try:
+            async for event in job:
+                if event.prompt_logprobs:
+                    await events.take_prompt_logprobs(event.prompt_logprobs)
+                for part in parts_of(event):
+                    for message in events.take(part, job.cancel_index):
+                        yield message
+                    if part is not event:
+                        await asyncio.sleep(0)
+                if events.is_finished:
+                    return
+        finally:
+            job.cancel()
+        raise MotetError(f"the stream of request {work.request_id} ended without a finish reason")
+
+    def _resolved_anew(self, resolved: ResolvedAdapter, *, is_exact: bool) -> ResolvedAdapter:
+        """What was resolved before others had their turn of the event loop, if that version still exists.
+
+        Raises AdapterNotFound where it was deleted: nothing waits for this request yet, and it must not load the
+        weights again. Where the client named no version (not `is_exact`) and the name has another one, that is taken.
+        """
+        try:
+            return self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
+        except AdapterNotFound:
+            if is_exact:
+                raise
+            return self._registry.resolve(resolved.adapter_id)
+
+    def _events(
+        self, checked: CheckedRequest, work: Request, resolved: ResolvedAdapter | None, render_time_s: float | None
+    ) -> GenerationEvents:
+        stops = StopStrings(checked.stop)
+        return GenerationEvents(
+            label=checked.request_id or f"req-{work.request_id}",
+            adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
+            tenant=work.tenant,
+            checked=checked,
+            model_fingerprint=self._model.fingerprint,
+            render_time_s=render_time_s,
+            work=work,
+            vocab_size=self._model.vocab_size,
+            make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
+            clock=self._clock,
+        )
+
+    def _render_time_s(self, checked: CheckedRequest) -> float | None:
+        """When the conversation is rendered, seconds since 1970; None for another input."""
+        if checked.messages is None:
+            return None
+        return self._wall_clock() if checked.render_time_s is None else checked.render_time_s
+
+    async def _prompt_token_ids(
+        self, checked: CheckedRequest, account: str, render_time_s: float | None, max_model_len: int
+    ) -> Sequence[int]:
+        if checked.token_ids is not None:
+            return checked.token_ids
+        # What is refused at present whatever its prompt is not tokenised first.
+        self._fleet.check_room(account, checked.decoding.num_indices * (checked.max_tokens or 1))
+        if checked.text is not None:
+            ids = await self._codec.encode_text(checked.text, tenant=account, max_model_len=max_model_len)
+        else:
+            assert checked.messages is not None
+            ids = await self._codec.encode_chat(
+                checked.messages, render_time_s, tenant=account, max_model_len=max_model_len
+            )
+        if not ids:
+            raise refuse(checked.input_field, "no token is left after tokenisation; a prompt needs at least one")
+        if max(ids) >= self._model.vocab_size:
+            raise refuse(
+                checked.input_field,
+                f"holds the token {max(ids)}, which the model, of vocabulary size {self._model.vocab_size}, lacks",
+            )
+        return ids
+
+
+def _ranked_sampling(checked: CheckedRequest) -> Sampling:
+    """Samples are ranked by log-probabilities, whether the client wants to see them or not."""
+    sampling = checked.sampling
+    if checked.decoding.beam is not None or sampling.num_logprobs is not None:
+        return sampling
+    return replace(sampling, num_logprobs=0)

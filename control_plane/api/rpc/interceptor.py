@@ -1,0 +1,172 @@
+"""The outermost interceptor of both ports: it bounds what an RPC may take, and gives every RPC a defined status.
+
+Each RPC holds a place in a limit that is shared between peers. A client has a time to send its request and to read a
+response. The interceptor reads and parses unary requests itself, so that malformed protobuf is INVALID_ARGUMENT; it
+maps MotetError by the one table, and turns everything else into INTERNAL with a correlation id, the rest in the log
+only. A handler's generator is closed before the RPC ends, so its `finally` runs at once. Time in which this process did
+not run is held against no client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from control_plane.api.rpc.error_status import DETAILS_KEY, internal_status, status_proto
+from control_plane.api.rpc.rpc_limits import RpcLimits
+from control_plane.awake import AwakeClock, AwakeTimeout
+from control_plane.errors import DeadlineExceeded, FieldViolation, InvalidRequest, MotetError, SlowConsumer
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 30.0
+WRITE_TIMEOUT_S = 30.0
+
+Limit = Callable[[], AwakeTimeout]  # how long a client may leave a message unread
+Context = grpc.aio.ServicerContext[Any, Any]
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+
+class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Wraps the handlers of all four kinds of method.
+
+    `limits`: how many RPCs run at once. `write_timeout_s`: how long a client may leave a response unread that its flow
+    control has no room for. `request_timeout_s`: how long the request of an RPC may take to arrive after its headers;
+    a stream of requests has the time limits of its handler.
+    """
+
+    def __init__(
+        self,
+        limits: RpcLimits,
+        *,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._write_timeout_s = write_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._awake = AwakeClock(clock)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The bounded handler with its errors mapped."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:  # an unknown method; grpc answers UNIMPLEMENTED
+            return handler  # type: ignore[return-value]  # the stubs forget None
+        # Always a stream of both: grpc reads the message of a unary request before it calls the handler, for as long as
+        # the client likes. And always a coroutine that writes: grpc leaves the generator of a cancelled RPC to the
+        # garbage collector.
+        make: Any = grpc.stream_stream_rpc_method_handler
+        parse = handler.request_deserializer if handler.request_streaming else None
+        bounded = self._bounded(str(handler_call_details.method), handler)
+        return make(bounded, parse, handler.response_serializer)  # type: ignore[no-any-return]
+
+    def _write_limit(self) -> AwakeTimeout:
+        return AwakeTimeout(self._write_timeout_s, self._awake)
+
+    def _bounded(self, method: str, handler: Any) -> Any:
+        limit = self._limits.of(method)
+        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def handle(requests: Any, context: Context) -> None:
+            with contextlib.ExitStack() as held:
+                async with _mapped_errors(method, context, self._write_limit):
+                    held.enter_context(limit.place(context.peer()))
+                    if handler.request_streaming:
+                        answer = inner(requests, context)
+                    else:
+                        answer = inner(await self._request(handler.request_deserializer, context), context)
+                    await self._respond(answer, context, is_stream=handler.response_streaming)
+
+        return handle
+
+    async def _request(self, parse: Callable[[bytes], Any] | None, context: Context) -> Any:
+        try:
+            async with AwakeTimeout(self._request_timeout_s, self._awake):
+                raw: Any = await context.read()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the request did not arrive within {self._request_timeout_s:g} s of its headers; send it at once"
+            ) from error
+        if raw is _EOF:
+            raise InvalidRequest(FieldViolation("request", "missing; the call ended without a message"))
+        return raw if parse is None else parse(raw)
+
+    async def _respond(self, answer: Any, context: Context, *, is_stream: bool) -> None:
+        # Cases: 1. a generator of responses; 2. a coroutine that writes its responses itself; 3. one response.
+        if is_stream and not inspect.isawaitable(answer):
+            async with contextlib.aclosing(answer):
+                async for message in answer:
+                    await self._write(message, context)
+        elif is_stream:
+            await answer
+        else:
+            await self._write(await answer if inspect.isawaitable(answer) else answer, context)
+
+    async def _write(self, message: Any, context: Context) -> None:
+        try:
+            async with self._write_limit():
+                await context.write(message)
+        except TimeoutError as error:
+            raise SlowConsumer(f"the stream was not read for {self._write_timeout_s:g} s; read faster") from error
+
+
+@contextlib.asynccontextmanager
+async def _mapped_errors(method: str, context: Context, limit: Limit) -> AsyncIterator[None]:
+    try:
+        yield
+    except grpc.aio.AbortError:  # the handler chose its status itself
+        raise
+    except MotetError as error:
+        if type(error) is MotetError:
+            await _abort_internal(method, context, error, limit)
+        status = status_proto(error)
+        logger.debug("refused method=%s reason=%s message=%s", method, error.reason, status.message)
+        await _abort(context, status, limit)
+    except DecodeError:
+        violation = FieldViolation("request", "not a valid message of this method; check the protobuf encoding")
+        await _abort(context, status_proto(InvalidRequest(violation)), limit)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the client left, its deadline passed, or the server stops
+            raise
+        # Left alone, a CancelledError that nobody asked for would leave the client waiting for ever.
+        await _abort_internal(method, context, error, limit)
+    except grpc.aio.InternalError as error:
+        if context.done():  # the handler's own status could not be sent: the connection is gone
+            raise asyncio.CancelledError from error
+        await _abort_internal(method, context, error, limit)
+    except Exception as error:
+        await _abort_internal(method, context, error, limit)
+
+
+async def _abort_internal(method: str, context: Context, error: BaseException, limit: Limit) -> None:
+    correlation_id = secrets.token_hex(8)
+    logger.error("internal error method=%s correlation_id=%s", method, correlation_id, exc_info=error)
+    await _abort(context, internal_status(correlation_id), limit)
+
+
+async def _abort(context: Context, status: Any, limit: Limit) -> None:
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    try:
+        async with limit():
+            await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    except TimeoutError as error:
+        # The status stands behind responses that the client does not read: it gets it when it does, nobody waits here.
+        raise asyncio.CancelledError from error
+    except grpc.aio.InternalError as error:  # the connection is gone, and whoever could be told
+        raise asyncio.CancelledError from error

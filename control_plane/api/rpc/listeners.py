@@ -1,0 +1,134 @@
+"""Makes the two gRPC servers with the settings that keep one client from harming the others.
+
+The reasons are measurements: without a bound on streams one connection's rapid resets disable the server, and the
+option that allows clients to ping is min_ping_interval_without_data_ms (the often-seen min_recv_ping_... does not
+exist and is ignored). RPCs are counted by the interceptor and not by grpc.aio, whose maximum_concurrent_rpcs refuses
+everybody alike, status and health included, without telling when to try again.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import grpc.aio
+
+from control_plane.api.rpc.interceptor import REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, RpcInterceptor
+from control_plane.api.rpc.rpc_limits import RpcLimits
+
+CLIENT_MESSAGE_BYTES = 2**20 + 64 * 1024  # one upload chunk and its frame
+WORKER_MESSAGE_BYTES = 64 * 2**20  # a plan with many long prompts
+METADATA_BYTES = 8192
+WORKER_CONCURRENT_RPCS = 1024
+WORKER_CONNECTIONS = 512
+# A connection without an RPC is closed after this time; the client opens another one with its next RPC. Connections
+# have no greatest age: a stream may run for as long as its request does.
+CONNECTION_IDLE_MS = 5 * 60_000
+HANDSHAKE_TIMEOUT_MS = 20_000  # how long a peer may take to speak HTTP/2
+# RPCs that have arrived and that the event loop has not taken up. Beyond 1000 gRPC would cancel some of them at random,
+# which a client cannot tell from its own cancellation; our limits answer with a reason and a time to try again.
+PENDING_RPCS = 20_000
+
+Option = tuple[str, int]
+
+
+def common_options() -> list[Option]:
+    """Settings of both ports: notice dead peers, let peers ping, own the port."""
+    return [
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_connection_idle_ms", CONNECTION_IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.server.max_pending_requests", PENDING_RPCS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_RPCS),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def client_server(
+    *,
+    max_streams_per_connection: int,
+    max_concurrent_rpcs: int,
+    max_connections: int,
+    write_timeout_s: float,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+) -> grpc.aio.Server:
+    """A server for the clients' port. The time limits are those of RpcInterceptor."""
+    options = [
+        *common_options(),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", max_streams_per_connection),
+        ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
+    ]
+    limits = RpcLimits(max_concurrent_rpcs)
+    return _server(
+        options, RpcInterceptor(limits, write_timeout_s=write_timeout_s, request_timeout_s=request_timeout_s)
+    )
+
+
+def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S) -> grpc.aio.Server:
+    """A server for the workers' port."""
+    options = [
+        *common_options(),
+        ("grpc.max_allowed_incoming_connections", WORKER_CONNECTIONS),
+        ("grpc.max_concurrent_streams", 100),
+        ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", WORKER_MESSAGE_BYTES),
+    ]
+    return _server(options, RpcInterceptor(RpcLimits(WORKER_CONCURRENT_RPCS), write_timeout_s=write_timeout_s))
+
+
+def bind(server: grpc.aio.Server, address: str) -> str:
+    """Listen there; HOST:PORT with the port that was taken. Raises OSError with the reason and what to do."""
+    _try_to_bind(address)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise _cannot_listen(address, "gRPC gives no reason") from error
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _try_to_bind(address: str) -> None:
+    """Raise OSError where no socket can be bound. gRPC would say so in its own log and not tell the reason."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise _cannot_listen(address, str(error.strerror)) from error
+    errors = [failure for failure in map(_bind_error, found) if failure is not None]
+    in_use = next((failure for failure in errors if failure.errno == errno.EADDRINUSE), None)
+    # One of several addresses of a name may be missing, as that of IPv6 where it is turned off; gRPC takes the others.
+    if in_use is not None or len(errors) == len(found):
+        worst = in_use or errors[0]
+        raise _cannot_listen(address, str(worst.strerror)) from worst
+
+
+def _bind_error(entry: tuple[Any, ...]) -> OSError | None:
+    family, kind, protocol, _, where = entry
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error
+    return None
+
+
+def _cannot_listen(address: str, reason: str) -> OSError:
+    return OSError(
+        f"cannot listen on {address}: {reason}; give another address with --listen or --worker-listen, or end what "
+        "listens there"
+    )
+
+
+def _server(options: Sequence[tuple[str, Any]], interceptor: RpcInterceptor) -> grpc.aio.Server:
+    return grpc.aio.server(interceptors=[interceptor], options=options)

@@ -1,0 +1,163 @@
+"""Writes one chunk of the packed layout to a file, tensor by tensor, with a few MiB of values in memory.
+
+Called by ingest.py. A large transposed tensor is written in blocks, each to many places of the file; then everything
+is read once more, in order, for the hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from control_plane.registry.peft.safetensors_header import FIELD, TensorEntry, refuse, shorten
+from control_plane.registry.peft.safetensors_header import ITEMSIZE as SOURCE_ITEMSIZE
+from control_plane.registry.peft.tensor_codec import decode, encode
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+SLICE_VALUES = 1 << 20  # converted at a time: up to 20 MB with all copies
+_HASHED_BYTES = 4 << 20  # read at a time
+_SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor of a chunk."""
+
+    name: str  # in the chunk
+    entry: TensorEntry  # where it comes from
+    dtype: str  # "float32", "bfloat16" or "float16"
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the chunk."""
+        return self.entry.shape[::-1] if self.is_transposed else self.entry.shape
+
+    @property
+    def size_bytes(self) -> int:
+        """In the chunk."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChunk:
+    """What the manifest says of a chunk."""
+
+    size_bytes: int
+    sha256: str
+    tensor_sha256: tuple[str, ...]  # of the tensors, in the order in which they were given
+
+
+def write_chunk(
+    out: BinaryIO, source: BinaryIO, tensors: Sequence[PackedTensor], check: Callable[[], None]
+) -> WrittenChunk:
+    """Write the chunk to `out`, an empty file open for reading and writing. Raises InvalidAdapter.
+
+    `check` is called every few MiB, and may raise to end the work.
+    """
+    head = _header(tensors)
+    out.write(head)
+    for tensor in tensors:
+        _write_tensor(out, source, tensor, check)
+    out.seek(len(head))
+    whole = hashlib.sha256(head)
+    hashes = tuple(_hash_tensor(out, tensor.size_bytes, whole, check) for tensor in tensors)
+    return WrittenChunk(out.tell(), whole.hexdigest(), hashes)
+
+
+def _header(tensors: Sequence[PackedTensor]) -> bytes:
+    entries: dict[str, Any] = {}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.size_bytes
+        entries[tensor.name] = {
+            "data_offsets": [position, end],
+            "dtype": _SAFETENSORS_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+        }
+        position = end
+    head = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode("ascii")
+    head += b" " * (-len(head) % 8)  # data begins at a multiple of 8 bytes
+    return len(head).to_bytes(8, "little") + head
+
+
+def _write_tensor(out: BinaryIO, source: BinaryIO, tensor: PackedTensor, check: Callable[[], None]) -> None:
+    """Convert the tensor block by block, and write each block to its places behind `out`'s position."""
+    entry, itemsize = tensor.entry, ITEMSIZE[tensor.dtype]
+    num_rows, num_columns = entry.shape if len(entry.shape) == 2 else (entry.shape[0], 1)
+    start = out.tell()
+    rows_at_once, columns_at_once = _block_shape(num_rows, num_columns, is_transposed=tensor.is_transposed)
+    for row in range(0, num_rows, rows_at_once):
+        for column in range(0, num_columns, columns_at_once):
+            check()
+            count, width = min(rows_at_once, num_rows - row), min(columns_at_once, num_columns - column)
+            values = _convert(
+                _read_block(source, entry, num_columns, row, column, count, width), tensor, (count, width)
+            )
+            if not tensor.is_transposed:  # of whole rows, or of a part of one
+                out.seek(start + (row * num_columns + column) * itemsize)
+                out.write(values)
+            elif count == num_rows:
+                out.seek(start + column * num_rows * itemsize)
+                out.write(values)
+            else:
+                for index in range(width):
+                    out.seek(start + ((column + index) * num_rows + row) * itemsize)
+                    out.write(values[index * count * itemsize : (index + 1) * count * itemsize])
+    out.seek(start + tensor.size_bytes)
+
+
+def _block_shape(num_rows: int, num_columns: int, *, is_transposed: bool) -> tuple[int, int]:
+    """Rows and columns of the source that are converted at a time: a slice of values.
+
+    Those of a tensor that is transposed are near a square: a read takes a part of a row, a write a part of a column.
+    """
+    rows = max(1, SLICE_VALUES // num_columns)
+    if is_transposed:
+        rows = max(rows, math.isqrt(SLICE_VALUES))
+    rows = min(rows, num_rows)
+    return rows, min(num_columns, max(1, SLICE_VALUES // rows))
+
+
+def _read_block(
+    source: BinaryIO, entry: TensorEntry, num_columns: int, row: int, column: int, count: int, width: int
+) -> bytes:
+    """The bytes of `count` rows of `width` columns. Raises InvalidAdapter."""
+    itemsize = SOURCE_ITEMSIZE[entry.dtype]
+    num_reads, values_each = (1, count * width) if width == num_columns else (count, width)
+    parts = []
+    for index in range(num_reads):
+        source.seek(entry.start + ((row + index) * num_columns + column) * itemsize)
+        parts.append(source.read(values_each * itemsize))
+        if len(parts[-1]) != values_each * itemsize:
+            raise refuse(FIELD, "became shorter while it was read; send it again")
+    return b"".join(parts)
+
+
+def _convert(raw: bytes, tensor: PackedTensor, shape: tuple[int, int]) -> bytes:
+    """A block as it stands in the chunk. Raises InvalidAdapter for values that cannot be served."""
+    entry = tensor.entry
+    values = decode(raw, entry.dtype, shape)
+    if not np.isfinite(values).all():
+        raise refuse(shorten(entry.name), "holds NaN or infinite values; the training diverged")
+    converted = encode(np.ascontiguousarray(values.T) if tensor.is_transposed else values, tensor.dtype)
+    if converted is None:
+        raise refuse(shorten(entry.name), f"holds a value too large for {tensor.dtype}, the base model's type")
+    return converted
+
+
+def _hash_tensor(out: BinaryIO, size_bytes: int, whole: Any, check: Callable[[], None]) -> str:
+    """The hash of the next so many bytes, which `whole` takes in too."""
+    own = hashlib.sha256()
+    for begin in range(0, size_bytes, _HASHED_BYTES):
+        check()
+        data = out.read(min(_HASHED_BYTES, size_bytes - begin))
+        own.update(data)
+        whole.update(data)
+    return own.hexdigest()

@@ -1,0 +1,195 @@
+"""Turns the files of a PEFT adapter into the packed layout of docs/protocol.md, checking everything on the way.
+
+Runs in a thread. A few MiB of an adapter are in memory at a time, whatever its size. The same input gives the same
+bytes, hence the same digest, on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.embedding_modules import is_same_weight
+from control_plane.registry.model.served_modules import NOTHING_TOLD, Modules
+from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
+from control_plane.registry.peft.chunk_writer import ITEMSIZE, PackedTensor, write_chunk
+from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
+from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
+from control_plane.registry.peft.target_modules import TargetModules
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+RANKS_PER_PAGE = 8  # of the worker's arena
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunk:
+    """One chunk as the manifest has it, and the file that it is in."""
+
+    path: Path = field(compare=False)
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInfo:
+    """A packed adapter, but for the bytes of its chunks."""
+
+    digest: str
+    manifest: bytes
+    chunks: tuple[PackedChunk, ...]
+    kind: str
+    max_rank: int
+    size_bytes: int  # manifest and chunks
+    arena_bytes: int
+    target_modules: tuple[str, ...]  # sorted
+
+
+def ingest(
+    files: Mapping[str, Path],
+    base_model: BaseModel,
+    *,
+    max_adapter_bytes: int,
+    directory: Path,
+    told: Modules = NOTHING_TOLD,
+    check: Callable[[], None] = lambda: None,
+) -> PackedInfo:
+    """Check the adapter in full and write its chunks into `directory`, which is empty. Raises InvalidAdapter.
+
+    `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose. `told`
+    is what workers say of the model's modules. `check` is called every few MiB, and may raise to end the work.
+    """
+    targets = TargetModules.of(base_model, told)
+    for name in sorted(set(files) - {CONFIG_FILE, WEIGHTS_FILE}):
+        raise refuse(shorten(name), f"only {CONFIG_FILE} and {WEIGHTS_FILE} belong to an adapter")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if name not in files:
+            raise refuse(name, "is missing; save the adapter with PEFT's save_pretrained")
+    with files[CONFIG_FILE].open("rb") as config_file:
+        config = read_adapter_config(config_file.read(MAX_CONFIG_BYTES + 1))
+    with files[WEIGHTS_FILE].open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_adapter_bytes:
+            raise refuse(
+                WEIGHTS_FILE,
+                f"{size} bytes, limit {max_adapter_bytes}; raise --max-adapter-bytes, or save with "
+                "save_embedding_layers=False: PEFT else stores the base's weight beside adapters on embedding and head",
+            )
+        # Room for other kinds of adapters too: they are refused by their tensors' names, not by a count.
+        max_tensors = 4 * max(len(targets.served), len(targets.told)) + 64
+        entries = read_header(file, size, max_tensors=max_tensors)
+        modules = plan_modules(config, entries, targets)
+        _check_base_weights(file, modules, targets)
+        return _pack(file, config, modules, base_model, directory, check)
+
+
+def _check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules) -> None:
+    """PEFT puts a saved weight or bias in the place of the base's: nothing may come of that."""
+    for plan in modules:
+        outer = targets.own(plan.name)
+        if outer is None and plan.base_weight is not None:
+            raise refuse(
+                f"{plan.name}.base_layer.weight",
+                "cannot be compared with the base model's own; save with save_embedding_layers=False",
+            )
+        if outer is None:
+            continue
+        for part, entry, own in (("weight", plan.base_weight, outer.weight), ("bias", plan.base_bias, outer.bias)):
+            if entry is not None and (own is None or not is_same_weight(file, entry, own, targets.base_model.dtype)):
+                raise refuse(
+                    f"{plan.name}.base_layer.{part}",
+                    "is not the base model's own; an embedding or head that was trained or resized is not served",
+                )
+
+
+def _pack(
+    file: BinaryIO,
+    config: AdapterConfig,
+    modules: list[ModulePlan],
+    base_model: BaseModel,
+    directory: Path,
+    check: Callable[[], None],
+) -> PackedInfo:
+    groups: dict[int | None, list[ModulePlan]] = {}
+    for plan in modules:
+        groups.setdefault(plan.layer, []).append(plan)
+    layers = sorted(layer for layer in groups if layer is not None)
+    described, chunks = [], []
+    for index, layer in enumerate([*layers, *([None] if None in groups else [])]):
+        path = directory / str(index)
+        tensors = [tensor for plan in groups[layer] for tensor in _tensors(plan, base_model.dtype)]
+        with path.open("x+b") as out:
+            written = write_chunk(out, file, tensors, check)
+        hashes = dict(zip((tensor.name for tensor in tensors), written.tensor_sha256, strict=True))
+        chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
+        described.append(
+            {
+                "modules": [_described(plan, hashes) for plan in groups[layer]],
+                "name": "rest" if layer is None else f"layers.{layer}",
+                "sha256": written.sha256,
+                "size_bytes": written.size_bytes,
+            }
+        )
+    document = {
+        "base_fingerprint": base_model.fingerprint,
+        "chunks": described,
+        "dtype": base_model.dtype,
+        "format": 1,
+        "kind": config.kind,
+    }
+    manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    return PackedInfo(
+        digest=hashlib.sha256(manifest).hexdigest(),
+        manifest=manifest,
+        chunks=tuple(chunks),
+        kind=config.kind,
+        max_rank=max(plan.rank for plan in modules),
+        size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
+        arena_bytes=_arena_bytes(modules, ITEMSIZE[base_model.dtype]),
+        target_modules=tuple(plan.name for plan in modules),
+    )
+
+
+def _sides(plan: ModulePlan) -> list[tuple[str, TensorEntry]]:
+    """The tensors of a module by their names in the packed layout, in the order in which they are stored."""
+    sides = (("a", plan.a), ("b", plan.b), ("bias", plan.bias), ("magnitude", plan.magnitude))
+    return [(side, entry) for side, entry in sides if entry is not None]
+
+
+def _tensors(plan: ModulePlan, dtype: str) -> list[PackedTensor]:
+    return [
+        PackedTensor(f"{plan.name}.{side}", entry, dtype if side in ("a", "b") else "float32", side == "b")
+        for side, entry in _sides(plan)
+    ]
+
+
+def _described(plan: ModulePlan, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """The manifest's words for a module."""
+    return {
+        **{f"{side}_sha256": hashes[f"{plan.name}.{side}"] for side, _ in _sides(plan)},
+        **({"is_embedding": True} if plan.is_embedding else {}),
+        "in_features": plan.in_features,
+        "name": plan.name,
+        "out_features": plan.out_features,
+        "rank": plan.rank,
+        "scaling": float(plan.scaling),
+    }
+
+
+def _arena_bytes(modules: list[ModulePlan], itemsize: int) -> int:
+    """What the adapter takes of a worker's arena, by the formula of docs/protocol.md."""
+    columns = math.gcd(*(width for plan in modules for width in plan.widths))
+    page_bytes = RANKS_PER_PAGE * columns * itemsize
+    num_pages = sum(
+        -(-plan.rank // RANKS_PER_PAGE) * sum(-(-width // columns) for width in (plan.in_features, plan.out_features))
+        for plan in modules
+    )
+    num_values = sum(plan.out_features for plan in modules if plan.has_vector)
+    return (num_pages + -(-4 * num_values // page_bytes)) * page_bytes

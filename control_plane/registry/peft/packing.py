@@ -1,0 +1,108 @@
+"""Packs the files of an adapter into a directory that is gone when its registration ends. A few adapters at a time.
+
+The files may lie on a disk that hangs: nobody waits for that longer than their size allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from control_plane.errors import Exhausted, StoreUnavailable
+from control_plane.registry.changes import Abandoned
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.peft.ingest import PackedInfo, ingest
+from control_plane.store_calls import BYTES_PER_S, StoreCalls
+
+logger = logging.getLogger(__name__)
+
+_CONCURRENT_INGESTS = 2
+TIMEOUT_S = 30.0  # and a second for every BYTES_PER_S of the files; 1 GiB takes 5 s of a core
+
+
+class Packer:
+    """Packs adapters of one base model."""
+
+    def __init__(
+        self,
+        base_model: BaseModel,
+        reports: WorkerReports,
+        *,
+        max_adapter_bytes: int,
+        scratch_dir: Path | None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files."""
+        self._base_model = base_model
+        self._reports = reports
+        self._max_adapter_bytes = max_adapter_bytes
+        self._scratch_dir = scratch_dir
+        self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
+        self._calls = StoreCalls(timeout_s=timeout_s, what="the disk with the adapter's files")
+
+    @asynccontextmanager
+    async def packed(self, files: Mapping[str, Path], is_abandoned: threading.Event) -> AsyncIterator[PackedInfo]:
+        """The adapter, whose chunks lie on the disk until the block ends.
+
+        Raises InvalidAdapter, StoreUnavailable where the files cannot be read in time, and Abandoned soon after
+        `is_abandoned` is set.
+        """
+        async with self._turns:
+            with _disk_errors():
+                scratch = await asyncio.to_thread(
+                    tempfile.TemporaryDirectory, prefix="motet-pack-", dir=self._scratch_dir, ignore_cleanup_errors=True
+                )
+            try:
+                with _disk_errors():
+                    info = await self._pack(dict(files), Path(scratch.name), is_abandoned)
+                yield info
+            finally:
+                await asyncio.to_thread(scratch.cleanup)
+
+    async def _pack(self, files: dict[str, Path], directory: Path, is_abandoned: threading.Event) -> PackedInfo:
+        told, is_over = self._reports.modules, threading.Event()
+
+        def check() -> None:
+            if is_abandoned.is_set() or is_over.is_set():
+                raise Abandoned
+
+        def size() -> int:
+            return sum(path.stat().st_size for path in files.values())
+
+        def pack() -> PackedInfo:
+            return ingest(
+                files,
+                self._base_model,
+                told=told,
+                max_adapter_bytes=self._max_adapter_bytes,
+                directory=directory,
+                check=check,
+            )
+
+        try:
+            return await self._calls.read(pack, extra_s=await self._calls.read(size) / BYTES_PER_S)
+        finally:
+            is_over.set()  # nobody waits for it any more, if it goes on
+
+    def close(self) -> None:
+        """Let the threads end; a hung one does not keep the process."""
+        self._calls.close()
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Trouble with the files that are read and packed, in a client's words; the log has the rest."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("adapter not packed error=%s", error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Exhausted("the server has too little disk space to pack this adapter", retry_after_s=60.0) from error
+        raise StoreUnavailable("the server could not read and pack the adapter's files; try again") from error

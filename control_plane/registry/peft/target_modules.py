@@ -1,0 +1,90 @@
+"""Which modules of the base model adapters may change: by what the workers report, or before any worker told it, by the
+checkpoint's headers.
+
+An immutable view for one registration, which may read it in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from control_plane.registry.model.base_model import BaseModel
+from control_plane.registry.model.embedding_modules import OuterModule, find_own
+from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule
+from control_plane.registry.peft.safetensors_header import CHECK_BASE
+
+
+@dataclass(frozen=True)
+class TargetModules:
+    """The modules of one base model."""
+
+    base_model: BaseModel
+    served: dict[str, ServedModule]  # those that take adapters
+    told: Modules  # by the workers, those included that take none; empty: not told
+
+    @classmethod
+    def of(cls, base_model: BaseModel, told: Modules) -> TargetModules:
+        """By the workers' word where there is one."""
+        if told:
+            return cls(base_model, {name: module for name, module in told.items() if not module.reason}, told)
+        served = {
+            name: ServedModule(ModuleKind.LINEAR, in_features, out_features)
+            for name, (out_features, in_features) in base_model.linear_shapes.items()
+        }
+        for name, outer in base_model.outer_modules.items():
+            out_features, in_features = outer.linear_shape
+            kind = ModuleKind.EMBEDDING if outer.is_embedding else ModuleKind.HEAD
+            served[name] = ServedModule(kind, in_features, out_features)
+        return cls(base_model, served, {})
+
+    def is_outer(self, name: str) -> bool:
+        """Whether a module that takes adapters is the head or the embedding."""
+        return self.served[name].kind is not ModuleKind.LINEAR
+
+    def is_embedding(self, name: str) -> bool:
+        """Whether a module that takes adapters is the embedding."""
+        return self.served[name].kind is ModuleKind.EMBEDDING
+
+    def own(self, name: str) -> OuterModule | None:
+        """The checkpoint's tensors of the head or the embedding; None for other modules, or if they are not found."""
+        if not self.is_outer(name):
+            return None
+        known = self.base_model.outer_modules.get(name)
+        return known or find_own(self.base_model.tensors, name, self.served[name])
+
+    @property
+    def are_tied(self) -> bool:
+        """Whether embedding and head have one weight. A head whose weight is not found has the embedding's."""
+        outer = [self.own(name) for name in self.served if self.is_outer(name)]
+        return len(outer) > 1 and len({module.weight for module in outer if module is not None}) <= 1
+
+    def refusal(self, name: str) -> str:
+        """Why a module that is not among `served` takes no adapters."""
+        module = self.told.get(name)
+        if module is not None:
+            return f"{name} takes no adapters: {module.reason}; leave it out of target_modules"
+        if self.told:
+            return f"the base model has no module {name}; {CHECK_BASE}"
+        tail = _tail(name)
+        if tail and any(_tail(known) == tail for known in self.base_model.linear_shapes):
+            return (
+                f"the base model has {tail} in its layers, and whether as {name} only a worker can tell: start one, "
+                "then register the adapter again"
+            )
+        if not self.base_model.linear_shapes:
+            return (
+                "which modules this base model has only a worker can tell: start one, then register the adapter again"
+            )
+        return f"the base model has no such linear in its decoder layers, nor embedding or head; {CHECK_BASE}"
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the decoder layer that holds a module, or None if it lies outside of them."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def _tail(name: str) -> str:
+    """The path behind the layer's index; empty outside of the layers."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[at + 1 :])

@@ -1,0 +1,99 @@
+"""Splits the names of an adapter's tensors into module and part, and says of a name that does not fit what is wrong.
+
+Called by module_plans.py.
+"""
+
+from __future__ import annotations
+
+from control_plane.registry.peft.safetensors_header import refuse, shorten
+from control_plane.registry.peft.target_modules import TargetModules
+
+_KEY_PREFIX = "base_model.model."
+# How the name of a tensor ends, and which part of a module it is.
+_PARTS = {
+    ".lora_A.weight": "lora_A",
+    ".lora_B.weight": "lora_B",
+    ".lora_B.bias": "lora_B.bias",
+    ".lora_embedding_A": "lora_embedding_A",
+    ".lora_embedding_B": "lora_embedding_B",
+    ".lora_magnitude_vector": "lora_magnitude_vector",
+    ".lora_magnitude_vector.weight": "lora_magnitude_vector",  # as PEFT reads it too
+    ".base_layer.weight": "base_layer.weight",
+    ".base_layer.bias": "base_layer.bias",
+}
+_BASE_PARTS = (".base_layer.weight", ".base_layer.bias")  # PEFT saves these beside adapters on embedding and head
+_OTHER_TASK = "belongs to the head of another task, and Motet generates text only; save the adapter without that head"
+# Parts of tensor names that belong to kinds of adapters that are not served.
+_OTHER_KINDS = {
+    "modules_to_save": "belongs to a fully trained module, which is not served; train LoRA on it",
+    "trainable_tokens_delta": "belongs to trained tokens, which are not served; train LoRA on the embedding",
+    "score": _OTHER_TASK,
+    "classifier": _OTHER_TASK,
+    "qa_outputs": _OTHER_TASK,
+    "experts": "belongs to an expert of a mixture, and adapters on experts are not served; train without them",
+}
+# Parts that wrappers of a model put into names.
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "module": "DistributedDataParallel",
+    "language_model": "a vision model around the language model",
+}
+
+
+def split_key(key: str, targets: TargetModules) -> tuple[str, str]:
+    """Module path and part of a tensor's name: base_model.model.{module}.lora_A.weight and the like."""
+    suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
+    if suffix is not None and key.startswith(_KEY_PREFIX):
+        module = key[len(_KEY_PREFIX) : -len(suffix)]
+        if module in targets.served and (targets.is_outer(module) or suffix not in _BASE_PARTS):
+            return module, _PARTS[suffix]
+    raise refuse(shorten(key), _trouble(key, suffix, targets))
+
+
+def _trouble(key: str, suffix: str | None, targets: TargetModules) -> str:
+    """What is wrong with a name, and what to do about it."""
+    parts = key.split(".")
+    for part, words in _OTHER_KINDS.items():
+        if part in parts:
+            return words
+    # 1. The base model's own biases, trained.
+    if parts[-1] == "bias" and suffix != ".lora_B.bias":
+        return 'is a trained bias of the base model, which is not served; train with bias="none"'
+    # 2. LoRA on stacked parameters: PEFT wraps the module once for each of them.
+    module = key.removeprefix(_KEY_PREFIX)[: -len(suffix)] if suffix else key
+    if "base_layer" in module.split(".") or (module in targets.served and suffix in _BASE_PARTS):
+        return "belongs to LoRA on stacked parameters, which is not served; train with target_modules of linears"
+    if suffix is None:
+        return _trouble_of_other_names(parts)
+    # 3. The right module under another name.
+    if module not in targets.told and (known := _known_as(module, targets)) is not None:
+        return f"the base model has this module as {shorten(known)}{_reason(key, parts)}; rename the tensors"
+    # 4. No such module, or one that takes no adapters.
+    return targets.refusal(shorten(module))
+
+
+def _trouble_of_other_names(parts: list[str]) -> str:
+    """Of a name that ends in none of the known ways."""
+    if len(parts) > 2 and parts[-1] == "weight" and parts[-3] in ("lora_A", "lora_B"):
+        return (
+            f"holds the adapter's name ({shorten(parts[-2], 40)!r}); save the adapter with PEFT's save_pretrained, "
+            "which leaves it out"
+        )
+    return f"is not a LoRA tensor's name; {_KEY_PREFIX}{{module}}.lora_A.weight or lora_B.weight is expected"
+
+
+def _known_as(module: str, targets: TargetModules) -> str | None:
+    """The base model's name of a module that is called otherwise, if there is exactly one that it can be."""
+    bare = ".".join(part for part in module.split(".") if part not in _WRAPPERS)
+    found = [name for name in targets.served if name == bare or name.endswith("." + bare)]
+    return found[0] if bare and len(found) == 1 else None
+
+
+def _reason(key: str, parts: list[str]) -> str:
+    """Where another name comes from, where that can be told."""
+    if not key.startswith(_KEY_PREFIX):
+        return f", and names begin with {_KEY_PREFIX}"
+    wrapper = next((_WRAPPERS[part] for part in parts if part in _WRAPPERS), None)
+    return f" (the name comes from {wrapper})" if wrapper else " (it was trained without the head, as another task)"

@@ -1,0 +1,1 @@
+"""The durable home of adapters: documents and blobs, on a disk or behind a URL."""

@@ -1,0 +1,45 @@
+"""Adapter roots on a disk that hangs; what is found below them is tested with CreateAdapter."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from control_plane.api.admin.adapter_roots import AdapterRoots
+from control_plane.api.admin.upload import FILE_NAMES
+from control_plane.errors import StoreUnavailable
+from control_plane.store_calls import MAX_HUNG_CALLS, StoreCalls
+
+LONG_S = 60.0
+
+
+async def test_a_root_that_hangs_is_told_in_time_and_takes_no_threads_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in FILE_NAMES:
+        (tmp_path / name).write_text("x")
+    is_back = threading.Event()
+    is_file = Path.is_file
+
+    def hang(path: Path) -> bool:
+        is_back.wait(LONG_S)
+        return is_file(path)
+
+    calls = StoreCalls(timeout_s=0.05, what="the adapter root")
+    roots = AdapterRoots({"team": tmp_path.parent}, calls)
+    monkeypatch.setattr(Path, "is_file", hang)
+    asked = (roots.files(f"team/{tmp_path.name}") for _ in range(2 * MAX_HUNG_CALLS))
+    refused = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(error) for error in refused} == {StoreUnavailable}
+    assert "the adapter root did not answer within 0.05 s" in str(refused[0])
+    async with asyncio.timeout(LONG_S):
+        assert await asyncio.to_thread(lambda: 7) == 7
+        is_back.set()
+        while calls.num_hung:
+            await asyncio.sleep(0)
+    calls._timeout_s = LONG_S
+    assert set(await roots.files(f"team/{tmp_path.name}")) == set(FILE_NAMES)
+    roots.close()

@@ -1,0 +1,216 @@
+"""Clients that hold every place of the client port, and what the others still get."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from motet.v1 import status_pb2, status_pb2_grpc, types_pb2
+
+from control_plane.api.health import HealthService
+from control_plane.api.rpc import listeners
+from control_plane.api.rpc.rpc_limits import MAX_HEALTH_WATCHES, RpcLimits
+from tests.control_plane.api.fakes import details
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+Open = Callable[[], grpc.aio.Channel]
+
+
+class Port:
+    """A client port with a method that waits, status and health. `open` makes a connection of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.entered = asyncio.Semaphore(0)
+        self.release = asyncio.Event()
+        settings = {"max_concurrent_rpcs": 10, "max_connections": 100, "write_timeout_s": 30.0, **settings}
+        self.server = listeners.client_server(max_streams_per_connection=5000, **settings)
+        self.health = HealthService()
+        self.health.set("", is_serving=True)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        wait = grpc.unary_unary_rpc_method_handler(self._wait, types_pb2.TokenIds.FromString)
+        status = grpc.unary_unary_rpc_method_handler(self._status, None, status_pb2.GetStatusResponse.SerializeToString)
+        self.server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler("t.T", {"Wait": wait}),
+                grpc.method_handlers_generic_handler("motet.v1.StatusService", {"GetStatus": status}),
+            )
+        )
+        self.address = listeners.bind(self.server, "127.0.0.1:0")
+        self.stack = contextlib.AsyncExitStack()
+
+    async def _wait(self, _request: Any, _context: Any) -> bytes:
+        self.entered.release()
+        await self.release.wait()
+        return b"done"
+
+    async def _status(self, _request: Any, _context: Any) -> status_pb2.GetStatusResponse:
+        return status_pb2.GetStatusResponse(server_version="1")
+
+    async def open(self) -> Any:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return await self.stack.enter_async_context(grpc.aio.insecure_channel(self.address, options=options))
+
+    async def __aenter__(self) -> Port:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stack.aclose()
+        await self.server.stop(None)
+
+
+async def silence() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+def idle_call(channel: Any, method: str = "/t.T/Wait") -> Any:
+    """An RPC whose headers arrive, and whose message never does."""
+    return channel.stream_unary(method)(silence())
+
+
+async def status_of(channel: Any) -> str:
+    stub: Any = status_pb2_grpc.StatusServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+    return str((await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=30)).server_version)
+
+
+async def test_call_without_a_message_ends_after_a_while_and_gives_its_place_back() -> None:
+    async with Port(max_concurrent_rpcs=1, request_timeout_s=0.1) as port:
+        channel = await port.open()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(idle_call(channel), 30)
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not arrive within 0.1 s" in str(caught.value.details())
+        port.release.set()
+        assert await channel.unary_unary("/t.T/Wait")(b"", timeout=30) == b"done"
+
+
+async def test_call_that_ends_without_a_message_is_told_so() -> None:
+    async with Port() as port:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (await port.open()).stream_unary("/t.T/Wait")(iter(()), timeout=30)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert details(caught.value)[1] == ["request"]
+
+
+async def test_full_port_refuses_its_hog_with_a_time_and_serves_everybody_else() -> None:
+    async with Port(max_concurrent_rpcs=10) as port:
+        hog, other = await port.open(), await port.open()
+        held = [idle_call(hog) for _ in range(8)] + [hog.unary_unary("/t.T/Wait")(b"") for _ in range(2)]
+        async with asyncio.timeout(30):
+            for _ in range(2):
+                await port.entered.acquire()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hog.unary_unary("/t.T/Wait")(b"", timeout=30)
+        assert caught.value.code() == EXHAUSTED
+        assert "10 requests at once, at most 10" in str(caught.value.details())
+        [retry] = details(caught.value)[2]
+        assert retry.retry_delay.seconds == 1
+        assert await status_of(hog) == await status_of(other) == "1"
+        health: Any = health_pb2_grpc.HealthStub(hog)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        mine = other.unary_unary("/t.T/Wait")(b"")
+        async with asyncio.timeout(30):
+            await port.entered.acquire()
+        port.release.set()
+        assert await mine == b"done"
+        for call in held:
+            call.cancel()
+
+
+async def test_watches_take_no_place_from_requests_and_are_limited_themselves() -> None:
+    async with Port(max_concurrent_rpcs=1) as port:
+        channel = await port.open()
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watches = [aiter(health.Watch(health_pb2.HealthCheckRequest())) for _ in range(MAX_HEALTH_WATCHES)]
+        for watch in watches:
+            assert (await asyncio.wait_for(anext(watch), 30)).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(health.Watch(health_pb2.HealthCheckRequest(), timeout=30)))
+        assert caught.value.code() == EXHAUSTED
+        [retry] = details(caught.value)[2]
+        assert retry.retry_delay.seconds == 10
+        port.release.set()
+        assert await channel.unary_unary("/t.T/Wait")(b"", timeout=30) == b"done"
+        assert await status_of(channel) == "1"
+
+
+async def test_no_rpc_of_a_burst_is_cancelled() -> None:
+    async with Port() as port:
+        channel = await port.open()
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        checks = [health.Check(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(4000)]
+        codes = await asyncio.gather(*(check.code() for check in checks))
+        assert grpc.StatusCode.OK in codes and set(codes) <= {grpc.StatusCode.OK, EXHAUSTED}
+
+
+def test_what_lasts_as_long_as_the_client_likes_has_a_limit_of_its_own() -> None:
+    limits = RpcLimits(10)
+    work = limits.of("/motet.v1.GenerationService/Generate")
+    own = [
+        limits.of(method)
+        for method in (
+            "/grpc.health.v1.Health/Watch",
+            "/google.longrunning.Operations/WaitOperation",
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+            "/motet.v1.StatusService/GetStatus",
+        )
+    ]
+    assert len({id(limit) for limit in [work, *own]}) == 5
+    assert limits.of("/grpc.health.v1.Health/Check") is limits.of("/motet.v1.StatusService/GetStatus")
+    assert limits.of("/motet.v1.AdapterService/UploadAdapter") is work
+
+
+async def open_connection(address: str) -> socket.socket:
+    """A connection that speaks HTTP/2 and sends nothing further, once the server has answered it."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    connection = socket.socket()
+    connection.setblocking(False)
+    await loop.sock_connect(connection, (host, int(port)))
+    await loop.sock_sendall(connection, HTTP2_PREFACE)
+    assert await asyncio.wait_for(loop.sock_recv(connection, 4096), 30)
+    return connection
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on() -> None:
+    async with Port(max_connections=3) as port:
+        port.release.set()
+        first = await port.open()
+        assert await first.unary_unary("/t.T/Wait")(b"", timeout=30) == b"done"
+        with contextlib.ExitStack() as held:
+            for _ in range(2):
+                held.callback((await open_connection(port.address)).close)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (await port.open()).unary_unary("/t.T/Wait")(b"", timeout=5)
+            assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            assert await first.unary_unary("/t.T/Wait")(b"", timeout=30) == b"done"
+        later = await port.open()
+        assert await later.unary_unary("/t.T/Wait")(b"", timeout=30, wait_for_ready=True) == b"done"
+
+
+async def test_connection_without_calls_is_closed_and_one_with_a_long_stream_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listeners, "CONNECTION_IDLE_MS", 200)
+    async with Port() as port:
+        busy = await port.open()
+        running = busy.unary_unary("/t.T/Wait")(b"")
+        async with asyncio.timeout(30):
+            await port.entered.acquire()
+        idle = await open_connection(port.address)
+        with contextlib.closing(idle), contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(30):
+                while await asyncio.get_running_loop().sock_recv(idle, 4096):
+                    pass
+        port.release.set()
+        assert await running == b"done"

@@ -1,0 +1,119 @@
+"""Writing a chunk a few values at a time gives the same bytes, and takes little memory."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.errors import InvalidAdapter
+from control_plane.registry.peft import chunk_writer
+from control_plane.registry.peft.chunk_writer import PackedTensor, WrittenChunk, write_chunk
+from control_plane.registry.peft.safetensors_header import TensorEntry
+
+
+def entry(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]], start: int) -> TensorEntry:
+    return TensorEntry("t", "F32", values.shape, start, values.nbytes)
+
+
+def written(tensors: list[PackedTensor], source: bytes) -> tuple[WrittenChunk, bytes]:
+    out = io.BytesIO()
+    result = write_chunk(out, io.BytesIO(source), tensors, lambda: None)
+    return result, out.getvalue()
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.booleans(), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 50)
+)
+def test_slices_of_any_size_give_the_same_bytes(
+    num_rows: int, num_columns: int, is_transposed: bool, dtype: str, slice_values: int
+) -> None:
+    values = np.random.default_rng(num_rows).standard_normal((num_rows, num_columns)).astype("<f4")
+    vector = values[:, 0].copy()
+    source = b"head" + values.tobytes() + vector.tobytes()
+    tensors = [
+        PackedTensor("x.a", entry(values, 4), dtype, is_transposed),
+        PackedTensor("x.bias", entry(vector, 4 + values.nbytes), "float32"),
+    ]
+    whole = written(tensors, source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_writer, "SLICE_VALUES", slice_values)
+        patch.setattr(chunk_writer, "_HASHED_BYTES", 7)
+        assert written(tensors, source) == whole
+    result, data = whole
+    head_size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:head_size])
+    assert result.sha256 == hashlib.sha256(data).hexdigest() and result.size_bytes == len(data)
+    for tensor, told in zip(tensors, result.tensor_sha256, strict=True):
+        begin, end = header[tensor.name]["data_offsets"]
+        raw = data[head_size + begin : head_size + end]
+        assert told == hashlib.sha256(raw).hexdigest()
+    if dtype == "float32":
+        begin, end = header["x.a"]["data_offsets"]
+        expected = values.T if is_transposed else values
+        assert data[head_size + begin : head_size + end] == np.ascontiguousarray(expected).tobytes()
+        assert header["x.a"]["shape"] == list(expected.shape)
+
+
+@pytest.mark.parametrize("shape", [(4, 1 << 20), (1 << 20, 4), (2048, 2048)], ids=["wide", "tall", "square"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_large_tensor_is_never_in_memory_as_a_whole(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], is_transposed: bool
+) -> None:
+    """16 MB of values in slices of 16 384: what is held at any time is a few slices."""
+    monkeypatch.setattr(chunk_writer, "SLICE_VALUES", 1 << 14)
+    monkeypatch.setattr(chunk_writer, "_HASHED_BYTES", 1 << 16)
+    with open(f"{tmp_path}/in", "w+b") as source, open(f"{tmp_path}/out", "x+b") as out:  # noqa: PTH123
+        source.truncate(4 * shape[0] * shape[1])
+        tensor = PackedTensor(
+            "x.b", TensorEntry("t", "F32", shape, 0, 4 * shape[0] * shape[1]), "bfloat16", is_transposed
+        )
+        tracemalloc.start()
+        try:
+            write_chunk(out, source, [tensor], lambda: None)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < 32 * (1 << 14) + (1 << 18)
+
+
+def test_work_that_nobody_waits_for_ends_within_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_writer, "SLICE_VALUES", 16)
+    values = np.zeros((8, 16), "<f4")
+    num_checks = 0
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        write_chunk(
+            io.BytesIO(), io.BytesIO(values.tobytes()), [PackedTensor("x.a", entry(values, 0), "float32")], check
+        )
+    assert num_checks == 3
+
+
+@pytest.mark.parametrize("place", [0, 100, 255])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_one_bad_value_anywhere_is_found(monkeypatch: pytest.MonkeyPatch, place: int, is_transposed: bool) -> None:
+    monkeypatch.setattr(chunk_writer, "SLICE_VALUES", 32)
+    for value, words in ((np.nan, "NaN"), (1e6, "too large for float16")):
+        values = np.zeros((16, 16), "<f4")
+        values.flat[place] = value
+        tensor = PackedTensor("x.a", entry(values, 0), "float16", is_transposed)
+        with pytest.raises(InvalidAdapter, match=words):
+            written([tensor], values.tobytes())
+
+
+def test_a_file_that_becomes_shorter_is_told() -> None:
+    values = np.zeros((16, 16), "<f4")
+    with pytest.raises(InvalidAdapter, match="became shorter"):
+        written([PackedTensor("x.a", entry(values, 0), "float32")], values.tobytes()[:-1])
