@@ -33,7 +33,7 @@ from control_plane import descriptors
 from control_plane.api import health, status
 from control_plane.api.admin import adapters, operations
 from control_plane.api.admin.adapter_roots import AdapterRoots
-from control_plane.api.admin.idempotency_cache import RequestMemory
+from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
@@ -153,7 +153,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         pins=pins,
         uploads=UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes),
         roots=roots,
-        memory=RequestMemory(),
+        idempotency=IdempotencyCache(),
     )
     generation_service = generation.GenerationService(
         model=generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint),

@@ -22,7 +22,7 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
 from control_plane.api import wire
 from control_plane.api.admin.adapter_roots import AdapterRoots
-from control_plane.api.admin.idempotency_cache import RequestMemory
+from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.operations import OperationBook
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -69,7 +69,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         pins: Pins,
         uploads: UploadReceiver,
         roots: AdapterRoots,
-        memory: RequestMemory,
+        idempotency: IdempotencyCache,
     ) -> None:
         self._registry = registry
         self._weights = weights
@@ -79,7 +79,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self._pins = pins
         self._uploads = uploads
         self._roots = roots
-        self._memory = memory
+        self._idempotency = idempotency
         # The operations of deletions that have not ended, by (adapter id, digest of the version or "" for all).
         self._deletions: dict[tuple[str, str], asyncio.Task[Any]] = {}
 
@@ -103,7 +103,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                     line.digest = registered.record.active_digest
                     return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
 
-                return await self._memory.once(
+                return await self._idempotency.once(
                     "UploadAdapter",
                     header.request_id,
                     header,
@@ -133,7 +133,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         async def start() -> Any:
             return self._book.start(request.adapter_id, "create", work, is_cancellable=True)
 
-        begun = await self._memory.once("CreateAdapter", request.request_id, request, start, operations_pb2.Operation)
+        begun = await self._idempotency.once(
+            "CreateAdapter", request.request_id, request, start, operations_pb2.Operation
+        )
         return self._book.as_it_stands(begun)
 
     async def GetAdapter(

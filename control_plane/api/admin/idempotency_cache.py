@@ -1,6 +1,7 @@
-"""Idempotency: a repeated call with the same request id gets the first one's answer, for a day.
+"""Idempotency: a repeated call with the same request id gets the response of the first call, for a day.
 
-In memory: a restart forgets all of it. Bounded in answers and in their bytes: the oldest finished ones are forgotten.
+The cache is in memory, so a restart empties it. It is bounded in entries and in bytes: when it is full, the oldest
+finished entries are forgotten.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from control_plane.errors import Exhausted
 
 T = TypeVar("T", bound=Message)
 TTL_S = 24 * 3600.0
-_ENTRY_BYTES = 1024  # of an entry beside its answer, about
+_ENTRY_BYTES = 1024  # about what an entry takes beside its response
 
 
 @dataclass(slots=True)
 class _Entry:
-    fingerprint: bytes  # SHA-256 of what was asked; the same id with other content is refused
+    fingerprint: bytes  # SHA-256 of the request; the same id with other content is refused
     expires_s: float
     done: asyncio.Event
-    answer: bytes = b""  # encoded: a message takes several times as much
+    response: bytes = b""  # encoded, because a message object takes several times as much memory
 
     @property
     def num_bytes(self) -> int:
-        return len(self.answer) + _ENTRY_BYTES
+        return len(self.response) + _ENTRY_BYTES
 
 
-class RequestMemory:
-    """Answers by (method, request id). Used from one event loop."""
+class IdempotencyCache:
+    """Responses by (method, request id). Used from one event loop."""
 
     def __init__(
         self,
@@ -63,11 +64,11 @@ class RequestMemory:
         request_id: str,
         request: Message,
         call: Callable[[], Awaitable[T]],
-        answer_type: type[T],
+        response_type: type[T],
         *,
         field: str = "request_id",
     ) -> T:
-        """The answer of `call`, or that of the earlier call with this id. A call that failed is not remembered.
+        """The response of `call`, or of the earlier call with this id. A call that failed is not remembered.
 
         Raises InvalidRequest on `field` if the id was used for another request.
         """
@@ -78,22 +79,22 @@ class RequestMemory:
         key = (method, request_id)
         while (entry := self._entries.get(key)) is not None:
             if entry.fingerprint != fingerprint:
-                raise refuse(field, "was used for another request; take a fresh one")
+                raise refuse(field, "was used for another request; use a new id for a new request")
             if entry.done.is_set():
-                return answer_type.FromString(entry.answer)
-            await entry.done.wait()  # the first is still at work; if it fails, its entry is gone and this one calls
+                return response_type.FromString(entry.response)
+            await entry.done.wait()  # the first call still runs; if it fails, its entry is removed and this call runs
         entry = self._entries[key] = _Entry(fingerprint, self._clock() + self._ttl_s, asyncio.Event())
         self.num_bytes += entry.num_bytes
         try:
             self._make_room()
-            answer = await call()
+            response = await call()
         except BaseException:
             self._forget(key)
             raise
         else:
-            entry.answer = answer.SerializeToString()
-            self.num_bytes += len(entry.answer)
-            return answer
+            entry.response = response.SerializeToString()
+            self.num_bytes += len(entry.response)
+            return response
         finally:
             entry.done.set()
 
@@ -106,7 +107,7 @@ class RequestMemory:
             self._forget(key)
 
     def _make_room(self) -> None:
-        """Forget the oldest finished answers beyond the limits; the entry that is new counts already."""
+        """Forget the oldest finished entries above the limits. The new entry is counted already."""
         while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
             oldest = next((key for key, entry in self._entries.items() if entry.done.is_set()), None)
             if oldest is None:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from control_plane.api import status
 from control_plane.api.admin import adapters, operations
 from control_plane.api.admin.adapter_roots import AdapterRoots
-from control_plane.api.admin.idempotency_cache import RequestMemory
+from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
@@ -462,7 +462,7 @@ class Api:
             pins=self.pins,
             uploads=self.uploads,
             roots=AdapterRoots({"team": self.root}),
-            memory=RequestMemory(clock=lambda: self.now_s),
+            idempotency=IdempotencyCache(clock=lambda: self.now_s),
         )
         self.status = status.StatusService(
             model=status.ModelIdentity("tiny", "f" * 64, vocab_size, "float32"),

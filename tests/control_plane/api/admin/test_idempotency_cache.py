@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from motet.v1 import adapters_pb2
 
-from control_plane.api.admin.idempotency_cache import RequestMemory
+from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.errors import Exhausted, InvalidRequest
 
 Answer = adapters_pb2.GetAdapterResponse
@@ -21,32 +21,32 @@ def answer(text: str) -> Answer:
     return Answer(adapter=adapters_pb2.Adapter(display_name=text))
 
 
-async def ask(memory: RequestMemory, request_id: str, text: str = "", name: str = "x") -> str:
+async def ask(cache: IdempotencyCache, request_id: str, text: str = "", name: str = "x") -> str:
     async def call() -> Answer:
         return answer(text)
 
-    got = await memory.once("m", request_id, request(name), call, Answer)
+    got = await cache.once("m", request_id, request(name), call, Answer)
     return got.adapter.display_name
 
 
 async def test_the_first_answer_is_given_again_and_another_request_is_refused() -> None:
-    memory = RequestMemory(clock=lambda: 0.0)
-    assert [await ask(memory, "id", text) for text in ("first", "second")] == ["first", "first"]
-    assert await ask(memory, "", "not remembered") == "not remembered"
+    cache = IdempotencyCache(clock=lambda: 0.0)
+    assert [await ask(cache, "id", text) for text in ("first", "second")] == ["first", "first"]
+    assert await ask(cache, "", "not remembered") == "not remembered"
     with pytest.raises(InvalidRequest, match="request_id: was used for another request"):
-        await ask(memory, "id", name="y")
+        await ask(cache, "id", name="y")
 
 
 async def test_an_answer_is_forgotten_after_a_day() -> None:
     now_s = 0.0
-    memory = RequestMemory(clock=lambda: now_s)
-    assert await ask(memory, "id", "first") == "first"
+    cache = IdempotencyCache(clock=lambda: now_s)
+    assert await ask(cache, "id", "first") == "first"
     now_s = 24 * 3600.0
-    assert await ask(memory, "id", "second") == "second"
+    assert await ask(cache, "id", "second") == "second"
 
 
 async def test_concurrent_calls_with_one_request_id_run_once() -> None:
-    memory, gate, num_calls = RequestMemory(clock=lambda: 0.0), asyncio.Event(), 0
+    cache, gate, num_calls = IdempotencyCache(clock=lambda: 0.0), asyncio.Event(), 0
 
     async def call() -> Answer:
         nonlocal num_calls
@@ -56,7 +56,7 @@ async def test_concurrent_calls_with_one_request_id_run_once() -> None:
             raise RuntimeError("the first one fails")
         return answer(str(num_calls))
 
-    tasks = [asyncio.create_task(memory.once("m", "id", request(), call, Answer)) for _ in range(3)]
+    tasks = [asyncio.create_task(cache.once("m", "id", request(), call, Answer)) for _ in range(3)]
     await asyncio.sleep(0)
     gate.set()
     done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -64,46 +64,46 @@ async def test_concurrent_calls_with_one_request_id_run_once() -> None:
 
 
 async def test_the_oldest_answers_are_forgotten_beyond_a_number() -> None:
-    memory = RequestMemory(clock=lambda: 0.0, max_entries=3)
+    cache = IdempotencyCache(clock=lambda: 0.0, max_entries=3)
     for index in range(10):
-        await ask(memory, str(index), "first")
-        assert len(memory) <= 3
-    assert [await ask(memory, str(index), "again") for index in (7, 8, 9, 0)] == ["first", "first", "first", "again"]
+        await ask(cache, str(index), "first")
+        assert len(cache) <= 3
+    assert [await ask(cache, str(index), "again") for index in (7, 8, 9, 0)] == ["first", "first", "first", "again"]
 
 
 async def test_the_oldest_answers_are_forgotten_beyond_their_bytes() -> None:
     """10 000 answers of adapters with many labels were half a gigabyte."""
-    memory = RequestMemory(clock=lambda: 0.0, max_bytes=100_000)
+    cache = IdempotencyCache(clock=lambda: 0.0, max_bytes=100_000)
     for index in range(50):
-        await ask(memory, str(index), "x" * 20_000)
-        assert memory.num_bytes <= 100_000 + 21_000
-    assert 3 <= len(memory) <= 5
-    assert await ask(memory, "49", "again") == "x" * 20_000
+        await ask(cache, str(index), "x" * 20_000)
+        assert cache.num_bytes <= 100_000 + 21_000
+    assert 3 <= len(cache) <= 5
+    assert await ask(cache, "49", "again") == "x" * 20_000
 
 
 async def test_bytes_balance_whatever_happens_to_a_call() -> None:
-    memory = RequestMemory(clock=lambda: 0.0)
+    cache = IdempotencyCache(clock=lambda: 0.0)
 
     async def fail() -> Answer:
         raise RuntimeError("no")
 
     for index in range(5):
         with pytest.raises(RuntimeError):
-            await memory.once("m", str(index), request(), fail, Answer)
-    assert (memory.num_bytes, len(memory)) == (0, 0)
+            await cache.once("m", str(index), request(), fail, Answer)
+    assert (cache.num_bytes, len(cache)) == (0, 0)
 
 
 async def test_calls_that_run_are_never_forgotten() -> None:
-    memory, gate = RequestMemory(clock=lambda: 0.0, max_entries=2), asyncio.Event()
+    cache, gate = IdempotencyCache(clock=lambda: 0.0, max_entries=2), asyncio.Event()
 
     async def wait() -> Answer:
         await gate.wait()
         return answer("done")
 
-    running = [asyncio.create_task(memory.once("m", str(index), request(), wait, Answer)) for index in range(2)]
+    running = [asyncio.create_task(cache.once("m", str(index), request(), wait, Answer)) for index in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(Exhausted, match="too many calls with a request_id are running"):
-        await ask(memory, "third")
+        await ask(cache, "third")
     gate.set()
     assert await asyncio.gather(*running) == [answer("done")] * 2
-    assert await ask(memory, "third", "fits now") == "fits now"
+    assert await ask(cache, "third", "fits now") == "fits now"
