@@ -53,7 +53,7 @@ INLINE vec activated(vec x, int activation) {
 }
 
 INLINE vec in_dtype(vec value, int dtype) {
-    if (dtype == BFLOAT16) return (vec)rounded(value);
+    if (dtype == BFLOAT16) return in_bfloat16(value);
     if (dtype == FLOAT16) return widened(narrowed(value));
     return value;
 }

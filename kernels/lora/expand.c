@@ -72,11 +72,11 @@ INLINE void copy_shrunk(const LoraTokens *tokens, int64_t num_tokens, int64_t si
             memcpy(some, from + first, (size_t)(left < LANES ? left : LANES) * sizeof(float));
             vec value = load(some);
             if (HAS_PAIRS(dtype)) {
-                const shorts codes = __builtin_convertvector(rounded(value) >> 16, shorts);
+                const shorts codes = bfloat16_codes(value);
                 memcpy(to + 2 * first, &codes, sizeof codes);
                 continue;
             }
-            if (dtype == BFLOAT16) value = (vec)rounded(value);
+            if (dtype == BFLOAT16) value = in_bfloat16(value);
             if (dtype == FLOAT16) value = widened(narrowed(value));
             memcpy(to + 4 * first, &value, sizeof value);
         }

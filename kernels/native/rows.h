@@ -28,7 +28,7 @@ INLINE vec load_lanes(const void *row, int64_t place, int dtype) {
 
 INLINE void store_lanes(void *row, int64_t place, int dtype, vec value) {
     if (dtype == BFLOAT16) {
-        const shorts codes = __builtin_convertvector(rounded(value) >> 16, shorts);
+        const shorts codes = bfloat16_codes(value);
         memcpy((uint16_t *)row + place, &codes, sizeof codes);
     } else if (dtype == FLOAT16) {
         const halves half = narrowed(value);

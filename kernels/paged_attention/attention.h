@@ -138,7 +138,7 @@ INLINE void load_cached(const void *row, int64_t place, int count, int dtype, ve
 
 INLINE void store_output(void *row, int64_t place, int count, int dtype, int is_parted, vec first, vec second) {
     if (is_parted) {
-        const bits both = (rounded(first) >> 16) | rounded(second);
+        const bits both = bfloat16_pair(first, second);
         memcpy((uint16_t *)row + place, &both, (size_t)count * 2);
     } else {
         store_lanes(row, place, dtype, first);

@@ -139,3 +139,18 @@ def test_what_the_op_does_not_serve_is_left_to_torch() -> None:
     assert not native.can_serve(x)
     assert not native.can_serve(x.float().t().contiguous().t())
     torch.testing.assert_close(gated_activation(x, "silu"), cpu.gated_activation(x, "silu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_are_rounded_to_the_nearest_ties_to_even(dtype: torch.dtype) -> None:
+    """As torch rounds them, infinities and NaN too. Numbers below the smallest normal one may become 0: CPUs that
+    convert to bfloat16 themselves have none."""
+    up = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    for number in (1.0, 1.5, 3.0, 0.71, -0.2):
+        gate = torch.full_like(up, number)
+        expected = activated(gate, "silu") * up
+        actual = native.gated_activation(torch.cat([gate, up])[None], "silu")[0]
+        assert torch.equal(actual.isnan(), expected.isnan())
+        is_normal = expected.abs() > torch.finfo(dtype).smallest_normal
+        assert torch.equal(actual[is_normal], expected[is_normal])
+        assert actual[~is_normal & ~expected.isnan()].abs().max() <= torch.finfo(dtype).smallest_normal
