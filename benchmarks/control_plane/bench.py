@@ -31,6 +31,8 @@ from control_plane.scheduler.types import (
     LoadSlot,
     Request,
     RequestId,
+    SlotEmptied,
+    SlotReady,
     StepPlan,
     WorkerLimits,
 )
@@ -81,8 +83,8 @@ def obey(scheduler: Scheduler) -> None:
     """Load and evict at once."""
     while commands := scheduler.slot_commands():
         for command in commands:
-            report = scheduler.slot_ready if isinstance(command, LoadSlot) else scheduler.slot_empty
-            report(command.slot, command.generation)
+            report = SlotReady if isinstance(command, LoadSlot) else SlotEmptied
+            scheduler.apply_slot_report(report(command.slot, command.generation), 0.0)
 
 
 def make_scheduler(num_rows: int) -> Scheduler:

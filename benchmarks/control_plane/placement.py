@@ -20,7 +20,8 @@ from control_plane.fleet.session import SessionOwner, WorkerSession
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.shortlist import Shortlist
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.types import AdapterRef, LoadSlot, Request, RequestId, StepResult
+from control_plane.scheduler.probe import SchedulerProbe
+from control_plane.scheduler.types import AdapterRef, LoadSlot, Request, RequestId, SlotReady, StepResult
 
 COSTS = PlacementCosts()
 PROMPT = tuple(range(512))
@@ -49,10 +50,10 @@ def make_session(idx: int, adapters: list[AdapterRef], rng: random.Random) -> Wo
     for _ in range(4):
         for command in scheduler.slot_commands():
             if isinstance(command, LoadSlot):
-                scheduler.slot_ready(command.slot, command.generation)
+                scheduler.apply_slot_report(SlotReady(command.slot, command.generation), 0.0)
         plan = scheduler.plan(0.0)
         assert plan is not None, "nothing to do for a worker that was given requests"
-        rows = scheduler.flights[-1].sampled_rows
+        rows = SchedulerProbe(scheduler).sampled_rows()
         scheduler.apply(StepResult(plan.step_id, rows, [1] * len(rows)), 0.0)
     return session
 

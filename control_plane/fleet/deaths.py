@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from control_plane.fleet.jobs import Death, Job, num_indices_of
-from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
+from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 DEATHS_TO_SUSPECT = 2
 # A request that is no suspect is given up after so many deaths, or after so many losses in a row without a token. Far

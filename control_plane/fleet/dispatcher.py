@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 from control_plane.awake import AwakeClock
 from control_plane.errors import MotetError
@@ -232,7 +233,7 @@ class Dispatcher:
         for session in list(self.sessions.values()):
             if session.scheduler.num_waiting == 0:
                 continue
-            for request_id in session.scheduler.latest_unstarted(placement.MAX_LEVELLED):
+            for request_id in list(islice(reversed(session.scheduler.unstarted_ids), placement.MAX_LEVELLED)):
                 job = self._jobs.get(request_id)
                 if job is None or job.session is not session or is_suspect(job):
                     continue
@@ -287,7 +288,7 @@ class Dispatcher:
         """Let suspects that wait have a worker soon: close one, and move away what has no row there."""
         session = self._isolation.to_empty()
         if session is not None:
-            for request_id in list(session.scheduler.groups):
+            for request_id in list(session.scheduler.request_ids):
                 job = self._jobs.get(request_id)
                 if job is not None and job.session is session:
                     self._take_from(session, job)

@@ -232,7 +232,7 @@ class Fleet:
     def _on_read(self, request_id: RequestId) -> None:
         job = self._slow_readers.release(request_id)
         if job is not None and job.session is not None:
-            job.session.unpause(request_id)
+            job.session.resume(request_id)
         elif job is not None:
             self._dispatcher.place_waiting()  # a suspect does not run while nobody reads
 
@@ -317,8 +317,7 @@ class Fleet:
         session = WorkerSession(
             hello, epoch, self.settings, self, self._weights.worker_url, self._clock, self._awake, self._counters
         )
-        for digest in self._pinned:
-            session.pin(digest)
+        session.set_pinned(self._pinned)
         self._sessions[hello.worker_id] = session
         logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
         if former is not None:
@@ -384,19 +383,19 @@ class Fleet:
 
     def placements(self, digest: str) -> list[str]:
         """Ids of the workers that hold the adapter's weights."""
-        return sorted(s.worker_id for s in self._sessions.values() if digest in s.scheduler.resident_digests())
+        return sorted(s.worker_id for s in self._sessions.values() if s.scheduler.adapter_use(digest).is_ready)
 
     def pin(self, digest: str) -> None:
         """Keep an adapter in its slot on every worker where it lies in one, those that attach later included."""
         self._pinned.add(digest)
         for session in self._sessions.values():
-            session.pin(digest)
+            session.set_pinned(self._pinned)
 
     def unpin(self, digest: str) -> None:
         """Allow its eviction again; not pinned is fine."""
         self._pinned.discard(digest)
         for session in self._sessions.values():
-            session.unpin(digest)
+            session.set_pinned(self._pinned)
 
     async def retire(self, digest: str) -> None:
         """Drop an adapter from every worker; returns once nothing uses or holds it, or `keep` was called."""

@@ -132,7 +132,7 @@ class Isolation:
             firsts = [(group, due[0]) for group in self._groups if (due := group.due())]
             fitting = next((found for group, job in firsts if (found := self._fitting(group, job))), [])
         if self._emptied not in fitting:
-            self._emptied = min(fitting, key=lambda s: (len(s.scheduler.groups), s.worker_id), default=None)
+            self._emptied = min(fitting, key=lambda s: (len(s.scheduler.request_ids), s.worker_id), default=None)
             self._emptied_since_s = self._awake()
             if self._emptied is not None:
                 logger.info(
@@ -158,7 +158,7 @@ class Isolation:
         return any(s.worker_id not in worker_ids for s in suited(job, self._sessions.values()))
 
     def _is_ready(self, session: WorkerSession) -> bool:
-        if session.scheduler.groups.keys() <= self._cleared:
+        if session.scheduler.request_ids <= self._cleared:
             return True
         if session is not self._emptied:
             return False
@@ -166,7 +166,7 @@ class Isolation:
         waited_s = self._awake() - self._emptied_since_s
         if waited_s >= patience_s + self._settings.emptying_timeout_s:
             return True
-        there = [self._jobs[i] for i in session.scheduler.groups if i in self._jobs]
+        there = [self._jobs[i] for i in session.scheduler.request_ids if i in self._jobs]
         return waited_s >= patience_s and all(map(self._is_settled, there))
 
     def _is_settled(self, job: Job) -> bool:

@@ -11,7 +11,7 @@ kind keeps its row and its blocks:
               and MiB * store_ms_per_mib beside it unless the host cache has the adapter
     prefill = (tokens that are not in the worker's prefix cache
                + the same number for each request that waits there) * time of a prefill token
-    decode  = n * T * full_batch_slowdown * load                        load: unfinished requests over rows
+    decode  = n * T * full_batch_slowdown * utilization          utilization: unfinished requests over rows
 
 The cheapest worker is taken, the lower worker id among equal ones; of many workers, the cheapest on a shortlist
 (shortlist.py). Speed enters only where something waits or shares a batch: an idle worker is not judged by its steps of
@@ -26,24 +26,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from control_plane.fleet.jobs import Job, num_indices_of
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import PlacementCosts
-from control_plane.scheduler.adapter_slots import AdapterTier
-from control_plane.scheduler.prefix_cache import PrefixCache, chain_next, chain_root
-from control_plane.scheduler.scheduler import Scheduler
-from control_plane.scheduler.types import AdapterRef, Request
+from control_plane.scheduler.scheduler import PrefixKeys, Scheduler, WorkerUtilization
+from control_plane.scheduler.types import AdapterRef, AdapterTier, Request
 
 MAX_LOAD_TRIES = 4  # workers that may fail to load a request's adapter before it is given up
 # A request that waits is moved to another worker where it is expected to take less than this share of the time: moving
 # gives up its place in a queue, and prices are estimates.
 LEVEL_SHARE = 0.7
 MAX_LEVELLED = 16  # of one worker at a time
-# Leading blocks that are looked up in the prefix caches: what lies beyond decides little, and hashing takes time.
-MAX_PREFIX_BLOCKS = 128
 
 
 @dataclass(slots=True)
@@ -58,84 +54,37 @@ class Need:
     prefix: PrefixKeys
 
 
-@dataclass(slots=True)
-class Offer:
-    """What one worker has for one request."""
-
-    step_ms: float
-    prefill_ms_per_token: float
-    num_rows: int  # in all
-    num_rows_asked: int  # by unfinished requests, running or waiting
-    num_waiting: int  # requests without a row
-    num_blocks: int  # in all
-    num_free_blocks: int
-    block_size: int  # tokens
-    tier: AdapterTier  # where the request's adapter is; READY for the base model
-    num_hit_tokens: int  # of the request, in the prefix cache
-    load_ms: float = 0.0  # of the worker's usual load from the host cache; 0: not known yet
-    load_bytes: float = 0.0  # of that adapter
-
-
-def cost_ms(offer: Offer, need: Need, costs: PlacementCosts) -> float:
+def cost_ms(worker: WorkerUtilization, need: Need, costs: PlacementCosts) -> float:
     """Milliseconds that the request is expected to take on the worker; the formula stands above."""
-    service_ms = need.num_new_tokens * offer.step_ms
-    num_prefill_tokens = need.num_known_tokens - offer.num_hit_tokens
+    service_ms = need.num_new_tokens * worker.step_us / 1000
+    num_prefill_tokens = need.num_known_tokens - worker.num_hit_tokens
     row_tokens = need.num_known_tokens + need.num_rows * need.num_new_tokens
-    num_blocks = -(-row_tokens // offer.block_size) * (1 + offer.num_waiting)
-    rows_short = max(0, offer.num_rows_asked + need.num_rows - offer.num_rows) / offer.num_rows
-    blocks_short = max(0, num_blocks - offer.num_free_blocks) / offer.num_blocks
+    num_blocks = -(-row_tokens // worker.block_size) * (1 + worker.num_waiting)
+    rows_short = max(0, worker.num_rows_requested + need.num_rows - worker.num_rows) / worker.num_rows
+    blocks_short = max(0, num_blocks - worker.num_free_blocks) / worker.num_blocks
     wait_ms = max(rows_short, blocks_short) * service_ms
     adapter_ms = 0.0
-    if need.adapter is not None and offer.tier is not AdapterTier.READY:
-        adapter_ms = _load_ms(offer, need.adapter.arena_bytes, costs)
+    if need.adapter is not None and worker.tier is not AdapterTier.READY:
+        adapter_ms = _load_ms(worker, need.adapter.arena_bytes, costs)
         if not need.is_in_host_cache:
             adapter_ms += need.adapter.arena_bytes / 2**20 * costs.store_ms_per_mib
-        if offer.tier is AdapterTier.LOADING:
+        if worker.tier is AdapterTier.LOADING:
             adapter_ms /= 2
-        elif offer.tier is AdapterTier.NO_ROOM:
+        elif worker.tier is AdapterTier.NO_ROOM:
             adapter_ms += service_ms / 2
-    prefill_ms = (num_prefill_tokens + offer.num_waiting * need.num_known_tokens) * offer.prefill_ms_per_token
-    load = offer.num_rows_asked / offer.num_rows
-    return max(wait_ms, adapter_ms) + prefill_ms + service_ms * costs.full_batch_slowdown * load
+    prefill_ms = (num_prefill_tokens + worker.num_waiting * need.num_known_tokens) * worker.prefill_us_per_token / 1000
+    utilization = worker.num_rows_requested / worker.num_rows
+    return max(wait_ms, adapter_ms) + prefill_ms + service_ms * costs.full_batch_slowdown * utilization
 
 
-def _load_ms(offer: Offer, num_bytes: float, costs: PlacementCosts) -> float:
+def _load_ms(worker: WorkerUtilization, num_bytes: float, costs: PlacementCosts) -> float:
     """Of an adapter of this size from the host cache."""
     stated, stated_of_usual = (
-        costs.load_ms + size / 2**20 * costs.slot_ms_per_mib for size in (num_bytes, offer.load_bytes)
+        costs.load_ms + size / 2**20 * costs.slot_ms_per_mib for size in (num_bytes, worker.load_bytes)
     )
-    if offer.load_ms == 0:
+    if worker.load_us == 0:
         return stated
-    return offer.load_ms * (stated / stated_of_usual if stated_of_usual > 0 else 1.0)
-
-
-@dataclass(slots=True)
-class PrefixKeys:
-    """Keys of the leading blocks of one request, made as far as some worker has them."""
-
-    request: Request
-    _by_block_size: dict[int, list[bytes]] = field(default_factory=dict)
-
-    def num_hit_tokens(self, cache: PrefixCache, block_size: int) -> int:
-        """Tokens that the request could start from, as far as is looked."""
-        digest = None if self.request.adapter is None else self.request.adapter.digest
-        if not cache.has_digest(digest):
-            return 0
-        most = min(MAX_PREFIX_BLOCKS, (len(self.request.prompt_token_ids) - 1) // block_size)
-        keys = self._by_block_size.setdefault(block_size, [])
-        num_hits = 0
-        while num_hits < most:
-            if num_hits == len(keys):
-                self._extend(keys, block_size)
-            if keys[num_hits] not in cache:
-                break
-            num_hits += 1
-        return num_hits * block_size
-
-    def _extend(self, keys: list[bytes], block_size: int) -> None:
-        start = len(keys) * block_size
-        parent = keys[-1] if keys else chain_root(self.request)
-        keys.append(chain_next(parent, self.request.prompt_token_ids[start : start + block_size]))
+    return worker.load_us / 1000 * (stated / stated_of_usual if stated_of_usual > 0 else 1.0)
 
 
 def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], bool]) -> Need:
@@ -159,27 +108,6 @@ class Candidate(Protocol):
 
 
 AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
-
-
-def offer_of(session: Candidate, need: Need) -> Offer:
-    """What a worker has for it at this moment."""
-    scheduler = session.scheduler
-    limits, adapter = scheduler.limits, need.adapter
-    num_waiting = scheduler.num_waiting
-    return Offer(
-        step_ms=scheduler.costs.decode_step_us / 1000,
-        prefill_ms_per_token=scheduler.costs.prefill_us_per_token / 1000,
-        num_rows=limits.max_rows,
-        num_rows_asked=len(scheduler.running) + num_waiting,
-        num_waiting=num_waiting,
-        num_blocks=limits.num_blocks,
-        num_free_blocks=scheduler.pool.num_available,
-        block_size=limits.block_size,
-        tier=AdapterTier.READY if adapter is None else scheduler.slots.tier(adapter),
-        num_hit_tokens=need.prefix.num_hit_tokens(scheduler.cache, limits.block_size),
-        load_ms=scheduler.costs.load_us / 1000,
-        load_bytes=scheduler.costs.load_bytes,
-    )
 
 
 def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
@@ -206,7 +134,7 @@ def _has_failed_at(session: WorkerSession, job: Job) -> bool:
 
 def price(session: Candidate, need: Need, costs: PlacementCosts) -> float:
     """Milliseconds that the request is expected to take on this worker."""
-    return cost_ms(offer_of(session, need), need, costs)
+    return cost_ms(session.scheduler.utilization(need.prefix), need, costs)
 
 
 def by_preference(sessions: Iterable[AnyCandidate], need: Need, costs: PlacementCosts) -> Iterator[AnyCandidate]:

@@ -16,7 +16,7 @@ class ProgressWatch:
 
     def has_stalled(self, scheduler: Scheduler, now_s: float) -> bool:
         """Judge the moment right after everything that may be planned was: whether it has been stuck for STALL_S."""
-        if not scheduler.is_stuck:
+        if not scheduler.stats().is_stuck:
             self._stuck_since_s = None
             return False
         if self._stuck_since_s is None:

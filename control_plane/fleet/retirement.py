@@ -49,6 +49,6 @@ class Retirement:
 
     def _is_used(self, digest: str) -> bool:
         # Sessions first: a look-up each, and as long as a request runs or waits on one there is no need for more.
-        return any(session.scheduler.has_digest(digest) for session in self._sessions.values()) or any(
+        return any(session.scheduler.adapter_use(digest).is_held for session in self._sessions.values()) or any(
             job.request.adapter is not None and job.request.adapter.digest == digest for job in self._jobs.values()
         )

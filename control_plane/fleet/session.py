@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Protocol
 
 from motet.v1 import plan_pb2
@@ -25,11 +25,19 @@ from control_plane.fleet.reports import report_of
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
 from control_plane.fleet.wire import PROTOCOL, PlanEncoder, limits_of
-from control_plane.scheduler.admission import check_fits
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.scheduler.types import LoadSlot, Outputs, Request, RequestId
+from control_plane.scheduler.types import (
+    LoadSlot,
+    Outputs,
+    Request,
+    RequestId,
+    SlotEmptied,
+    SlotLoadFailed,
+    SlotReady,
+    SlotReport,
+)
 from control_plane.telemetry import printable
 
 logger = logging.getLogger(__name__)
@@ -146,11 +154,7 @@ class WorkerSession:
 
     def refusal(self, request: Request) -> RequestNeverFits | None:
         """What `add` would raise."""
-        try:
-            check_fits(request, self.scheduler.limits)
-        except RequestNeverFits as refusal:
-            return refusal
-        return None
+        return self.scheduler.refusal(request)
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> None:
         """Drop a request, or one of its answers; its blocks and slot are free once no plan in flight uses them."""
@@ -164,23 +168,18 @@ class WorkerSession:
         return request
 
     def pause(self, request_id: RequestId) -> None:
-        """Schedule it no more until `unpause`."""
+        """Schedule it no more until `resume`."""
         if not self.ended.is_set():  # its books may be broken
             self.scheduler.pause(request_id)
 
-    def unpause(self, request_id: RequestId) -> None:
+    def resume(self, request_id: RequestId) -> None:
         """Schedule it again."""
-        self.scheduler.unpause(request_id)
+        self.scheduler.resume(request_id)
         self._pump_soon()
 
-    def pin(self, digest: str) -> None:
-        """Keep an adapter in its slot, whenever it lies in one."""
-        self.scheduler.pin(digest)
-        self._pump_soon()
-
-    def unpin(self, digest: str) -> None:
-        """Allow its eviction again."""
-        self.scheduler.unpin(digest)
+    def set_pinned(self, digests: Set[str]) -> None:
+        """Keep exactly these adapters from eviction, from when they are in a slot."""
+        self.scheduler.set_pinned(digests)
         self._pump_soon()
 
     def purge_digest(self, digest: str) -> None:
@@ -297,24 +296,21 @@ class WorkerSession:
         is_from_cache = (slot, generation) in self._cached_loads
         self._cached_loads.discard((slot, generation))
         self._work.load_answered(slot, generation)
+        report: SlotReport
         if message.state == _SlotStateKind.STATE_READY:
-            self.scheduler.slot_ready(slot, generation, message.load_time_us if is_from_cache else 0)
+            report = SlotReady(slot, generation, message.load_time_us if is_from_cache else 0)
         elif message.state == _SlotStateKind.STATE_EMPTY:
-            self.scheduler.slot_empty(slot, generation)
+            report = SlotEmptied(slot, generation)
         elif message.state == _SlotStateKind.STATE_FAILED:
             reason = printable(message.reason)
             logger.warning("adapter load failed worker_id=%s slot=%d: %s", self.worker_id, slot, reason)
-            outputs = self.scheduler.slot_failed(
-                slot,
-                generation,
-                reason,
-                is_retryable=message.retryable,
-                is_mismatch=message.mismatch,
-                now_s=self._clock(),
+            report = SlotLoadFailed(
+                slot, generation, reason, is_retryable=message.retryable, is_mismatch=message.mismatch
             )
-            self._owner.on_outputs(self, outputs)
         else:
             raise GarbageResult(f"slot {slot}: state {message.state}")
+        if outputs := self.scheduler.apply_slot_report(report, self._clock()):
+            self._owner.on_outputs(self, outputs)
         self._pump()
         self._deliver_ends()
         self._owner.on_changed()
@@ -377,8 +373,7 @@ class WorkerSession:
         for command in self.scheduler.slot_commands():
             if isinstance(command, LoadSlot):
                 slot, generation = command.slot, command.generation
-                num_bytes = self.scheduler.slots.slots[slot].adapter.arena_bytes
-                self._work.load_sent(slot, generation, command.digest, num_bytes)
+                self._work.load_sent(slot, generation, command.digest, command.arena_bytes)
                 if self._owner.on_load(command.digest):
                     self._cached_loads.add((slot, generation))
             self._send(self._encoder.encode_command(command))

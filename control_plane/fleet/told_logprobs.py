@@ -11,8 +11,7 @@ import numpy as np
 from motet.v1 import plan_pb2
 
 from control_plane.fleet.errors import GarbageResult
-from control_plane.scheduler.logprobs import PackedLogprobs
-from control_plane.scheduler.types import Sampling
+from control_plane.scheduler.types import PackedLogprobs, Sampling
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")

@@ -7,7 +7,6 @@ was answered, so a slot without leases is named by no plan and may be evicted.
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -16,7 +15,7 @@ from control_plane.scheduler.errors import SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.free_ids import FreeIds
 from control_plane.scheduler.load_queue import LoadQueue, Want
-from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, SlotCommand
+from control_plane.scheduler.types import AdapterRef, AdapterTier, EvictSlot, LoadSlot, SlotCommand
 
 # An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
 # enough that a cold adapter waits for about one full batch, large enough that a load is paid for. For as many an
@@ -32,15 +31,6 @@ PREFETCH_LOOKAHEAD = 16
 # Loads, and evictions for loads, under way at once. A worker loads two at a time; those sent wait there in the order in
 # which they were sent, and fairness between accounts ends.
 MAX_LOADING = 16
-
-
-class AdapterTier(enum.Enum):
-    """How near an adapter is to a worker's use."""
-
-    READY = "ready"  # in an open slot
-    LOADING = "loading"  # on its way into one
-    ABSENT = "absent"  # in none; there is room for it, or a slot that nobody leases
-    NO_ROOM = "no room"  # in none that is open, and others have to end first
 
 
 class AdapterSlots:
@@ -286,6 +276,11 @@ class AdapterSlots:
         """Adapters that plans may use."""
         return {digest for digest, slot in self._by_digest.items() if slot.state is SlotState.READY}
 
+    def is_ready(self, digest: str) -> bool:
+        """Whether plans may use the adapter."""
+        slot = self._by_digest.get(digest)
+        return slot is not None and slot.state is SlotState.READY
+
     def tier(self, ref: AdapterRef) -> AdapterTier:
         """How near the adapter is."""
         slot = self._by_digest.get(ref.digest)
@@ -383,7 +378,7 @@ class AdapterSlots:
         self._num_loading += 1
         self._unplaced.charge(want)
         self._unplaced.remove(ref.digest)
-        self._commands.append(LoadSlot(slot.slot_idx, slot.generation, ref.digest))
+        self._commands.append(LoadSlot(slot.slot_idx, slot.generation, ref.digest, ref.arena_bytes))
         self._is_dirty = True
 
     def _evict(self, slots: Iterable[Slot]) -> int:

@@ -9,9 +9,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from control_plane.scheduler.decode_batch import by_progress
-from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.sequence import Sequence, SequenceState
 from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
+from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 if TYPE_CHECKING:
     from control_plane.scheduler.scheduler import Scheduler
@@ -23,52 +23,52 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _check_blocks(scheduler)
     _check_host_blocks(scheduler)
     _check_flights(scheduler)
-    scheduler.waiting.check_invariants()
-    scheduler.cache.check_invariants()
-    scheduler.rows.check_invariants([sequence.row for sequence in scheduler.running])
-    leases = Counter(sequence.slot_idx for sequence in scheduler.running if sequence.slot_idx is not None)
-    queued = [*scheduler.waiting, *(group for group in scheduler.roster.swap if not group.is_paused)]
+    scheduler._waiting.check_invariants()
+    scheduler._cache.check_invariants()
+    scheduler._rows.check_invariants([sequence.row for sequence in scheduler._running])
+    leases = Counter(sequence.slot_idx for sequence in scheduler._running if sequence.slot_idx is not None)
+    queued = [*scheduler._waiting, *(group for group in scheduler._roster.swap if not group.is_paused)]
     waiting: dict[str, dict[str, int]] = {}
     for group in queued:
         if group.digest is not None:
             by_account = waiting.setdefault(group.digest, {})
             by_account[group.request.account] = by_account.get(group.request.account, 0) + 1
-    scheduler.slots.check_invariants(dict(leases), waiting)
+    scheduler._slots.check_invariants(dict(leases), waiting)
     _check_batch(scheduler)
-    for sequence in scheduler.running:
+    for sequence in scheduler._running:
         _check_running(scheduler, sequence)
-    for group in scheduler.groups.values():
+    for group in scheduler._groups.values():
         _check_beams(group)
 
 
 def _check_places(scheduler: Scheduler) -> None:
     """Each live request is in exactly one place, and who ended only holds what an unanswered plan names."""
-    waiting, running = list(scheduler.waiting), scheduler.running
+    waiting, running = list(scheduler._waiting), scheduler._running
     num_draining = sum(s.state is SequenceState.DRAINING for s in running)
-    assert scheduler.roster.num_draining == num_draining, "leaving sequences are miscounted"
+    assert scheduler._roster.num_draining == num_draining, "leaving sequences are miscounted"
     assert [s.order for s in running] == sorted(s.order for s in running), "running sequences are out of order"
     assert len({id(s) for s in running}) == len(running), "a sequence runs twice"
     assert all(g.state is GroupState.WAITING for g in waiting), "a request in the waiting queue is not waiting"
     assert all(s.state is not SequenceState.IDLE for s in running), "a sequence that holds a row has the wrong state"
     unstarted = {g.request.request_id: g for g in waiting if g.first_scheduled_s is None}
-    assert scheduler.roster.unstarted == unstarted, "requests that wait for their first row are miscounted"
-    held = [g for g in scheduler.groups.values() if g.state is GroupState.HELD]
-    num_paused = sum(g.is_paused for g in scheduler.groups.values())
-    assert scheduler.roster.num_paused == num_paused, "paused requests are miscounted"
-    swapped = list(scheduler.roster.swap)
+    assert scheduler._roster.unstarted == unstarted, "requests that wait for their first row are miscounted"
+    held = [g for g in scheduler._groups.values() if g.state is GroupState.HELD]
+    num_paused = sum(g.is_paused for g in scheduler._groups.values())
+    assert scheduler._roster.num_paused == num_paused, "paused requests are miscounted"
+    swapped = list(scheduler._roster.swap)
     assert all(g.state is GroupState.SWAPPED for g in swapped), "a request in the swapped queue is not swapped"
     assert [g.order for g in swapped] == sorted(g.order for g in swapped), "swapped requests are out of order"
     with_rows = {id(s.group): s.group for s in running}
-    assert scheduler.roster.num_running_groups == len(with_rows), "requests that hold rows are miscounted"
+    assert scheduler._roster.num_running_groups == len(with_rows), "requests that hold rows are miscounted"
     by_tenant = Counter(g.request.account for g in (*with_rows.values(), *swapped))
-    assert all(scheduler.counters.num_running(tenant) >= n for tenant, n in by_tenant.items()), "a tenant is forgotten"
+    assert all(scheduler._counters.num_running(tenant) >= n for tenant, n in by_tenant.items()), "a tenant is forgotten"
     num_ending = sum(group.is_ended for group in with_rows.values())
-    assert scheduler.roster.num_ending_groups == num_ending, "requests that are over and hold rows are miscounted"
+    assert scheduler._roster.num_ending_groups == num_ending, "requests that are over and hold rows are miscounted"
     places = Counter(id(g) for g in (*waiting, *with_rows.values(), *held, *swapped) if not g.is_ended)
-    assert places == Counter(id(g) for g in scheduler.groups.values()), "a live request is in no queue, or in two"
-    of_adapters = {id(g): g.digest for g in (*scheduler.groups.values(), *with_rows.values()) if g.digest is not None}
+    assert places == Counter(id(g) for g in scheduler._groups.values()), "a live request is in no queue, or in two"
+    of_adapters = {id(g): g.digest for g in (*scheduler._groups.values(), *with_rows.values()) if g.digest is not None}
     by_digest = Counter(of_adapters.values())
-    assert by_digest == scheduler.roster.num_groups_by_digest, "requests with an adapter are miscounted"
+    assert by_digest == scheduler._roster.num_groups_by_digest, "requests with an adapter are miscounted"
     assert all(g.is_paused for g in held), "a request is held back although its reader reads"
     assert not any(g.is_paused for g in waiting), "a paused request may be admitted"
     for group in with_rows.values():
@@ -91,8 +91,8 @@ def _check_places(scheduler: Scheduler) -> None:
 
 def _check_blocks(scheduler: Scheduler) -> None:
     """Blocks are conserved, reference counts equal table membership, and no writable block is shared."""
-    pool, size = scheduler.pool, scheduler.limits.block_size
-    holders = Counter(block_id for sequence in scheduler.running for block_id in _held_blocks(sequence))
+    pool, size = scheduler._pool, scheduler.limits.block_size
+    holders = Counter(block_id for sequence in scheduler._running for block_id in _held_blocks(sequence))
     ever_held = range(len(pool.ref_counts))
     assert list(pool.ref_counts) == [holders[b] for b in ever_held], "reference counts are not the holders"
     places = Counter(pool.free) + Counter(pool.evictable) + Counter(holders.keys())
@@ -100,7 +100,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
     assert all(pool.is_cached[b] for b in pool.evictable), "a block that the cache forgot is kept for it"
     pool.evictable.check_invariants()
     assert not any(pool.is_cached[b] for b in pool.free if b in ever_held), "a free block is in the prefix cache"
-    for sequence in scheduler.running:
+    for sequence in scheduler._running:
         others = [member for member in sequence.group.members if member is not sequence]
         num_shares = Counter(block_id for member in others for block_id in _held_blocks(member))
         num_waiting = Counter(block_id for member in others for block_id in _awaited_blocks(member, sequence))
@@ -130,10 +130,10 @@ def _check_host_blocks(scheduler: Scheduler) -> None:
 
     Here it has nothing, but for what no plan moved yet and what an unanswered step writes.
     """
-    swap, size = scheduler.roster.swap, scheduler.limits.block_size
+    swap, size = scheduler._roster.swap, scheduler.limits.block_size
     holders: Counter[int] = Counter()
     untold = {host_block for _, host_block in swap.outs}
-    for group in scheduler.groups.values():
+    for group in scheduler._groups.values():
         for sequence in group.members:
             holders.update(sequence.host_block_ids)
             if sequence.host_block_ids:
@@ -146,14 +146,14 @@ def _check_host_blocks(scheduler: Scheduler) -> None:
             if group.state is GroupState.SWAPPED and not sequence.is_ended:
                 num_blocks = -(-(sequence.num_known - 1) // size)
                 assert len(sequence.host_block_ids) == num_blocks, "a swapped request has other blocks than it needs"
-    for flight in scheduler.flights:
+    for flight in scheduler._flights:
         holders.update(flight.spent_host_blocks)
     swap.host.check_invariants(dict(holders))
 
 
 def _check_flights(scheduler: Scheduler) -> None:
     """Plans are within budgets, name a row once, and only rows that are still held by whom they named."""
-    flights = scheduler.flights
+    flights = scheduler._flights
     most = scheduler.limits.plan_depth * MAX_PLAN_STEPS
     assert len(flights) <= most, "more steps are unanswered than may ever be"
     assert not flights or flights[-1].ends_plan, "a plan is cut off"
@@ -161,7 +161,7 @@ def _check_flights(scheduler: Scheduler) -> None:
         assert flight.step_id == flights[0].step_id + idx, "a step is left out"
     named: Counter[int] = Counter()
     planned: Counter[int] = Counter()
-    running = {id(sequence) for sequence in scheduler.running}
+    running = {id(sequence) for sequence in scheduler._running}
     for flight in flights:
         tokens = [(s, 1) for s in flight.decodes] + [(s, n) for s, n, _ in flight.prefills]
         assert sum(n for _, n in tokens) <= scheduler.limits.max_step_tokens, "a plan breaks the token budget"
@@ -173,7 +173,7 @@ def _check_flights(scheduler: Scheduler) -> None:
             assert id(sequence) in running, "an unanswered plan names a request that gave its row back"
             named[id(sequence)] += 1
             planned[id(sequence)] += num_tokens
-    for sequence in scheduler.running:
+    for sequence in scheduler._running:
         assert sequence.num_in_flight == named[id(sequence)], "unanswered plans of a request are miscounted"
         ahead = sequence.num_planned - sequence.num_computed
         assert sequence.is_ended or ahead == planned[id(sequence)], "planned tokens are not those of unanswered plans"
@@ -189,14 +189,14 @@ def _check_written_blocks(scheduler: Scheduler, sequence: Sequence, num_tokens: 
     size, moved = scheduler.limits.block_size, sequence.moved_block_ids
     first, end = (sequence.num_planned - num_tokens) // size, -(-sequence.num_planned // size)
     assert len(moved) + len(sequence.block_ids) >= end, "a row gave back blocks that an unanswered step writes"
-    told = {block_id for flight in scheduler.flights for block_id, _ in flight.swap_outs}
+    told = {block_id for flight in scheduler._flights for block_id, _ in flight.swap_outs}
     assert told.issuperset(moved[first:end]), "a row gave back blocks that an unanswered step writes and no plan moves"
 
 
 def _check_batch(scheduler: Scheduler) -> None:
     """What is kept of who decodes and who prefills is so, and nobody is looked at too late."""
-    batch, prefilling = scheduler.roster.group_rows()
-    decoding, not_decoding = by_progress(scheduler.running)
+    batch, prefilling = scheduler._roster.group_rows()
+    decoding, not_decoding = by_progress(scheduler._running)
     assert batch.sequences == decoding, "the next plan would decode other rows than it may"
     assert batch.by_row == sorted(decoding, key=lambda sequence: sequence.row), "the batch is not by row"
     assert batch.rows == [sequence.row for sequence in batch.by_row], "the batch has other rows than its sequences"
@@ -225,7 +225,7 @@ def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
     assert sequence.is_decoding == is_planned, "decoding before the prefill's end"
     assert (sequence.digest is None) == (sequence.slot_idx is None), "a request runs without its adapter's slot"
     if sequence.slot_idx is not None:
-        in_slot = scheduler.slots.slots[sequence.slot_idx].adapter.digest
+        in_slot = scheduler._slots.slots[sequence.slot_idx].adapter.digest
         assert in_slot == sequence.digest, "a request runs with another adapter's slot"
 
 

@@ -13,7 +13,15 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from control_plane.scheduler.types import TokenLogprobs
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position under the model's own distribution: before bias, penalties and filters."""
+
+    token_id: int
+    logprob: float  # natural logarithm
+    rank: int  # tokens that were more likely, plus one
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), the most likely first, equal ones by token id
 
 
 class _MadeOnRequest(Sequence[TokenLogprobs]):

@@ -10,10 +10,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.types import TOKEN_BYTES, Request
+
+# Leading blocks of a prompt that placement looks up in the caches of workers: what lies beyond decides little, and
+# hashing takes time.
+MAX_PREFIX_BLOCKS = 128
 
 _sha256 = hashlib.sha256
 
@@ -150,3 +155,32 @@ class PrefixCache:
         blocks.discard(block_id)
         if not blocks:
             del self._blocks_by_digest[digest]
+
+
+@dataclass(slots=True)
+class PrefixKeys:
+    """Keys of the leading blocks of one request, made only as far as the prefix cache of some worker has them."""
+
+    request: Request
+    _by_block_size: dict[int, list[bytes]] = field(default_factory=dict)
+
+    def num_hit_tokens(self, cache: PrefixCache, block_size: int) -> int:
+        """Leading tokens of the request that the cache has, of at most MAX_PREFIX_BLOCKS blocks."""
+        digest = None if self.request.adapter is None else self.request.adapter.digest
+        if not cache.has_digest(digest):
+            return 0
+        most = min(MAX_PREFIX_BLOCKS, (len(self.request.prompt_token_ids) - 1) // block_size)
+        keys = self._by_block_size.setdefault(block_size, [])
+        num_hits = 0
+        while num_hits < most:
+            if num_hits == len(keys):
+                self._extend(keys, block_size)
+            if keys[num_hits] not in cache:
+                break
+            num_hits += 1
+        return num_hits * block_size
+
+    def _extend(self, keys: list[bytes], block_size: int) -> None:
+        start = len(keys) * block_size
+        parent = keys[-1] if keys else chain_root(self.request)
+        keys.append(chain_next(parent, self.request.prompt_token_ids[start : start + block_size]))

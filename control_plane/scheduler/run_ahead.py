@@ -21,10 +21,6 @@ from control_plane.scheduler.plan_draft import PlanDraft
 from control_plane.scheduler.roster import Roster
 from control_plane.scheduler.sequence import Sequence, SequenceState
 
-# Steps that one plan may stand for. A request that arrives waits for those already sent, so the fleet asks for no more
-# than the round trip takes.
-MAX_PLAN_STEPS = 4
-
 
 def may_plan(num_unanswered_steps: int, plan_depth: int, max_steps: int) -> bool:
     """Whether another plan may be made (bound 1)."""

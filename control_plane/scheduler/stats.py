@@ -1,8 +1,11 @@
-"""The numbers of one scheduler at one moment."""
+"""What one scheduler says of itself at one moment: frozen values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from control_plane.scheduler.types import AdapterTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,35 @@ class SchedulerStats:
     num_host_blocks: int  # KV blocks of the worker in host memory
     num_host_blocks_held: int  # of those, blocks that somebody has KV in
     num_tokens_sampled: int  # total of accepted tokens
+    # Whether requests could run, and nothing is under way that they could wait for. Right after `plan`: a bug.
+    is_stuck: bool
 
     @property
     def prefix_hit_rate(self) -> float:
         """Share of the tokens of first admissions that the prefix cache served, 0 before there are any."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+class WorkerUtilization(NamedTuple):  # one is made for each worker that is priced: faster than a frozen dataclass
+    """How busy one worker is, and what it already has of one request: what placement prices."""
+
+    step_us: float  # one decode step, microseconds
+    prefill_us_per_token: float
+    num_rows: int  # in all
+    num_rows_requested: int  # by unfinished requests, running or waiting
+    num_waiting: int  # requests without a row
+    num_blocks: int  # in all
+    num_free_blocks: int
+    block_size: int  # tokens
+    tier: AdapterTier  # where the request's adapter is; READY for the base model
+    num_hit_tokens: int  # of the request, in the prefix cache
+    load_us: float = 0.0  # of the worker's usual load from the host cache, microseconds; 0: not known yet
+    load_bytes: float = 0.0  # of that adapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """What one worker has of one adapter."""
+
+    is_ready: bool  # in a slot: plans may use it at once
+    is_held: bool  # by a live or leaving request, a slot or a cached block

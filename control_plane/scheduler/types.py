@@ -10,7 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
+from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
+from control_plane.scheduler.logprobs import TokenLogprobs as TokenLogprobs
+
 TOKEN_BYTES = 4  # of a token id as int32, packed to be hashed or sent
+# Steps that one plan may stand for. A request that arrives waits for those already sent, so the fleet asks for no more
+# than the round trip takes.
+MAX_PLAN_STEPS = 4
 
 RequestId = NewType("RequestId", int)  # made by the fleet, never reused within one control plane process
 
@@ -26,6 +32,15 @@ class AdapterRef:
 
     digest: str  # 64 lower-case hexadecimal digits
     arena_bytes: int  # what it takes of a worker's arena, page rounding included
+
+
+class AdapterTier(enum.Enum):
+    """How near an adapter is to a worker's use."""
+
+    READY = "ready"  # in an open slot
+    LOADING = "loading"  # on its way into one
+    ABSENT = "absent"  # in none; there is room for it, or a slot that nobody leases
+    NO_ROOM = "no room"  # in none that is open, and others have to end first
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +177,7 @@ class LoadSlot:
     slot: int
     generation: int  # counts up per slot, from 1
     digest: str
+    arena_bytes: int = field(default=0, compare=False)  # what the adapter takes of the arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +192,38 @@ class EvictSlot:
 SlotCommand = LoadSlot | EvictSlot
 
 
-# ---- results: worker -> scheduler ----
+# ---- results and reports: worker -> scheduler ----
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position under the model's own distribution: before bias, penalties and filters."""
+class SlotReady:
+    """The worker loaded the adapter into the slot."""
 
-    token_id: int
-    logprob: float  # natural logarithm
-    rank: int  # tokens that were more likely, plus one
-    top: tuple[tuple[int, float], ...]  # (token id, log-probability), the most likely first, equal ones by token id
+    slot: int
+    generation: int
+    load_time_us: int = 0  # microseconds; 0: unknown, and not used for cost estimates
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEmptied:
+    """The worker evicted the adapter from the slot."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoadFailed:
+    """The worker could not load the adapter, and the slot is empty."""
+
+    slot: int
+    generation: int
+    reason: str
+    is_retryable: bool  # a later load may succeed
+    is_mismatch: bool = False  # the adapter itself does not fit the model
+
+
+SlotReport = SlotReady | SlotEmptied | SlotLoadFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,19 @@ from motet.v1 import plan_pb2
 from control_plane.api.rpc.listeners import WORKER_MESSAGE_BYTES
 from control_plane.fleet.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
 from control_plane.fleet.wire import PlanEncoder
+from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.admission import make_group
+from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.errors import PlanNeverFits
+from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.new_rows import MAX_ROW_BYTES, PLAN_BYTES, begin_row, row_bytes
+from control_plane.scheduler.prefix_cache import PrefixCache
+from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.sequence import SequenceState
 from control_plane.scheduler.settings import SchedulerSettings
+from control_plane.scheduler.step_costs import StepCosts
+from control_plane.scheduler.swap_space import SwapSpace
 from control_plane.scheduler.types import (
     Answer,
     BeamSearch,
@@ -58,7 +66,7 @@ class Peers:
         """Every plan as encoded, until nothing is left to do; each is answered when the next one is asked for."""
         while (plan := self.scheduler.plan(0.0)) is not None:
             yield self._encoder.encode(plan).step_plan
-            rows = list(self.scheduler.flights[-1].sampled_rows)
+            rows = SchedulerProbe(self.scheduler).sampled_rows()
             list(self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows)), 0.0))
 
 
@@ -81,7 +89,7 @@ def test_forks_of_a_long_prompt_carry_it_once_in_each_plan(num_samples: int) -> 
             assert row.num_prompt_tokens == len(prompt)
             assert np.array_equal(row.token_ids[: len(prompt)], prompt)
             num_begun += 1
-    assert (num_begun, peers.scheduler.num_unfinished) == (num_samples, 0)
+    assert (num_begun, len(peers.scheduler.request_ids)) == (num_samples, 0)
     assert num_bytes < 4 * num_samples * len(prompt) / 8, "far less than one prompt for each"
 
 
@@ -137,17 +145,16 @@ def test_a_request_that_no_plan_can_carry_is_refused_with_the_numbers() -> None:
 def test_a_search_whose_rows_one_plan_cannot_carry_is_not_swapped_out() -> None:
     """They would have to return together."""
     limits = replace(LIMITS, block_size=1, num_blocks=3_000_000, num_host_blocks=3_000_000, max_model_len=200_000)
-    scheduler = Scheduler(limits)
-    scheduler.add(make_request(1, 66_000, beam=BeamSearch(64)), 0.0)
-    plan = scheduler.plan(0.0)
-    group = scheduler.groups[RequestId(1)]
-    assert plan is not None
+    settings, counters, pool = SchedulerSettings(), VirtualCounters(), BlockPool(limits.num_blocks)
+    cache, slots = PrefixCache(pool, limits.block_size), AdapterSlots(0, 0, counters)
+    swap = SwapSpace(limits, settings.policy, StepCosts(settings), pool, cache, slots, counters)
+    group = make_group(make_request(1, 66_000, beam=BeamSearch(64)), limits, 0)
     for member in group.members:
-        member.is_decoding, member.state = True, group.members[0].state
+        member.is_decoding, member.state = True, SequenceState.RUNNING
     group.has_progressed = True
-    assert not scheduler.roster.swap.is_better(group), "64 block tables of 66 000 entries"
+    assert not swap.is_better(group), "64 block tables of 66 000 entries"
     del group.members[16:]
-    assert scheduler.roster.swap.is_better(group)
+    assert swap.is_better(group)
 
 
 @pytest.mark.parametrize("is_banned", [True, False])

@@ -12,6 +12,7 @@ from motet.v1 import plan_pb2
 from control_plane.fleet.wire import PlanEncoder, limits_of
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.stats import SchedulerStats
@@ -22,6 +23,8 @@ from control_plane.scheduler.types import (
     Request,
     RequestOutput,
     SlotCommand,
+    SlotEmptied,
+    SlotReady,
     StepPlan,
     TokenLogprobs,
 )
@@ -88,7 +91,7 @@ def serve(
     results: deque[plan_pb2.StepResult] = deque()
     answers: Answers = {}
     for _ in range(10_000):
-        if not scheduler.num_unfinished and not results:
+        if not scheduler.request_ids and not results:
             break
         for command in scheduler.slot_commands():
             _obey(engine, scheduler, command, source_of)
@@ -103,8 +106,8 @@ def serve(
         assert result is not None
         for output in scheduler.apply(result, 0.0):
             _book(answers.setdefault((output.request_id, output.index), Served()), output)
-        scheduler.check_invariants()
-    assert not scheduler.num_unfinished, "not done after 10 000 turns"
+        check_scheduler(scheduler)
+    assert not scheduler.request_ids, "not done after 10 000 turns"
     stats = scheduler.stats()
     assert (stats.num_host_blocks_held, stats.num_blocks_held) == (0, 0)
     return answers, stats
@@ -115,10 +118,10 @@ def _obey(
 ) -> None:
     if isinstance(command, LoadSlot):
         engine.slots.load(command.slot, command.generation, command.digest, source_of[command.digest])
-        scheduler.slot_ready(command.slot, command.generation)
+        scheduler.apply_slot_report(SlotReady(command.slot, command.generation), 0.0)
     else:
         engine.slots.evict(command.slot, command.generation)
-        scheduler.slot_empty(command.slot, command.generation)
+        scheduler.apply_slot_report(SlotEmptied(command.slot, command.generation), 0.0)
 
 
 def _book(served: Served, output: RequestOutput) -> None:

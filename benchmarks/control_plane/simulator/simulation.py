@@ -20,7 +20,16 @@ from control_plane.fleet import placement
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.fleet.shortlist import Shortlist
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.scheduler.types import LoadSlot, Outputs, Request, RequestId, SlotCommand, sample_seed
+from control_plane.scheduler.types import (
+    LoadSlot,
+    Outputs,
+    Request,
+    RequestId,
+    SlotCommand,
+    SlotEmptied,
+    SlotReady,
+    sample_seed,
+)
 
 WINDOW_S = 1.0  # of the tenants' service
 
@@ -232,8 +241,8 @@ class Simulation:
 
     def _report(self, worker: SimulatedWorker, command: SlotCommand) -> None:
         if worker.is_up:
-            report = worker.scheduler.slot_ready if isinstance(command, LoadSlot) else worker.scheduler.slot_empty
-            report(command.slot, command.generation)
+            report = SlotReady if isinstance(command, LoadSlot) else SlotEmptied
+            self._book(worker.scheduler.apply_slot_report(report(command.slot, command.generation), self.now_s))
             self._pump(worker)
 
     def _count(self, worker: SimulatedWorker) -> None:

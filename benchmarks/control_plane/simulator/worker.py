@@ -105,7 +105,7 @@ class SimulatedWorker:
     def obey(self, command: SlotCommand) -> float:
         """Seconds until the report of a slot command is back."""
         if isinstance(command, LoadSlot):
-            num_bytes = self.scheduler.slots.slots[command.slot].adapter.arena_bytes
+            num_bytes = command.arena_bytes
             self._slot_bytes[command.slot] = num_bytes
             return self._costs.load(num_bytes, is_cached=self._cache.load(command.digest, num_bytes))
         assert isinstance(command, EvictSlot), f"{command} is no slot command"

@@ -12,6 +12,7 @@ from control_plane.errors import DeadlineExceeded, NotFinite
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import BeamSearch, FinishReason, Request, RequestId, Sampling, sample_seed
 from tests.fakes.fleet_rig import CAPACITIES, FINGERPRINT, FakeClock, LoopbackWorker, make_fleet, make_request
@@ -44,7 +45,7 @@ async def run_to_the_end(worker: LoopbackWorker, stream: JobStream) -> dict[int,
     await worker.run(reader.done)
     snapshot = worker.session.snapshot()
     assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
-    worker.session.scheduler.check_invariants()
+    check_scheduler(worker.session.scheduler)
     return await reader
 
 
@@ -109,7 +110,7 @@ async def beams_of(fleet: Fleet, worker: LoopbackWorker, *, num_turns_before_a_l
 
     reader = asyncio.create_task(read())
     await worker.run(reader.done)
-    worker.session.scheduler.check_invariants()
+    check_scheduler(worker.session.scheduler)
     assert worker.session.snapshot().num_blocks_held == 0
     return await reader
 

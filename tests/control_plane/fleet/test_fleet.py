@@ -40,6 +40,9 @@ from control_plane.fleet.hello import BOUNDS
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
+from control_plane.scheduler.invariants import check_scheduler
+from control_plane.scheduler.prefix_cache import PrefixCache
+from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.sequence import Sequence
 from control_plane.scheduler.types import AdapterRef, BeamSearch, FinishReason, StepPlan
 from data_plane.errors import AdapterMismatch
@@ -75,7 +78,7 @@ def assert_nothing_held(worker: LoopbackWorker) -> None:
     snapshot = worker.session.snapshot()
     assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
     assert snapshot.num_plans_in_flight == 0
-    worker.session.scheduler.check_invariants()
+    check_scheduler(worker.session.scheduler)
 
 
 async def pass_time(clock: FakeClock, fleet: Fleet, workers: list[LoopbackWorker], seconds: float) -> None:
@@ -472,17 +475,17 @@ async def test_tokens_accepted_before_the_books_broke_reach_their_streams(
     requests = [make_request(fleet, [i], 20) for i in range(4)]
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
     await broken.turn()
-    roster = broken.session.scheduler.roster
-    register, calls = roster.register, []
+    register, calls = PrefixCache.register, []
 
-    def break_at_the_third(sequence: Sequence) -> None:
+    def break_at_the_third(cache: PrefixCache, sequence: Sequence, *, keep: bool) -> None:
         calls.append(sequence)
         assert len(calls) < 3, "the books do not balance"
-        register(sequence)
+        register(cache, sequence, keep=keep)
 
-    monkeypatch.setattr(roster, "register", break_at_the_third)
+    monkeypatch.setattr(PrefixCache, "register", break_at_the_third)
     await broken.run(broken.session.ended.is_set)
     assert len(calls) == 3 and len({id(sequence.group) for sequence in calls}) == 3  # within one result
+    monkeypatch.undo()
     other = LoopbackWorker(fleet, "w1")
     await other.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
@@ -496,7 +499,7 @@ async def test_an_end_that_was_not_told_when_the_worker_was_lost_is_told_then(cl
     reader = asyncio.create_task(read_all(fleet.submit(other)))
     await worker.turn()
     clock.advance(1.5)
-    worker.session.scheduler._end_expired(clock.now_s)  # as in a plan; the fleet is told after it
+    worker.session.scheduler.plan(clock.now_s, max_steps=4)  # it ends the request; the fleet is told after it
     worker.lose()
     with pytest.raises(DeadlineExceeded):
         await read_all(stream)
@@ -600,7 +603,7 @@ async def test_retire_waits_for_requests_that_use_the_adapter(clock: FakeClock) 
     await worker.run(lambda: len(reader_tokens(reader)) == 30)
     await worker.run(retired.done)
     assert await reader == expected(request)
-    assert not worker.session.scheduler.has_digest(adapter.digest)
+    assert not worker.session.scheduler.adapter_use(adapter.digest).is_held
 
 
 async def test_retire_ends_when_another_name_wants_the_adapter(clock: FakeClock) -> None:
@@ -859,7 +862,7 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
     for _ in range(3 * has_run):
         await stalled.turn()
     monkeypatch.setattr(stalled.session.scheduler, "plan", lambda _now_s, _max_steps: None)  # the mistake
-    while stalled.session.scheduler.flights:
+    while stalled.session.scheduler.stats().num_plans_in_flight:
         await stalled.turn()
     other = LoopbackWorker(fleet, "w1", capacities=replace(CAPACITIES, max_rows=1))
     for i in range(2):  # it is not idle: nothing is moved there before the session ends
@@ -1142,7 +1145,7 @@ async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock
         """One request with the adapter on each worker."""
         for worker in workers:
             worker.session.add(make_request(fleet, [1], 1, adapter))
-            await worker.run(lambda: worker.session.scheduler.num_unfinished == 0)  # noqa: B023 - awaited here
+            await worker.run(lambda: len(worker.session.scheduler.request_ids) == 0)  # noqa: B023 - awaited here
 
     for adapter in (pinned, *others):
         await use(adapter)
@@ -1239,8 +1242,8 @@ async def test_levelling_passes_over_what_failed_on_the_idle_worker(clock: FakeC
     idle = LoopbackWorker(fleet, "w1", capacities=small)
     fleet._jobs[requests[-1].request_id].failed_load_epochs.add(idle.session.epoch)
     fleet.tick()
-    assert requests[-1].request_id in first.session.scheduler.groups
-    assert set(idle.session.scheduler.groups) == {requests[-2].request_id}
+    assert requests[-1].request_id in first.session.scheduler.request_ids
+    assert set(idle.session.scheduler.request_ids) == {requests[-2].request_id}
 
 
 async def test_tokens_from_before_a_failed_reload_are_kept_elsewhere(clock: FakeClock) -> None:
@@ -1255,7 +1258,7 @@ async def test_tokens_from_before_a_failed_reload_are_kept_elsewhere(clock: Fake
     second = LoopbackWorker(fleet, "w1")
     first.engine.hash_slots.failing[adapter.digest] = False
     reader = asyncio.create_task(read_all(stream))
-    await first.run(lambda: first.session.scheduler.num_unfinished == 0)
+    await first.run(lambda: len(first.session.scheduler.request_ids) == 0)
     await second.run(reader.done)
     assert reader.result() == expected(request)
 
@@ -1301,7 +1304,7 @@ async def test_requests_go_to_the_worker_that_holds_the_adapter_unless_it_is_bus
     await run_all(workers["w0"], [first])
     for i in range(8):
         fleet.submit(make_request(fleet, [i], 50, adapter))
-    unfinished = {name: worker.session.scheduler.num_unfinished for name, worker in workers.items()}
+    unfinished = {name: len(worker.session.scheduler.request_ids) for name, worker in workers.items()}
     # A request of 50 steps of 1 ms is 3.1 ms to the next one on 16 rows: the load is worth a little more than three.
     assert unfinished == {"w0": 2, "w1": 6}
 
@@ -1380,7 +1383,8 @@ async def test_quotas_are_charged_at_submit_and_given_back_at_every_end(clock: F
     assert (use.tenant, use.num_requests, use.num_queued_tokens) == ("a", 0, 0)
     assert (use.num_accepted, use.num_rejected, use.num_input_tokens) == (2, 1, 6)
     assert 4 <= use.num_generated_tokens <= 8
-    assert worker.session.scheduler.counters is fleet._counters  # one account of a tenant over all workers
+    probes = [SchedulerProbe(w.session.scheduler) for w in (worker, LoopbackWorker(fleet, "w1"))]
+    assert probes[0].service_of("a") == probes[1].service_of("a") > 0, "one account of a tenant over all workers"
 
 
 @pytest.mark.parametrize("num_turns", [None, 0, 4])

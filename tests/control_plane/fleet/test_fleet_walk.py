@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -19,6 +20,8 @@ from control_plane.fleet import jobs
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
+from control_plane.scheduler.invariants import check_scheduler
+from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.types import BeamSearch, Request, Sampling
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -101,7 +104,7 @@ class Walk:
         for _ in range(NUM_ACTIONS):
             await self.rng.choice(actions if self.rng.random() < 0.9 else rare)()
             for worker in self.workers.values():
-                worker.session.scheduler.check_invariants()
+                check_scheduler(worker.session.scheduler)
             isolation = self.fleet._dispatcher._isolation
             isolation.check_invariants()
             self.num_isolated += bool(isolation._running)
@@ -189,9 +192,9 @@ class Walk:
     async def lose(self) -> None:
         if self.workers:
             worker = self.workers.pop(self.rng.choice(sorted(self.workers)))
-            self.num_groups_moved += any(
-                group.num_rows > 1 and not group.is_ended for group in worker.session.scheduler.groups.values()
-            )
+            scheduler = worker.session.scheduler
+            num_rows = Counter(SchedulerProbe(scheduler).running_ids())
+            self.num_groups_moved += any(num_rows[request_id] > 1 for request_id in scheduler.request_ids)
             worker.session.end(EndCause.LOST if self.rng.random() < 0.3 else EndCause.LEFT, "lost")
 
     async def die_again(self) -> None:

@@ -99,7 +99,7 @@ async def test_a_request_present_at_two_worker_deaths_is_isolated(clock: FakeClo
         for worker in workers:
             await worker.turn()
             fleet.tick()
-        assert set(workers[0].session.scheduler.groups) == {suspect.request_id}
+        assert set(workers[0].session.scheduler.request_ids) == {suspect.request_id}
     await until_done(workers, *readers)
     readers.append(asyncio.create_task(read_all(stream)))
     newcomer = make_request(fleet, [3], 5)
@@ -123,7 +123,7 @@ async def test_groups_of_suspects_run_one_after_the_other_beside_those_that_were
         if now and not (groups and now <= groups[-1]):
             groups.append(now)
         for worker in workers:
-            assert worker.session.scheduler.groups.keys() <= {i for group in groups for i in group}
+            assert worker.session.scheduler.request_ids <= {i for group in groups for i in group}
     first, second, third, fourth = (request.request_id for request in suspects)
     assert groups == [{first, second}, {third, fourth}]
     assert [await reader for reader in readers] == [expected(request) for request in suspects]
@@ -192,7 +192,7 @@ async def test_a_busy_worker_is_emptied_for_a_suspect(clock: FakeClock) -> None:
         fleet.tick()
         if fleet._dispatcher.is_isolated(job):
             assert job.session is emptied.session
-            tried_beside |= set(emptied.session.scheduler.groups) - {suspect.request_id}
+            tried_beside |= set(emptied.session.scheduler.request_ids) - {suspect.request_id}
         if all(reader.done() for reader in readers):
             break
     assert [await reader for reader in readers] == [expected(request) for request in [*running, *waiting, suspect]]
@@ -207,7 +207,7 @@ async def test_beside_the_suspects_of_an_only_worker_nobody_runs_whose_own_death
     newcomers = [make_request(fleet, [i, 7], 60) for i in range(10, 13)]
     readers += [asyncio.create_task(read_all(fleet.submit(request))) for request in newcomers]
     await worker.receive()
-    assert set(worker.session.scheduler.groups) == {suspects[0].request_id}
+    assert set(worker.session.scheduler.request_ids) == {suspects[0].request_id}
     await worker.run(lambda: not is_suspect(fleet._jobs[suspects[0].request_id]))
     # The group is over: those that waited go first. Then nobody, until the next group runs.
     await worker.turn()
@@ -220,7 +220,7 @@ async def test_beside_the_suspects_of_an_only_worker_nobody_runs_whose_own_death
         fleet.tick()
         if is_running(fleet, suspects[1]):
             break
-        assert set(worker.session.scheduler.groups) == {r.request_id for r in [suspects[0], *newcomers]}
+        assert set(worker.session.scheduler.request_ids) == {r.request_id for r in [suspects[0], *newcomers]}
         await worker.turn()
     gained = [fleet._jobs[request.request_id].num_tokens_here for request in newcomers]
     assert is_running(fleet, suspects[1]) and min(gained) == 10, "two plans of four steps, and one token more"
@@ -293,7 +293,7 @@ async def test_a_suspect_beam_search_is_cleared_by_what_it_searched(clock: FakeC
         await worker.turn()
     assert fleet._dispatcher.is_isolated(job) and job.num_tokens_here == 0
     fleet.tick()
-    assert not fleet._dispatcher.is_isolated(job) and suspect.request_id in worker.session.scheduler.groups
+    assert not fleet._dispatcher.is_isolated(job) and suspect.request_id in worker.session.scheduler.request_ids
 
 
 async def see_two_deaths_of_one(fleet: Fleet, request: Request) -> None:
@@ -342,7 +342,7 @@ async def two_busy_workers(fleet: Fleet) -> list[LoopbackWorker]:
         fleet.submit(make_request(fleet, [i], 900))
     for worker in workers:
         await worker.turn()
-    assert [len(worker.session.scheduler.groups) for worker in workers] == [2, 1]
+    assert [len(worker.session.scheduler.request_ids) for worker in workers] == [2, 1]
     return workers
 
 
@@ -366,7 +366,7 @@ async def test_a_suspect_does_not_go_back_where_its_adapter_failed(clock: FakeCl
     for _ in range(200):
         await good.turn()
         await bad.turn()
-        assert suspect.request_id not in bad.session.scheduler.groups
+        assert suspect.request_id not in bad.session.scheduler.request_ids
         fleet.tick()
     assert await readers[-1] == expected(suspect)
 
@@ -413,7 +413,7 @@ async def test_a_suspect_for_which_no_worker_is_large_enough_any_more_fails(cloc
         fleet.submit(make_request(fleet, [i], 60))
     for worker in (*workers, large_worker):
         await worker.turn()
-        assert worker.session.scheduler.groups
+        assert worker.session.scheduler.request_ids
     large, fitting = make_request(fleet, [*range(100)], 60), make_request(fleet, [3], 40)
     streams = [submit_suspect(fleet, request) for request in (large, fitting)]
     assert worker_of(fleet, large) is worker_of(fleet, fitting) is None
@@ -492,12 +492,12 @@ async def test_what_waits_or_is_held_moves_away_from_a_worker_that_is_emptied(cl
     for worker in workers:
         await worker.turn()
     for worker in workers:
-        [held] = worker.session.scheduler.groups.keys() - worker.session.running_request_ids()
+        [held] = worker.session.scheduler.request_ids - worker.session.running_request_ids()
         worker.session.pause(held)
     suspect = make_request(fleet, [9], 40)
     readers.append(asyncio.create_task(read_all(submit_suspect(fleet, suspect))))
     fleet.tick()
-    assert [len(worker.session.scheduler.groups) for worker in workers] == [1, 3]
+    assert [len(worker.session.scheduler.request_ids) for worker in workers] == [1, 3]
     await until_done(workers[:1], readers[requests.index(next(r for r in requests if worker_of(fleet, r) == "w0"))])
     fleet.tick()
     assert worker_of(fleet, suspect) == "w0"

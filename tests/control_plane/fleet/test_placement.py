@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from control_plane.fleet.placement import Need, Offer, PrefixKeys, cost_ms, need_of
+from control_plane.fleet.placement import Need, cost_ms, need_of
 from control_plane.fleet.settings import PlacementCosts
-from control_plane.scheduler.adapter_slots import AdapterTier
-from control_plane.scheduler.types import AdapterRef, Answer, Request, RequestId
+from control_plane.scheduler.invariants import check_scheduler
+from control_plane.scheduler.scheduler import PrefixKeys, WorkerUtilization
+from control_plane.scheduler.types import AdapterRef, AdapterTier, Answer, Request, RequestId
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
@@ -35,13 +36,13 @@ def make_need(request: Request = PLAIN, *, is_in_host_cache: bool = True, **chan
     return replace(need_of(request, COSTS, lambda _digest: is_in_host_cache), **changes)
 
 
-def make_offer(**changes: Any) -> Offer:
+def make_worker(**changes: Any) -> WorkerUtilization:
     """An idle worker: 10 rows, steps of 5 ms, 100 blocks of 16 tokens, 0.1 ms for a prefill token."""
-    idle = Offer(
-        step_ms=5.0,
-        prefill_ms_per_token=0.1,
+    idle = WorkerUtilization(
+        step_us=5000.0,
+        prefill_us_per_token=100.0,
         num_rows=10,
-        num_rows_asked=0,
+        num_rows_requested=0,
         num_waiting=0,
         num_blocks=100,
         num_free_blocks=100,
@@ -49,7 +50,7 @@ def make_offer(**changes: Any) -> Offer:
         tier=AdapterTier.READY,
         num_hit_tokens=0,
     )
-    return replace(idle, **changes)
+    return idle._replace(**changes)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +58,16 @@ def make_offer(**changes: Any) -> Offer:
     [
         ({}, 6.4),  # the prefill alone
         ({"num_hit_tokens": 48}, 1.6),
-        ({"num_rows_asked": 5}, 6.4 + 250),  # half a batch: half a step more for 100 steps of 5 ms
-        ({"num_rows_asked": 10}, 6.4 + 500 + 50),  # full: a tenth of the rows has to end
-        ({"num_rows_asked": 14, "num_waiting": 4}, 6.4 * 5 + 700 + 250),  # five are short, four prefills go before
+        ({"num_rows_requested": 5}, 6.4 + 250),  # half a batch: half a step more for 100 steps of 5 ms
+        ({"num_rows_requested": 10}, 6.4 + 500 + 50),  # full: a tenth of the rows has to end
+        ({"num_rows_requested": 14, "num_waiting": 4}, 6.4 * 5 + 700 + 250),  # five are short, four prefills go before
         ({"num_free_blocks": 1}, 6.4 + 50),  # 164 tokens take 11 blocks: a tenth of all
-        ({"step_ms": 50.0}, 6.4),  # nothing waits, nothing is shared
-        ({"step_ms": 50.0, "num_rows_asked": 5}, 6.4 + 2500),
+        ({"step_us": 50_000.0}, 6.4),  # nothing waits, nothing is shared
+        ({"step_us": 50_000.0, "num_rows_requested": 5}, 6.4 + 2500),
     ],
 )
 def test_cost_of_a_worker_for_a_request_without_adapter(changes: dict[str, Any], milliseconds: float) -> None:
-    assert cost_ms(make_offer(**changes), make_need(), COSTS) == pytest.approx(milliseconds)
+    assert cost_ms(make_worker(**changes), make_need(), COSTS) == pytest.approx(milliseconds)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_cost_of_a_worker_for_a_request_without_adapter(changes: dict[str, Any],
 )
 def test_cost_of_an_adapter_by_where_it_is(tier: AdapterTier, is_in_host_cache: bool, milliseconds: float) -> None:
     need = make_need(replace(PLAIN, adapter=ADAPTER), is_in_host_cache=is_in_host_cache)
-    assert cost_ms(make_offer(tier=tier), need, COSTS) == pytest.approx(6.4 + milliseconds)
+    assert cost_ms(make_worker(tier=tier), need, COSTS) == pytest.approx(6.4 + milliseconds)
 
 
 @pytest.mark.parametrize(
@@ -94,27 +95,27 @@ def test_cost_of_an_adapter_by_where_it_is(tier: AdapterTier, is_in_host_cache: 
     ],
 )
 def test_loads_cost_what_the_worker_took_for_its_own(load_ms: float, load_mib: int, milliseconds: float) -> None:
-    offer = make_offer(tier=AdapterTier.ABSENT, load_ms=load_ms, load_bytes=load_mib << 20)
+    worker = make_worker(tier=AdapterTier.ABSENT, load_us=load_ms * 1000, load_bytes=load_mib << 20)
     need = make_need(replace(PLAIN, adapter=ADAPTER))
-    assert cost_ms(offer, need, COSTS) == pytest.approx(6.4 + milliseconds)
+    assert cost_ms(worker, need, COSTS) == pytest.approx(6.4 + milliseconds)
     from_store = make_need(replace(PLAIN, adapter=ADAPTER), is_in_host_cache=False)
-    assert cost_ms(offer, from_store, COSTS) == pytest.approx(6.4 + milliseconds + 80)
+    assert cost_ms(worker, from_store, COSTS) == pytest.approx(6.4 + milliseconds + 80)
     free = replace(COSTS, load_ms=0.0, slot_ms_per_mib=0.0)
-    assert cost_ms(offer, need, free) == pytest.approx(6.4 + load_ms)
+    assert cost_ms(worker, need, free) == pytest.approx(6.4 + load_ms)
 
 
 def test_a_load_and_a_wait_for_rows_pass_at_the_same_time() -> None:
     need = make_need(replace(PLAIN, adapter=ADAPTER))
-    full = {"num_rows_asked": 10}
-    assert cost_ms(make_offer(tier=AdapterTier.ABSENT, **full), need, COSTS) == cost_ms(make_offer(**full), need, COSTS)
+    full = make_worker(num_rows_requested=10)
+    assert cost_ms(full._replace(tier=AdapterTier.ABSENT), need, COSTS) == cost_ms(full, need, COSTS)
 
 
 def test_several_answers_ask_for_rows_and_blocks_of_their_own() -> None:
     need = make_need(replace(PLAIN, num_samples=4))
-    assert cost_ms(make_offer(), need, COSTS) == pytest.approx(6.4)
+    assert cost_ms(make_worker(), need, COSTS) == pytest.approx(6.4)
     # One row is free, three are short. 64 + 4 x 100 tokens take 29 blocks.
-    assert cost_ms(make_offer(num_rows_asked=9), need, COSTS) == pytest.approx(6.4 + 450 + 150)
-    assert cost_ms(make_offer(num_free_blocks=9), need, COSTS) == pytest.approx(6.4 + 100)
+    assert cost_ms(make_worker(num_rows_requested=9), need, COSTS) == pytest.approx(6.4 + 450 + 150)
+    assert cost_ms(make_worker(num_free_blocks=9), need, COSTS) == pytest.approx(6.4 + 100)
 
 
 def test_a_request_that_moves_brings_its_tokens_to_be_computed_and_asks_for_fewer() -> None:
@@ -149,10 +150,13 @@ async def test_loads_from_the_host_cache_alone_teach_what_a_load_takes(clock: Fa
     worker = LoopbackWorker(fleet)
     weights = fleet._weights
     assert isinstance(weights, FakeWeights)
-    costs = worker.session.scheduler.costs
+
+    def utilization() -> WorkerUtilization:
+        return worker.session.scheduler.utilization(PrefixKeys(PLAIN))
+
     loads = [("cold", False, 1000)] + [(f"a{i}", True, 200_000 if i == 0 else 7000 + i) for i in range(9)]
     for name, is_cached, load_time_us in loads:
-        assert costs.load_us == 0
+        assert utilization().load_us == 0
         adapter = weights.add(name)
         if is_cached:
             await weights.ensure_cached(adapter.digest)
@@ -160,12 +164,12 @@ async def test_loads_from_the_host_cache_alone_teach_what_a_load_takes(clock: Fa
         reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1], 2, adapter))))
         await worker.run(reader.done)
     # The middle one of nine: the first, which was slow, does not keep adapters away for ever.
-    assert (costs.load_us, costs.load_bytes) == (7005, adapter.arena_bytes)
+    assert (utilization().load_us, utilization().load_bytes) == (7005, adapter.arena_bytes)
 
 
 def name_of(workers: list[LoopbackWorker], request: Request) -> str:
     """The worker that has the request."""
-    [name] = [w.session.worker_id for w in workers if request.request_id in w.session.scheduler.groups]
+    [name] = [w.session.worker_id for w in workers if request.request_id in w.session.scheduler.request_ids]
     return name
 
 
@@ -235,12 +239,12 @@ async def test_a_worker_that_attaches_takes_over_what_waits_elsewhere(clock: Fak
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
     await first.turn()
     second = LoopbackWorker(fleet, "w1")
-    assert second.session.scheduler.num_unfinished == 0
+    assert not second.session.scheduler.request_ids
     fleet.tick()
-    moved = [request for request in requests if request.request_id in second.session.scheduler.groups]
+    moved = [request for request in requests if request.request_id in second.session.scheduler.request_ids]
     assert 8 <= len(moved) <= 16 and moved == requests[-len(moved) :]  # the latest
     fleet.tick()
-    assert second.session.scheduler.num_unfinished <= 20  # it has enough
+    assert len(second.session.scheduler.request_ids) <= 20  # it has enough
     while not all(reader.done() for reader in readers):
         await first.turn()
         await second.turn()
@@ -248,7 +252,7 @@ async def test_a_worker_that_attaches_takes_over_what_waits_elsewhere(clock: Fak
     assert [await reader for reader in readers] == [expected(request) for request in requests]
     assert fleet.queue_snapshot().num_migrated == 0
     for worker in (first, second):
-        worker.session.scheduler.check_invariants()
+        check_scheduler(worker.session.scheduler)
         assert worker.session.snapshot().num_blocks_held == 0
 
 
@@ -262,7 +266,7 @@ async def test_what_waits_stays_where_its_turn_comes_sooner(clock: FakeClock) ->
         await first.turn()
     second = LoopbackWorker(fleet, "w1")  # has no weights, and a load is said to take ten seconds
     fleet.tick()
-    assert second.session.scheduler.num_unfinished == 0
+    assert not second.session.scheduler.request_ids
     await first.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
 
@@ -276,6 +280,6 @@ async def test_requests_that_have_run_are_not_moved_about(clock: FakeClock) -> N
         await first.turn()
     second = LoopbackWorker(fleet, "w1")
     fleet.tick()
-    assert second.session.scheduler.num_unfinished == 0
+    assert not second.session.scheduler.request_ids
     await first.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]

@@ -181,7 +181,7 @@ async def test_the_loss_of_a_whole_fleet_is_held_against_no_request_once(clock: 
             fleet.submit(make_request(fleet, [i], 30))
         for worker in workers:
             await worker.receive()
-        assert {len(worker.session.scheduler.groups) for worker in workers} == ({2} if num_requests else {0, 6})
+        assert {len(worker.session.scheduler.request_ids) for worker in workers} == ({2} if num_requests else {0, 6})
         for worker in workers:
             worker.lose()
         assert [len(job.deaths) for job in fleet._jobs.values()] == [num_deaths] * 6
@@ -232,7 +232,7 @@ async def test_a_process_that_outlived_its_session_was_killed_by_no_request(cloc
         assert all(len(job.deaths) == 1 for job in fleet._jobs.values())
         worker = LoopbackWorker(fleet, "w0", last_epoch=worker.session.epoch)
         assert not any(job.deaths for job in fleet._jobs.values())
-        assert len(worker.session.scheduler.groups) == 8
+        assert len(worker.session.scheduler.request_ids) == 8
     await worker.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
 
@@ -251,10 +251,10 @@ async def test_suspects_whose_worker_turns_out_to_live_are_suspects_no_more(cloc
     assert all(is_suspect(job) for job in fleet._jobs.values())
     other = LoopbackWorker(fleet, "w2")
     await other.turn()
-    assert len(other.session.scheduler.groups) == 4
+    assert len(other.session.scheduler.request_ids) == 4
     back = LoopbackWorker(fleet, "w0", last_epoch=stopped.session.epoch)
     assert not any(is_suspect(job) for job in fleet._jobs.values())
-    assert len(other.session.scheduler.groups) + len(back.session.scheduler.groups) == 8
+    assert len(other.session.scheduler.request_ids) + len(back.session.scheduler.request_ids) == 8
     for _ in range(200):
         await other.turn()
         await back.turn()

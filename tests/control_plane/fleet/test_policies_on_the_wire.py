@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from control_plane.fleet.jobs import JobStream
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import Sampling
 from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, LoopbackWorker, expected, make_fleet, make_request
@@ -51,7 +52,7 @@ async def test_every_answer_is_the_oracles(policy: Policy, settings: SchedulerSe
     for request, reader in zip(requests, readers, strict=True):
         assert reader.result() == {index: expected(request, index) for index in range(request.num_samples)}
     scheduler = worker.session.scheduler
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     stats = scheduler.stats()
     assert stats.num_preemptions > 0 and stats.num_host_blocks_held == 0
     if policy is Policy.FCFS:

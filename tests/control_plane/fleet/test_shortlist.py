@@ -84,11 +84,11 @@ async def test_among_many_workers_a_request_finds_the_one_with_its_adapter_and_o
     for i in range(2):
         request = make_request(fleet, [i], 5, adapter)
         stream = fleet.submit(request)
-        [holder] = [worker for worker in workers.values() if worker.session.scheduler.num_unfinished]
+        [holder] = [worker for worker in workers.values() if len(worker.session.scheduler.request_ids)]
         await holder.run(lambda stream=stream: stream.has_ended)  # type: ignore[misc]  # bound at once
         placed.append(holder.session.worker_id)
     assert placed[0] == placed[1]
     large = LoopbackWorker(fleet, "w99")
     request = make_request(fleet, list(range(100)), 5)  # 27 blocks
     fleet.submit(request)
-    assert large.session.scheduler.num_unfinished == 1
+    assert len(large.session.scheduler.request_ids) == 1

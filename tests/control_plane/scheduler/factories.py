@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.invariants import check_scheduler
+from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.types import (
@@ -16,6 +18,8 @@ from control_plane.scheduler.types import (
     RequestId,
     RequestOutput,
     SlotCommand,
+    SlotEmptied,
+    SlotReady,
     StepPlan,
     WorkerLimits,
 )
@@ -56,7 +60,9 @@ class Bench:
         self, settings: SchedulerSettings = DEFAULT_SETTINGS, counters: VirtualCounters | None = None, **limits: Any
     ) -> None:
         self.limits = make_limits(**limits)
-        self.scheduler = Scheduler(self.limits, settings, counters)
+        self.counters = VirtualCounters() if counters is None else counters
+        self.scheduler = Scheduler(self.limits, settings, self.counters)
+        self.probe = SchedulerProbe(self.scheduler)
         self.worker = ModelWorker(self.limits)
         self.sent: list[StepPlan] = []  # steps that are not answered, each as a plan of its own
         self.plans: list[StepPlan] = []
@@ -76,14 +82,14 @@ class Bench:
         if plan is not None:
             self.sent.extend(steps_of(plan))
             self.plans.append(plan)
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         return plan
 
     def answer(self) -> list[RequestOutput]:
         """Execute and answer the oldest step."""
         outputs = list(self.scheduler.apply(self.worker.execute(self.sent.pop(0)), 0.0))
         self.keep(outputs)
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         return outputs
 
     def keep(self, outputs: Iterable[RequestOutput]) -> None:
@@ -100,10 +106,10 @@ class Bench:
         while commands := self.scheduler.slot_commands():
             for command in commands:
                 self.worker.obey(command)
-                report = self.scheduler.slot_ready if isinstance(command, LoadSlot) else self.scheduler.slot_empty
-                report(command.slot, command.generation)
+                report = SlotReady if isinstance(command, LoadSlot) else SlotEmptied
+                self.keep(self.scheduler.apply_slot_report(report(command.slot, command.generation), 0.0))
             done += commands
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         return done
 
     def step(self) -> StepPlan | None:
@@ -117,10 +123,10 @@ class Bench:
     def run(self, max_steps: int = 500) -> None:
         """Until everything ended."""
         for _ in range(max_steps):
-            if self.scheduler.num_unfinished == 0 and not self.sent:
+            if len(self.scheduler.request_ids) == 0 and not self.sent:
                 return
             self.step()
-        raise AssertionError(f"{self.scheduler.num_unfinished} requests did not end in {max_steps} steps")
+        raise AssertionError(f"{len(self.scheduler.request_ids)} requests did not end in {max_steps} steps")
 
     def run_until_idle(self) -> None:
         """Until there is nothing to compute and to load."""
@@ -130,4 +136,4 @@ class Bench:
 
     def running_ids(self) -> list[int]:
         """Requests that hold a row, in order of arrival."""
-        return [sequence.request.request_id for sequence in self.scheduler.running]
+        return list(self.probe.running_ids())

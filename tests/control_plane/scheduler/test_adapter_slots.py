@@ -6,8 +6,18 @@ import pytest
 
 from control_plane.scheduler.adapter_slots import MAX_LOAD_ATTEMPTS
 from control_plane.scheduler.errors import SlotReportMismatch
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.sequence_group import SequenceGroup
-from control_plane.scheduler.types import EvictSlot, FinishReason, LoadSlot, RequestId, RequestOutput
+from control_plane.scheduler.types import (
+    EvictSlot,
+    FinishReason,
+    LoadSlot,
+    RequestId,
+    RequestOutput,
+    SlotEmptied,
+    SlotLoadFailed,
+    SlotReady,
+)
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
 
@@ -49,7 +59,7 @@ def test_the_least_recently_used_idle_adapter_is_evicted() -> None:
         bench.run()
     bench.add(make_request(4, adapter=THREE))
     assert bench.obey() == [EvictSlot(1, 1, TWO.digest), LoadSlot(1, 2, THREE.digest)]
-    assert bench.scheduler.resident_digests() == {ONE.digest, THREE.digest}
+    assert bench.probe.ready_digests() == {ONE.digest, THREE.digest}
 
 
 def test_a_slot_is_not_reused_before_the_worker_says_that_it_is_empty() -> None:
@@ -59,7 +69,7 @@ def test_a_slot_is_not_reused_before_the_worker_says_that_it_is_empty() -> None:
     bench.add(make_request(2, adapter=TWO))
     assert bench.scheduler.slot_commands() == [EvictSlot(0, 1, ONE.digest)]
     assert bench.scheduler.slot_commands() == []
-    bench.scheduler.slot_empty(0, 1)
+    bench.scheduler.apply_slot_report(SlotEmptied(0, 1), 0.0)
     assert bench.scheduler.slot_commands() == [LoadSlot(0, 2, TWO.digest)]
 
 
@@ -91,8 +101,8 @@ def test_a_large_adapter_lets_small_ones_pass_but_gets_in() -> None:
     big, small = make_adapter("big", 100), make_adapter("small", 10)
     bench.add(make_request(1, adapter=ONE, max_tokens=8), make_request(2, adapter=big), make_request(3, adapter=small))
     assert [command.digest for command in bench.scheduler.slot_commands()] == [ONE.digest, small.digest]
-    bench.scheduler.slot_ready(0, 1)
-    bench.scheduler.slot_ready(1, 1)
+    bench.scheduler.apply_slot_report(SlotReady(0, 1), 0.0)
+    bench.scheduler.apply_slot_report(SlotReady(1, 1), 0.0)
     bench.worker.slots = {0: (1, ONE.digest), 1: (1, small.digest)}
     bench.run()
     assert len(bench.ends) == 3
@@ -101,29 +111,29 @@ def test_a_large_adapter_lets_small_ones_pass_but_gets_in() -> None:
 def test_a_pinned_adapter_survives_eviction() -> None:
     bench = Bench()
     pinned = make_adapter("pinned")
-    bench.scheduler.pin(pinned.digest)  # before it lies in a slot
+    bench.scheduler.set_pinned({pinned.digest})  # before it lies in a slot
     for request_id, adapter in enumerate([pinned, ONE, TWO, THREE], start=1):
         bench.add(make_request(request_id, adapter=adapter))
         bench.run()
-    assert pinned.digest in bench.scheduler.resident_digests()
-    bench.scheduler.unpin(pinned.digest)
+    assert pinned.digest in bench.probe.ready_digests()
+    bench.scheduler.set_pinned(set())
     for request_id, adapter in enumerate([ONE, TWO], start=5):
         bench.add(make_request(request_id, adapter=adapter))
         bench.run()
-    assert pinned.digest not in bench.scheduler.resident_digests()
+    assert pinned.digest not in bench.probe.ready_digests()
 
 
 def test_a_request_that_pinned_adapters_leave_no_room_for_ends_at_once() -> None:
     bench = Bench()
     for request_id, name in enumerate("ab", start=1):
-        bench.scheduler.pin(make_adapter(name).digest)
+        bench.scheduler.set_pinned({make_adapter(pinned).digest for pinned in "ab"[:request_id]})
         bench.add(make_request(request_id, adapter=make_adapter(name)))
     bench.run()
     bench.add(make_request(3, adapter=ONE))
     bench.obey()
     (output,) = bench.scheduler.expire(0.0)
     assert output.finish_reason is FinishReason.ADAPTER_FAILED and "pinned" in output.message
-    bench.scheduler.unpin(make_adapter("a").digest)
+    bench.scheduler.set_pinned({make_adapter("b").digest})
     bench.add(make_request(4, adapter=ONE))
     bench.run()
     assert len(bench.tokens[4]) == 4
@@ -142,8 +152,10 @@ def test_a_retryable_load_failure_is_tried_again_after_growing_pauses_and_then_g
         assert list(bench.scheduler.expire(now_s)) == []
         (command,) = bench.scheduler.slot_commands()
         assert command == LoadSlot(0, attempt, ONE.digest)
-        outputs = list(bench.scheduler.slot_failed(0, attempt, "bytes are gone", is_retryable=True, now_s=now_s))
-        bench.scheduler.check_invariants()
+        outputs = list(
+            bench.scheduler.apply_slot_report(SlotLoadFailed(0, attempt, "bytes are gone", is_retryable=True), now_s)
+        )
+        check_scheduler(bench.scheduler)
     assert attempt == MAX_LOAD_ATTEMPTS
     assert [(o.request_id, o.finish_reason, o.message) for o in outputs] == [
         (1, FinishReason.ADAPTER_FAILED, "bytes are gone"),
@@ -156,12 +168,12 @@ def test_a_load_that_backs_off_keeps_no_other_adapter_from_its_slot() -> None:
     bench = Bench(num_slots=1)
     bench.add(make_request(1, adapter=ONE), make_request(2, adapter=TWO))
     bench.scheduler.slot_commands()
-    bench.scheduler.slot_failed(0, 1, "the store is away", is_retryable=True, now_s=0.0)
+    bench.scheduler.apply_slot_report(SlotLoadFailed(0, 1, "the store is away", is_retryable=True), 0.0)
     bench.add(make_request(3, adapter=ONE))  # joins the wait, which it does not shorten
     bench.run_until_idle()
     assert set(bench.ends) == {2}
     bench.scheduler.cancel(RequestId(1), 0.1)
-    bench.scheduler.check_invariants()
+    check_scheduler(bench.scheduler)
     bench.scheduler.expire(0.25)
     bench.run()
     assert len(bench.tokens[3]) == 4
@@ -171,7 +183,7 @@ def test_a_load_failure_that_is_not_retryable_ends_the_requests_at_once() -> Non
     bench = Bench()
     bench.add(make_request(1, adapter=ONE), make_request(2))
     bench.scheduler.slot_commands()
-    outputs = list(bench.scheduler.slot_failed(0, 1, "other modules", is_retryable=False, now_s=0.0))
+    outputs = list(bench.scheduler.apply_slot_report(SlotLoadFailed(0, 1, "other modules", is_retryable=False), 0.0))
     assert [output.request_id for output in outputs] == [1]
     bench.run()
     assert len(bench.tokens[2]) == 4
@@ -180,13 +192,13 @@ def test_a_load_failure_that_is_not_retryable_ends_the_requests_at_once() -> Non
 def test_a_report_that_contradicts_the_slot_is_refused() -> None:
     bench = Bench()
     with pytest.raises(SlotReportMismatch, match="slot 9"):
-        bench.scheduler.slot_ready(9, 1)
+        bench.scheduler.apply_slot_report(SlotReady(9, 1), 0.0)
     bench.add(make_request(1, adapter=ONE))
     bench.scheduler.slot_commands()
     with pytest.raises(SlotReportMismatch, match="generation 2"):
-        bench.scheduler.slot_ready(0, 2)
+        bench.scheduler.apply_slot_report(SlotReady(0, 2), 0.0)
     with pytest.raises(SlotReportMismatch):
-        bench.scheduler.slot_empty(0, 1)
+        bench.scheduler.apply_slot_report(SlotEmptied(0, 1), 0.0)
 
 
 def test_a_paused_reader_does_not_keep_a_slot_from_others() -> None:
@@ -200,7 +212,7 @@ def test_a_paused_reader_does_not_keep_a_slot_from_others() -> None:
     for _ in range(8):
         bench.step()
     assert 2 in bench.ends
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
     assert bench.tokens[1] == oracle(first, 64)
 
@@ -211,15 +223,15 @@ def test_purging_forgets_blocks_at_once_and_the_slot_once_unused() -> None:
     while 1 not in bench.ends:
         bench.step()
     bench.scheduler.purge_digest(ONE.digest)
-    assert bench.scheduler.has_digest(ONE.digest)
-    assert not bench.scheduler.cache.has_digest(ONE.digest)
+    assert bench.scheduler.adapter_use(ONE.digest).is_held
+    assert not bench.probe.has_cached_blocks(ONE.digest)
     bench.run()
     bench.obey()
     assert len(bench.tokens[2]) == 8
-    assert not bench.scheduler.has_digest(ONE.digest)
+    assert not bench.scheduler.adapter_use(ONE.digest).is_held
     bench.add(make_request(3, adapter=ONE))
     bench.run()
-    assert bench.scheduler.resident_digests() == {ONE.digest}
+    assert bench.probe.ready_digests() == {ONE.digest}
 
 
 def test_purging_is_not_undone_by_a_preemption() -> None:
@@ -230,7 +242,7 @@ def test_purging_is_not_undone_by_a_preemption() -> None:
     bench.run()
     bench.obey()
     assert bench.scheduler.stats().num_preemptions > 0
-    assert not bench.scheduler.has_digest(ONE.digest)
+    assert not bench.scheduler.adapter_use(ONE.digest).is_held
 
 
 def test_ends_look_at_no_other_request_while_adapters_are_purged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,5 +266,5 @@ def test_ends_look_at_no_other_request_while_adapters_are_purged(monkeypatch: py
     monkeypatch.undo()
     bench.run()
     bench.obey()
-    assert not any(bench.scheduler.has_digest(make_adapter(f"deleted {i}", 5).digest) for i in range(1, 5))
+    assert not any(bench.scheduler.adapter_use(make_adapter(f"deleted {i}", 5).digest).is_held for i in range(1, 5))
     assert not bench.scheduler.purge_digest(ONE.digest), "there is nothing of it"

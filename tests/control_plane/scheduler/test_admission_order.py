@@ -53,7 +53,7 @@ def test_priorities_order_a_tenants_own_requests() -> None:
 
 def test_blocks_are_taken_from_the_tenant_that_had_most() -> None:
     bench = Bench(num_blocks=6, max_rows=3)
-    bench.scheduler.counters.charge_prefill("greedy", 10_000)
+    bench.counters.charge_prefill("greedy", 10_000)
     bench.add(
         make_request(1, max_tokens=12), make_request(2, max_tokens=12, tenant="greedy"), make_request(3, max_tokens=12)
     )
@@ -108,7 +108,7 @@ def test_another_tenants_turn_is_not_taken_by_who_is_cheaper() -> None:
     bench.add(make_request(1, adapter=HOT[0], max_tokens=20, tenant="a"), make_request(2, tenant="a", max_tokens=1))
     bench.step()
     bench.add(make_request(3, adapter=HOT[0], tenant="a", max_tokens=1), make_request(4, adapter=HOT[1], tenant="b"))
-    bench.scheduler.counters.charge_prefill("a", 1)
+    bench.counters.charge_prefill("a", 1)
     bench.step()
     assert 4 in bench.running_ids()
 

@@ -9,6 +9,7 @@ import pytest
 
 from control_plane.scheduler.backfill import NUM_PARTS
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, Policy, SchedulerSettings
 from control_plane.scheduler.types import Request, RequestId, RequestOutput, StepResult, WorkerLimits
@@ -58,7 +59,7 @@ class Server:
         self.scheduler.add(request, 0.0)
 
     def num_unfinished(self, tenant: str) -> int:
-        return sum(group.request.tenant == tenant for group in self.scheduler.groups.values())
+        return sum(self.tenants[request_id] == tenant for request_id in self.scheduler.request_ids)
 
     def step(self) -> None:
         self.num_steps += 1
@@ -66,7 +67,7 @@ class Server:
         assert plan is not None, "requests wait and nothing is computed"
         for new in plan.new_rows:
             self.started.setdefault(new.request_id, self.num_steps)
-        rows = list(self.scheduler.flights[-1].sampled_rows)
+        rows = SchedulerProbe(self.scheduler).sampled_rows()
         for output in self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows)), 0.0):
             if output.finish_reason is not None:
                 self.ended[output.request_id] = self.num_steps
@@ -98,7 +99,7 @@ def test_one_request_that_needs_nearly_everything_stops_nobody_and_gets_its_turn
     for request_id in small:
         server.add(request_id, 8, tenant=f"tenant {request_id % 20}")
     most = DEFAULT_SETTINGS.max_blocked_steps
-    while server.scheduler.num_unfinished:
+    while server.scheduler.request_ids:
         server.step()
     assert max(server.started[request_id] for request_id in small) <= 3 + most + 2
     assert max(server.ended[request_id] for request_id in small) <= 3 + most + 2 + 10
@@ -193,7 +194,7 @@ def test_blocks_add_up_for_those_that_need_more_than_comes_free_at_once() -> Non
     next_id = 10
     for num_steps in range(60):
         if num_steps == 20:
-            assert next(iter(bench.scheduler.waiting.aside)) == 2
+            assert bench.probe.set_aside_ids()[0] == 2
             bench.add(make_request(3, prompt=120, max_tokens=1, tenant="large"))
         while bench.scheduler.num_waiting < 15:
             bench.add(make_request(next_id, prompt=5, max_tokens=3, tenant=f"tenant {next_id % 3}"))
@@ -210,13 +211,13 @@ def test_nobody_waits_for_the_end_of_a_request_whose_reader_is_slow() -> None:
     bench.add(make_request(1, max_tokens=100))
     bench.step()
     bench.add(make_request(2, max_tokens=2, num_samples=4), make_request(3, max_tokens=150))
-    while not bench.scheduler.waiting.aside:
+    while not bench.probe.set_aside_ids():
         bench.step()
     bench.scheduler.pause(RequestId(1))
     for _ in range(MOST + 5):
         bench.step()
     assert 2 in bench.ends
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
     assert sorted(bench.ends) == [1, 2, 3]
 
@@ -229,15 +230,15 @@ def test_room_is_reserved_for_the_next_when_the_first_is_gone(how: str) -> None:
     bench.add(*[make_request(i, max_tokens=2, num_samples=4) for i in (2, 3)], make_request(4, max_tokens=4))
     for _ in range(MOST + 3):
         bench.step()
-    assert list(bench.scheduler.waiting.aside) == [2, 3]
+    assert bench.probe.set_aside_ids() == [2, 3]
     if how == "cancelled":
         bench.scheduler.cancel(RequestId(2), 0.0)
     else:
         bench.scheduler.pause(RequestId(2))
     while 3 not in bench.ends:
         bench.step()
-    assert bench.scheduler.num_unfinished == (how == "paused")
-    bench.scheduler.unpause(RequestId(2))
+    assert len(bench.scheduler.request_ids) == (how == "paused")
+    bench.scheduler.resume(RequestId(2))
     bench.run()
     assert (2 in bench.ends) == (how == "paused")
 
@@ -251,7 +252,7 @@ def test_a_request_that_is_set_aside_waits_for_its_adapter_like_any_other() -> N
     bench.add(make_request(2, max_tokens=2, num_samples=4, adapter=one))
     for _ in range(MOST + 2):
         bench.step()
-    assert list(bench.scheduler.waiting.aside) == [2]
+    assert bench.probe.set_aside_ids() == [2]
     bench.add(make_request(3, max_tokens=3, adapter=two), make_request(4, max_tokens=3))
     bench.run()
     assert sorted(bench.ends) == [1, 2, 3, 4]

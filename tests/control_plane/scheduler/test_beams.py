@@ -37,7 +37,7 @@ def test_all_hypotheses_are_told_at_the_end_and_the_best_first(beam: BeamSearch,
 def test_nothing_of_a_search_is_planned_until_every_beam_is_answered_and_others_run_meanwhile() -> None:
     bench = GroupBench(plan_depth=3)
     bench.add(make_search(1, 3, max_tokens=4), make_request(2, max_tokens=12))
-    while bench.scheduler.num_unfinished == 2:
+    while len(bench.scheduler.request_ids) == 2:
         while bench.plan() is not None:
             pass
         named = [row for plan in bench.sent for row in rows_of(plan) if row != 3]
@@ -66,7 +66,7 @@ def test_beams_share_the_prompt_and_their_own_blocks_are_not_cached() -> None:
     bench.step()
     assert bench.scheduler.stats().num_blocks_held == 2 + 3
     bench.run()
-    assert len(bench.scheduler.cache) == 2
+    assert bench.probe.num_cache_blocks() == 2
     bench.add(make_search(2, 3, prompt=[1] * 9, max_tokens=2))
     bench.run()
     assert bench.plans[-2].new_rows[0].num_computed_tokens == 8, "the prompt of the first is found"
@@ -87,7 +87,7 @@ def test_a_search_that_was_swapped_out_comes_back_with_all_its_beams() -> None:
     others = [make_request(request_id, prompt=4, max_tokens=30) for request_id in (1, 2)]
     bench.add(*others, make_search(3, 3, prompt=9, max_tokens=18))
     bench.run()
-    assert bench.scheduler.roster.swap.num_swapped_out > 0
+    assert bench.scheduler.stats().num_swapped_out > 0
     back = [plan for plan in bench.plans if len([new for new in plan.new_rows if new.request_id == 3]) == 3]
     assert back, "the beams return together"
     for plan in back:
@@ -113,7 +113,7 @@ def test_a_search_is_cancelled_as_a_whole_and_one_answer_of_it_cannot_be() -> No
     bench.step()
     bench.scheduler.cancel(RequestId(1), 0.0, 1)
     bench.step()
-    assert bench.scheduler.num_unfinished == 2
+    assert len(bench.scheduler.request_ids) == 2
     bench.scheduler.cancel(RequestId(1), 0.0)
     bench.ledger.close(RequestId(1))
     bench.run()
@@ -139,7 +139,7 @@ def test_a_paused_search_stays_where_it_is() -> None:
     bench.step()
     bench.scheduler.pause(RequestId(1))
     assert bench.plan() is None
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
 
 

@@ -120,7 +120,7 @@ def test_invented_tenants_of_one_account_get_together_what_one_gets(num_names: i
                 bench.add(make_request(next_id, prompt=4, max_tokens=4, tenant=tenant, charged_to=account))
                 next_id += 1
         bench.step()
-    service = {account.tenant: account.counter for account in bench.scheduler.counters.stats()}
+    service = {account.tenant: account.counter for account in bench.counters.stats()}
     assert sorted(service) == ["a", "b", "ipv4:6.6.6.6"]
     assert service["a"] == pytest.approx(service["b"], rel=0.1)
     assert service["ipv4:6.6.6.6"] == pytest.approx(service["a"], rel=0.1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, Sampling
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.control_plane.scheduler.ledger import Ledger
@@ -132,7 +133,7 @@ def test_a_request_is_over_when_its_last_answer_is_given_up() -> None:
     bench.step()
     for index in (0, 1):
         bench.scheduler.cancel(RequestId(1), 0.0, index)
-    assert bench.scheduler.num_unfinished == 0 and bench.scheduler.stats().num_blocks_held == 0
+    assert not bench.scheduler.request_ids and bench.scheduler.stats().num_blocks_held == 0
     assert bench.plan() is None
 
 
@@ -172,7 +173,7 @@ def test_an_answer_whose_logits_are_not_finite_ends_its_request_and_nobody_start
     result = replace(result, rows=result.rows[:1], token_ids=result.token_ids[:1], failed_rows=[1])
     bench.keep(bench.scheduler.apply(result, 0.0))
     assert bench.outputs[-1].finish_reason is FinishReason.NOT_FINITE
-    assert bench.scheduler.stats().num_blocks_held == 0 and len(bench.scheduler.cache) == 0
+    assert bench.scheduler.stats().num_blocks_held == 0 and bench.probe.num_cache_blocks() == 0
 
 
 @pytest.mark.parametrize("max_step_tokens", [3, 32])
@@ -234,8 +235,8 @@ def test_a_prompt_that_is_told_in_part_ends_its_request_alone(max_step_tokens: i
     bench.keep(bench.scheduler.apply(result, 0.0))
     ends = [(output.request_id, output.finish_reason) for output in bench.outputs if output.finish_reason]
     assert ends == [(2, FinishReason.NOT_FINITE)]
-    bench.scheduler.check_invariants()
-    assert len(bench.scheduler.cache) == 0, "nobody may start from its blocks"
+    check_scheduler(bench.scheduler)
+    assert bench.probe.num_cache_blocks() == 0, "nobody may start from its blocks"
     bench.run()
     assert bench.outputs[-1].request_id == 1 and bench.outputs[-1].finish_reason is FinishReason.LENGTH
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from control_plane.scheduler.adapter_slots import MAX_LOADING
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.load_queue import LoadQueue, Want
-from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, RequestId
+from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, RequestId, SlotReady
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 
 
@@ -94,9 +95,9 @@ def test_a_tenant_of_a_thousand_cold_adapters_does_not_put_anothers_behind_them(
     digests: list[str] = []
     for command in first:
         assert isinstance(command, LoadSlot)
-        bench.scheduler.slot_ready(command.slot, command.generation)
+        bench.scheduler.apply_slot_report(SlotReady(command.slot, command.generation), 0.0)
         digests += [command.digest for command in bench.scheduler.slot_commands()]
-        bench.scheduler.check_invariants()
+        check_scheduler(bench.scheduler)
     assert make_adapter("other").digest in digests[:2]
 
 
@@ -105,11 +106,11 @@ def test_what_is_evicted_for_loads_counts_among_those_under_way() -> None:
     for number in range(2 * MAX_LOADING):
         bench.add(make_request(number, max_tokens=1, adapter=make_adapter(f"warm {number}")))
     bench.run_until_idle()
-    assert bench.scheduler.num_unfinished == 0
+    assert not bench.scheduler.request_ids
     for number in range(100, 200):
         bench.add(make_request(number, adapter=make_adapter(f"cold {number}")))
     commands = bench.scheduler.slot_commands()
     assert len(commands) == MAX_LOADING and all(isinstance(command, EvictSlot) for command in commands)
     for number in range(100, 200):
         bench.scheduler.cancel(RequestId(number), 0.0)
-    bench.scheduler.check_invariants()
+    check_scheduler(bench.scheduler)

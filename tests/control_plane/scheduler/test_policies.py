@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.scheduler.settings import Policy, SchedulerSettings
-from control_plane.scheduler.types import RequestId, StepPlan
+from control_plane.scheduler.types import RequestId, SlotReady, StepPlan
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
 
@@ -70,7 +70,7 @@ def test_fcfs_lets_the_first_in_line_hold_up_all_others() -> None:
     bench.add(make_request(1, adapter=cold), make_request(2, tenant="other", priority=9))
     bench.scheduler.slot_commands()
     assert bench.plan() is None
-    bench.scheduler.slot_ready(0, 1)
+    bench.scheduler.apply_slot_report(SlotReady(0, 1), 0.0)
     bench.worker.slots[0] = (1, cold.digest)
     assert new_ids(bench.plan()) == [1, 2]
 
@@ -87,7 +87,7 @@ def test_fcfs_makes_room_for_the_adapter_of_the_first_in_line_at_once() -> None:
 
 def test_fcfs_preempts_the_latest_whatever_its_tenant_had() -> None:
     bench = Bench(FCFS, num_blocks=6)
-    bench.scheduler.counters.charge_prefill("greedy", 10_000)
+    bench.counters.charge_prefill("greedy", 10_000)
     bench.add(
         make_request(1, max_tokens=12), make_request(2, max_tokens=12, tenant="greedy"), make_request(3, max_tokens=12)
     )
@@ -106,7 +106,7 @@ def test_an_unfinished_prefill_that_is_about_to_finish_goes_first() -> None:
     bench.scheduler.pause(RequestId(1))
     bench.add(make_request(2, prompt=14))
     bench.step()
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     assert shape(bench.step()) == [(1, 4, False), (0, 6, False)]
 
 
@@ -177,10 +177,10 @@ def test_a_prefill_whose_reader_is_slow_keeps_nobody_from_beginning() -> None:
 def test_token_and_sequence_budgets_hold_below_the_workers_own(policy: Policy) -> None:
     bench = Bench(SchedulerSettings(policy=policy, max_step_tokens=6, max_sequences=2), max_rows=4)
     bench.add(*[make_request(i, prompt=5, max_tokens=3) for i in range(1, 6)])
-    while bench.scheduler.num_unfinished:
+    while bench.scheduler.request_ids:
         plan = bench.step()
         assert plan is None or sum(num_tokens for _, num_tokens, _ in shape(plan)) <= 6
-        assert len(bench.scheduler.running) <= 2
+        assert len(bench.probe.running_ids()) <= 2
     assert max(len(shape(plan)) for plan in bench.plans) == 2
 
 
@@ -189,4 +189,4 @@ def test_the_watermark_stays_free_while_others_run(watermark: float) -> None:
     bench = Bench(SchedulerSettings(watermark=watermark), num_blocks=16, max_rows=8)
     bench.add(*[make_request(i, prompt=8, max_tokens=1) for i in range(1, 9)])
     bench.plan()
-    assert bench.scheduler.pool.num_available >= 16 * watermark
+    assert 16 - bench.scheduler.stats().num_blocks_held >= 16 * watermark

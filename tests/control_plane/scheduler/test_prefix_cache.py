@@ -47,8 +47,7 @@ def test_a_prompt_that_finds_no_room_is_hashed_only_as_far_as_the_cache_has_it()
     bench.add(make_request(2, [*PROMPT[:8], *range(60)], max_tokens=1))
     bench.step()
     assert bench.running_ids() == [1]
-    waiting = bench.scheduler.groups[RequestId(2)].members[0]
-    assert len(waiting.block_hashes) == 3, "two that are in, and the first that is not"
+    assert bench.probe.num_hashed_blocks(RequestId(2)) == 3, "two that are in, and the first that is not"
 
 
 def test_blocks_are_shared_while_their_first_owner_runs() -> None:
@@ -57,9 +56,9 @@ def test_blocks_are_shared_while_their_first_owner_runs() -> None:
     bench.step()
     bench.add(make_request(2, PROMPT, max_tokens=10))
     bench.step()
-    first, second = bench.scheduler.running
-    assert first.block_ids[:3] == second.block_ids[:3]
-    assert first.block_ids[3] != second.block_ids[3]
+    first, second = bench.probe.block_tables()
+    assert first[:3] == second[:3]
+    assert first[3] != second[3]
     bench.run()
     assert bench.tokens[1] == bench.tokens[2]
 
@@ -151,7 +150,7 @@ def test_a_preempted_request_resumes_from_its_own_cached_blocks() -> None:
     bench.step()
     bench.step()
     assert 1 not in bench.running_ids(), "four rows: the paused one gave way"
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
     assert cached_tokens(bench) >= 12
     assert bench.tokens[1] == oracle(make_request(1, PROMPT, max_tokens=8), 64)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.scheduler.run_ahead import MAX_PLAN_STEPS
 from control_plane.scheduler.settings import SchedulerSettings
-from control_plane.scheduler.types import BeamSearch, FinishReason, Request
+from control_plane.scheduler.types import MAX_PLAN_STEPS, BeamSearch, FinishReason, Request
 from tests.control_plane.scheduler.factories import Bench, make_request
 from tests.fakes.model_worker import oracle
 
@@ -116,7 +115,7 @@ def test_plans_stand_for_one_step_while_a_request_waits_that_others_pass() -> No
     """What it needs may come free in any of them."""
     bench = Bench(SchedulerSettings(max_blocked_steps=1), plan_depth=1, num_blocks=20, max_rows=4)
     bench.add(make_request(1, max_tokens=LONG), make_request(2, max_tokens=1, num_samples=4))
-    while not bench.scheduler.waiting.aside:
+    while not bench.probe.set_aside_ids():
         bench.step()
     plan = bench.plan(max_steps=4)
     assert plan is not None and plan.num_steps == 1

@@ -6,6 +6,7 @@ import pytest
 
 from control_plane.scheduler.errors import AdapterNeverFits, ContextNeverFits, RequestNeverFits, ResultMismatch
 from control_plane.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT, VirtualCounters
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.types import FinishReason, RequestId, StepResult
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.fakes.model_worker import oracle
@@ -154,8 +155,8 @@ def test_a_request_that_is_cancelled_between_two_chunks_of_its_prompt_leaves_not
         bench.plan()
     bench.answer()
     bench.scheduler.cancel(RequestId(1), 0.0)
-    bench.scheduler.check_invariants()
-    assert (bench.scheduler.num_unfinished, bench.scheduler.stats().num_blocks_held) == (0, 8 * (depth - 1))
+    check_scheduler(bench.scheduler)
+    assert (len(bench.scheduler.request_ids), bench.scheduler.stats().num_blocks_held) == (0, 8 * (depth - 1))
     bench.add(make_request(2, prompt=33, max_tokens=2))
     bench.run()
     plans = bench.plans[depth:]
@@ -172,11 +173,10 @@ def test_only_requests_that_never_ran_are_offered_to_other_workers() -> None:
     while bench.scheduler.stats().num_preemptions == 0:
         bench.step()
     bench.add(*(make_request(i) for i in (4, 5, 6)))
-    assert len(bench.scheduler.waiting) > 3
-    assert bench.scheduler.latest_unstarted(2) == [6, 5]
-    assert bench.scheduler.latest_unstarted(16) == [6, 5, 4]
+    assert bench.probe.num_queued() > 3
+    assert list(bench.scheduler.unstarted_ids) == [4, 5, 6]
     assert bench.scheduler.withdraw(RequestId(6)) is not None
-    assert bench.scheduler.latest_unstarted(16) == [5, 4]
+    assert list(bench.scheduler.unstarted_ids) == [4, 5]
 
 
 def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
@@ -184,7 +184,7 @@ def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
     bench.add(*[make_request(i, prompt=2, max_tokens=10) for i in range(1, 6)])
     tokens_at_preemption: dict[int, list[int]] = {i: [] for i in range(1, 6)}
     before: set[int] = set()
-    while bench.scheduler.num_unfinished:
+    while bench.scheduler.request_ids:
         bench.step()
         held = set(bench.running_ids())
         for request_id in before - held - set(bench.ends):
@@ -310,7 +310,7 @@ def test_a_paused_row_is_not_scheduled_until_it_is_read_again() -> None:
     bench.scheduler.pause(RequestId(1))
     plan = bench.step()
     assert plan is not None and plan.decode_rows == [1]
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
     assert bench.tokens[1] == oracle(request, 64)
 
@@ -322,7 +322,7 @@ def test_a_paused_request_that_waits_is_not_admitted() -> None:
     bench.step()
     assert bench.running_ids() == [2]
     assert bench.scheduler.stats().num_paused == 1
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
     assert len(bench.tokens[1]) == 4
 
@@ -336,7 +336,7 @@ def test_paused_requests_give_way_to_those_short_of_blocks_or_rows() -> None:
     bench.add(make_request(2, prompt=20, max_tokens=2))
     bench.step()
     assert bench.running_ids() == [2]
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
     assert bench.tokens[1] == oracle(request, 64)
 

@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
-from control_plane.scheduler.types import BeamSearch, LoadSlot, RequestId, RequestOutput, SlotCommand, StepPlan
+from control_plane.scheduler.types import (
+    BeamSearch,
+    LoadSlot,
+    RequestId,
+    RequestOutput,
+    SlotCommand,
+    SlotEmptied,
+    SlotLoadFailed,
+    SlotReady,
+    SlotReport,
+    StepPlan,
+)
 from tests.control_plane.scheduler.factories import make_adapter, make_limits, make_request
 from tests.control_plane.scheduler.ledger import Ledger
 from tests.fakes.model_worker import ModelWorker, steps_of
@@ -47,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sent: deque[StepPlan] = deque()
         self.commands: deque[SlotCommand] = deque()
         self.paused: set[RequestId] = set()
+        self.pinned: set[str] = set()  # digests
         self.now_s = 0.0
         self.next_id = 1
 
@@ -108,12 +121,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         command = self.commands.popleft()
         slot, generation = command.slot, command.generation
         if isinstance(command, LoadSlot) and may_fail:
-            outputs = self.scheduler.slot_failed(slot, generation, "broken", is_retryable=True, now_s=self.now_s)
-            self.take(outputs)
-            return
-        self.worker.obey(command)
-        report = self.scheduler.slot_ready if isinstance(command, LoadSlot) else self.scheduler.slot_empty
-        report(slot, generation)
+            report: SlotReport = SlotLoadFailed(slot, generation, "broken", is_retryable=True)
+        else:
+            self.worker.obey(command)
+            report = (SlotReady if isinstance(command, LoadSlot) else SlotEmptied)(slot, generation)
+        self.take(self.scheduler.apply_slot_report(report, self.now_s))
 
     @precondition(lambda self: self.ledger.accounts)
     @rule(number=st.integers(0, 100))
@@ -127,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pause_or_unpause(self, number: int) -> None:
         request_id = sorted(self.ledger.accounts)[number % len(self.ledger.accounts)]
         if request_id in self.paused:
-            self.scheduler.unpause(request_id)
+            self.scheduler.resume(request_id)
         else:
             self.scheduler.pause(request_id)
         self.paused ^= {request_id}
@@ -136,7 +148,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def manage(self, adapter_idx: int, word: str) -> None:
         adapter = ADAPTERS[adapter_idx]
         assert adapter is not None
-        getattr(self.scheduler, word)(adapter.digest)
+        if word == "purge_digest":
+            self.scheduler.purge_digest(adapter.digest)
+        elif word == "pin":
+            self.pinned.add(adapter.digest)
+        else:
+            self.pinned.discard(adapter.digest)
+        self.scheduler.set_pinned(self.pinned)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
     def wait(self, seconds: float) -> None:
@@ -146,14 +164,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "scheduler"):
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
 
     def teardown(self) -> None:
         """Whatever happened, everything ends once nothing is paused, and nothing is left."""
         if not hasattr(self, "scheduler"):
             return
         for request_id in sorted(self.paused):
-            self.scheduler.unpause(request_id)
+            self.scheduler.resume(request_id)
         for _ in range(2000):
             if not self.ledger.accounts and not self.sent and not self.commands:
                 break
@@ -163,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.answer()
             self.wait(0.1)
         assert not self.ledger.accounts, f"{len(self.ledger.accounts)} requests never ended"
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         stats = self.scheduler.stats()
         assert (stats.num_waiting, stats.num_blocks_held, stats.num_host_blocks_held) == (0, 0, 0)
         assert not any(account.num_waiting for account in self.counters.stats()), "a tenant waits with nothing"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from control_plane.scheduler.invariants import check_scheduler
+from control_plane.scheduler.scheduler import PrefixKeys
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import BeamSearch, FinishReason, Request, RequestId, StepPlan, StepResult
@@ -114,10 +116,10 @@ def test_swapped_requests_come_back_in_turn_of_their_tenants(
         bench.add(make_request(number, prompt=4, max_tokens=12, tenant=tenant, priority=priority))
     for _ in range(2):
         bench.step()
-    for group in [bench.scheduler.groups[RequestId(number)] for number in (4, 2, 3)]:
-        bench.scheduler.roster.preempt(group)
+    for number in (4, 2, 3):
+        bench.probe.preempt(RequestId(number))
     assert bench.scheduler.stats().num_swapped == 3
-    bench.scheduler.counters.charge_decode("a", 1000)
+    bench.counters.charge_decode("a", 1000)
     num_plans = len(bench.plans)
     bench.run()
     back = [new.request_id for plan in bench.plans[num_plans:] for new in plan.new_rows]
@@ -150,7 +152,7 @@ def test_host_blocks_are_given_back_when_the_plan_that_swaps_in_is_answered() ->
 def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
     bench = run_short_of_blocks(CHEAP, *three_requests())
     bench.scheduler.cancel(RequestId(3), 0.0)
-    bench.scheduler.check_invariants()
+    check_scheduler(bench.scheduler)
     stats = bench.scheduler.stats()
     assert (stats.num_swapped, stats.num_host_blocks_held) == (0, 0)
     bench.run()
@@ -170,7 +172,7 @@ def test_a_move_that_was_not_told_yet_is_forgotten_with_its_request() -> None:
         if request_id == 1:
             assert bench.scheduler.stats().num_swapped == 1
             bench.scheduler.cancel(RequestId(1), 0.0)
-            assert bench.scheduler.roster.swap.outs == []
+            assert bench.probe.moves_to_come() == []
 
 
 def bench_before_a_swap(*, num_in_flight: int = 1, **fields: Any) -> Bench:
@@ -186,8 +188,8 @@ def bench_before_a_swap(*, num_in_flight: int = 1, **fields: Any) -> Bench:
     bench.scheduler.pause(RequestId(1))
     bench.add(make_request(2, prompt=2, max_tokens=2, adapter=two))
     assert bench.scheduler.slot_commands() == []
-    assert bench.scheduler.roster.swap.outs, "no move is to come"
-    bench.scheduler.check_invariants()
+    assert bench.probe.moves_to_come(), "no move is to come"
+    check_scheduler(bench.scheduler)
     return bench
 
 
@@ -212,7 +214,7 @@ def test_blocks_of_a_request_that_ends_before_its_swap_is_planned_wait_for_its_s
         bench.scheduler.cancel(RequestId(1), 0.0)
     else:
         bench.keep(bench.scheduler.expire(50.0))
-    bench.scheduler.check_invariants()
+    check_scheduler(bench.scheduler)
     bench.add(make_request(3, prompt=26, max_tokens=1))
     assert bench.plan() is None, "it takes 7 blocks, and a step that is not answered writes 3 of the 8"
     bench.scheduler.cancel(RequestId(3), 0.0)
@@ -221,7 +223,7 @@ def test_blocks_of_a_request_that_ends_before_its_swap_is_planned_wait_for_its_s
     assert tables([plan])[0].isdisjoint(written)
     assert plan is not None and plan.swap_outs == [], "nobody wants what the request computed"
     bench.run()
-    assert bench.scheduler.pool.num_held == 0
+    assert bench.scheduler.stats().num_blocks_held == 0
 
 
 def test_blocks_of_an_answer_that_ends_before_its_swap_is_planned_wait_for_its_steps() -> None:
@@ -229,7 +231,7 @@ def test_blocks_of_an_answer_that_ends_before_its_swap_is_planned_wait_for_its_s
     first, second = tables(bench.plans)
     assert len(first - second) == 2, "the block of the first four tokens is shared"
     bench.scheduler.cancel(RequestId(1), 0.0, index=0)
-    bench.scheduler.check_invariants()
+    check_scheduler(bench.scheduler)
     bench.add(make_request(4, prompt=12, max_tokens=1))
     plan = bench.plan()
     assert tables([plan])[0].isdisjoint(first - second)
@@ -253,8 +255,8 @@ def test_a_beams_last_block_is_not_moved_and_waits_for_the_step_that_writes_it()
     for _ in range(3):
         bench.step()
     assert bench.plan() is not None, "it computes the ninth token, the first in its block"
-    written = {sequence.block_ids[-1] for sequence in bench.scheduler.running}
-    bench.scheduler.roster.preempt(bench.scheduler.groups[RequestId(1)])
+    written = {table[-1] for table in bench.probe.block_tables()}
+    bench.probe.preempt(RequestId(1))
     bench.add(make_request(2, prompt=56, max_tokens=1))
     plan = bench.plan()
     assert plan is not None and plan.swap_outs
@@ -270,7 +272,7 @@ def test_a_plan_may_hold_moves_alone() -> None:
     assert (plan.decode_rows, plan.prefills, len(plan.swap_outs)) == ([], [], 3)
     while bench.sent:
         bench.answer()
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.resume(RequestId(1))
     bench.run()
     assert len(bench.tokens[1]) == 10
 
@@ -285,7 +287,7 @@ def test_a_paused_request_stays_swapped_until_it_is_read_again() -> None:
     bench.add(make_request(4, max_tokens=1))
     bench.step()
     assert 4 in bench.ends, "it holds up nobody meanwhile"
-    bench.scheduler.unpause(RequestId(3))
+    bench.scheduler.resume(RequestId(3))
     bench.run()
     assert bench.tokens[3] == oracle(requests[2], 64)
 
@@ -317,14 +319,14 @@ def test_a_swapped_request_whose_adapter_cannot_be_had_ends_with_its_tokens() ->
     bench.add(make_request(2, adapter=two, max_tokens=1))
     bench.run_until_idle()
     assert bench.scheduler.stats().num_swapped == 1
-    bench.scheduler.pin(two.digest)
-    bench.scheduler.unpause(RequestId(1))
+    bench.scheduler.set_pinned({two.digest})
+    bench.scheduler.resume(RequestId(1))
     bench.scheduler.slot_commands()
     (output,) = bench.scheduler.expire(0.0)
     assert output.finish_reason is FinishReason.ADAPTER_FAILED
     assert output.request is not None and list(output.request.generated_token_ids) == bench.tokens[1]
     assert bench.scheduler.stats().num_host_blocks_held == 0
-    assert three.digest not in bench.scheduler.resident_digests()
+    assert three.digest not in bench.probe.ready_digests()
 
 
 def test_swapped_requests_go_on_elsewhere_with_the_same_tokens() -> None:
@@ -342,7 +344,7 @@ def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
     bench.add(*requests)
     tokens_when_out: dict[int, list[int]] = {r.request_id: [] for r in requests}
     before: set[int] = set()
-    while bench.scheduler.num_unfinished:
+    while bench.scheduler.request_ids:
         bench.step()
         held = set(bench.running_ids())
         for request_id in before - held - set(bench.ends):
@@ -407,4 +409,4 @@ def test_the_scheduler_learns_from_the_times_of_its_results() -> None:
     bench.sent.clear()
     result = bench.worker.execute(plan)
     bench.scheduler.apply(StepResult(result.step_id, result.rows, result.token_ids, step_time_us=777), 0.0)
-    assert bench.scheduler.costs.decode_step_us == 777
+    assert bench.scheduler.utilization(PrefixKeys(make_request(2))).step_us == 777

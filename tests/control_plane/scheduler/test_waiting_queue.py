@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.arrival_queue import ArrivalQueue
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.sequence_group import SequenceGroup
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import Answer
@@ -79,10 +80,10 @@ def test_a_request_keeps_its_line_when_the_answer_that_it_stands_there_for_is_gi
     several = make_request(2, prompt=4, max_tokens=20, num_samples=3, answers=answers)
     bench.add(several)
     bench.scheduler.cancel(several.request_id, 0.0, index=0)
-    bench.scheduler.check_invariants()
+    check_scheduler(bench.scheduler)
     bench.scheduler.cancel(several.request_id, 0.0)
-    bench.scheduler.check_invariants()
-    assert len(bench.scheduler.waiting) == 1
+    check_scheduler(bench.scheduler)
+    assert bench.probe.num_queued() == 1
     bench.run()
 
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.preemption import choose_paused
+from control_plane.scheduler.invariants import check_scheduler
+from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import (
@@ -28,6 +29,9 @@ from control_plane.scheduler.types import (
     RequestOutput,
     Sampling,
     SlotCommand,
+    SlotEmptied,
+    SlotLoadFailed,
+    SlotReady,
     StepPlan,
     WorkerLimits,
 )
@@ -67,6 +71,8 @@ class Walk:
         self.tenants = rng.choice([["a"], ["a", "b"], ["a", "b", "c", "d"]])
         self.priorities = rng.choice([[0], [0, 0, 1, 5]])
         self.scheduler = Scheduler(self.limits, self.settings, self.counters)
+        self.probe = SchedulerProbe(self.scheduler)
+        self.pinned: set[str] = set()  # digests
         self.worker = ModelWorker(self.limits)
         names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(rng.choice([1, 3, 8]))]
         self.adapters = [AdapterRef(name, rng.choice([10, 30, 60, 100])) for name in names]
@@ -102,7 +108,7 @@ class Walk:
         while self.num_steps < num_steps:
             self.step()
         for request_id in sorted(self.paused):
-            self.scheduler.unpause(request_id)
+            self.scheduler.resume(request_id)
         self.paused.clear()
         self.failure_rate = 0.0
         for _ in range(100_000):
@@ -110,7 +116,7 @@ class Walk:
                 break
             self.exchange()
         assert not self.live, f"{len(self.live)} requests never ended"
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         assert not any(tenant.num_waiting for tenant in self.counters.stats()), "a tenant waits with nothing"
         stats = self.scheduler.stats()
         assert (stats.num_blocks_held, stats.num_waiting, stats.num_running) == (0, 0, 0)
@@ -127,15 +133,16 @@ class Walk:
                 self.cancel(request_id)
             elif request_id in self.paused:
                 self.paused.discard(request_id)
-                self.scheduler.unpause(request_id)
+                self.scheduler.resume(request_id)
             else:
                 self.paused.add(request_id)
                 self.scheduler.pause(request_id)
         if self.live and rng.random() < 0.05:
             self.withdraw(rng.choice(sorted(self.live)))
         if rng.random() < 0.03:
-            word = rng.choice([self.scheduler.purge_digest, self.scheduler.pin, self.scheduler.unpin])
-            word(rng.choice(self.adapters).digest)
+            manage = rng.choice([self.scheduler.purge_digest, self.pinned.add, self.pinned.discard])
+            manage(rng.choice(self.adapters).digest)
+            self.scheduler.set_pinned(self.pinned)
         self.exchange()
 
     def exchange(self) -> None:
@@ -152,21 +159,21 @@ class Walk:
         else:
             self.take(self.scheduler.expire(self.now_s))
         self.commands.extend(self.scheduler.slot_commands())
-        victim = choose_paused(self.scheduler.running)
+        victim = self.probe.latest_paused_id()
         if victim is not None and rng.random() < 0.2:
-            self.scheduler.roster.preempt(victim)  # as slot commands do for an adapter, which is too rare here
-        if self.scheduler.roster.swap.outs and self.sent:
+            self.probe.preempt(victim)  # as slot commands do for an adapter, which is too rare here
+        if self.probe.moves_to_come() and self.sent:
             self.cancel_before_a_move()
-        if self.scheduler.is_stuck:
+        if self.scheduler.stats().is_stuck:
             self.make_plan()
-            assert not self.scheduler.is_stuck, "requests wait, nothing is under way, and no plan is made"
-        moves = [*self.scheduler.roster.swap.outs, *(move for plan in self.sent for move in plan.swap_outs)]
-        free = set(self.scheduler.pool.free) - {block_id for block_id, _ in moves}  # those are read once more
+            assert not self.scheduler.stats().is_stuck, "requests wait, nothing is under way, and no plan is made"
+        moves = [*self.probe.moves_to_come(), *(move for plan in self.sent for move in plan.swap_outs)]
+        free = self.probe.free_blocks() - {block_id for block_id, _ in moves}  # those are read once more
         self.worker.poison(sorted(free - self.free_before))
         self.free_before = free
         self.num_moves += 1
         if self.num_moves % self.check_every == 0:
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
 
     def arrive(self) -> None:
         """A request that fits; prompts share prefixes."""
@@ -230,14 +237,12 @@ class Walk:
 
     def cancel_before_a_move(self) -> None:
         """Now and then cancel a request, or one answer of it, whose blocks the next plan was to move out."""
-        self.scheduler.check_invariants()
-        host_blocks = {host_block for _, host_block in self.scheduler.roster.swap.outs}
-        for request_id, group in list(self.scheduler.groups.items()):
-            is_moving = any(host_blocks.intersection(member.host_block_ids) for member in group.members)
-            if is_moving and request_id in self.live and self.rng.random() < 0.8:
-                self.num_ended_before_move += any(member.num_in_flight > 0 for member in group.members)
+        check_scheduler(self.scheduler)
+        for request_id, is_in_flight in self.probe.ids_moving_out().items():
+            if request_id in self.live and self.rng.random() < 0.8:
+                self.num_ended_before_move += is_in_flight
                 self.cancel(request_id)
-                self.scheduler.check_invariants()
+                check_scheduler(self.scheduler)
 
     def withdraw(self, request_id: RequestId) -> None:
         """Another worker could take the request, if it waits: it goes there for good, or comes back at once."""
@@ -256,10 +261,10 @@ class Walk:
     def make_plan(self) -> None:
         """Ask for a plan; it is executed when its turn comes."""
         scheduler = self.scheduler
-        aside, given_way = set(scheduler.waiting.aside), self.ids_given_way()
+        aside, given_way = set(self.probe.set_aside_ids()), self.probe.ids_given_way()
         plan = scheduler.plan(self.now_s, self.rng.randint(1, self.max_steps))
-        self.num_set_aside += len(set(scheduler.waiting.aside) - aside)
-        self.num_given_way += len(self.ids_given_way() - given_way)
+        self.num_set_aside += len(set(self.probe.set_aside_ids()) - aside)
+        self.num_given_way += len(self.probe.ids_given_way() - given_way)
         if plan is not None:
             self.num_plans += 1
             self.num_repeated += plan.num_steps > 1
@@ -271,10 +276,6 @@ class Walk:
             if self.trace is not None:
                 self.trace.update(repr(plan).encode())
             self.sent.extend(steps_of(plan))
-
-    def ids_given_way(self) -> set[RequestId]:
-        """Live requests that were preempted for one that lacked room."""
-        return {request_id for request_id, group in self.scheduler.groups.items() if group.has_given_way}
 
     def answer_plan(self) -> None:
         """The worker executes the oldest plan and answers; now and then a row's logits are not finite."""
@@ -296,17 +297,17 @@ class Walk:
         command = self.commands.popleft()
         if isinstance(command, EvictSlot):
             self.worker.obey(command)
-            self.scheduler.slot_empty(command.slot, command.generation)
+            self.take(self.scheduler.apply_slot_report(SlotEmptied(command.slot, command.generation), self.now_s))
         elif isinstance(command, LoadSlot) and self.rng.random() < self.failure_rate:
             is_retryable = self.rng.random() < 0.8
             self.take(
-                self.scheduler.slot_failed(
-                    command.slot, command.generation, "broken", is_retryable=is_retryable, now_s=self.now_s
+                self.scheduler.apply_slot_report(
+                    SlotLoadFailed(command.slot, command.generation, "broken", is_retryable=is_retryable), self.now_s
                 )
             )
         else:
             self.worker.obey(command)
-            self.scheduler.slot_ready(command.slot, command.generation)
+            self.take(self.scheduler.apply_slot_report(SlotReady(command.slot, command.generation), self.now_s))
 
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Deliver outputs; whoever ends normally must have exactly the oracle's tokens."""

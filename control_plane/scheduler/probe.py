@@ -1,0 +1,91 @@
+"""What tests and tools may see of a scheduler beside its public methods. No part of a server imports this module."""
+
+from __future__ import annotations
+
+from control_plane.scheduler.preemption import choose_paused
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.types import RequestId
+
+
+class SchedulerProbe:
+    """Looks into one scheduler. Every value is a copy."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._roster = scheduler._roster
+
+    # ---- requests ----
+
+    def running_ids(self) -> list[RequestId]:
+        """For every row that is held, the request that holds it, in order of arrival."""
+        return [sequence.request_id for sequence in self._roster.running]
+
+    def num_queued(self) -> int:
+        """Requests in the waiting queue."""
+        return len(self._roster.waiting)
+
+    def set_aside_ids(self) -> list[RequestId]:
+        """Requests that wait for room and that others may pass."""
+        return list(self._roster.waiting.aside)
+
+    def ids_given_way(self) -> set[RequestId]:
+        """Live requests that were preempted for one that lacked room."""
+        return {request_id for request_id, group in self._roster.groups.items() if group.has_given_way}
+
+    def latest_paused_id(self) -> RequestId | None:
+        """The request that gives way first when anything is short, for its reader is slow."""
+        group = choose_paused(self._roster.running)
+        return None if group is None else group.request.request_id
+
+    def preempt(self, request_id: RequestId) -> None:
+        """Preempt a running request now, as a lack of rows, blocks or slots would."""
+        self._roster.preempt(self._roster.groups[request_id])
+
+    def sampled_rows(self) -> list[int]:
+        """Rows that the result of the latest planned step must name, in its order."""
+        return list(self._scheduler._flights[-1].sampled_rows)
+
+    def service_of(self, tenant: str) -> float:
+        """The tenant's virtual counter."""
+        return self._scheduler._counters.counter(tenant)
+
+    # ---- blocks ----
+
+    def block_tables(self) -> list[list[int]]:
+        """The block table of every row that is held, in order of arrival of the requests."""
+        return [list(sequence.block_ids) for sequence in self._roster.running]
+
+    def free_blocks(self) -> set[int]:
+        """Blocks that no request holds and that are not in the prefix cache."""
+        return set(self._roster.pool.free)
+
+    def num_cache_blocks(self) -> int:
+        """Blocks in the prefix cache, held or not."""
+        return len(self._roster.cache)
+
+    def num_hashed_blocks(self, request_id: RequestId) -> int:
+        """Blocks of the request's first sequence whose keys in the prefix cache were computed."""
+        return len(self._roster.groups[request_id].members[0].block_hashes)
+
+    def moves_to_come(self) -> list[tuple[int, int]]:
+        """(block, host block) of moves to host memory that the next plan carries."""
+        return list(self._roster.swap.outs)
+
+    def ids_moving_out(self) -> dict[RequestId, bool]:
+        """Live requests whose blocks the next plan moves to host memory, and whether a step in flight names them."""
+        host_blocks = {host_block for _, host_block in self._roster.swap.outs}
+        return {
+            request_id: any(member.num_in_flight > 0 for member in group.members)
+            for request_id, group in self._roster.groups.items()
+            if any(host_blocks.intersection(member.host_block_ids) for member in group.members)
+        }
+
+    # ---- adapters ----
+
+    def ready_digests(self) -> set[str]:
+        """Adapters that plans may use at once."""
+        return self._roster.slots.ready_digests()
+
+    def has_cached_blocks(self, digest: str) -> bool:
+        """Whether a block of the adapter is in the prefix cache."""
+        return self._roster.cache.has_digest(digest)
