@@ -119,13 +119,13 @@ format: setup-dev  ## let ruff and buf rewrite
 	$(BIN)/buf format -w protos/motet
 
 type: setup-dev  ## mypy, strict; examples/ and the programs of README.md too
-	$(BIN)/mypy control_plane data_plane kernels client/motet benchmarks examples
+	$(BIN)/mypy contract control_plane data_plane kernels client/motet benchmarks examples
 	$(PY) .ci/readme_types.py
 
-stubs: $(STUBS_VENV)/.stamp  ## regenerate client/motet/v1 from protos/, and protos/google
+stubs: $(STUBS_VENV)/.stamp  ## regenerate the stubs from protos/, and protos/google
 	PYTHONPATH= $(STUBS_VENV)/bin/python protos/generate.py
 
-check-stubs: $(STUBS_VENV)/.stamp  ## fail if client/motet/v1 or protos/google is out of date
+check-stubs: $(STUBS_VENV)/.stamp  ## fail if the stubs or protos/google are out of date
 	PYTHONPATH= $(STUBS_VENV)/bin/python protos/generate.py --check
 
 check: lint type check-stubs test  ## all of it

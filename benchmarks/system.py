@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from contract.ready_lines import CONTROL_PLANE_READY, WORKER_READY
+
 ROOT = Path(__file__).resolve().parents[1]
-CONTROL_PLANE_READY = re.compile(r"motet control-plane ready clients=(\S+) workers=(\S+)")
-WORKER_READY = re.compile(r"motet worker ready worker_id=(\S+) epoch=(\d+)")
 
 
 class StartFailed(Exception):
@@ -176,7 +176,7 @@ class System:
             ],
         )
         match = self.control_plane.wait_ready(CONTROL_PLANE_READY, self._timeout_s)
-        self.address, self.worker_address = match.group(1), match.group(2)
+        self.address, self.worker_address = match["clients"], match["workers"]
 
     def start_worker(
         self,

@@ -15,13 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from motet.command_line import byte_size
-from motet.model_dir import why_no_checkpoint
-from motet.process_log import settings_line
 
+from contract.model_dir import why_no_checkpoint
+from contract.process_log import LOG_LEVELS, settings_line
 from control_plane.fleet.settings import MIN_WORK_TIMEOUT_S, FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, Policy, SchedulerSettings
-from control_plane.telemetry import LOG_LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOST_CACHES = ("redis", "memory")

@@ -26,9 +26,11 @@ from google.longrunning import operations_pb2_grpc  # type: ignore[import-untype
 from grpc_health.v1 import health_pb2_grpc
 from motet import __version__
 from motet.command_line import WRONG_COMMAND_LINE, Parser, size
-from motet.process_log import shown
-from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, plan_pb2_grpc, status_pb2_grpc
+from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
 
+from contract.process_log import configure_logging, shown
+from contract.ready_lines import control_plane_ready
+from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
 from control_plane.api import health, status
 from control_plane.api.admin import adapters, operations
@@ -54,7 +56,6 @@ from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.remote_files import StoreUrlError
 from control_plane.store_calls import StoreCalls
-from control_plane.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_args(parser.parse_args(argv))
     except ConfigError as error:
         parser.refuse(str(error))
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, process="control plane")
     logger.info("settings %s", config.describe(only_changed=True))
     logger.debug("all settings %s", config.describe())
     try:
@@ -94,7 +95,7 @@ async def serve(config: ServerConfig) -> int:
             return 0
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be walked by every collection
-        print(f"motet control-plane ready clients={plane.client_address} workers={plane.worker_address}", flush=True)
+        print(control_plane_ready(plane.client_address, plane.worker_address), flush=True)
         logger.info("ready clients=%s workers=%s", plane.client_address, plane.worker_address)
         await stop.wait()
         await plane.drain(config.drain_timeout_s)

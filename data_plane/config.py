@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from motet.command_line import byte_size
-from motet.process_log import settings_line
 
+from contract.ids import WORKER_ID_FORM, is_worker_id
+from contract.process_log import LOG_LEVELS, settings_line
 from data_plane.errors import ConfigError
-from data_plane.telemetry import LOG_LEVELS
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -28,7 +28,6 @@ NATIVE_CODE = ("on", "off")
 CPU_TOKEN_BUDGET = 1024
 CUDA_TOKEN_BUDGET = 8192
 
-_WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
 _LOWEST = {
     "num_blocks": 1,
     "block_size": 1,
@@ -112,8 +111,8 @@ class WorkerConfig:
         for name, choices in choices_by_name.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{flag_of(name)}: {getattr(self, name)!r} is none of {', '.join(choices)}")
-        if not _WORKER_ID.fullmatch(self.worker_id):
-            raise ConfigError(f"--worker-id: {self.worker_id!r} is not 1 to 63 characters of a-z, 0-9, '.', '_', '-'")
+        if not is_worker_id(self.worker_id):
+            raise ConfigError(f"--worker-id: {self.worker_id!r} is not a valid worker id: {WORKER_ID_FORM}")
         host, _, port = self.control_plane.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--control-plane: {self.control_plane!r} is not HOST:PORT with a port of 1 to 65535")

@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import grpc
-from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from contract import PROTOCOL
+from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, SelfCheckFailed, WorkerError
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
 from data_plane.session_log import SessionLog
 from data_plane.session_watch import SessionWatch, WatchTimes, WorkInHand
 from data_plane.spans import span
-from data_plane.wire import PROTOCOL_MAX, PROTOCOL_MIN, decode_steps, encode_hello, encode_output
+from data_plane.wire import decode_steps, encode_hello, encode_output
 
 logger = logging.getLogger(__name__)
 
@@ -222,8 +223,8 @@ class PlanClient:
         if message.WhichOneof("message") != "welcome":
             return Ended(f"the first message is {message.WhichOneof('message')}, not a welcome")
         welcome = message.welcome
-        if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
-            return Ended(f"protocol {welcome.protocol} is not in {PROTOCOL_MIN}..{PROTOCOL_MAX}")
+        if welcome.protocol != PROTOCOL:
+            return Ended(f"the control plane speaks protocol {welcome.protocol}, this worker {PROTOCOL}")
         if welcome.epoch <= self._last_epoch:
             return Ended(
                 f"epoch {welcome.epoch} is not above {self._last_epoch}, which this worker served already: an older "

@@ -13,7 +13,8 @@ from queue import SimpleQueue
 from typing import Protocol
 
 import grpc
-from motet.v1 import plan_pb2
+
+from contract.v1 import plan_pb2
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 
 import grpc
-from motet.process_log import shown
 
+from contract.process_log import shown
 from data_plane.plan_stream import Ended
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from data_plane.plan_stream import Leave, PlanStream
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from motet.v1 import plan_pb2
 
+from contract import PROTOCOL
+from contract.v1 import plan_pb2
 from data_plane.errors import PlanRefused
 from data_plane.plan import (
     Capacities,
@@ -24,9 +25,6 @@ from data_plane.plan import (
     TargetKind,
     TargetModule,
 )
-
-PROTOCOL_MIN = 2
-PROTOCOL_MAX = 2
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -88,8 +86,8 @@ def encode_hello(capacities: Capacities, worker_id: str, last_epoch: int = 0) ->
     """The first message of a session; `last_epoch` is that of the session before, 0 where there is none."""
     return plan_pb2.AttachRequest(
         hello=plan_pb2.Hello(
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
+            protocol_min=PROTOCOL,
+            protocol_max=PROTOCOL,
             worker_id=worker_id,
             model_fingerprint=capacities.model_fingerprint,
             dtype=capacities.dtype,

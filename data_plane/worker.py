@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from motet.command_line import WRONG_COMMAND_LINE, Parser
-from motet.model_dir import why_no_checkpoint
-from motet.process_log import shown
-from motet.v1.plan_pb2_grpc import WorkerServiceStub
 
+from contract.model_dir import why_no_checkpoint
+from contract.process_log import configure_logging, shown
+from contract.ready_lines import worker_ready
+from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane import build_native
 from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
@@ -23,7 +24,6 @@ from data_plane.plan import AdapterSource, Engine
 from data_plane.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
 from data_plane.profile import Record, StepProfile
 from data_plane.self_check import check_engine
-from data_plane.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def _build_and_run(argv: Sequence[str]) -> int:
         config = from_args(arguments)
         if (reason := why_no_checkpoint(config.model_dir)) is not None:
             raise ConfigError(f"--model: {reason}")
-        configure_logging(config.log_level)
+        configure_logging(config.log_level, process="worker")
         refuse_foreign_kernels()
         logger.info("settings %s", config.describe(only_changed=True))
         logger.debug("all settings %s", config.describe())
@@ -86,7 +86,7 @@ def run_worker(
     profile = StepProfile(config.profile, config.profile_out, record) if config.profile is not None else None
 
     def on_ready(epoch: int) -> None:
-        print(f"motet worker ready worker_id={config.worker_id} epoch={epoch}", flush=True)
+        print(worker_ready(config.worker_id, epoch), flush=True)
         if profile is not None:
             profile.start()
 

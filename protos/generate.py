@@ -1,4 +1,7 @@
-"""Writes the Python stubs of protos/motet/v1 into client/motet/v1, or checks that they are up to date.
+"""Writes the Python stubs of protos/motet, or checks that they are up to date.
+
+The stubs of the public API go into the SDK (client/motet/v1), those of the plan stream into contract/v1: the SDK is
+installed alone and must not carry them.
 
 Also copies the protos of Google that Motet's need into protos/google, so that `protoc -I protos` alone compiles them in
 any language; Python takes the stubs of those from googleapis-common-protos. Run by `make stubs` and `make check-stubs`
@@ -18,7 +21,12 @@ from pathlib import Path
 import grpc_tools.protoc
 
 PROTOS = Path(__file__).resolve().parent
-STUBS = PROTOS.parent / "client" / "motet" / "v1"
+ROOT = PROTOS.parent
+# Where the stubs of each folder of protos are, and the package that they are imported from there.
+STUBS = {
+    "motet/v1": (ROOT / "client" / "motet" / "v1", "motet.v1"),
+    "motet/worker/v1": (ROOT / "contract" / "v1", "contract.v1"),
+}
 COMMON = Path(str(distribution("googleapis-common-protos").locate_file("")))
 # What adapters.proto imports with all that it needs, and the details of errors. Every protoc brings google/protobuf.
 GOOGLE_PROTOS = (
@@ -35,16 +43,25 @@ GOOGLE_PROTOS = (
 _SHIPPED_AS = {"google/longrunning/operations.proto": "google/longrunning/operations_proto.proto"}
 
 
-def generate(out: Path) -> None:
-    """Compile every .proto below motet/v1 into `out`/motet/v1."""
+def generate(out: Path) -> list[tuple[Path, Path]]:
+    """Compile every .proto of STUBS into `out`; each stub there with the place that it belongs to."""
     well_known = Path(grpc_tools.protoc.__file__).parent / "_proto"
     code = grpc_tools.protoc.main(
         ["protoc", f"-I{PROTOS}", f"-I{well_known}"]
         + [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
-        + [str(path) for path in sorted((PROTOS / "motet/v1").glob("*.proto"))]
+        + [str(path) for folder in STUBS for path in sorted((PROTOS / folder).glob("*.proto"))]
     )
     if code != 0:
         raise SystemExit(f"protoc ended with status {code}")
+    stubs = []
+    for folder, (directory, package) in STUBS.items():
+        for path in sorted(path for path in (out / folder).iterdir() if "_pb2" in path.name):
+            # protoc derives the imports of a stub from the folder of its proto.
+            source = path.read_text(encoding="utf-8")
+            imported = f"from {folder.replace('/', '.')} import"
+            path.write_text(source.replace(imported, f"from {package} import"), encoding="utf-8")
+            stubs.append((path, directory / path.name))
+    return stubs
 
 
 def stale_google_protos() -> list[str]:
@@ -59,11 +76,12 @@ def copy_google_protos() -> None:
         shutil.copyfile(COMMON / _SHIPPED_AS.get(name, name), PROTOS / name)
 
 
-def stale_stubs(fresh: list[Path]) -> list[str]:
+def stale_stubs(fresh: list[tuple[Path, Path]]) -> list[str]:
     """Names of stubs that differ from the fresh ones, are missing, or belong to no proto."""
-    names = {path.name for path in fresh}
-    left_over = [path.name for path in STUBS.iterdir() if "_pb2" in path.name and path.name not in names]
-    return [path.name for path in fresh if not _is_same(path, STUBS / path.name)] + left_over
+    expected = {stub for _, stub in fresh}
+    found = [path for directory, _ in STUBS.values() for path in directory.iterdir() if "_pb2" in path.name]
+    stale = [stub for source, stub in fresh if not _is_same(source, stub)]
+    return [str(path.relative_to(ROOT)) for path in [*stale, *sorted(set(found) - expected)]]
 
 
 def _is_same(source: Path, copy: Path) -> bool:
@@ -77,11 +95,10 @@ def main() -> int:
     if not args.check:
         copy_google_protos()
     with tempfile.TemporaryDirectory() as tmp:
-        generate(Path(tmp))
-        fresh = sorted(path for path in (Path(tmp) / "motet/v1").iterdir() if "_pb2" in path.name)
+        fresh = generate(Path(tmp))
         if not args.check:
-            for path in fresh:
-                shutil.copy(path, STUBS / path.name)
+            for source, stub in fresh:
+                shutil.copy(source, stub)
             return 0
         stale = stale_google_protos() + stale_stubs(fresh)
     if stale:

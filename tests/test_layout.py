@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("benchmarks", "client", "control_plane", "data_plane", "examples", "kernels", "protos", ".ci")
-GENERATED = ROOT / "client" / "motet" / "v1"
+PACKAGES = ("benchmarks", "client", "contract", "control_plane", "data_plane", "examples", "kernels", "protos", ".ci")
+GENERATED = {ROOT / "client" / "motet" / "v1", ROOT / "contract" / "v1"}
 TEXT_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".txt", ".proto", ".yaml", ".yml", ".cfg", ".ini", ""}
 NOT_OURS = {".git", ".motet", "__pycache__", "build", "dist", "node_modules"}
 
@@ -31,7 +31,7 @@ def files(*, under: tuple[str, ...] = (".",), suffixes: set[str] = TEXT_SUFFIXES
 
 
 def modules() -> list[Path]:
-    return [path for path in files(under=PACKAGES, suffixes={".py"}) if GENERATED not in path.parents]
+    return [path for path in files(under=PACKAGES, suffixes={".py"}) if path.parent not in GENERATED]
 
 
 def relative(path: Path) -> str:

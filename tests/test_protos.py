@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor
-from motet.v1 import adapters_pb2, generation_pb2, plan_pb2, status_pb2, types_pb2
+from motet.v1 import adapters_pb2, generation_pb2, status_pb2, types_pb2
+
+from contract.v1 import plan_pb2
 
 PROTOS = Path(__file__).resolve().parents[1] / "protos"
 FILES = [module.DESCRIPTOR for module in (adapters_pb2, generation_pb2, plan_pb2, status_pb2, types_pb2)]
@@ -75,11 +77,12 @@ def test_every_rpc_has_its_own_request_and_response() -> None:
     methods = [m for file in FILES for service in file.services_by_name.values() for m in service.methods]
     assert methods
     for method in methods:
-        assert method.input_type.full_name == f"motet.v1.{method.name}Request"
+        package = method.containing_service.file.package
+        assert method.input_type.full_name == f"{package}.{method.name}Request"
         if method.name in OPERATION_METHODS:
             assert method.output_type.full_name == OPERATION
         else:
-            assert method.output_type.full_name == f"motet.v1.{method.name}Response"
+            assert method.output_type.full_name == f"{package}.{method.name}Response"
 
 
 def test_services_are_named_services() -> None:

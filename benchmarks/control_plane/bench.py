@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.fleet.wire import PlanEncoder
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import (

@@ -12,8 +12,7 @@ import hashlib
 import random
 import time
 
-from motet.v1 import plan_pb2
-
+from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
 from control_plane.fleet import placement
 from control_plane.fleet.session import SessionOwner, WorkerSession

@@ -2,7 +2,7 @@
 
 `Client` blocks, `AsyncClient` is for asyncio; both offer generate(), adapters and status().
 
-Names are imported when first used: the server imports `motet.v1` and `motet.fingerprint` and must not pay for, or
+Names are imported when first used: the server imports `motet.v1` and `motet.command_line` and must not pay for, or
 need what, the client needs.
 """
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from contract.ids import ADAPTER_ID_FORM, DIGEST_FORM, is_adapter_id, is_digest
 from control_plane.errors import ContextTooLong, FieldViolation, InvalidRequest
 from control_plane.fleet.tenants import TENANT_FORM, is_tenant
-from control_plane.registry.limits import ADAPTER_ID_FORM
-from control_plane.registry.store.artifact_store import ADAPTER_ID
 
 ADAPTER_PREFIX = "adapters/"
 MAX_DISPLAY_NAME_BYTES = 256
@@ -26,7 +25,6 @@ MAX_PAGE_TOKEN_CHARS = 512
 TENANT_KEY = "motet-tenant"  # metadata
 DEFAULT_TENANT = "default"
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 _PRINTABLE = re.compile(r"[ -~]*")
 
@@ -71,7 +69,7 @@ def quoted(value: str) -> str:
 
 def check_adapter_id(adapter_id: str, field: str, violations: Violations) -> None:
     """An id of an adapter: safe as a file name, a Redis key and a label."""
-    if not ADAPTER_ID.match(adapter_id):
+    if not is_adapter_id(adapter_id):
         violations.add(field, f"{quoted(adapter_id)} is not a valid adapter id: {ADAPTER_ID_FORM}")
 
 
@@ -87,8 +85,8 @@ def adapter_id_of(name: str, field: str = "name") -> str:
 
 
 def check_digest(digest: str, field: str, violations: Violations) -> None:
-    if not _DIGEST.fullmatch(digest):
-        violations.add(field, f"{quoted(digest)} is not a digest of 64 lower-case hexadecimal digits")
+    if not is_digest(digest):
+        violations.add(field, f"{quoted(digest)} is not a valid digest: {DIGEST_FORM}")
 
 
 def check_request_id(request_id: str, violations: Violations, field: str = "request_id") -> None:

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
-from motet.v1 import plan_pb2
-
+from contract.v1 import plan_pb2
 from control_plane.errors import StaleControlPlane, WorkerIdTaken
 from control_plane.fleet.hello import BaseModelLike, check_hello
 from control_plane.fleet.isolation import Verdict

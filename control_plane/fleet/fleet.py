@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from motet.v1 import plan_pb2
-
+from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
 from control_plane.errors import DeadlineExceeded, Draining, MotetError, NoWorker, QueueFull, SlowConsumer
 from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike

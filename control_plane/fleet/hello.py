@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Protocol
 
-from motet.v1 import plan_pb2
-
+from contract import PROTOCOL
+from contract.ids import WORKER_ID_FORM, is_worker_id
+from contract.v1 import plan_pb2
 from control_plane.errors import BaseModelMismatch, FieldViolation, InvalidRequest
 from control_plane.fleet.reports import check_targets
-from control_plane.fleet.wire import PROTOCOL
 
-_WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
 _INT32_MAX = 2**31 - 1
 # Bounds a little above what machines have: 2^24 blocks of 16 tokens are 268 million tokens. Within them, a plan that
 # moves every host block and names every row is no larger than a message may be.
@@ -58,9 +56,9 @@ def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
             f"the worker speaks protocol {hello.protocol_min} to {hello.protocol_max}, the control plane {PROTOCOL}; "
             "run both from the same version"
         )
-    if not _WORKER_ID.fullmatch(hello.worker_id):
+    if not is_worker_id(hello.worker_id):
         violations.append(
-            FieldViolation("hello.worker_id", f"{hello.worker_id[:80]!r} is not 1 to 63 of a-z, 0-9, '.', '_', '-'")
+            FieldViolation("hello.worker_id", f"{hello.worker_id[:80]!r} is not a valid worker id: {WORKER_ID_FORM}")
         )
     if len(hello.device) > MAX_DEVICE_CHARS:
         violations.append(FieldViolation("hello.device", f"{len(hello.device)} characters; at most {MAX_DEVICE_CHARS}"))

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from motet.v1 import plan_pb2
-
+from contract.v1 import plan_pb2
 from control_plane.fleet.settings import FleetSettings
 
 SLOWDOWN = 20  # times the slowest of the latest steps

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import FieldViolation
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule, WorkerReport
 

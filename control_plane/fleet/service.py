@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 import grpc
-from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from contract.ids import DIGEST_FORM, is_digest
+from contract.process_log import printable
+from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.errors import FieldViolation, InvalidRequest, MotetError, Unavailable, status_of
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.session import WorkerSession
-from control_plane.telemetry import printable
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 PIECE_BYTES = 1 << 20
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 _AttachContext = grpc.aio.ServicerContext[plan_pb2.AttachRequest, plan_pb2.AttachResponse]
@@ -108,9 +107,9 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         self, request: plan_pb2.FetchAdapterRequest, _context: _FetchContext
     ) -> AsyncIterator[plan_pb2.FetchAdapterResponse]:
         """The manifest, then the chunks in pieces."""
-        if not _DIGEST.fullmatch(request.digest):
+        if not is_digest(request.digest):
             raise InvalidRequest(
-                FieldViolation("digest", f"{request.digest[:80]!r} is not 64 lower-case hexadecimal digits")
+                FieldViolation("digest", f"{request.digest[:80]!r} is not a valid digest: {DIGEST_FORM}")
             )
         worker_id = printable(request.worker_id, 63)
         try:

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Set
 from typing import Protocol
 
-from motet.v1 import plan_pb2
-
+from contract import PROTOCOL
+from contract.process_log import printable
+from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.errors import GarbageResult
@@ -24,7 +25,7 @@ from control_plane.fleet.progress import ProgressWatch
 from control_plane.fleet.reports import report_of
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
-from control_plane.fleet.wire import PROTOCOL, PlanEncoder, limits_of
+from control_plane.fleet.wire import PlanEncoder, limits_of
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
@@ -38,7 +39,6 @@ from control_plane.scheduler.types import (
     SlotReady,
     SlotReport,
 )
-from control_plane.telemetry import printable
 
 logger = logging.getLogger(__name__)
 

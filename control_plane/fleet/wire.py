@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.fleet.errors import GarbageResult
 from control_plane.fleet.told_logprobs import ToldLogprobs, num_logprobs
 from control_plane.scheduler.types import (
@@ -23,8 +23,6 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
-
-PROTOCOL = 2
 
 _INT32 = np.dtype("<i4")
 _UINT32 = np.dtype("<u4")

@@ -52,7 +52,7 @@ class HostCache(Protocol):
         """The manifest, unverified, or None."""
 
     async def read_part(self, digest: str, index: int, part: int) -> bytes | None:
-        """One part of a chunk (see packed.PART_BYTES), unverified, or None."""
+        """One part of a chunk (see contract.cache_keys.PART_BYTES), unverified, or None."""
 
     async def write(self, digest: str, manifest: bytes, sizes: Sequence[int], parts: AsyncIterator[bytes]) -> bool:
         """Take the adapter in, evicting others; all or nothing. False: it is not cached.

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 
-from motet.process_log import shown
-
+from contract.cache_keys import PREFIX
+from contract.process_log import shown
 from control_plane.child_process import ChildProcess
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class EmbeddedRedis:
             "maxmemory 0",
             "user default off",
             f"user motet-server on >{self._password} ~motet:* -@all {_SERVER_COMMANDS}",
-            f"user motet-worker on >{self._worker_password} ~motet:a:* -@all {_WORKER_COMMANDS}",
+            f"user motet-worker on >{self._worker_password} ~{PREFIX}* -@all {_WORKER_COMMANDS}",
         ]
         descriptor = os.open(self._config_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from contract.cache_keys import num_parts
 from control_plane.host_cache.ledger import Ledger
-from control_plane.host_cache.packed import num_parts
 
 
 class MemoryHostCache:

@@ -19,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import redis
-from motet.process_log import shown
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from contract.cache_keys import PREFIX, chunk_keys, manifest_key, num_parts, part_key
+from contract.process_log import shown
 from control_plane.host_cache.ledger import Ledger, Sizes
-from control_plane.host_cache.packed import num_parts, read_layout
+from control_plane.host_cache.packed import read_layout
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ SCAN_TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 WATCH_INTERVAL_S = 1.0
-_PREFIX = "motet:a:"
 _MARKER = "motet:cache:marker"  # gone when somebody emptied or restarted Redis
 _THREADS = 4
 _NOT_ASKED = "no answer yet"
@@ -293,9 +293,9 @@ class RedisHostCache:
             self._client.set(_MARKER, own)
             marker = own.encode()
         keys_by_digest: dict[str, set[str]] = {}
-        for raw in self._client.scan_iter(match=_PREFIX + "*", count=1000):
+        for raw in self._client.scan_iter(match=PREFIX + "*", count=1000):
             key = raw.decode("utf-8", "replace")
-            keys_by_digest.setdefault(key[len(_PREFIX) :].split(":")[0], set()).add(key)
+            keys_by_digest.setdefault(key[len(PREFIX) :].split(":")[0], set()).add(key)
         found = {}
         for digest, keys in sorted(keys_by_digest.items()):
             sizes = self._whole_sizes(digest, keys)
@@ -357,18 +357,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, redis.ConnectionError):
         return "Redis cannot be reached, or closes the connection"
     return f"unexpected {type(error).__name__}"
-
-
-def manifest_key(digest: str) -> str:
-    """Where an adapter's manifest lies."""
-    return f"{_PREFIX}{digest}:manifest"
-
-
-def part_key(digest: str, index: int, part: int) -> str:
-    """Where one part of a chunk lies."""
-    return f"{_PREFIX}{digest}:{index}:{part}"
-
-
-def chunk_keys(digest: str, index: int, size_bytes: int) -> list[str]:
-    """Where the parts of one chunk lie, in order."""
-    return [part_key(digest, index, part) for part in range(num_parts(size_bytes))]

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
+from contract.cache_keys import PART_BYTES, num_parts
+from contract.ids import DIGEST_FORM, is_digest
 from control_plane.errors import (
     AdapterDamaged,
     AdapterNotFound,
@@ -23,7 +24,7 @@ from control_plane.errors import (
     StoreUnavailable,
 )
 from control_plane.host_cache.base import HostCache, HostCacheStats
-from control_plane.host_cache.packed import PART_BYTES, Layout, PackedAdapter, num_parts, read_layout
+from control_plane.host_cache.packed import Layout, PackedAdapter, read_layout
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ MAX_STORE_READS = 8
 # A chunk up to this size is read once, and held until its hash is known; of a larger one nothing is held, it is read
 # twice. A decoder layer of an 8B model at rank 64 in bf16 takes 11 MB.
 HELD_BYTES = 4 * PART_BYTES
-_DIGEST = re.compile(r"^[0-9a-f]{64}\Z")
 _T = TypeVar("_T")
 _ReadPart = Callable[[Layout, int, int], Awaitable[bytes | None]]
 
@@ -308,8 +308,8 @@ class AdapterWeights:
 
 
 def _check_digest(digest: str) -> None:
-    if not _DIGEST.match(digest):
-        raise InvalidRequest(FieldViolation("digest", "is no digest: 64 lower-case hexadecimal digits are expected"))
+    if not is_digest(digest):
+        raise InvalidRequest(FieldViolation("digest", f"is not a valid digest: {DIGEST_FORM}"))
 
 
 def _damaged_error(digest: str) -> AdapterDamaged:

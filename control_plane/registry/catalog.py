@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from contract.ids import is_adapter_id
 from control_plane.errors import (
     AdapterNotActive,
     AdapterNotFound,
@@ -22,7 +23,6 @@ from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.name_index import NameIndex
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, ResolvedAdapter
-from control_plane.registry.store.artifact_store import ADAPTER_ID
 from control_plane.scheduler.types import AdapterRef
 
 
@@ -113,7 +113,7 @@ class Catalog:
 
     def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
         """One page of records by name, and the token of the next page ("": none). 0 takes the default size."""
-        if page_token and not ADAPTER_ID.match(page_token):
+        if page_token and not is_adapter_id(page_token):
             raise bad_page_token()
         names, has_more = self._names.page(page_token, check_page_size(page_size))
         return [self.judged(self._records[name]) for name in names], names[-1] if has_more else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from contract.ids import ADAPTER_ID_FORM, DIGEST_FORM, is_adapter_id, is_digest
 from control_plane.errors import FieldViolation, InvalidRequest
 from control_plane.registry.peft.safetensors_header import shorten
-from control_plane.registry.store.artifact_store import ADAPTER_ID, DIGEST
 
 MAX_DISPLAY_NAME_BYTES = 256
 MAX_LABELS = 64
@@ -17,15 +17,9 @@ MAX_PAGE_SIZE = 1000
 _LABEL_KEY = re.compile(r"^[a-z][a-z0-9_-]{0,62}\Z")
 
 
-# How an id matches ADAPTER_ID, for people.
-ADAPTER_ID_FORM = (
-    "use 1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first one a letter or a digit, without two dots in a row"
-)
-
-
 def check_adapter_id(adapter_id: str, field: str = "adapter_id") -> None:
     """Ids become file names and keys, so only plain ones pass."""
-    if not ADAPTER_ID.match(adapter_id):
+    if not is_adapter_id(adapter_id):
         raise _invalid(
             field,
             f"{shorten(adapter_id, 80)!r} is not a valid adapter id: {ADAPTER_ID_FORM}",
@@ -34,8 +28,8 @@ def check_adapter_id(adapter_id: str, field: str = "adapter_id") -> None:
 
 def check_digest(digest: str, field: str = "digest") -> None:
     """A digest is 64 lower-case hexadecimal digits."""
-    if not DIGEST.match(digest):
-        raise _invalid(field, f"{shorten(digest, 80)!r} is no digest: 64 lower-case hexadecimal digits are expected")
+    if not is_digest(digest):
+        raise _invalid(field, f"{shorten(digest, 80)!r} is not a valid digest: {DIGEST_FORM}")
 
 
 def check_display_name(display_name: str) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
+from contract.ids import is_digest
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
@@ -24,7 +25,7 @@ from control_plane.registry.records import (
     encode_version,
     with_versions,
 )
-from control_plane.registry.store.artifact_store import DIGEST, ArtifactStore, StoredNames
+from control_plane.registry.store.artifact_store import ArtifactStore, StoredNames
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def _read_record(store: ArtifactStore, adapter_id: str) -> StoredRecord | str:
         stored = decode_record(store.read_record(adapter_id))
         if stored.record.adapter_id != adapter_id:
             raise ValueError("it is another adapter's")
-        if not all(DIGEST.match(digest) for digest in (*stored.digests, stored.record.active_digest)):
+        if not all(is_digest(digest) for digest in (*stored.digests, stored.record.active_digest)):
             raise ValueError("a digest in it is none")
     except FileNotFoundError:
         return "it is gone"

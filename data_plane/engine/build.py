@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from motet.command_line import size
-from motet.fingerprint import checkpoint_fingerprint
-from motet.process_log import shown
 from transformers.utils import logging as transformers_logging
 
+from contract.fingerprint import checkpoint_fingerprint
+from contract.process_log import shown
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.sites import Site
 from data_plane.config import HIGHEST, MAX_HOST_BLOCKS, WorkerConfig

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
-from motet.process_log import Progress, shown
 
+from contract.process_log import Progress, shown
 from data_plane.engine.engine import TorchEngine
 from data_plane.errors import ArenaFull
 from data_plane.plan import Capacities, NewRow, RowSampling, StepPlan

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from motet.context_length import config_context_length
 from transformers import PretrainedConfig
 
+from contract.context_length import config_context_length
 from data_plane.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from motet.process_log import Progress
 from transformers.utils import logging as transformers_logging
+
+from contract.process_log import Progress
 
 _WEIGHTS = "Loading weights"  # the bar of from_pretrained over the tensors of all shards
 

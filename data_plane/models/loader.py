@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from motet.context_length import LENGTH_KEYS
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from contract.context_length import LENGTH_KEYS
 from data_plane.adapters.sites import Site, SiteKind
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import ATTENTION_NAME

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-PAGE_RANKS = 8  # rows of one page
+from contract.packed_layout import RANKS_PER_PAGE
+
+PAGE_RANKS = RANKS_PER_PAGE  # rows of one page
 H_ALIGN = 4  # ranks of h that a GPU reads at once, if its width and strides are multiples
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -40,20 +42,26 @@ def test_one_version_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"motet {motet.__version__}\n"
 
 
-def test_distributions_carry_license_readme_types_and_the_version(tmp_path: Path) -> None:
-    source = tmp_path / "client"
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel of client/."""
+    source = tmp_path_factory.mktemp("build") / "client"
     shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist"))
     program = "import setuptools.build_meta as b; b.build_sdist('out'); b.build_wheel('out')"
     subprocess.run([sys.executable, "-c", program], cwd=source, check=True, timeout=120, capture_output=True)
+    return source / "out"
+
+
+def test_distributions_carry_license_readme_types_and_the_version(distributions: Path) -> None:
     name = f"motet-{motet.__version__}"
-    with tarfile.open(source / "out" / f"{name}.tar.gz") as sdist:
+    with tarfile.open(distributions / f"{name}.tar.gz") as sdist:
         names = sdist.getnames()
     assert {f"{name}/LICENSE", f"{name}/README.md", f"{name}/motet/py.typed"} <= set(names)
-    with zipfile.ZipFile(source / "out" / f"{name}-py3-none-any.whl") as wheel:
+    with zipfile.ZipFile(distributions / f"{name}-py3-none-any.whl") as wheel:
         names = wheel.namelist()
         metadata = wheel.read(f"{name}.dist-info/METADATA").decode()
         license_text = wheel.read(f"{name}.dist-info/licenses/LICENSE").decode()
-    assert {"motet/py.typed", "motet/v1/plan_pb2.pyi", "motet/cli/main.py"} <= set(names)
+    assert {"motet/py.typed", "motet/v1/types_pb2.pyi", "motet/cli/main.py"} <= set(names)
     assert license_text == (CLIENT.parent / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in license_text and "END OF TERMS AND CONDITIONS" in license_text
     fields, _, readme = metadata.partition("\n\n")
@@ -61,13 +69,44 @@ def test_distributions_carry_license_readme_types_and_the_version(tmp_path: Path
     assert "Description-Content-Type: text/markdown" in fields and readme.startswith("# motet\n")
 
 
-def test_stubs_for_the_worker_need_none_of_the_clients_packages() -> None:
+def test_wheel_works_alone_and_has_no_stubs_of_the_plan_stream(distributions: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        assert [name for name in wheel.namelist() if "plan" in name] == []
+        wheel.extractall(tmp_path)
+    program = f"""
+import importlib.util, sys
+import motet, motet.cli.main
+assert motet.__file__.startswith({str(tmp_path)!r})
+assert importlib.util.find_spec("contract") is None
+[getattr(motet, name) for name in dir(motet)]
+sys.exit(motet.cli.main.main(["up", "model"]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, timeout=60, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and "this installation holds the client only" in run.stderr, run.stderr
+
+
+def test_servers_load_none_of_the_clients_code() -> None:
+    """Nor what it needs: they use the stubs, the version and the form of a command line."""
     program = """
 import sys
-import motet.fingerprint
-assert "grpc" not in sys.modules
-import motet.v1.plan_pb2, motet.v1.types_pb2
-assert not {"motet.client", "google.rpc", "google.longrunning"} & set(sys.modules)
+import data_plane.plan_client, data_plane.config, data_plane.adapters.format.sources
+assert not {"google.rpc", "google.longrunning"} & set(sys.modules)
+import control_plane.server
+print(*sorted(name for name in sys.modules if name.startswith("motet.") and not name.startswith("motet.v1")))
 """
     environment = server_parts.child_environment()
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert run.stdout.split() == ["motet.command_line"]
+
+
+def test_import_contract_names_every_module_of_the_client() -> None:
+    settings = tomllib.loads((CLIENT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    [forbidden] = [c["forbidden_modules"] for c in contracts if c["name"].startswith("servers use the SDK's stubs")]
+    modules = {f"motet.{info.name}" for info in pkgutil.iter_modules(motet.__path__) if not info.name.startswith("__")}
+    assert set(forbidden) == modules - {"motet.v1", "motet.command_line"}

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.api.rpc.listeners import WORKER_MESSAGE_BYTES
 from control_plane.fleet.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
 from control_plane.fleet.wire import PlanEncoder

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.fleet.errors import GarbageResult
 from control_plane.fleet.wire import PlanEncoder
 from control_plane.scheduler.types import (

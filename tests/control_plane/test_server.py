@@ -212,7 +212,7 @@ async def _check_admin(channel: grpc.aio.Channel, digest: str) -> None:
     async for answer in reflection.ServerReflectionInfo(iter([request])):
         names = {service.name for service in answer.list_services_response.service}
     assert {"motet.v1.GenerationService", "google.longrunning.Operations"} <= names
-    assert "motet.v1.WorkerService" not in names
+    assert "motet.worker.v1.WorkerService" not in names
     operation = await adapters.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(**named))
     operations = operations_pb2_grpc.OperationsStub(channel)
     done = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=30)

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from contract import PROTOCOL
+from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane import plan_client
 from data_plane.errors import AdapterMismatch, SelfCheckFailed
 from data_plane.plan import AdapterSource
 from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.plan_stream import Ended
-from data_plane.wire import PROTOCOL_MAX
 from data_plane.worker import source_factory
 from tests.fakes.fleet_rig import CAPACITIES, PackedSource, ThreadedWorker, make_packed
 from tests.fakes.hash_engine import HashEngine
@@ -49,7 +49,7 @@ class Peer:
         hello = (await self.receive("hello")).hello
         await self.send(
             welcome=plan_pb2.Welcome(
-                protocol=PROTOCOL_MAX,
+                protocol=PROTOCOL,
                 epoch=epoch,
                 heartbeat_interval_ms=heartbeat_ms,
                 dead_after_ms=2000,

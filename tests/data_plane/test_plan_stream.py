@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
-from motet.v1 import plan_pb2
-
+from contract.v1 import plan_pb2
 from data_plane.plan_stream import Ended, InboxItem, PlanStream
 from tests.fakes.fleet_rig import FakeClock
 

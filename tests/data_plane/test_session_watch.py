@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream
 from data_plane.session_watch import EXIT_STUCK, HUNG_GRACE_S, SessionWatch, WatchTimes, WorkInHand
 from tests.fakes.fleet_rig import FakeClock

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from motet.v1 import plan_pb2
-
+from contract.v1 import plan_pb2
 from control_plane.fleet.wire import PlanEncoder, limits_of
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 from motet import BeamSearch, Client, FinishReason, Generation
-from motet.fingerprint import checkpoint_fingerprint
 
+from contract.fingerprint import checkpoint_fingerprint
 from control_plane.scheduler.types import sample_seed
 from tests.e2e.harness import System
 from tests.fakes import hash_model

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import numpy as np
-from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.api.rpc import listeners
 from control_plane.errors import AdapterDamaged, StoreUnavailable
 from control_plane.fleet.endings import EndCause

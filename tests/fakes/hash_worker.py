@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from motet.command_line import byte_size
-from motet.fingerprint import checkpoint_fingerprint
 
+from contract.fingerprint import checkpoint_fingerprint
+from contract.process_log import configure_logging
 from control_plane.registry.model.base_model import BaseModel
 from data_plane.config import WorkerConfig
 from data_plane.plan import Capacities, TargetKind, TargetModule
-from data_plane.telemetry import configure_logging
 from data_plane.worker import run_worker
 from tests.fakes.delayed_channel import delayed_channel
 from tests.fakes.hash_engine import DEFAULT_VOCAB_SIZE, HashEngine, HashEngineFaults
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         profile=args.profile,
         profile_out=args.profile_out,
     )
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, process="worker")
     engine = HashEngine(capacities, faults)
     engine.hash_slots.failing.update(dict.fromkeys(args.fail_digest, False))
     if args.delay_ms:

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from contract.process_log import configure_logging
 from control_plane.config import ServerConfig, add_arguments, from_args
 from control_plane.server import build
-from control_plane.telemetry import configure_logging
 from tests.e2e.harness import Child, wait_until
 from tests.fakes.loop_monitor import LoopMonitor, LoopReport
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     config, monitor = from_args(args), LoopMonitor()
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, process="control plane")
     with asyncio.Runner(loop_factory=monitor.new_event_loop) as runner:
         runner.run(_serve(config, monitor, args.report))
     return 0

@@ -10,9 +10,10 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
-from motet.v1 import adapters_pb2, generation_pb2, plan_pb2
+from motet.v1 import adapters_pb2, generation_pb2
 from motet.v1 import status_pb2 as status_service_pb2
 
+from contract.v1 import plan_pb2
 from tests.hostile.bad_inputs import generation, uploads, worker_port
 from tests.hostile.bad_inputs.case import OK, Case, Outcome, send
 from tests.hostile.bad_inputs.corpus import CLIENT_TABLES, Target
@@ -36,19 +37,19 @@ FREE = {
             "registration",
         )
     ),
-    "motet.v1.Hello.parallel",
-    "motet.v1.StepResult.step_time_us",
-    "motet.v1.StepResult.num_moved_blocks",
-    "motet.v1.StepResult.move_time_us",
-    "motet.v1.SlotState.digest",
-    "motet.v1.SlotState.retryable",
-    "motet.v1.SlotState.mismatch",
-    "motet.v1.SlotState.arena_used_bytes",
-    "motet.v1.SlotState.load_time_us",
-    "motet.v1.AttachRequest.heartbeat",
-    "motet.v1.AttachRequest.fault",
-    "motet.v1.AttachRequest.leave",  # with any reason
-    "motet.v1.FetchAdapterRequest.worker_id",  # for the log
+    "motet.worker.v1.Hello.parallel",
+    "motet.worker.v1.StepResult.step_time_us",
+    "motet.worker.v1.StepResult.num_moved_blocks",
+    "motet.worker.v1.StepResult.move_time_us",
+    "motet.worker.v1.SlotState.digest",
+    "motet.worker.v1.SlotState.retryable",
+    "motet.worker.v1.SlotState.mismatch",
+    "motet.worker.v1.SlotState.arena_used_bytes",
+    "motet.worker.v1.SlotState.load_time_us",
+    "motet.worker.v1.AttachRequest.heartbeat",
+    "motet.worker.v1.AttachRequest.fault",
+    "motet.worker.v1.AttachRequest.leave",  # with any reason
+    "motet.worker.v1.FetchAdapterRequest.worker_id",  # for the log
 }
 SERVICES = [
     service

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from motet import Chunk, FinishReason, Unavailable
-from motet.fingerprint import checkpoint_fingerprint
 
+from contract.fingerprint import checkpoint_fingerprint
 from tests.fakes.hash_model import oracle
 from tests.hostile.faults.load import Call, problem_of
 from tests.hostile.faults.report import table, verdict

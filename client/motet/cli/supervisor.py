@@ -17,10 +17,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from contract.ready_lines import CONTROL_PLANE_READY, WORKER_READY
 from motet.command_line import WRONG_COMMAND_LINE
 
-_CONTROL_READY = re.compile(r"motet control-plane ready clients=(\S+) workers=(\S+)")
-_WORKER_READY = re.compile(r"motet worker ready worker_id=(\S+)")
 _PR_SET_PDEATHSIG = 1
 _MAX_LINE_BYTES = 1 << 20
 
@@ -167,9 +166,9 @@ class Supervisor:
             self._stop_asked.set()
 
     async def _run_all(self) -> None:
-        self._control = control = await self._start("control plane", self._control_command, _CONTROL_READY)
-        clients, workers = (await control.wait_ready()).groups()
-        keeper = asyncio.create_task(self._keep_worker(clients, _reachable(workers)))
+        self._control = control = await self._start("control plane", self._control_command, CONTROL_PLANE_READY)
+        ready = await control.wait_ready()
+        keeper = asyncio.create_task(self._keep_worker(ready["clients"], _reachable(ready["workers"])))
         ended = asyncio.create_task(control.wait())
         try:
             await asyncio.wait({keeper, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,10 +185,10 @@ class Supervisor:
         delay_s = FIRST_RESTART_S
         is_first = True
         while True:
-            self._worker = worker = await self._start("worker", self._worker_command(workers), _WORKER_READY)
+            self._worker = worker = await self._start("worker", self._worker_command(workers), WORKER_READY)
             ready_s: float | None = None
             try:
-                worker_id = (await worker.wait_ready())[1]
+                worker_id = (await worker.wait_ready())["worker_id"]
                 ready_s = self._clock()
                 if is_first:
                     print(f"motet ready: clients at {clients}, worker {worker_id} attached to {workers}", flush=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.cli import server_parts
-from motet.cli.supervisor import Supervisor
 from motet.command_line import Parser
 from motet.errors import invalid_field
 
@@ -76,6 +75,8 @@ def run_up(argv: Sequence[str], *, sides: tuple[Side, Side] | None = None) -> in
     for side in (control_side, worker_side):
         if (mistake := side.find_mistake(arguments)) is not None:
             parser.refuse(mistake)
+    from motet.cli.supervisor import Supervisor  # needs the checkout, as the two sides do
+
     control_argv, worker_argv = _argv_of(control, argv), _argv_of(worker, argv)
     supervisor = Supervisor(
         control_command=[*control_side.command, *control_argv],

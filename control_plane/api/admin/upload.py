@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Callable
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from motet.v1 import adapters_pb2
 
+from contract.ids import DIGEST_FORM, is_digest
 from control_plane.api.admin.disk_space import DiskSpace, Reservation, free_bytes_of
 from control_plane.api.rpc.shared_limit import SharedLimit
 from control_plane.api.validation import (
@@ -42,7 +42,6 @@ GRACE_S = 30.0
 LEAST_BYTES_PER_S = 64 * 2**10
 # Chunks go to the disk when so many bytes have come together: every write costs a change of threads.
 _WRITE_BYTES = 256 * 2**10
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class UploadReceiver:
@@ -212,8 +211,8 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     for index, file in enumerate(header.files[: len(FILE_NAMES) + 1]):
         if file.name not in FILE_NAMES:
             violations.add(f"header.files[{index}].name", f"only {expected} are taken")
-        if not _SHA256.fullmatch(file.sha256):
-            violations.add(f"header.files[{index}].sha256", "not 64 lower-case hexadecimal digits")
+        if not is_digest(file.sha256):
+            violations.add(f"header.files[{index}].sha256", f"is not a valid SHA-256: {DIGEST_FORM}")
         if file.size_bytes == 0:
             violations.add(f"header.files[{index}].size_bytes", "0; the file is empty")
     if sorted(file.name for file in header.files) != sorted(FILE_NAMES) and not violations:

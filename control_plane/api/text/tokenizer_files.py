@@ -6,9 +6,9 @@ import logging
 import subprocess
 from pathlib import Path
 
-from motet.process_log import shown
 from tokenizers import Tokenizer
 
+from contract.process_log import shown
 from control_plane.child_process import module_command
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.context_length import config_context_length
-from motet.fingerprint import checkpoint_fingerprint
-
+from contract.context_length import config_context_length
+from contract.fingerprint import checkpoint_fingerprint
 from control_plane.registry.model.embedding_modules import CheckpointTensor, OuterModule, find_outer_modules
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from control_plane.registry.model.served_modules import ModuleKind, ServedModule
-from control_plane.registry.peft.safetensors_header import TensorEntry
+from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry
 from control_plane.registry.peft.tensor_codec import decode, encode
 
 _EMBEDDING = re.compile(r"^(?:[a-z_0-9]+\.)*(?P<name>embed_tokens|embed_in|word_embeddings|wte)\.weight\Z")
@@ -87,7 +87,7 @@ def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor,
 
     Equal bytes of one type are, whatever they hold; only where they differ are values looked at.
     """
-    if entry.shape != weight.shape or weight.dtype not in _ITEMSIZE:
+    if entry.shape != weight.shape or weight.dtype not in ITEMSIZE:
         return False
     num_values = math.prod(weight.shape)
     with weight.path.open("rb") as base:
@@ -107,9 +107,6 @@ def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor,
 
 def _read_slice(file: BinaryIO, start: int, dtype: str, begin: int, count: int) -> bytes | None:
     """The bytes of `count` values from the `begin`th, or None if the file ends before."""
-    file.seek(start + begin * _ITEMSIZE[dtype])
-    raw = file.read(count * _ITEMSIZE[dtype])
-    return raw if len(raw) == count * _ITEMSIZE[dtype] else None
-
-
-_ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2}
+    file.seek(start + begin * ITEMSIZE[dtype])
+    raw = file.read(count * ITEMSIZE[dtype])
+    return raw if len(raw) == count * ITEMSIZE[dtype] else None

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from contract.packed_layout import ITEMSIZE
 from control_plane.registry.peft.safetensors_header import FIELD, TensorEntry, refuse, shorten
 from control_plane.registry.peft.safetensors_header import ITEMSIZE as SOURCE_ITEMSIZE
 from control_plane.registry.peft.tensor_codec import decode, encode
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SLICE_VALUES = 1 << 20  # converted at a time: up to 20 MB with all copies
 _HASHED_BYTES = 4 << 20  # read at a time
 _SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

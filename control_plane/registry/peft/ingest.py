@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from contract.packed_layout import FORMAT, arena_bytes, chunk_name
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.embedding_modules import is_same_weight
 from control_plane.registry.model.served_modules import NOTHING_TOLD, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
-from control_plane.registry.peft.chunk_writer import ITEMSIZE, PackedTensor, write_chunk
+from control_plane.registry.peft.chunk_writer import PackedTensor, write_chunk
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-RANKS_PER_PAGE = 8  # of the worker's arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ def _pack(
         described.append(
             {
                 "modules": [_described(plan, hashes) for plan in groups[layer]],
-                "name": "rest" if layer is None else f"layers.{layer}",
+                "name": chunk_name(layer),
                 "sha256": written.sha256,
                 "size_bytes": written.size_bytes,
             }
@@ -141,7 +140,7 @@ def _pack(
         "base_fingerprint": base_model.fingerprint,
         "chunks": described,
         "dtype": base_model.dtype,
-        "format": 1,
+        "format": FORMAT,
         "kind": config.kind,
     }
     manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
@@ -152,7 +151,7 @@ def _pack(
         kind=config.kind,
         max_rank=max(plan.rank for plan in modules),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
-        arena_bytes=_arena_bytes(modules, ITEMSIZE[base_model.dtype]),
+        arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype),
         target_modules=tuple(plan.name for plan in modules),
     )
 
@@ -181,15 +180,3 @@ def _described(plan: ModulePlan, hashes: Mapping[str, str]) -> dict[str, Any]:
         "rank": plan.rank,
         "scaling": float(plan.scaling),
     }
-
-
-def _arena_bytes(modules: list[ModulePlan], itemsize: int) -> int:
-    """What the adapter takes of a worker's arena, by the formula of docs/protocol.md."""
-    columns = math.gcd(*(width for plan in modules for width in plan.widths))
-    page_bytes = RANKS_PER_PAGE * columns * itemsize
-    num_pages = sum(
-        -(-plan.rank // RANKS_PER_PAGE) * sum(-(-width // columns) for width in (plan.in_features, plan.out_features))
-        for plan in modules
-    )
-    num_values = sum(plan.out_features for plan in modules if plan.has_vector)
-    return (num_pages + -(-4 * num_values // page_bytes)) * page_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from contract.packed_layout import ModuleSize
 from control_plane.registry.model.served_modules import ModuleKind
 from control_plane.registry.peft.adapter_config import AdapterConfig, check_scaling
 from control_plane.registry.peft.safetensors_header import CHECK_BASE, TensorEntry, refuse, shorten
@@ -39,14 +40,12 @@ class ModulePlan:
     base_bias: TensorEntry | None  # and its bias, which some heads have
 
     @property
-    def has_vector(self) -> bool:
-        return self.bias is not None or self.magnitude is not None
-
-    @property
-    def widths(self) -> list[int]:
-        """Its widths but for the vocabulary."""
+    def size(self) -> ModuleSize:
+        """What the module's size in an arena depends on."""
         sides = {ModuleKind.EMBEDDING: [self.out_features], ModuleKind.HEAD: [self.in_features]}
-        return sides.get(self.kind, [self.in_features, self.out_features])
+        widths = sides.get(self.kind, [self.in_features, self.out_features])
+        has_vector = self.bias is not None or self.magnitude is not None
+        return ModuleSize(self.rank, self.in_features, self.out_features, widths, has_vector)
 
     @property
     def is_embedding(self) -> bool:

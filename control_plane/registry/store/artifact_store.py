@@ -18,13 +18,13 @@ import errno
 import hashlib
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.ids import is_adapter_id, is_digest
 from control_plane.directory_lock import DirectoryAway
 from control_plane.errors import Exhausted, StoreUnavailable
 from control_plane.registry.store.remote_files import open_files
@@ -33,8 +33,6 @@ from control_plane.registry.store.store_lease import LEASE_S, LeaseLost
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_ID = re.compile(r"^(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,62}\Z")
-DIGEST = re.compile(r"^[0-9a-f]{64}\Z")
 # A store whose last control plane was killed is locked only once that one's lease ended.
 MAX_LOCK_WAIT_S = 2 * LEASE_S
 _MANIFEST = "manifest.json"
@@ -84,7 +82,7 @@ class ArtifactStore:
         with _reading("list"):
             for name in self._files.names("adapters"):
                 stem, dot, suffix = name.rpartition(".")
-                is_id = bool(ADAPTER_ID.match(stem))
+                is_id = is_adapter_id(stem)
                 if is_id and dot + suffix == _RECORD_SUFFIX:
                     records.append(stem)
                 elif is_id and dot + suffix == _DELETING_SUFFIX:
@@ -100,8 +98,8 @@ class ArtifactStore:
             return StoredNames(
                 tuple(records),
                 tuple(deleting),
-                self._known("versions", ADAPTER_ID),
-                self._known("blobs", DIGEST),
+                self._known("versions", is_adapter_id),
+                self._known("blobs", is_digest),
             )
 
     def _next_incarnation(self) -> int:
@@ -120,10 +118,10 @@ class ArtifactStore:
             self._files.write(_INCARNATION, json.dumps({"incarnation": last + 1}).encode())
         return last + 1
 
-    def _known(self, directory: str, pattern: re.Pattern[str]) -> tuple[str, ...]:
+    def _known(self, directory: str, is_known: Callable[[str], bool]) -> tuple[str, ...]:
         known = []
         for name in self._files.names(directory):
-            if pattern.match(name):
+            if is_known(name):
                 known.append(name)
             else:
                 logger.warning("directory in the store is not ours, left alone name=%r", f"{directory}/{name}")
@@ -234,7 +232,7 @@ class ArtifactStore:
 
 
 def _blob(digest: str) -> str:
-    assert DIGEST.match(digest), "digests are checked before they reach the store"
+    assert is_digest(digest), "digests are checked before they reach the store"
     return f"blobs/{digest}"
 
 
@@ -243,7 +241,7 @@ def _chunk(digest: str, index: int) -> str:
 
 
 def _record(adapter_id: str) -> str:
-    assert ADAPTER_ID.match(adapter_id), "ids are checked before they reach the store"
+    assert is_adapter_id(adapter_id), "ids are checked before they reach the store"
     return f"adapters/{adapter_id}{_RECORD_SUFFIX}"
 
 
@@ -252,12 +250,12 @@ def _deleting(adapter_id: str) -> str:
 
 
 def _versions(adapter_id: str) -> str:
-    assert ADAPTER_ID.match(adapter_id), "ids are checked before they reach the store"
+    assert is_adapter_id(adapter_id), "ids are checked before they reach the store"
     return f"versions/{adapter_id}"
 
 
 def _version(adapter_id: str, digest: str) -> str:
-    assert DIGEST.match(digest), "digests are checked before they reach the store"
+    assert is_digest(digest), "digests are checked before they reach the store"
     return f"{_versions(adapter_id)}/{digest}.json"
 
 

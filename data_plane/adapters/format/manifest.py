@@ -8,11 +8,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from contract.ids import DIGEST_FORM, is_digest
+from contract.packed_layout import FORMAT, ITEMSIZE, KINDS, REST, ModuleSize, arena_bytes
 from data_plane.errors import AdapterCorrupt
 
-FORMAT = 1
-KINDS = ("lora", "rslora", "dora", "rsdora")
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A manifest has about 300 bytes per module; 10 000 modules are a very large model.
 MAX_MANIFEST_BYTES = 16 << 20
 
@@ -20,7 +19,6 @@ _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
 _MODULE_KEYS = {"a_sha256", "b_sha256", "in_features", "name", "out_features", "rank", "scaling"}
 _VECTOR_KEYS = {"bias_sha256", "magnitude_sha256"}  # at most one of them
-_REST = "rest"  # the chunk of modules outside the decoder layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,17 @@ class ModuleEntry:
     def has_vector(self) -> bool:
         return self.bias_sha256 is not None or self.magnitude_sha256 is not None
 
-    def widths(self, *, is_rest: bool) -> list[int]:
-        """Its widths but for the vocabulary, which the modules outside the decoder layers have on one side."""
+    def size(self, *, is_rest: bool) -> ModuleSize:
+        """What its size in an arena depends on. `is_rest`: the module is outside the decoder layers.
+
+        Such a module has the vocabulary on one side, which does not count for the width of tiles.
+        """
+        widths = [self.in_features, self.out_features]
         if self.is_embedding:
-            return [self.out_features]
-        return [self.in_features] if is_rest else [self.in_features, self.out_features]
+            widths = [self.out_features]
+        elif is_rest:
+            widths = [self.in_features]
+        return ModuleSize(self.rank, self.in_features, self.out_features, widths, self.has_vector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +75,9 @@ class Manifest:
 
     def arena_bytes(self) -> int:
         """What the adapter takes of an arena, by the formula of docs/protocol.md."""
-        modules = [(module, chunk.name == _REST) for chunk in self.chunks for module in chunk.modules]
-        columns = math.gcd(*(width for module, is_rest in modules for width in module.widths(is_rest=is_rest)))
-        page_bytes = 8 * columns * ITEMSIZE[self.dtype]
-        num_pages = sum(
-            -(-module.rank // 8) * sum(-(-width // columns) for width in (module.in_features, module.out_features))
-            for module, _ in modules
+        return arena_bytes(
+            [module.size(is_rest=chunk.name == REST) for chunk in self.chunks for module in chunk.modules], self.dtype
         )
-        num_values = sum(module.out_features for module, _ in modules if module.has_vector)
-        return (num_pages + -(-4 * num_values // page_bytes)) * page_bytes
 
 
 def read_manifest(data: bytes, digest: str) -> Manifest:
@@ -177,6 +175,6 @@ def _count(raw: Any, what: str) -> int:
 
 
 def _hash(raw: Any) -> str:
-    if not isinstance(raw, str) or len(raw) != 64 or set(raw) - set("0123456789abcdef"):
-        raise ValueError(f"a hash is {raw!r}, want 64 lower-case hexadecimal digits")
+    if not isinstance(raw, str) or not is_digest(raw):
+        raise ValueError(f"a hash is {raw!r}; {DIGEST_FORM}")
     return raw

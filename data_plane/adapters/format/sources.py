@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
-from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from contract.cache_keys import chunk_keys, manifest_key
+from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.adapters.format.manifest import Manifest, read_manifest, verify_chunk
 from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
 from data_plane.plan import AdapterSource
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = (4 << 20) - 64  # docs/protocol.md, host cache keys
 # A part takes milliseconds on a healthy network; after this the control plane is asked instead.
 CONNECT_TIMEOUT_S = 0.5
 READ_TIMEOUT_S = 2.0
@@ -73,7 +73,7 @@ class HostCacheSource:
 
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
         """See AdapterSource."""
-        data = self._get(f"motet:a:{digest}:manifest", digest, is_first=True)
+        data = self._get(manifest_key(digest), digest, is_first=True)
         return data, self._chunks(read_manifest(data, digest))
 
     def close(self) -> None:
@@ -83,10 +83,8 @@ class HostCacheSource:
 
     def _chunks(self, manifest: Manifest) -> Iterator[bytes]:
         for index, chunk in enumerate(manifest.chunks):
-            num_parts = -(-chunk.size_bytes // PART_BYTES)
-            data = b"".join(
-                self._get(f"motet:a:{manifest.digest}:{index}:{part}", manifest.digest) for part in range(num_parts)
-            )
+            keys = chunk_keys(manifest.digest, index, chunk.size_bytes)
+            data = b"".join(self._get(key, manifest.digest) for key in keys)
             verify_chunk(chunk, data, manifest.digest)
             yield data
 

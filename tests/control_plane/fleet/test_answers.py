@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import DeadlineExceeded, NotFinite
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import (
     AdapterDamaged,
     AdapterLoadFailed,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.fleet.service import PIECE_BYTES
 from control_plane.scheduler.types import AdapterRef, Request
 from data_plane.wire import encode_hello

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.round_trip import RoundTrip
 from control_plane.scheduler.types import Request

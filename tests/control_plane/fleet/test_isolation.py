@@ -9,8 +9,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import ContextTooLong, MotetError
 from control_plane.fleet import placement
 from control_plane.fleet.deaths import is_suspect

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.fleet.overdue import LOAD_BYTES_PER_S, MIN_STEPS, NEVER_RECEIVED_S, NUM_STEPS, SLOWDOWN, WorkWatch
 from control_plane.fleet.settings import FleetSettings
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import PoisonedRequest, WorkerLost
 from control_plane.fleet.deaths import MAX_DEATHS, is_suspect
 from control_plane.fleet.endings import EndCause

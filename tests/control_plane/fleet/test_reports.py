@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import InvalidRequest
 from control_plane.fleet.hello import check_hello
 from control_plane.fleet.reports import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import StoreUnavailable
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from motet.v1 import plan_pb2
 
+from contract.v1 import plan_pb2
 from control_plane.errors import NotFinite, WorkerQuarantined
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet

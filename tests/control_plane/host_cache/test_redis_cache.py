@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from contract.cache_keys import PART_BYTES, manifest_key
 from control_plane.errors import AdapterDamaged, AdapterNotFound, InvalidRequest, PinBudgetExceeded
-from control_plane.host_cache.packed import PART_BYTES
-from control_plane.host_cache.redis_cache import RedisHostCache, check_url, manifest_key
+from control_plane.host_cache.redis_cache import RedisHostCache, check_url
 from control_plane.host_cache.weights import AdapterWeights
 from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, make_weights, read_all, settle
 

@@ -9,9 +9,10 @@ import tracemalloc
 
 import pytest
 
+from contract.cache_keys import PART_BYTES
 from control_plane.errors import AdapterDamaged, AdapterNotFound, StoreUnavailable
 from control_plane.host_cache.memory_cache import MemoryHostCache
-from control_plane.host_cache.packed import PART_BYTES, read_layout
+from control_plane.host_cache.packed import read_layout
 from control_plane.host_cache.weights import HELD_BYTES, AdapterWeights
 from control_plane.store_calls import StoreCalls
 from tests.control_plane.host_cache.rig import FakeStore, make_blob, make_weights, read_all, settle

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from motet import process_log
 from transformers.utils import logging as transformers_logging
 
+from contract import process_log
 from data_plane.models.load_progress import telling_progress
 
 logger = logging.getLogger("motet.test_load_progress")

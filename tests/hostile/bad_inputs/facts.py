@@ -10,8 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.fingerprint import checkpoint_fingerprint
-
+from contract.fingerprint import checkpoint_fingerprint
 from tests.makers import make_adapter, make_checkpoint, make_tokenizer
 
 VOCAB_SIZE = 256

@@ -122,7 +122,7 @@ def _methods() -> Iterator[Case]:
     for method in (
         *("/motet.v1.GenerationService/Nothing", "/motet.v1.Nothing/Generate", "/x", "/", "//", "/motet.v2.X/Y"),
         *("/motet.v1.GenerationService/generate", "/motet.v1.GenerationService/Generate/", "/" + "x" * 4000),
-        *("/motet.v1.WorkerService/Attach", "/motet.v1.WorkerService/FetchAdapter"),  # of the other port
+        *("/motet.worker.v1.WorkerService/Attach", "/motet.worker.v1.WorkerService/FetchAdapter"),  # of the other port
     ):
         yield Case(
             name=f"method {short(method)}", method=method, messages=(good,), code=UNIMPLEMENTED, has_details=False

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
-from motet.v1 import plan_pb2 as pb
 
-from control_plane.fleet.wire import PROTOCOL
+from contract import PROTOCOL
+from contract.v1 import plan_pb2 as pb
 from tests.hostile.bad_inputs import generation, names
 from tests.hostile.bad_inputs.case import INVALID, OK, TIMEOUT_S, Case, Outcome, short, wording_problems
 from tests.hostile.bad_inputs.facts import BLOCK_SIZE, MAX_MODEL_LEN, MAX_ROWS, VOCAB_SIZE, Facts
 from tests.hostile.bad_inputs.wire import chunk, nested
 
-ATTACH = "/motet.v1.WorkerService/Attach"
-FETCH = "/motet.v1.WorkerService/FetchAdapter"
+ATTACH = "/motet.worker.v1.WorkerService/Attach"
+FETCH = "/motet.worker.v1.WorkerService/FetchAdapter"
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 ABORTED = grpc.StatusCode.ABORTED
 U32, U64 = 2**32 - 1, 2**64 - 1

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from motet.fingerprint import checkpoint_fingerprint
 from tokenizers import Tokenizer
 
+from contract.fingerprint import checkpoint_fingerprint
 from control_plane.scheduler.types import sample_seed
 from tests.fakes import hash_model
 from tests.makers import make_prompt

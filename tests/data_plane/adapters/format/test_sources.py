@@ -15,8 +15,9 @@ import fakeredis
 import grpc
 import pytest
 import redis
-from motet.v1 import plan_pb2, plan_pb2_grpc
 
+from contract import cache_keys
+from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.adapters.format import sources
 from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource, HostCacheSource
 from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
@@ -26,14 +27,14 @@ from tests.data_plane.adapters.factories import DictSource, Packed, make_arena, 
 def fill(client: redis.Redis, packed: Packed) -> None:
     """By docs/protocol.md."""
     for index, chunk in enumerate(packed.chunks):
-        for part, start in enumerate(range(0, len(chunk), sources.PART_BYTES)):
-            client.set(f"motet:a:{packed.digest}:{index}:{part}", chunk[start : start + sources.PART_BYTES])
+        for part, start in enumerate(range(0, len(chunk), cache_keys.PART_BYTES)):
+            client.set(f"motet:a:{packed.digest}:{index}:{part}", chunk[start : start + cache_keys.PART_BYTES])
     client.set(f"motet:a:{packed.digest}:manifest", packed.manifest)
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PART_BYTES", 1000)
+    monkeypatch.setattr(cache_keys, "PART_BYTES", 1000)
 
 
 class Servicer(plan_pb2_grpc.WorkerServiceServicer):
@@ -155,9 +156,9 @@ def test_flipped_byte_is_corrupt(fake: fakeredis.FakeRedis, key: str) -> None:
 def test_parts_of_another_adapter_are_corrupt(fake: fakeredis.FakeRedis) -> None:
     packed, other = pack(9), pack(9, seed=1)
     fill(fake, packed)
-    for part in range(-(-len(other.chunks[1]) // sources.PART_BYTES)):
-        start = part * sources.PART_BYTES
-        fake.set(f"motet:a:{packed.digest}:1:{part}", other.chunks[1][start : start + sources.PART_BYTES])
+    for part in range(-(-len(other.chunks[1]) // cache_keys.PART_BYTES)):
+        start = part * cache_keys.PART_BYTES
+        fake.set(f"motet:a:{packed.digest}:1:{part}", other.chunks[1][start : start + cache_keys.PART_BYTES])
     with pytest.raises(AdapterCorrupt, match=r"chunk layers\.1"):
         read(HostCacheSource("redis://unused"), packed.digest)
 

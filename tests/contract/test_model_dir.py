@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from motet.model_dir import why_no_checkpoint
+
+from contract.model_dir import why_no_checkpoint
 
 
 def test_directory_with_a_configuration_is_taken(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from motet import process_log
-from motet.process_log import PROGRESS_EVERY_S, Progress, settings_line, shown
+
+from contract import process_log
+from contract.process_log import PROGRESS_EVERY_S, Progress, printable, settings_line, shown
 
 logger = logging.getLogger("motet.test_process_log")
 
@@ -31,7 +32,7 @@ def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def written(stream: io.StringIO, act: Callable[[], None], level: str = "info") -> list[str]:
-    process_log.configure(level, process="worker", stream=stream)
+    process_log.configure_logging(level, process="worker", stream=stream)
     act()
     return stream.getvalue().splitlines()
 
@@ -118,3 +119,22 @@ def test_settings_line_leaves_defaults_out() -> None:
     config = Config("m", url="secret")
     assert settings_line(config, only_changed=True, show=lambda value: str(value).upper()) == "model=M url=SECRET"
     assert settings_line(config, only_changed=False) == "model=m rows=4 url=secret"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain: ~é中", "plain: ~é中"),
+        ("a\nb\r\tc\0", r"a\nb\r\tc\x00"),
+        ("\x1b[31m\u2028\u202e\u200b", r"\x1b[31m\u2028\u202e\u200b"),
+        ("", ""),
+    ],
+)
+def test_what_does_not_print_is_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_what_is_long_is_cut_off_and_says_so() -> None:
+    assert printable("x" * 300) == "x" * 300
+    assert printable("x" * 301) == "x" * 300 + "… (301 characters)"
+    assert printable("\n" * 70, 63) == r"\n" * 63 + "… (70 characters)"

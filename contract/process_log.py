@@ -22,7 +22,7 @@ _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
-def configure(level: str, *, process: str, stream: TextIO | None = None) -> None:
+def configure_logging(level: str, *, process: str, stream: TextIO | None = None) -> None:
     """Log records of `level` and above, with `process` as the name that a terminal shows. The audit log always."""
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
@@ -34,6 +34,12 @@ def configure(level: str, *, process: str, stream: TextIO | None = None) -> None
         handler.setFormatter(logging.Formatter(_LINE))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)
+
+
+def printable(text: str, most: int = 300) -> str:
+    """Text from outside, fit for one line of the log: escaped, and cut off after `most` characters."""
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:most])
+    return escaped if len(text) <= most else f"{escaped}… ({len(text)} characters)"
 
 
 def shown(sentence: str) -> dict[str, str]:
@@ -78,16 +84,16 @@ class Progress:
         self._what = what
         self._total = total
         self._clock = clock
-        self._told_s = clock()
+        self._logged_s = clock()
         self._done = 0
 
     def advance(self) -> None:
         """One more of `total` is done."""
         self._done += 1
         now_s = self._clock()
-        if now_s - self._told_s < PROGRESS_EVERY_S or self._done >= self._total:
+        if now_s - self._logged_s < PROGRESS_EVERY_S or self._done >= self._total:
             return
-        self._told_s = now_s
+        self._logged_s = now_s
         percent = 100 * self._done // self._total
         self._logger.info(
             "%s done=%d total=%d", self._what, self._done, self._total, extra=shown(f"{self._what}: {percent}%")

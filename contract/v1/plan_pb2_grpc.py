@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from motet.v1 import plan_pb2 as motet_dot_v1_dot_plan__pb2
+from contract.v1 import plan_pb2 as motet_dot_worker_dot_v1_dot_plan__pb2
 
 GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in motet/v1/plan_pb2_grpc.py depends on'
+        + f' but the generated code in motet/worker/v1/plan_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,14 +36,14 @@ class WorkerServiceStub(object):
             channel: A grpc.Channel.
         """
         self.Attach = channel.stream_stream(
-                '/motet.v1.WorkerService/Attach',
-                request_serializer=motet_dot_v1_dot_plan__pb2.AttachRequest.SerializeToString,
-                response_deserializer=motet_dot_v1_dot_plan__pb2.AttachResponse.FromString,
+                '/motet.worker.v1.WorkerService/Attach',
+                request_serializer=motet_dot_worker_dot_v1_dot_plan__pb2.AttachRequest.SerializeToString,
+                response_deserializer=motet_dot_worker_dot_v1_dot_plan__pb2.AttachResponse.FromString,
                 _registered_method=True)
         self.FetchAdapter = channel.unary_stream(
-                '/motet.v1.WorkerService/FetchAdapter',
-                request_serializer=motet_dot_v1_dot_plan__pb2.FetchAdapterRequest.SerializeToString,
-                response_deserializer=motet_dot_v1_dot_plan__pb2.FetchAdapterResponse.FromString,
+                '/motet.worker.v1.WorkerService/FetchAdapter',
+                request_serializer=motet_dot_worker_dot_v1_dot_plan__pb2.FetchAdapterRequest.SerializeToString,
+                response_deserializer=motet_dot_worker_dot_v1_dot_plan__pb2.FetchAdapterResponse.FromString,
                 _registered_method=True)
 
 
@@ -72,19 +72,19 @@ def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=motet_dot_v1_dot_plan__pb2.AttachRequest.FromString,
-                    response_serializer=motet_dot_v1_dot_plan__pb2.AttachResponse.SerializeToString,
+                    request_deserializer=motet_dot_worker_dot_v1_dot_plan__pb2.AttachRequest.FromString,
+                    response_serializer=motet_dot_worker_dot_v1_dot_plan__pb2.AttachResponse.SerializeToString,
             ),
             'FetchAdapter': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchAdapter,
-                    request_deserializer=motet_dot_v1_dot_plan__pb2.FetchAdapterRequest.FromString,
-                    response_serializer=motet_dot_v1_dot_plan__pb2.FetchAdapterResponse.SerializeToString,
+                    request_deserializer=motet_dot_worker_dot_v1_dot_plan__pb2.FetchAdapterRequest.FromString,
+                    response_serializer=motet_dot_worker_dot_v1_dot_plan__pb2.FetchAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'motet.v1.WorkerService', rpc_method_handlers)
+            'motet.worker.v1.WorkerService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('motet.v1.WorkerService', rpc_method_handlers)
+    server.add_registered_method_handlers('motet.worker.v1.WorkerService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -106,9 +106,9 @@ class WorkerService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/motet.v1.WorkerService/Attach',
-            motet_dot_v1_dot_plan__pb2.AttachRequest.SerializeToString,
-            motet_dot_v1_dot_plan__pb2.AttachResponse.FromString,
+            '/motet.worker.v1.WorkerService/Attach',
+            motet_dot_worker_dot_v1_dot_plan__pb2.AttachRequest.SerializeToString,
+            motet_dot_worker_dot_v1_dot_plan__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -133,9 +133,9 @@ class WorkerService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/motet.v1.WorkerService/FetchAdapter',
-            motet_dot_v1_dot_plan__pb2.FetchAdapterRequest.SerializeToString,
-            motet_dot_v1_dot_plan__pb2.FetchAdapterResponse.FromString,
+            '/motet.worker.v1.WorkerService/FetchAdapter',
+            motet_dot_worker_dot_v1_dot_plan__pb2.FetchAdapterRequest.SerializeToString,
+            motet_dot_worker_dot_v1_dot_plan__pb2.FetchAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,
