@@ -9,7 +9,7 @@ that what lies beside the file can be imported. The file must define
 op is the name in the table's first column and arguments are our public call's by name (kernels/<op>/__init__.py),
 tensors on the device; for attention `batch` has block_tables, query_start and context_lens. LoRA has, instead of the
 arena's pages, a [n, rank, in], b [n, rank, out], scaling [n] and token_slots: add_lora beside y and x, with smaller
-ranks filled up with zeros; add_lora_group the same with a list of a and of b by site; lora_shrink beside x, without b
+ranks filled up with zeros; add_lora_group the same with a list of a and of b by module; lora_shrink beside x, without b
 and scaling, to return float32 [T, rank]; lora_expand beside y and such an h, without a; add_lora_embedding beside y and
 token_ids. What the call needs in another layout is made in call(), which is not timed. It must return what ours
 returns and write where ours writes: the two are compared, and a peer that raises or answers otherwise is left out of

@@ -95,10 +95,10 @@ def grouped_products(
 def batched_products(
     x: torch.Tensor, y: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], scaling: torch.Tensor
 ) -> dict[str, Call]:
-    """y += (x @ a[i].T) @ b[i] * scaling batched, in a copy of y: one shrink of all sites, an expand of each.
+    """y += (x @ a[i].T) @ b[i] * scaling batched, in a copy of y: one shrink of all modules, an expand of each.
 
-    For tokens sorted by adapter, as many of each. x [T, in], y [T, sum of out]; by site a [n, r, in] and b [n, r, out];
-    scaling [n], which is multiplied into b beforehand.
+    For tokens sorted by adapter, the same number of each. x [T, in], y [T, sum of out]; by module a [n, r, in] and
+    b [n, r, out]; scaling [n] is multiplied into b beforehand.
     """
     if len(x) % len(scaling):
         return {}

@@ -21,7 +21,7 @@ EXPANDS = tuple(ExpandLaunch(out_columns, num_warps) for out_columns, num_warps 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sites over one input."""
+    """Modules over one input."""
 
     in_features: int
     out_features: tuple[int, ...]
@@ -32,10 +32,10 @@ class Shape:
 
 def shapes(is_short: bool) -> Iterator[Shape]:
     """q, k, v; gate, up; o; down."""
-    sites = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (4096, (4096,)), (14336, (4096,)))
+    modules = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (4096, (4096,)), (14336, (4096,)))
     ranks = (16, 64) if is_short else (8, 16, 32, 64, 128)
     tokens = (64, 2048) if is_short else (1, 8, 32, 64, 128, 256, 2048, 8192)
-    for (in_features, out_features), rank, count in product(sites, ranks, tokens):
+    for (in_features, out_features), rank, count in product(modules, ranks, tokens):
         yield Shape(in_features, out_features, 1024, rank, count)
 
 
@@ -99,7 +99,7 @@ NO_VALUE = 1e30
 def _exact(
     shape: Shape, device: torch.device, dtype: torch.dtype
 ) -> tuple[GroupInputs, DeviceRoute, torch.Tensor, torch.Tensor]:
-    """Small integers on the device, their route, h [sites, T, rank] and y by the definitions; h is NaN where unused."""
+    """Small integers on the device, their route, h [modules, T, rank] and y by definition; h is NaN where unused."""
     num_adapters = min(shape.tokens, MAX_ADAPTERS)
     slots = tuple(token % num_adapters for token in range(shape.tokens))
     case = Case("tune", slots, (shape.rank,) * num_adapters, shape.in_features, tile_width=shape.page)

@@ -1,5 +1,5 @@
-"""Rows of the adapters' products from the arena's pages: one square site, its shrink and its expand alone, a group of
-sites, an embedding."""
+"""Rows of the adapters' products from the arena's pages: one square module, its shrink and its expand alone, a group of
+modules, an embedding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.kernels.work import Made, Model, Work, random
 from kernels.cases import to_device
 from kernels.lora import (
     DeviceRoute,
-    SiteGroup,
+    ModuleGroup,
     add_lora_group,
     cases,
     lora_embed,
@@ -35,7 +35,7 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     is_gpu = device.type == "cuda"
     adapters = [(64, 64, 64), (8, 16, 64), (33, 16, 33), (8, 16, 2048)] if is_gpu else [(16, 32, 32), (64, 16, 64)]
     for num_adapters, rank, count in adapters[: 2 if is_short else None]:
-        yield _site(model.hidden, num_adapters, rank, count, device, dtype)
+        yield _module(model.hidden, num_adapters, rank, count, device, dtype)
     half = (8, 16, 64) if is_gpu else (16, 32, 32)
     for is_expand in (False, True):
         yield _half(model.hidden, *half, device, dtype, is_expand=is_expand)
@@ -55,18 +55,18 @@ def _route(token_slots: torch.Tensor, num_slots: int) -> DeviceRoute:
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
-    """The matrices of a group's pages, for peers: by site, smaller ranks filled up with zeros."""
+    """The matrices of a group's pages, for peers: by module, smaller ranks filled up with zeros."""
 
     a: list[torch.Tensor]  # [n, rank, in]
     b: list[torch.Tensor]  # [n, rank, out]
-    scaling: torch.Tensor  # float32 [n], the same at every site
+    scaling: torch.Tensor  # float32 [n], the same at every module
 
     @classmethod
-    def of(cls, group: SiteGroup, device: torch.device) -> _Dense:
+    def of(cls, group: ModuleGroup, device: torch.device) -> _Dense:
         a: list[torch.Tensor] = []
         b: list[torch.Tensor] = []
-        for index in range(group.num_sites):
-            pairs = [reference.gather(group.site(index), slot) for slot in range(group.num_slots)]
+        for index in range(group.num_modules):
+            pairs = [reference.gather(group.module(index), slot) for slot in range(group.num_slots)]
             for stacks, part in ((a, 0), (b, 1)):
                 stacks.append(pad_sequence([pair[part] for pair in pairs], batch_first=True).to(device))
         return cls(a, b, group.scaling[0].to(device))
@@ -76,8 +76,8 @@ def _sorted_slots(num_adapters: int, count: int) -> tuple[int, ...]:
     return tuple(sorted(token % num_adapters for token in range(count)))
 
 
-def _site(hidden: int, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
-    """One square site."""
+def _module(hidden: int, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """One square module."""
     slots = _sorted_slots(num_adapters, count)
     case = cases.Case("bench", slots, (rank,) * num_adapters, hidden, hidden, 256)
 
@@ -85,7 +85,7 @@ def _site(hidden: int, num_adapters: int, rank: int, count: int, device: torch.d
         inputs = cases.make(case, dtype)
         base = random(hidden, hidden, device=device, dtype=dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
-        group = SiteGroup.of([inputs.paged])
+        group = ModuleGroup.of([inputs.paged])
         dense = _Dense.of(group, device)
         a, b = dense.a[0], dense.b[0]
         peers: dict[str, Call] = {"mm of the base": lambda: torch.mm(x, base)}
@@ -111,14 +111,14 @@ def _half(
     *,
     is_expand: bool,
 ) -> Work:
-    """The shrink or the expand of one square site alone."""
+    """The shrink or the expand of one square module alone."""
     case = cases.Case("bench", _sorted_slots(num_adapters, count), (rank,) * num_adapters, hidden, hidden, 256)
 
     def make() -> Made:
         inputs = cases.make(case, dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
-        dense = _Dense.of(SiteGroup.of([inputs.paged]), device)
-        group, route = to_device(SiteGroup.of([inputs.paged]), device), _route(token_slots, num_adapters)
+        dense = _Dense.of(ModuleGroup.of([inputs.paged]), device)
+        group, route = to_device(ModuleGroup.of([inputs.paged]), device), _route(token_slots, num_adapters)
         h = lora_shrink(x, group, route, max_rank=rank)
         stacked, rows = dense.a[0].transpose(1, 2), x.view(num_adapters, -1, hidden)
         if not is_expand:
@@ -147,7 +147,7 @@ def _mixed(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: tor
     def make() -> Made:
         inputs = cases.make(case, dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
-        group = SiteGroup.of([inputs.paged])
+        group = ModuleGroup.of([inputs.paged])
         dense = _Dense.of(group, device)
         on_device = _route(token_slots, len(ranks))
         ours = partial(add_lora_group, y, x, to_device(group, device), on_device, max_rank=max(ranks))
@@ -194,7 +194,7 @@ def _embedding(
         # Zeros: beside values of order 1 the columns of A, in ** -0.5, would hardly show.
         y, token_slots = torch.zeros_like(inputs.y, device=device), inputs.token_slots.to(device)
         token_ids = torch.randint(0, case.in_features, (count,), device=device)
-        dense = _Dense.of(SiteGroup.of([inputs.paged]), device)
+        dense = _Dense.of(ModuleGroup.of([inputs.paged]), device)
         a, matrix = dense.a[0], scale(dense.b, dense.scaling)[0]
         sums = y.clone().view(num_adapters, -1, model.hidden)
 
@@ -203,11 +203,11 @@ def _embedding(
 
         arguments = {"y": y, "token_ids": token_ids, "a": a, "b": dense.b[0], "scaling": dense.scaling}
         arguments |= {"token_slots": token_slots}
-        site = to_device(inputs.paged, device)
-        group, on_device = SiteGroup.of([site]), _route(token_slots, num_adapters)
+        module = to_device(inputs.paged, device)
+        group, on_device = ModuleGroup.of([module]), _route(token_slots, num_adapters)
 
         def embed_and_expand() -> None:
-            lora_expand(lora_embed(token_ids, site, on_device, max_rank=rank), group, y, on_device)
+            lora_expand(lora_embed(token_ids, module, on_device, max_rank=rank), group, y, on_device)
 
         return Made(embed_and_expand, arguments, {"gather, bmm": peer}, (y,))
 

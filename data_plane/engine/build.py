@@ -14,7 +14,6 @@ from transformers.utils import logging as transformers_logging
 from contract.fingerprint import checkpoint_fingerprint
 from contract.process_log import shown
 from data_plane.adapters.arena.adapter_arena import AdapterArena
-from data_plane.adapters.sites import Site
 from data_plane.config import HIGHEST, MAX_HOST_BLOCKS, WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
@@ -26,7 +25,7 @@ from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
 from data_plane.models.load_progress import telling_progress
 from data_plane.models.loader import LoadedModel, load_model
-from data_plane.plan import Capacities
+from data_plane.plan import Capacities, TargetModule
 from kernels import native
 from kernels.launches import check_tables
 from kernels.lora import choice
@@ -59,7 +58,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         cache = KVCache(layers, num_blocks=num_blocks, block_size=config.block_size, kv_format=kv_format, device=device)
         host_blocks = HostBlocks(cache.tensors, num_host_blocks) if num_host_blocks else None
         arena = AdapterArena(
-            _sites(loaded),
+            _targets(loaded),
             num_slots=config.num_slots,
             arena_bytes=config.arena_bytes,
             dtype=loaded.dtype,
@@ -172,13 +171,13 @@ def check_launches(device_name: str, folder: Path = TABLES) -> None:
         raise ConfigError(f"launch parameters of {device_name}: {error}") from error
 
 
-def _sites(loaded: LoadedModel) -> list[Site]:
-    sites = loaded.sites()
-    if not sites:
+def _targets(loaded: LoadedModel) -> list[TargetModule]:
+    targets = loaded.targets()
+    if not targets:
         raise UnsupportedModel(
             f"model type {loaded.model.config.model_type}: no linear layer that adapters could target"
         )
-    return sites
+    return targets
 
 
 def _check_arena(arena: AdapterArena, arena_bytes: int) -> None:

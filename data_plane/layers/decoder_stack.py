@@ -12,7 +12,7 @@ from torch import nn
 
 from data_plane.layers.context import StepContext
 from data_plane.layers.decoder_layer import DecoderLayer
-from data_plane.layers.recorded_layers import CannotRecord, RecordedLayers, SiteTables
+from data_plane.layers.recorded_layers import AdapterTables, CannotRecord, RecordedLayers
 from data_plane.layers.rms_norm import RmsNorm
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class DecoderStack(nn.Module):
         self._context = context
         self._recorded: RecordedLayers | None = None
 
-    def record(self, sites: SiteTables, *, max_tokens: int, rotary_half: int) -> None:
+    def record(self, tables: AdapterTables, *, max_tokens: int, rotary_half: int) -> None:
         """Compute steps of up to max_tokens by one native call from now on, if the layers' parts allow it.
 
         The caches must have been attached.
@@ -39,7 +39,7 @@ class DecoderStack(nn.Module):
         layers: Any = list(self.layers)
         try:
             self._recorded = RecordedLayers(
-                layers, self._last_norm[0], self._context, sites, max_tokens=max_tokens, rotary_half=rotary_half
+                layers, self._last_norm[0], self._context, tables, max_tokens=max_tokens, rotary_half=rotary_half
             )
         except CannotRecord as error:
             logger.info("layers run as modules reason=%s", error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from data_plane.adapters.sites import Site, SiteKind
 from data_plane.layers.context import StepContext
+from data_plane.plan import TargetKind, TargetModule
 
 
 class LoraEmbedding(nn.Module):
@@ -15,10 +15,12 @@ class LoraEmbedding(nn.Module):
     Where the embedding multiplies what it looks up (Gemma's embed_scale), that is multiplied too, as PEFT does.
     """
 
-    def __init__(self, embedding: nn.Embedding, site_name: str, context: StepContext) -> None:
+    def __init__(self, embedding: nn.Embedding, target_name: str, context: StepContext) -> None:
         super().__init__()
         self.embedding = embedding
-        self.sites = [Site(site_name, embedding.num_embeddings, embedding.embedding_dim, SiteKind.EMBEDDING)]
+        self.targets = [
+            TargetModule(target_name, TargetKind.EMBEDDING, embedding.num_embeddings, embedding.embedding_dim)
+        ]
         self.context = context
         scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0))
         self.multiplier = float(scale.to(embedding.weight.dtype))
@@ -32,6 +34,8 @@ class LoraEmbedding(nn.Module):
         """[..., hidden] for token ids [...], with adapters those of the step's tokens."""
         output: torch.Tensor = self.embedding(input)
         if self.context.lora is not None:
-            site = self.sites[0]
-            self.context.lora.embed(site.name, input.reshape(-1), output.view(-1, site.out_features), self.multiplier)
+            target = self.targets[0]
+            self.context.lora.embed(
+                target.name, input.reshape(-1), output.view(-1, target.out_features), self.multiplier
+            )
         return output

@@ -1,7 +1,7 @@
 """Linear layers that add the adapters of the step in hand. They replace the linears of a loaded model in place.
 
 Linears that read the same input may become one whose output has their columns side by side, as q, k and v do; adapters
-still find each of them as a site of its own name.
+still find each of them as a target module of its own name.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from data_plane.adapters.sites import Site, SiteKind
 from data_plane.layers.context import StepContext
 from data_plane.layers.packed_weight import PackedWeight, pack, share
+from data_plane.plan import TargetKind, TargetModule
 
 
 class LoraLinear(nn.Linear):
-    """One or more loaded linears plus what the step's adapters add at their sites.
+    """One or more loaded linears plus what the step's adapters add at their target modules.
 
     A single linear's parameters are shared, those of several are copied side by side. Where the weight is packed,
     `weight` is a meta tensor: it has a shape and a dtype and no values.
@@ -26,12 +26,12 @@ class LoraLinear(nn.Linear):
     def __init__(
         self,
         linears: Sequence[nn.Linear],
-        site_names: Sequence[str],
+        target_names: Sequence[str],
         context: StepContext,
         *,
-        kind: SiteKind = SiteKind.LAYER,
+        kind: TargetKind = TargetKind.LINEAR,
     ) -> None:
-        """site_names: one for each linear, or none at all where adapters may not add."""
+        """target_names: one for each linear, or none at all where adapters may not add."""
         # No super().__init__ of Linear: it would allocate and fill weights that are replaced at once.
         nn.Module.__init__(self)
         self.in_features = linears[0].in_features
@@ -40,13 +40,13 @@ class LoraLinear(nn.Linear):
         self.weight = linears[0].weight if len(linears) == 1 else _joined([linear.weight for linear in linears])
         self.packed: PackedWeight | None = None  # instead of the weight
         self.register_parameter("bias", _bias(linears))
-        self.sites = [
-            Site(name, linear.in_features, linear.out_features, kind)
-            for name, linear in zip(site_names, linears, strict=bool(site_names))
+        self.targets = [
+            TargetModule(name, kind, linear.in_features, linear.out_features)
+            for name, linear in zip(target_names, linears, strict=bool(target_names))
         ]
-        self.site_names = tuple(site_names)
+        self.target_names = tuple(target_names)
         self.context = context
-        self.is_head = kind is SiteKind.HEAD
+        self.is_head = kind is TargetKind.HEAD
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out_features] for input [..., in_features]; with adapters the leading sizes hold the step's tokens.
@@ -58,20 +58,20 @@ class LoraLinear(nn.Linear):
         else:
             output = self.packed.linear(input, self.bias)
         lora = self.context.head_lora if self.is_head else self.context.lora
-        if lora is not None and self.site_names:
+        if lora is not None and self.target_names:
             x, y = input.reshape(-1, self.in_features), output.view(-1, self.out_features)
-            if len(self.site_names) == 1:
-                lora.apply(self.site_names[0], x, y)
+            if len(self.target_names) == 1:
+                lora.apply(self.target_names[0], x, y)
             else:
-                lora.apply_group(self.site_names, x, y)
+                lora.apply_group(self.target_names, x, y)
         return output
 
-    def site_weight(self, index: int) -> torch.Tensor:
+    def target_weight(self, index: int) -> torch.Tensor:
         """[out, in] of one of the linears; a copy where the weight is packed."""
         weight = self.weight if self.packed is None else self.packed.unpack()
         return torch.split(weight.detach(), self.out_splits)[index]
 
-    def site_bias(self, index: int) -> torch.Tensor | None:
+    def target_bias(self, index: int) -> torch.Tensor | None:
         """[out] of one of the linears, or None; zeros for one that has none beside others that have."""
         return None if self.bias is None else torch.split(self.bias.detach(), self.out_splits)[index]
 

@@ -24,7 +24,7 @@ from data_plane.layers.rms_norm import RmsNorm
 from data_plane.layers.rotary_attention import RotaryAttention
 from kernels.gated_activation import native as gates
 from kernels.linear import native as linears
-from kernels.lora import Epilogue, SiteGroup
+from kernels.lora import Epilogue, ModuleGroup
 from kernels.lora import native as lora
 from kernels.native import DTYPES, Program, Step, has_native
 from kernels.paged_attention import native as attentions
@@ -33,11 +33,11 @@ from kernels.rms_norm import native as norms
 from kernels.rope import native as rotations
 
 
-class SiteTables(Protocol):
-    """Where the adapters' weights at a linear's sites are found; data_plane.adapters has them."""
+class AdapterTables(Protocol):
+    """Where the weights of adapters on a linear are found (AdapterArena)."""
 
-    def site_groups(self, names: tuple[str, ...]) -> list[tuple[SiteGroup, Epilogue]]:
-        """The sites in order, as groups that one op serves. Their tensors stay what they are."""
+    def module_groups(self, names: tuple[str, ...]) -> list[tuple[ModuleGroup, Epilogue]]:
+        """The modules in order, as groups that one op serves. The tensors of a group stay the same."""
         ...
 
 
@@ -49,7 +49,7 @@ class RecordedLayers:
         layers: Sequence[DecoderLayer],
         last_norm: RmsNorm,
         context: StepContext,
-        sites: SiteTables,
+        tables: AdapterTables,
         *,
         max_tokens: int,
         rotary_half: int,
@@ -57,10 +57,10 @@ class RecordedLayers:
         """rotary_half: columns of the tables that heads are turned by. Raises CannotRecord."""
         self.max_tokens = max_tokens
         self._context = context
-        self._sites = sites
+        self._tables = tables
         self._half = rotary_half
         self._program = Program()
-        self._lora_sites = 1  # the most of one group
+        self._lora_modules = 1  # the most of one group
         first = layers[0].input_layernorm
         self._dtype = first.weight.dtype
         if not has_native(first.weight) or self._dtype not in DTYPES:
@@ -90,7 +90,7 @@ class RecordedLayers:
         turned = rotations.rotation(cos, sin, context.slot_mapping)
         step = Step(num_tokens=num_tokens, rotation=turned.address, attention=ctypes.addressof(attention))
         if context.lora is not None:
-            tokens = context.lora.native_tokens(self._lora_sites)
+            tokens = context.lora.native_tokens(self._lora_modules)
             step.lora = ctypes.addressof(tokens)
         self._program.run(step)
         return stream, self._normed[:num_tokens]
@@ -169,13 +169,13 @@ class RecordedLayers:
             op, weight = "plain_linear", module.packed.weight
         else:
             raise CannotRecord(f"{type(module).__name__} has no weight for native code")
-        groups = self._sites.site_groups(module.site_names) if module.site_names else []
+        groups = self._tables.module_groups(module.target_names) if module.target_names else []
         problems, column = [], 0
         for group, epilogue in groups:
             width = sum(group.out_features)
             problems.append(lora.problem(group, x, y[:, column : column + width], epilogue))
             column += width
-            self._lora_sites = max(self._lora_sites, group.num_sites)
+            self._lora_modules = max(self._lora_modules, group.num_modules)
         if len(problems) > 1:
             # They share the memory of h.
             self._program.add(op, linears.problem(x, weight, module.bias, y))

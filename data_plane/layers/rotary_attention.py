@@ -68,7 +68,7 @@ class RotaryAttention(nn.Module):
 
 
 def _widths(qkv: LoraLinear, heads: tuple[int, int, int]) -> list[int]:
-    """Columns of query, key and value in the joint product: of the sites, or of one that was always joint."""
+    """Columns of query, key and value in the joint product: of the target modules, or of one that was always joint."""
     if len(qkv.out_splits) == 3:
         return qkv.out_splits
     size = qkv.out_features // sum(heads)  # one size for all heads

@@ -9,7 +9,7 @@ from data_plane.layers.lora_linear import replace_module
 
 
 def replace_transposed(model: nn.Module) -> None:
-    """Put a plain linear in the place of every Conv1D of the model: the same product, and the same sites for adapters.
+    """Replace every Conv1D of the model by a plain linear: the same product, and the same target for adapters.
 
     PEFT writes the same tensors for both, so that adapters need no change.
     """

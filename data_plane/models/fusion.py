@@ -54,7 +54,7 @@ def fuse_model(model: PreTrainedModel, probe: ModelProbe, context: StepContext, 
     for name, layer, call in zip(attention_names, probe.attention_layers, recorder.calls, strict=True):
         fused = _tried(name, fused_attention, layer.module, name, call, kwargs.get(name, {}), free, context)
         if fused is not None:
-            free -= set(fused.qkv.site_names)
+            free -= set(fused.qkv.target_names)
             replace_module(model, name, fused)
         attention_layers.append(replace(layer, module=fused or layer.module))
     for name in layer_names:
@@ -117,7 +117,7 @@ def _fuse_norms_and_mlps(model: nn.Module, layer_name: str, free: set[str], cont
     for name, module in list(layer.named_modules(prefix=layer_name)):
         mlp = _tried(name, fused_mlp, module, name, free, context)
         if mlp is not None:
-            free -= set(mlp.gate_up.site_names)
+            free -= set(mlp.gate_up.target_names)
             replace_module(model, name, mlp)
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from contract.context_length import LENGTH_KEYS
-from data_plane.adapters.sites import Site, SiteKind
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
@@ -27,6 +26,7 @@ from data_plane.models.limits import context_limit
 from data_plane.models.model_probe import ModelProbe, probe_model
 from data_plane.models.probe import PROBE_NAME, Recorder, register_probe
 from data_plane.models.stacking import StackedLayers, stack_layers
+from data_plane.plan import TargetKind, TargetModule
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,17 @@ class LoadedModel:
     dtype: torch.dtype
     stacked: StackedLayers | None = None  # on a CPU, where all layers are of the fused shape
 
-    def sites(self) -> list[Site]:
+    def targets(self) -> list[TargetModule]:
         """Where adapters may add, in the order of the layers."""
         return [
-            site
+            target
             for module in self.model.modules()
             if isinstance(module, LoraLinear | LoraEmbedding)
-            for site in module.sites
+            for target in module.targets
         ]
 
     def base_weights(self) -> ModelWeights:
-        """The weights that the sites add to."""
+        """The weights that the target modules add to."""
         return ModelWeights(self.model)
 
     def has_native_linears(self) -> bool:
@@ -84,32 +84,32 @@ class LoadedModel:
 
 
 class ModelWeights:
-    """The sites of a loaded model by name (data_plane.adapters.arena.base_weights.BaseWeights)."""
+    """The target modules of a loaded model by name (see BaseWeights)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._linears = {
             name: (module, index)
             for module in model.modules()
             if isinstance(module, LoraLinear)
-            for index, name in enumerate(module.site_names)
+            for index, name in enumerate(module.target_names)
         }
         self._embeddings = {
-            module.sites[0].name: module for module in model.modules() if isinstance(module, LoraEmbedding)
+            module.targets[0].name: module for module in model.modules() if isinstance(module, LoraEmbedding)
         }
 
-    def weight(self, site_name: str) -> torch.Tensor:
+    def weight(self, target_name: str) -> torch.Tensor:
         """See BaseWeights."""
-        if site_name in self._embeddings:
-            return self._embeddings[site_name].weight.detach().T
-        linear, index = self._linears[site_name]
-        return linear.site_weight(index)
+        if target_name in self._embeddings:
+            return self._embeddings[target_name].weight.detach().T
+        linear, index = self._linears[target_name]
+        return linear.target_weight(index)
 
-    def bias(self, site_name: str) -> torch.Tensor | None:
+    def bias(self, target_name: str) -> torch.Tensor | None:
         """See BaseWeights."""
-        if site_name in self._embeddings:
+        if target_name in self._embeddings:
             return None
-        linear, index = self._linears[site_name]
-        return linear.site_bias(index)
+        linear, index = self._linears[target_name]
+        return linear.target_bias(index)
 
 
 def load_model(
@@ -201,7 +201,7 @@ def _replace_head(model: PreTrainedModel, probe: ModelProbe, context: StepContex
         return
     head = model.get_submodule(probe.head_name)
     assert isinstance(head, nn.Linear), f"{probe.head_name} is a {type(head).__name__}"
-    replacement = LoraLinear([head], [probe.head_name], context, kind=SiteKind.HEAD)
+    replacement = LoraLinear([head], [probe.head_name], context, kind=TargetKind.HEAD)
     if head.weight is model.get_input_embeddings().weight:
         replacement.share_weight()
     else:

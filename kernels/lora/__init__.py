@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import has_triton
-from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup, page_values
+from kernels.lora.layout import PAGE_RANKS, Epilogue, ModuleGroup, PagedModule, page_values
 from kernels.lora.ops import (
     add_lora_group,
     bgmv_expand,
@@ -28,8 +28,8 @@ __all__ = [
     "PAGE_RANKS",
     "DeviceRoute",
     "Epilogue",
-    "PagedSite",
-    "SiteGroup",
+    "ModuleGroup",
+    "PagedModule",
     "add_lora_group",
     "bgmv_expand",
     "bgmv_expand_slice",

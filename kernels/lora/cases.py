@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup, page_values
+from kernels.lora.layout import PAGE_RANKS, Epilogue, ModuleGroup, PagedModule, page_values
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One site of one step."""
+    """One module of one step."""
 
     name: str
     token_slots: tuple[int, ...]
-    ranks: tuple[int, ...]  # by slot; 0: the slot's adapter does not target the site
+    ranks: tuple[int, ...]  # by slot; 0: the slot's adapter does not target the module
     in_features: int = 48
     out_features: int = 32
     tile_width: int = 16
@@ -33,8 +33,8 @@ CASES = (
     Case("adapters nobody uses", (-1, 2, -1), (8, 4, 16, 3)),
     Case("rank 1", (0, -1, 0), (1,)),
     Case("mixed", (1, 0, -1, 2, 2, 1, -1, 0, 3), (8, 16, 3, 64)),
-    Case("site not targeted by one", (0, 1, 2, 1, 0), (8, 0, 4)),
-    Case("site targeted by none", (0, 1), (0, 0)),
+    Case("module not targeted by one", (0, 1, 2, 1, 0), (8, 0, 4)),
+    Case("module targeted by none", (0, 1), (0, 0)),
     Case("odd sizes", (2, 0, 1, -1, 1), (5, 7, 11), 21, 35, 7),
     Case("every width its own page", (0, 1), (8, 9), 37, 1, 1),
     Case("last tiles in part", (0, 2, -1, 1), (8, 17, 3), 37, 51, 16),
@@ -49,23 +49,23 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One case's tensors: one site's weights in pages and as matrices."""
+    """One case's tensors: one module's weights in pages and as matrices."""
 
     x: torch.Tensor
     y: torch.Tensor
     token_slots: torch.Tensor
-    paged: PagedSite
+    paged: PagedModule
     matrices: list[tuple[torch.Tensor, torch.Tensor, float]]  # by slot: A, B, scaling
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """One case's tensors for sites that are computed together."""
+    """One case's tensors for modules that are computed together."""
 
     x: torch.Tensor
     y: torch.Tensor  # [T, sum of out]
     token_slots: torch.Tensor
-    group: SiteGroup
+    group: ModuleGroup
     max_rank: int
 
 
@@ -103,9 +103,9 @@ def make_group(
     is_exact: bool = False,
     is_uniform: bool = False,
 ) -> GroupInputs:
-    """Sites of these widths over one input; site i leaves out slot i, and slot 1 has another rank at each.
+    """Modules of these widths over one input; module i leaves out slot i, and slot 1 has another rank at each.
 
-    is_uniform: every slot has its rank at every site instead. is_exact: small integers, of which every sum is exact
+    is_uniform: every slot has its rank at every module instead. is_exact: small integers, of which every sum is exact
     in float32 in any order.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -115,7 +115,7 @@ def make_group(
             return torch.randint(-2, 3, (rows, width), generator=generator).to(dtype)
         return (torch.randn(rows, width, generator=generator) * scale).to(dtype)
 
-    by_site = []
+    by_module = []
     for index, width in enumerate(out_features):
         matrices = []
         for slot, case_rank in enumerate(case.ranks):
@@ -125,13 +125,13 @@ def make_group(
             a = random(rank, case.in_features, case.in_features**-0.5)
             b = random(rank, width, max(rank, 1) ** -0.5)
             matrices.append((a, b, (1.0, -1.0, 2.0, -2.0)[slot % 4] if is_exact else 0.5 + slot % 4))
-        by_site.append(matrices)
+        by_module.append(matrices)
     num_tokens = len(case.token_slots)
     padding = 3 if case.is_strided else 0
     x = random(num_tokens, case.in_features + padding, 1.0)[:, padding:]
     y = random(num_tokens, sum(out_features) + padding, 1.0)[:, padding:]
-    group = SiteGroup.of(_paged_sites(case, by_site, out_features, dtype, generator))
-    max_rank = max((a.shape[0] for matrices in by_site for a, _, _ in matrices), default=0)
+    group = ModuleGroup.of(_paged_modules(case, by_module, out_features, dtype, generator))
+    max_rank = max((a.shape[0] for matrices in by_module for a, _, _ in matrices), default=0)
     return GroupInputs(x, y, torch.tensor(case.token_slots, dtype=torch.int32), group, max_rank)
 
 
@@ -140,7 +140,7 @@ def with_vectors(
 ) -> tuple[GroupInputs, Epilogue]:
     """The same case with vectors in its pages: gain and lora_bias float32 [num_slots, sum of out].
 
-    A slot whose gains at a site are all 1, or biases all 0, gets none. Vectors lie one behind the other, from the
+    A slot whose gains at a module are all 1, or biases all 0, gets none. Vectors lie one behind the other, from the
     second value of their first page on.
     """
     group = inputs.group
@@ -149,9 +149,9 @@ def with_vectors(
     begin, values = len(group.page_ids) * size, [torch.full((1,), float("nan"))]
     for name, table, nothing in (("gain", gain, 1.0), ("lora_bias", lora_bias, 0.0)):
         for slot in range(group.num_slots):
-            for site, vector in enumerate(torch.split(table[slot], list(group.out_features))):
+            for module, vector in enumerate(torch.split(table[slot], list(group.out_features))):
                 if (vector != nothing).any():
-                    starts[name][site, slot] = begin + sum(map(len, values))
+                    starts[name][module, slot] = begin + sum(map(len, values))
                     values.append(vector)
     joined = torch.cat(values)
     num_pages = -(-len(joined) // size)
@@ -168,24 +168,24 @@ def _paged(
     matrices: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> PagedSite:
-    return _paged_sites(case, [matrices], (case.out_features,), dtype, generator)[0]
+) -> PagedModule:
+    return _paged_modules(case, [matrices], (case.out_features,), dtype, generator)[0]
 
 
-def _paged_sites(
+def _paged_modules(
     case: Case,
-    by_site: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor, float]]],
+    by_module: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor, float]]],
     out_features: Sequence[int],
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> list[PagedSite]:
+) -> list[PagedModule]:
     """Writes the pages one tile at a time, in shuffled order. Columns past the width are NaN."""
     tiles: list[torch.Tensor] = []
-    num_slots = max(len(by_site[0]), 1)
-    first = torch.zeros(len(by_site), num_slots, dtype=torch.int32)
-    rank = torch.zeros(len(by_site), num_slots, dtype=torch.int32)
-    scalings = torch.zeros(len(by_site), num_slots)
-    for index, matrices in enumerate(by_site):
+    num_slots = max(len(by_module[0]), 1)
+    first = torch.zeros(len(by_module), num_slots, dtype=torch.int32)
+    rank = torch.zeros(len(by_module), num_slots, dtype=torch.int32)
+    scalings = torch.zeros(len(by_module), num_slots)
+    for index, matrices in enumerate(by_module):
         for slot, (a, b, scaling) in enumerate(matrices):
             first[index, slot], rank[index, slot], scalings[index, slot] = len(tiles), a.shape[0], scaling
             for matrix in (a, b):
@@ -202,6 +202,6 @@ def _paged_sites(
     for position, tile in enumerate(tiles):
         pages[page_ids[position]] = tile
     return [
-        PagedSite(pages, page_ids, first[index], rank[index], scalings[index], case.in_features, width)
+        PagedModule(pages, page_ids, first[index], rank[index], scalings[index], case.in_features, width)
         for index, width in enumerate(out_features)
     ]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels.lora import cpu, native
-from kernels.lora.layout import PAGE_RANKS, SiteGroup
+from kernels.lora.layout import PAGE_RANKS, ModuleGroup
 from kernels.lora.route import route_on_host
 from kernels.native.measured import Results, best_times_s, measured
 from kernels.native.program import one_thread
@@ -22,7 +22,7 @@ from kernels.native.program import one_thread
 TOKEN_COUNTS = (64, 256, 1024)
 # Ranks that stand for others: from the second on, and below.
 RANKS = (16, 64)
-SIDE, TILE_WIDTH = 1024, 256  # of the site
+SIDE, TILE_WIDTH = 1024, 256  # of the module
 BUDGET_S = 0.004  # for each token count, beside two turns of each way
 # Products that take so many times as long with a few hundred tokens are not measured with more. Some dtypes have no
 # fast products: float16 took 18 times as long with AVX-512 (benchmarks/LOG.md).
@@ -63,7 +63,7 @@ def _measure(dtype: torch.dtype, rank: int) -> Results:
     pages = torch.empty(num_pages, PAGE_RANKS, TILE_WIDTH).uniform_(-0.01, 0.01, generator=random).to(dtype)
     first, ranks = (torch.tensor([[value]], dtype=torch.int32) for value in (0, rank))
     ids = torch.arange(num_pages, dtype=torch.int32)
-    group = SiteGroup(pages, ids, first, ranks, torch.ones(1, 1), SIDE, (SIDE,))
+    group = ModuleGroup(pages, ids, first, ranks, torch.ones(1, 1), SIDE, (SIDE,))
     results: Results = {}
     with one_thread():
         for num_tokens in TOKEN_COUNTS:

@@ -1,14 +1,14 @@
 """The operators in torch, slot by slot: products in the dtype of the weights, over copies of the slot's pages.
 
 Written for a CPU without native code, runs on any device. Tokens that follow one another in the rows are read where
-they lie, others are gathered once for all sites of a group.
+they lie, others are gathered once for all modules of a group.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, Epilogue, SiteGroup
+from kernels.lora.layout import PAGE_RANKS, Epilogue, ModuleGroup
 from kernels.lora.reference import check_room, gather_a, gather_b, vector
 from kernels.lora.route import DeviceRoute
 
@@ -28,18 +28,18 @@ def segments(route: DeviceRoute) -> list[tuple[int, Rows]]:
     return [(slot, _rows(route.order[start:end])) for slot, start, end in joined]
 
 
-def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
     """See kernels.lora.reference."""
     for slot, tokens in segments(route):
         rows = x[tokens]
-        for index in range(group.num_sites):
+        for index in range(group.num_modules):
             rank = _rank(group, index, slot, h)
             if rank:
-                h[index, tokens, :rank] = torch.mm(rows, gather_a(group.site(index), slot).T).float() * scaling
+                h[index, tokens, :rank] = torch.mm(rows, gather_a(group.module(index), slot).T).float() * scaling
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute) -> None:
-    """Into h [1, T, width] of the only site; see kernels.lora.reference."""
+def embed(token_ids: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute) -> None:
+    """Into h [1, T, width] of the only module; see kernels.lora.reference."""
     width = group.pages.shape[2]
     num_tiles = -(-group.in_features // width)
     for slot, tokens in segments(route):
@@ -58,7 +58,7 @@ def embed(token_ids: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: Dev
 def expand(
     h: torch.Tensor,
     y: torch.Tensor,
-    group: SiteGroup,
+    group: ModuleGroup,
     route: DeviceRoute,
     *,
     add_inputs: bool,
@@ -76,7 +76,7 @@ def expand(
             rank = _rank(group, index, slot, h)
             if rank == 0:
                 continue
-            shrunk, b = h[index, tokens, :rank].to(part.dtype), gather_b(group.site(index), slot)
+            shrunk, b = h[index, tokens, :rank].to(part.dtype), gather_b(group.module(index), slot)
             scaling = float(group.scaling[index, slot])
             lora_bias = gain = None
             if epilogue is not None:
@@ -93,9 +93,9 @@ def expand(
 
 
 def add(
-    y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
+    y: torch.Tensor, x: torch.Tensor, group: ModuleGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
 ) -> None:
-    """Shrink into h [sites, T, width], then expand."""
+    """Shrink into h [modules, T, width], then expand."""
     shrink(x, h, group, route)
     expand(h, y, group, route, add_inputs=True, epilogue=epilogue)
 
@@ -106,8 +106,8 @@ def _rows(tokens: torch.Tensor) -> Rows:
     return slice(first, last + 1) if last - first + 1 == len(tokens) else tokens.long()
 
 
-def _rank(group: SiteGroup, index: int, slot: int, h: torch.Tensor) -> int:
-    """Raises ValueError where h [sites, T, width] has no room for it."""
+def _rank(group: ModuleGroup, index: int, slot: int, h: torch.Tensor) -> int:
+    """Raises ValueError where h [modules, T, width] has no room for it."""
     rank = int(group.rank[index, slot])
     check_room(slot, rank, h)
     return rank

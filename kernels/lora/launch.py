@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 import torch
 
 from kernels.buckets import check_power_of_two, round_up
-from kernels.lora.layout import SiteGroup
+from kernels.lora.layout import ModuleGroup
 from kernels.tuning import tuned
 
 MAX_IN_COLUMNS = 128
@@ -64,26 +64,26 @@ class Sizes:
 
     dtype: str
     page: int  # columns of a page
-    rank: int  # the greatest of the step at the sites: the width of h
-    sites: int
+    rank: int  # the greatest of the step at the modules: the width of h
+    modules: int
     tokens: int
     features: int  # in of a shrink, the greatest out of an expand
     planes: int  # of h
 
     @classmethod
-    def of_shrink(cls, x: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> Sizes:
-        """Of x [T, in] into h [planes, sites, T, width]."""
+    def of_shrink(cls, x: torch.Tensor, h: torch.Tensor, group: ModuleGroup) -> Sizes:
+        """Of x [T, in] into h [planes, modules, T, width]."""
         dtype, page = _dtype_name(x.dtype), group.pages.shape[2]
         return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], group.in_features, h.shape[0])
 
     @classmethod
-    def of_expand(cls, y: torch.Tensor, h: torch.Tensor, group: SiteGroup) -> Sizes:
-        """Of h [planes, sites, T, width] into y [T, sum of out]."""
+    def of_expand(cls, y: torch.Tensor, h: torch.Tensor, group: ModuleGroup) -> Sizes:
+        """Of h [planes, modules, T, width] into y [T, sum of out]."""
         dtype, page = _dtype_name(y.dtype), group.pages.shape[2]
         return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], max(group.out_features), h.shape[0])
 
 
-# A step asks for each site, so that the tables' own look-up would be felt.
+# A step asks for each module, so that the tables' own look-up would be felt.
 @lru_cache(maxsize=4096)
 def shrink_launch(device_name: str | None, sizes: Sizes) -> ShrinkLaunch:
     """What was measured for such a call on the device, or the default."""

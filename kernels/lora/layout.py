@@ -1,6 +1,6 @@
 """How adapter weights lie in memory: the arguments of the operators.
 
-A site is one linear of the model, or its embedding, whose `in` is the vocabulary. The arena is one tensor of pages
+A module is one linear of the model, or its embedding, whose `in` is the vocabulary. The arena is one tensor of pages
 [num_pages, 8, W]. A page holds 8 ranks of W columns. The matrix A [rank, in] of a slot is cut in ceil(rank / 8) groups
 of 8 rows and ceil(in / W) tiles of columns; the ids of its pages stand in page_ids from first[slot] on, group by group,
 and those of B [rank, out] follow at once. Rows past the rank are zero. Where W does not divide the width, as with an
@@ -24,78 +24,80 @@ H_ALIGN = 4  # ranks of h that a GPU reads at once, if its width and strides are
 
 
 @dataclass(frozen=True, slots=True)
-class PagedSite:
-    """One site's weights in the arena, for all slots. Every tensor keeps its address for the life of the arena."""
+class PagedModule:
+    """One module's weights in the arena, for all slots. Every tensor keeps its address for the life of the arena."""
 
     pages: torch.Tensor  # [num_pages, 8, W]
-    page_ids: torch.Tensor  # int32 [num_pages], shared by all sites and slots
+    page_ids: torch.Tensor  # int32 [num_pages], shared by all modules and slots
     first: torch.Tensor  # int32 [num_slots]: index into page_ids
-    rank: torch.Tensor  # int32 [num_slots]; 0 where the slot's adapter does not target the site, or there is none
+    rank: torch.Tensor  # int32 [num_slots]; 0 where the slot's adapter does not target the module, or there is none
     scaling: torch.Tensor  # float32 [num_slots]
     in_features: int
     out_features: int
 
 
 @dataclass(frozen=True, slots=True)
-class SiteGroup:
-    """Sites that read the same input and write side by side: q, k and v, or gate and up. Also a single site.
+class ModuleGroup:
+    """Modules that read the same input and write side by side: q, k and v, or gate and up. Also a single module.
 
     The columns of their outputs may be of unequal widths, as with grouped queries.
     """
 
     pages: torch.Tensor  # [num_pages, 8, W]
     page_ids: torch.Tensor  # int32 [num_pages]
-    first: torch.Tensor  # int32 [num_sites, num_slots], and so the next two
+    first: torch.Tensor  # int32 [num_modules, num_slots], and so the next two
     rank: torch.Tensor
     scaling: torch.Tensor  # float32
     in_features: int
-    out_features: tuple[int, ...]  # by site
+    out_features: tuple[int, ...]  # by module
 
     @classmethod
-    def of(cls, sites: Sequence[PagedSite]) -> SiteGroup:
-        """Sites of one arena as a group. Copies the slot table of several sites; of one it is a view."""
-        head = sites[0]
-        if any(site.pages is not head.pages or site.page_ids is not head.page_ids for site in sites):
-            raise ValueError("the sites are of different arenas")
-        if any(site.in_features != head.in_features for site in sites):
-            raise ValueError(f"the sites read {[site.in_features for site in sites]} features, want one width")
+    def of(cls, modules: Sequence[PagedModule]) -> ModuleGroup:
+        """Modules of one arena as a group. Copies the slot table of several modules; of one it is a view."""
+        head = modules[0]
+        if any(module.pages is not head.pages or module.page_ids is not head.page_ids for module in modules):
+            raise ValueError("the modules are of different arenas")
+        if any(module.in_features != head.in_features for module in modules):
+            raise ValueError(f"the modules read {[module.in_features for module in modules]} features, want one width")
         first, rank, scaling = (
-            getattr(head, name)[None] if len(sites) == 1 else torch.stack([getattr(site, name) for site in sites])
+            getattr(head, name)[None]
+            if len(modules) == 1
+            else torch.stack([getattr(module, name) for module in modules])
             for name in ("first", "rank", "scaling")
         )
-        widths = tuple(site.out_features for site in sites)
+        widths = tuple(module.out_features for module in modules)
         return cls(head.pages, head.page_ids, first, rank, scaling, head.in_features, widths)
 
     @property
-    def num_sites(self) -> int:
+    def num_modules(self) -> int:
         return len(self.out_features)
 
     @property
     def num_slots(self) -> int:
         return self.first.shape[1]
 
-    def site(self, index: int) -> PagedSite:
-        """One of the sites."""
+    def module(self, index: int) -> PagedModule:
+        """One of the modules."""
         table = (self.first[index], self.rank[index], self.scaling[index])
-        return PagedSite(self.pages, self.page_ids, *table, self.in_features, self.out_features[index])
+        return PagedModule(self.pages, self.page_ids, *table, self.in_features, self.out_features[index])
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What an expand does beside adding s * (h @ B), for slots that have an adapter at the site.
+    """What an expand does beside adding s * (h @ B), for slots that have an adapter at the module.
 
     y = gain * (y - base_bias + s * (h @ B + lora_bias)) + base_bias, as PEFT does for LoRA with bias and for DoRA:
     there gain is magnitude / norm of the rows of W + s * B.T @ A, and the linear's own bias is not scaled.
 
     Gains and biases [out] lie in the arena's pages as float32, side by side over the pages in the order of page_ids.
-    The tables say where those of a site and slot begin; -1 is for gains of 1 and biases of 0, of which nothing is read.
+    The tables say where those of a module and slot begin; -1 means gains of 1 and biases of 0, and nothing is read.
 
         pages of 64 values, start 70, out 100: values 6 to 63 of page page_ids[1], then 0 to 41 of page_ids[2]
     """
 
     values: torch.Tensor  # float32 [num_pages, values of a page]: the pages' memory
-    gain: torch.Tensor | None = None  # int64 [num_sites, num_slots]
-    lora_bias: torch.Tensor | None = None  # int64 [num_sites, num_slots]
+    gain: torch.Tensor | None = None  # int64 [num_modules, num_slots]
+    lora_bias: torch.Tensor | None = None  # int64 [num_modules, num_slots]
     base_bias: torch.Tensor | None = None  # float32 [sum of out]; matters with a gain only
 
 

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kernels.lora.layout import Epilogue, SiteGroup
+from kernels.lora.layout import Epilogue, ModuleGroup
 from kernels.lora.route import DeviceRoute
 from kernels.native import DTYPES, Program, Step, integers, pointers, run_one
 
@@ -22,18 +22,18 @@ class LoraTokens(ctypes.Structure):
     ]
 
 
-class LoraSites(ctypes.Structure):
-    """A group of sites and the rows that they read and write; pages.h says what the fields are."""
+class LoraModules(ctypes.Structure):
+    """A group of modules and the rows that they read and write; pages.h says what the fields are."""
 
     _fields_ = [  # ctypes wants a list
         *pointers("x", "y", "pages", "page_ids", "first", "rank", "scaling", "gain", "lora_bias", "base_bias", "out"),
-        *integers("x_stride", "y_stride", "in_features", "num_sites", "num_slots", "tile_width", "dtype"),
+        *integers("x_stride", "y_stride", "in_features", "num_modules", "num_slots", "tile_width", "dtype"),
         ("shrink_scaling", ctypes.c_double),
     ]
 
 
 def lora_tokens(route: DeviceRoute, h: torch.Tensor) -> LoraTokens:
-    """Of a route on the CPU; h float32 [sites, T, width] is contiguous. Keeps both alive."""
+    """Of a route on the CPU; h float32 [modules, T, width] is contiguous. Keeps both alive."""
     tokens = LoraTokens(
         order=route.order.data_ptr(),
         block_slot=route.block_slot.data_ptr(),
@@ -49,13 +49,13 @@ def lora_tokens(route: DeviceRoute, h: torch.Tensor) -> LoraTokens:
 
 
 def problem(
-    group: SiteGroup,
+    group: ModuleGroup,
     x: torch.Tensor | None,
     y: torch.Tensor | None,
     epilogue: Epilogue | None = None,
     *,
     scaling: float = 1.0,
-) -> LoraSites:
+) -> LoraModules:
     """Of all three ops: shrink and embed read x, expand writes y and alone takes the epilogue.
 
     x [T, in], of embed int64 [T], and y [T, sum of out] may have rows that lie apart. The tables are read when the op
@@ -64,7 +64,7 @@ def problem(
     out = torch.tensor(group.out_features, dtype=torch.int64)
     table = {} if epilogue is None else {"gain": epilogue.gain, "lora_bias": epilogue.lora_bias}
     base_bias = None if epilogue is None else epilogue.base_bias
-    sites = LoraSites(
+    modules = LoraModules(
         x=_address(x),
         y=_address(y),
         pages=group.pages.data_ptr(),
@@ -79,17 +79,17 @@ def problem(
         x_stride=x.stride(0) if x is not None else 0,
         y_stride=y.stride(0) if y is not None else 0,
         in_features=group.in_features,
-        num_sites=group.num_sites,
+        num_modules=group.num_modules,
         num_slots=group.num_slots,
         tile_width=group.pages.shape[2],
         dtype=DTYPES[group.pages.dtype],
         shrink_scaling=scaling,
     )
-    sites.keeps = (out, base_bias)
-    return sites
+    modules.keeps = (out, base_bias)
+    return modules
 
 
-def can_serve(group: SiteGroup, *rows: torch.Tensor) -> bool:
+def can_serve(group: ModuleGroup, *rows: torch.Tensor) -> bool:
     """Whether the tables are whole rows of one dtype each, and the rows of x or y dense."""
     tables = (group.first, group.rank, group.scaling)
     return group.pages.dtype in DTYPES and all(
@@ -97,31 +97,31 @@ def can_serve(group: SiteGroup, *rows: torch.Tensor) -> bool:
     )
 
 
-def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
-    """Into h [sites, T, width]; see kernels.lora.reference."""
+def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+    """Into h [modules, T, width]; see kernels.lora.reference."""
     run_one("lora_shrink", problem(group, x, None, scaling=scaling), _step(route, h))
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute) -> None:
-    """Into h [1, T, width] of the only site; see kernels.lora.reference."""
+def embed(token_ids: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute) -> None:
+    """Into h [1, T, width] of the only module; see kernels.lora.reference."""
     ids = token_ids.long()  # held here: a problem keeps no rows alive
     run_one("lora_embed", problem(group, ids, None), _step(route, h))
 
 
 def expand(
-    h: torch.Tensor, y: torch.Tensor, group: SiteGroup, route: DeviceRoute, epilogue: Epilogue | None = None
+    h: torch.Tensor, y: torch.Tensor, group: ModuleGroup, route: DeviceRoute, epilogue: Epilogue | None = None
 ) -> None:
-    """y += of h [sites, T, width]; see kernels.lora.reference."""
+    """y += of h [modules, T, width]; see kernels.lora.reference."""
     run_one("lora_expand", problem(group, None, y, epilogue), _step(route, h))
 
 
 def add(
-    y: torch.Tensor, x: torch.Tensor, group: SiteGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
+    y: torch.Tensor, x: torch.Tensor, group: ModuleGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
 ) -> None:
-    """Shrink into h [sites, T, width], then expand, by one call."""
-    sites, program = problem(group, x, y, epilogue), Program()
-    program.add("lora_shrink", sites)
-    program.add("lora_expand", sites)
+    """Shrink into h [modules, T, width], then expand, by one call."""
+    modules, program = problem(group, x, y, epilogue), Program()
+    program.add("lora_shrink", modules)
+    program.add("lora_expand", modules)
     program.run(_step(route, h))
 
 

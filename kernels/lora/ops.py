@@ -15,31 +15,31 @@ from kernels.buckets import round_up
 from kernels.devices import check_devices, runs_triton
 from kernels.lora import choice, cpu, native
 from kernels.lora.launch import num_parts
-from kernels.lora.layout import H_ALIGN, Epilogue, PagedSite, SiteGroup
+from kernels.lora.layout import H_ALIGN, Epilogue, ModuleGroup, PagedModule
 from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one, split_by_length
 from kernels.native import get_num_threads, has_native
 
 
 def bgmv_shrink(
-    x: torch.Tensor, site: PagedSite, out: torch.Tensor, token_slots: torch.Tensor, *, scaling: float = 1.0
+    x: torch.Tensor, module: PagedModule, out: torch.Tensor, token_slots: torch.Tensor, *, scaling: float = 1.0
 ) -> None:
     """out [T, width] float32 = scaling * x [T, in] @ A.T in the first `rank` columns; the others are left alone.
 
-    Rows without an adapter are left alone, as are those of a slot that the site has no row for. A rank above the width
-    is refused; on a GPU its rows are NaN instead.
+    Rows without an adapter, or whose slot is outside the table, are not written. A rank above the width is refused;
+    on a GPU its rows are NaN instead.
     """
-    _shrink(x, SiteGroup.of([site]), out[None], _blocks_of_one(token_slots, site), scaling)
+    _shrink(x, ModuleGroup.of([module]), out[None], _blocks_of_one(token_slots, module), scaling)
 
 
 def sgmv_shrink(
-    x: torch.Tensor, site: PagedSite, out: torch.Tensor, route: DeviceRoute, *, scaling: float = 1.0
+    x: torch.Tensor, module: PagedModule, out: torch.Tensor, route: DeviceRoute, *, scaling: float = 1.0
 ) -> None:
     """bgmv_shrink over blocks of tokens."""
-    _shrink(x, SiteGroup.of([site]), out[None], route, scaling)
+    _shrink(x, ModuleGroup.of([module]), out[None], route, scaling)
 
 
 def bgmv_expand(
-    h: torch.Tensor, site: PagedSite, y: torch.Tensor, token_slots: torch.Tensor, *, add_inputs: bool = True
+    h: torch.Tensor, module: PagedModule, y: torch.Tensor, token_slots: torch.Tensor, *, add_inputs: bool = True
 ) -> None:
     """y [T, out or more] += scaling of the slot * h [T, width] @ B in its first `out` columns.
 
@@ -48,23 +48,23 @@ def bgmv_expand(
     """
     _expand(
         h[None, None],
-        SiteGroup.of([site]),
-        _slice(y, 0, site.out_features),
-        _blocks_of_one(token_slots, site),
+        ModuleGroup.of([module]),
+        _slice(y, 0, module.out_features),
+        _blocks_of_one(token_slots, module),
         add_inputs,
     )
 
 
 def sgmv_expand(
-    h: torch.Tensor, site: PagedSite, y: torch.Tensor, route: DeviceRoute, *, add_inputs: bool = False
+    h: torch.Tensor, module: PagedModule, y: torch.Tensor, route: DeviceRoute, *, add_inputs: bool = False
 ) -> None:
     """bgmv_expand over blocks of tokens."""
-    _expand(h[None, None], SiteGroup.of([site]), _slice(y, 0, site.out_features), route, add_inputs)
+    _expand(h[None, None], ModuleGroup.of([module]), _slice(y, 0, module.out_features), route, add_inputs)
 
 
 def bgmv_expand_slice(
     h: torch.Tensor,
-    site: PagedSite,
+    module: PagedModule,
     y: torch.Tensor,
     token_slots: torch.Tensor,
     *,
@@ -72,14 +72,14 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """bgmv_expand into the columns slice_offset : slice_offset + slice_size of y, as many as the site has."""
-    group = SiteGroup.of([site])
-    _expand(h[None, None], group, _slice(y, slice_offset, slice_size), _blocks_of_one(token_slots, site), add_inputs)
+    """bgmv_expand into the columns slice_offset : slice_offset + slice_size of y, as many as the module has."""
+    group = ModuleGroup.of([module])
+    _expand(h[None, None], group, _slice(y, slice_offset, slice_size), _blocks_of_one(token_slots, module), add_inputs)
 
 
 def sgmv_expand_slice(
     h: torch.Tensor,
-    site: PagedSite,
+    module: PagedModule,
     y: torch.Tensor,
     route: DeviceRoute,
     *,
@@ -88,20 +88,20 @@ def sgmv_expand_slice(
     add_inputs: bool = False,
 ) -> None:
     """bgmv_expand_slice over blocks of tokens."""
-    _expand(h[None, None], SiteGroup.of([site]), _slice(y, slice_offset, slice_size), route, add_inputs)
+    _expand(h[None, None], ModuleGroup.of([module]), _slice(y, slice_offset, slice_size), route, add_inputs)
 
 
-def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
-    """x @ A.T of every site of the group in one launch: float32 [planes, sites, T, width] for `lora_expand`.
+def lora_shrink(x: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
+    """x @ A.T of every module of the group in one launch: float32 [planes, modules, T, width] for `lora_expand`.
 
     The width is a power of two from max_rank on; what lies past a slot's rank is not set. No slot of the route has a
-    rank above max_rank at these sites; above the width its rows would be NaN on a GPU. The planes add up to the
+    rank above max_rank at these modules; above the width its rows would be NaN on a GPU. The planes add up to the
     product: with few tokens the sum over the input is computed in parts side by side.
     """
     planes, is_triton = 1, runs_triton(x)
     if is_triton and route.num_tokens < MANY_TOKENS:
         planes = num_parts(group.in_features)
-    h = _empty_h(planes, group.num_sites, route.num_tokens, max_rank, x.device)
+    h = _empty_h(planes, group.num_modules, route.num_tokens, max_rank, x.device)
     if planes == 1:
         _shrink(x, group, h[0], route, 1.0)
     else:
@@ -112,37 +112,37 @@ def lora_shrink(x: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, max_ra
     return h
 
 
-def lora_embed(token_ids: torch.Tensor, site: PagedSite, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
+def lora_embed(token_ids: torch.Tensor, module: PagedModule, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
     """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, width] as `lora_shrink` gives it.
 
-    token_ids is int32 or int64 [T]. An id that the site has no column of gives NaN, as does, on a GPU, a rank above
+    token_ids is int32 or int64 [T]. An id that the module has no column of gives NaN, as does, on a GPU, a rank above
     the width; a CPU refuses that.
     """
     _check_ids(token_ids, route.num_tokens)
-    _check_route(route, site.first.shape[0])
-    check_devices(token_ids=token_ids, order=route.order, pages=site.pages, first=site.first)
+    _check_route(route, module.first.shape[0])
+    check_devices(token_ids=token_ids, order=route.order, pages=module.pages, first=module.first)
     h = _empty_h(1, 1, route.num_tokens, max_rank, token_ids.device)
-    if runs_triton(site.pages):
+    if runs_triton(module.pages):
         from kernels.lora import triton_embedding
 
-        triton_embedding.embed(token_ids, h[0, 0], site, route)
-    elif _runs_native(SiteGroup.of([site]), h[0], route, token_ids):
-        native.embed(token_ids, h[0], SiteGroup.of([site]), route)
+        triton_embedding.embed(token_ids, h[0, 0], module, route)
+    elif _runs_native(ModuleGroup.of([module]), h[0], route, token_ids):
+        native.embed(token_ids, h[0], ModuleGroup.of([module]), route)
     else:
-        cpu.embed(token_ids, h[0], SiteGroup.of([site]), route)
+        cpu.embed(token_ids, h[0], ModuleGroup.of([module]), route)
     return h
 
 
 def lora_expand(
     h: torch.Tensor,
-    group: SiteGroup,
+    group: ModuleGroup,
     y: torch.Tensor,
     route: DeviceRoute,
     *,
     add_inputs: bool = True,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """y [T, sum of out] += scaling * h @ B for every site of the group, side by side, in one launch.
+    """y [T, sum of out] += scaling * h @ B for every module of the group, side by side, in one launch.
 
     With an epilogue also the biases and gains of the slots: LoRA bias, DoRA. A rank above the width of h is refused;
     on a GPU its rows are NaN instead.
@@ -157,7 +157,7 @@ def lora_expand(
 def add_lora_group(
     y: torch.Tensor,
     x: torch.Tensor,
-    group: SiteGroup,
+    group: ModuleGroup,
     route: DeviceRoute,
     *,
     max_rank: int,
@@ -165,13 +165,13 @@ def add_lora_group(
 ) -> None:
     """y [T, sum of out] += scaling * (x [T, in] @ A.T) @ B by each token's slot: a shrink and an expand.
 
-    No slot of the route has a rank above max_rank at these sites: above its power of two that is refused, on a GPU its
-    rows are NaN instead.
+    max_rank bounds the ranks of the route's slots at these modules. A rank above its next power of two is refused; on a
+    GPU its rows are NaN instead.
     """
     if not has_native(x, y, group.pages) or runs_triton(x):
         lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route, epilogue=epilogue)
         return
-    h = _empty_h(1, group.num_sites, route.num_tokens, max_rank, x.device)
+    h = _empty_h(1, group.num_modules, route.num_tokens, max_rank, x.device)
     if _runs_native(group, h[0], route, x, y):
         _check_rows("x", x, route, group, group.in_features)
         _check_rows("y", y, route, group, sum(group.out_features))
@@ -200,8 +200,8 @@ def _by_length(route: DeviceRoute, dtype: torch.dtype, rank: int) -> tuple[Devic
     return split_by_length(route, num_tokens)
 
 
-def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:
-    """Into h [sites, T, width]."""
+def _shrink(x: torch.Tensor, group: ModuleGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:
+    """Into h [modules, T, width]."""
     _check_rows("x", x, route, group, group.in_features)
     _check_h(h[None], group, route)
     check_devices(x=x, h=h)
@@ -217,13 +217,13 @@ def _shrink(x: torch.Tensor, group: SiteGroup, h: torch.Tensor, route: DeviceRou
 
 def _expand(
     h: torch.Tensor,
-    group: SiteGroup,
+    group: ModuleGroup,
     y: torch.Tensor,
     route: DeviceRoute,
     add_inputs: bool,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """From h [planes, sites, T, width]."""
+    """From h [planes, modules, T, width]."""
     _check_rows("y", y, route, group, sum(group.out_features))
     _check_h(h, group, route)
     check_devices(y=y, h=h)
@@ -237,8 +237,8 @@ def _expand(
         cpu.expand(h.sum(0), y, group, route, add_inputs=add_inputs, epilogue=epilogue)
 
 
-def _runs_native(group: SiteGroup, h: torch.Tensor, route: DeviceRoute, *rows: torch.Tensor) -> bool:
-    """Whether native code serves these tensors, h [sites, T, width]. Raises ValueError for a rank above the width."""
+def _runs_native(group: ModuleGroup, h: torch.Tensor, route: DeviceRoute, *rows: torch.Tensor) -> bool:
+    """Whether native code serves these tensors, h [modules, T, width]. Raises ValueError for a rank above the width."""
     if not has_native(*rows) or not h.is_contiguous() or not native.can_serve(group, *rows):
         return False
     is_known = (route.block_slot >= 0) & (route.block_slot < group.num_slots) & (route.block_end > route.block_start)
@@ -256,13 +256,13 @@ def _slice(y: torch.Tensor, offset: int, size: int) -> torch.Tensor:
     return y[:, offset : offset + size]
 
 
-def _blocks_of_one(token_slots: torch.Tensor, site: PagedSite) -> DeviceRoute:
+def _blocks_of_one(token_slots: torch.Tensor, module: PagedModule) -> DeviceRoute:
     if token_slots.dtype != torch.int32 or token_slots.dim() != 1:
         raise ValueError(f"token_slots is {token_slots.dtype} {list(token_slots.shape)}, want int32 [num_tokens]")
-    return blocks_of_one(token_slots.contiguous(), site.first.shape[0])
+    return blocks_of_one(token_slots.contiguous(), module.first.shape[0])
 
 
-def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, group: SiteGroup, width: int) -> None:
+def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, group: ModuleGroup, width: int) -> None:
     dtype = group.pages.dtype
     _check_route(route, group.num_slots)
     check_devices(**{name: rows}, order=route.order, pages=group.pages, first=group.first)
@@ -275,17 +275,17 @@ def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, group: SiteGr
 
 def _check_route(route: DeviceRoute, num_slots: int) -> None:
     if route.num_slots != num_slots:
-        raise ValueError(f"the route is of {route.num_slots} slots, the sites have {num_slots}; build it with theirs")
+        raise ValueError(f"the route is of {route.num_slots} slots, the modules have {num_slots}; build it with theirs")
 
 
-def _empty_h(planes: int, sites: int, num_tokens: int, max_rank: int, device: torch.device) -> torch.Tensor:
+def _empty_h(planes: int, modules: int, num_tokens: int, max_rank: int, device: torch.device) -> torch.Tensor:
     if max_rank < 0:
         raise ValueError(f"max_rank is {max_rank}, want at least 0")
     # A bucket, since the grids follow from it.
     width = max(round_up(max_rank), H_ALIGN) if max_rank else 0
     # Zeros for Triton's interpreter, in which NumPy warns of sums of what is masked out later.
     make = torch.empty if device.type == "cuda" else torch.zeros
-    return make(planes, sites, num_tokens, width, dtype=torch.float32, device=device)
+    return make(planes, modules, num_tokens, width, dtype=torch.float32, device=device)
 
 
 def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:
@@ -295,20 +295,20 @@ def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:
         )
 
 
-def _check_h(h: torch.Tensor, group: SiteGroup, route: DeviceRoute) -> None:
-    if h.dtype != torch.float32 or h.shape[1:3] != (group.num_sites, route.num_tokens) or h.stride(3) != 1:
+def _check_h(h: torch.Tensor, group: ModuleGroup, route: DeviceRoute) -> None:
+    if h.dtype != torch.float32 or h.shape[1:3] != (group.num_modules, route.num_tokens) or h.stride(3) != 1:
         raise ValueError(
-            f"h is {h.dtype} {list(h.shape)} with strides {h.stride()}, want float32 [planes, {group.num_sites}, "
+            f"h is {h.dtype} {list(h.shape)} with strides {h.stride()}, want float32 [planes, {group.num_modules}, "
             f"{route.num_tokens}, width] with ranks side by side"
         )
 
 
-def _check_epilogue(epilogue: Epilogue, group: SiteGroup, add_inputs: bool) -> None:
+def _check_epilogue(epilogue: Epilogue, group: ModuleGroup, add_inputs: bool) -> None:
     if epilogue.gain is not None and not add_inputs:
         raise ValueError("a gain multiplies the base output as well: it needs add_inputs=True")
     if epilogue.base_bias is not None and epilogue.gain is None:
         raise ValueError("base_bias is of no use without a gain")
-    slots = (group.num_sites, group.num_slots)
+    slots = (group.num_modules, group.num_slots)
     page = group.pages.shape[1] * group.pages.shape[2] * group.pages.element_size() // 4
     _check_table("values", epilogue.values, torch.float32, (len(group.pages), page))
     _check_table("gain", epilogue.gain, torch.int64, slots)

@@ -4,51 +4,53 @@ from __future__ import annotations
 
 import torch
 
-from kernels.lora.layout import PAGE_RANKS, Epilogue, PagedSite, SiteGroup
+from kernels.lora.layout import PAGE_RANKS, Epilogue, ModuleGroup, PagedModule
 from kernels.lora.route import DeviceRoute
 
 
-def gather_a(site: PagedSite, slot: int) -> torch.Tensor:
+def gather_a(module: PagedModule, slot: int) -> torch.Tensor:
     """A [rank, in] of one slot, a copy."""
-    return _gather(site, slot, int(site.first[slot]), site.in_features)
+    return _gather(module, slot, int(module.first[slot]), module.in_features)
 
 
-def gather_b(site: PagedSite, slot: int) -> torch.Tensor:
+def gather_b(module: PagedModule, slot: int) -> torch.Tensor:
     """B [rank, out] of one slot, a copy."""
-    num_a_pages = -(-int(site.rank[slot]) // PAGE_RANKS) * -(-site.in_features // site.pages.shape[2])
-    return _gather(site, slot, int(site.first[slot]) + num_a_pages, site.out_features)
+    num_a_pages = -(-int(module.rank[slot]) // PAGE_RANKS) * -(-module.in_features // module.pages.shape[2])
+    return _gather(module, slot, int(module.first[slot]) + num_a_pages, module.out_features)
 
 
-def gather(site: PagedSite, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(module: PagedModule, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A [rank, in] and B [rank, out] of one slot, copies."""
-    return gather_a(site, slot), gather_b(site, slot)
+    return gather_a(module, slot), gather_b(module, slot)
 
 
-def _gather(site: PagedSite, slot: int, first: int, width: int) -> torch.Tensor:
-    rank, tile_width = int(site.rank[slot]), site.pages.shape[2]
+def _gather(module: PagedModule, slot: int, first: int, width: int) -> torch.Tensor:
+    rank, tile_width = int(module.rank[slot]), module.pages.shape[2]
     num_groups, num_tiles = -(-rank // PAGE_RANKS), -(-width // tile_width)
-    ids = site.page_ids[first : first + num_groups * num_tiles].long()
-    tiles = site.pages[ids].view(num_groups, num_tiles, PAGE_RANKS, tile_width).transpose(1, 2)
+    ids = module.page_ids[first : first + num_groups * num_tiles].long()
+    tiles = module.pages[ids].view(num_groups, num_tiles, PAGE_RANKS, tile_width).transpose(1, 2)
     return tiles.reshape(num_groups * PAGE_RANKS, num_tiles * tile_width)[:rank, :width]
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, site: PagedSite, token_slots: torch.Tensor) -> None:
+def add_lora(y: torch.Tensor, x: torch.Tensor, module: PagedModule, token_slots: torch.Tensor) -> None:
     """y[t] += scaling[s] * (x[t] @ A[s].T) @ B[s], s = token_slots[t], in fp32, rounded once."""
     for token, slot in enumerate(token_slots.tolist()):
-        if slot < 0 or int(site.rank[slot]) == 0:
+        if slot < 0 or int(module.rank[slot]) == 0:
             continue
-        a, b = gather(site, slot)
-        delta = (x[token].float() @ a.float().T) @ b.float() * site.scaling[slot]
+        a, b = gather(module, slot)
+        delta = (x[token].float() @ a.float().T) @ b.float() * module.scaling[slot]
         y[token] = (y[token].float() + delta).to(y.dtype)
 
 
-def add_lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, site: PagedSite, token_slots: torch.Tensor) -> None:
+def add_lora_embedding(
+    y: torch.Tensor, token_ids: torch.Tensor, module: PagedModule, token_slots: torch.Tensor
+) -> None:
     """y[t] += scaling[s] * A[s][:, token_ids[t]] @ B[s], s = token_slots[t], in fp32, rounded once."""
     for token, slot in enumerate(token_slots.tolist()):
-        if slot < 0 or int(site.rank[slot]) == 0:
+        if slot < 0 or int(module.rank[slot]) == 0:
             continue
-        a, b = gather(site, slot)
-        delta = a[:, int(token_ids[token])].float() @ b.float() * site.scaling[slot]
+        a, b = gather(module, slot)
+        delta = a[:, int(token_ids[token])].float() @ b.float() * module.scaling[slot]
         y[token] = (y[token].float() + delta).to(y.dtype)
 
 
@@ -58,24 +60,24 @@ def groups(route: DeviceRoute) -> list[tuple[int, torch.Tensor]]:
     return [(slot, route.order[start:end].long()) for slot, start, end in blocks if 0 <= slot < route.num_slots]
 
 
-def shrink(x: torch.Tensor, h: torch.Tensor, group: SiteGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
-    """h[site, t, :rank] = scaling * x[t] @ A[site, s].T in fp32, s the slot of token t. h is [sites, T, width]."""
+def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+    """h[m, t, :rank] = scaling * x[t] @ A[m, s].T in fp32, s the slot of token t. h is [modules, T, width]."""
     for slot, tokens in groups(route):
-        for index in range(group.num_sites):
-            a, _ = gather(group.site(index), slot)
+        for index in range(group.num_modules):
+            a, _ = gather(group.module(index), slot)
             rank = a.shape[0]
             check_room(slot, rank, h)
             h[index, tokens, :rank] = x[tokens].float() @ a.float().T * scaling
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: DeviceRoute) -> None:
+def embed(token_ids: torch.Tensor, h: torch.Tensor, module: PagedModule, route: DeviceRoute) -> None:
     """h[t, :rank] = A[s][:, token_ids[t]], s the slot of token t. h is [T, width]; ids outside A give NaN."""
     for slot, tokens in groups(route):
-        a, _ = gather(site, slot)
+        a, _ = gather(module, slot)
         rank = a.shape[0]
         check_room(slot, rank, h)
         ids = token_ids[tokens].long()
-        is_known = (ids >= 0) & (ids < site.in_features)
+        is_known = (ids >= 0) & (ids < module.in_features)
         columns = a[:, ids.where(is_known, 0)].T.float()
         h[tokens, :rank] = columns.masked_fill(~is_known[:, None], float("nan"))
 
@@ -83,13 +85,13 @@ def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: Devi
 def expand(
     h: torch.Tensor,
     y: torch.Tensor,
-    group: SiteGroup,
+    group: ModuleGroup,
     route: DeviceRoute,
     *,
     add_inputs: bool,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """y[t, columns of site] (+)= scaling[site, s] * h[site, t, :rank] @ B[site, s] in fp32, rounded once.
+    """y[t, columns of module] (+)= scaling[module, s] * h[module, t, :rank] @ B[module, s] in fp32, rounded once.
 
     h is rounded to the dtype of the weights before it is multiplied.
     """
@@ -98,8 +100,8 @@ def expand(
     for slot, tokens in groups(route):
         column = 0
         for index, features in enumerate(group.out_features):
-            site = group.site(index)
-            _, b = gather(site, slot)
+            module = group.module(index)
+            _, b = gather(module, slot)
             check_room(slot, b.shape[0], h)
             columns = slice(column, column + features)
             column += features
@@ -111,7 +113,7 @@ def expand(
                     gain = vector(epilogue, epilogue.gain, group, index, slot)
                 if lora_bias is not None:
                     delta += lora_bias
-                total = y[tokens, columns].float() + delta * site.scaling[slot]
+                total = y[tokens, columns].float() + delta * module.scaling[slot]
                 if gain is not None:
                     own = 0.0 if epilogue is None or epilogue.base_bias is None else epilogue.base_bias[columns]
                     total = gain * (total - own) + own
@@ -119,9 +121,9 @@ def expand(
 
 
 def vector(
-    epilogue: Epilogue, starts: torch.Tensor | None, group: SiteGroup, index: int, slot: int
+    epilogue: Epilogue, starts: torch.Tensor | None, group: ModuleGroup, index: int, slot: int
 ) -> torch.Tensor | None:
-    """float32 [out] of a site and slot by one table of the epilogue, or None where it has none."""
+    """float32 [out] of a module and slot by one table of the epilogue, or None where it has none."""
     if starts is None or int(starts[index, slot]) < 0:
         return None
     at = int(starts[index, slot]) + torch.arange(group.out_features[index], device=starts.device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import ceil_div
-from kernels.lora.layout import PAGE_RANKS, PagedSite
+from kernels.lora.layout import PAGE_RANKS, PagedModule
 from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens
 
@@ -63,7 +63,7 @@ def embed_kernel(
             tl.store(h_ptr + (tokens * stride_ht)[:, None] + offs_r[None, :], a, mask=is_h)
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: DeviceRoute) -> None:
+def embed(token_ids: torch.Tensor, h: torch.Tensor, module: PagedModule, route: DeviceRoute) -> None:
     """token_ids [T] into h [T, width]."""
     width = h.shape[1]
     if route.num_blocks == 0 or width == 0:
@@ -71,22 +71,22 @@ def embed(token_ids: torch.Tensor, h: torch.Tensor, site: PagedSite, route: Devi
     embed_kernel[(route.num_blocks, ceil_div(width, RANKS))](
         token_ids,
         h,
-        site.pages,
-        site.page_ids,
-        site.first,
-        site.rank,
+        module.pages,
+        module.page_ids,
+        module.first,
+        module.rank,
         route.order,
         route.block_slot,
         route.block_start,
         route.block_end,
         route.num_slots,
-        site.in_features,
+        module.in_features,
         width,
         token_ids.stride(0),
         h.stride(0),
         BLOCK_T=padded_block_tokens(route.block_tokens),
         BLOCK_R=RANKS,
-        TILE_WIDTH=site.pages.shape[2],
+        TILE_WIDTH=module.pages.shape[2],
         PAGE_RANKS=PAGE_RANKS,
         num_warps=4,
     )

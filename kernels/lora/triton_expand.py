@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
-from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, SiteGroup
+from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, ModuleGroup
 from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets
 
@@ -46,7 +46,7 @@ def expand_kernel(
     stride_gain,
     stride_lora_bias,
     OUT_FEATURES: tl.constexpr,
-    NUM_SITES: tl.constexpr,
+    NUM_MODULES: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -61,36 +61,36 @@ def expand_kernel(
     PAGE_RANKS: tl.constexpr,
     PAGE_VALUES: tl.constexpr,
 ):
-    """y [token, columns of site] (+)= scaling[site, slot] * (sum of planes of h) @ B[site, slot], rounded once.
+    """y [token, columns of module] (+)= scaling[module, slot] * (sum of planes of h) @ B[module, slot], rounded once.
 
     The sum over ranks is float32, of h rounded to the weights' dtype. Then kernels.lora.layout.Epilogue.
-    Grid: [blocks, column tiles, sites].
+    Grid: [blocks, column tiles, modules].
     """
     block = tl.program_id(0)
-    site = tl.program_id(2)
-    # Columns of the site: sites lie side by side in y.
-    site_begin = 0
+    module = tl.program_id(2)
+    # Columns of the module: modules lie side by side in y.
+    module_begin = 0
     out_features = OUT_FEATURES[0]
-    for other in tl.static_range(1, NUM_SITES):
-        site_begin += tl.where(site >= other, OUT_FEATURES[other - 1], 0)
-        out_features = tl.where(site == other, OUT_FEATURES[other], out_features)
+    for other in tl.static_range(1, NUM_MODULES):
+        module_begin += tl.where(module >= other, OUT_FEATURES[other - 1], 0)
+        out_features = tl.where(module == other, OUT_FEATURES[other], out_features)
     column = tl.program_id(1) * BLOCK_N
     slot = tl.load(block_slot_ptr + block)
     if (slot >= 0) & (slot < num_slots) & (column < out_features):
-        table = site.to(tl.int64) * stride_table + slot
+        table = module.to(tl.int64) * stride_table + slot
         rank = tl.load(rank_ptr + table)
         if rank > 0:
             tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
             offs_n = column + tl.arange(0, BLOCK_N)
             is_y = is_token[:, None] & (offs_n < out_features)[None, :]
-            y_columns = tl.multiple_of(site_begin + column, ALIGN) + tl.arange(0, BLOCK_N)
+            y_columns = tl.multiple_of(module_begin + column, ALIGN) + tl.arange(0, BLOCK_N)
             y_at = y_ptr + (tokens * stride_yt)[:, None] + (y_columns.to(tl.int64) * stride_yn)[None, :]
             if ADD_INPUTS:  # asked for before the products, needed after them
                 base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
             first = tl.load(first_ptr + table) + tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
             # Runs of H_ALIGN ranks are read at once, also those past the slot's rank, which are then dropped.
             room = width // H_ALIGN * H_ALIGN
-            h_rows = h_ptr + site.to(tl.int64) * (stride_hs // H_ALIGN * H_ALIGN)
+            h_rows = h_ptr + module.to(tl.int64) * (stride_hs // H_ALIGN * H_ALIGN)
             h_rows += tokens * (stride_ht // H_ALIGN * H_ALIGN)
             acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
             for rank_begin in range(0, rank, BLOCK_R):
@@ -120,14 +120,14 @@ def expand_kernel(
             acc = tl.where(rank > width, float("nan"), acc)
             is_column = offs_n < out_features
             if HAS_LORA_BIAS:
-                start = tl.load(lora_bias_ptr + site.to(tl.int64) * stride_lora_bias + slot)
+                start = tl.load(lora_bias_ptr + module.to(tl.int64) * stride_lora_bias + slot)
                 bias = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 0.0, PAGE_VALUES)
                 acc += bias[None, :]
             acc *= tl.load(scaling_ptr + table)
             if ADD_INPUTS:
                 acc += base
             if HAS_GAIN:
-                start = tl.load(gain_ptr + site.to(tl.int64) * stride_gain + slot)
+                start = tl.load(gain_ptr + module.to(tl.int64) * stride_gain + slot)
                 gain = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 1.0, PAGE_VALUES)[None, :]
                 if HAS_BASE_BIAS:
                     own = tl.load(base_bias_ptr + y_columns, mask=is_column, other=0.0)[None, :]
@@ -141,23 +141,23 @@ def expand_kernel(
 def expand(
     h: torch.Tensor,
     y: torch.Tensor,
-    group: SiteGroup,
+    group: ModuleGroup,
     route: DeviceRoute,
     *,
     add_inputs: bool,
     epilogue: Epilogue | None = None,
     launch: ExpandLaunch | None = None,
 ) -> None:
-    """h [planes, sites, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
+    """h [planes, modules, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
     gain, lora_bias, base_bias = (epilogue.gain, epilogue.lora_bias, epilogue.base_bias) if epilogue else (None,) * 3
     values = h if epilogue is None else epilogue.values
-    planes, num_sites, _, width = h.shape
+    planes, num_modules, _, width = h.shape
     if not add_inputs:
         y.zero_()
     if route.num_blocks == 0:
         return
     launch = launch or expand_launch(device_name(y), Sizes.of_expand(y, h, group))
-    grid = (route.num_blocks, ceil_div(max(group.out_features), launch.out_columns), num_sites)
+    grid = (route.num_blocks, ceil_div(max(group.out_features), launch.out_columns), num_modules)
     expand_kernel[grid](
         h,
         y,
@@ -186,7 +186,7 @@ def expand(
         0 if gain is None else gain.stride(0),
         0 if lora_bias is None else lora_bias.stride(0),
         OUT_FEATURES=group.out_features,
-        NUM_SITES=num_sites,
+        NUM_MODULES=num_modules,
         ALIGN=16 if all(features % 16 == 0 for features in group.out_features) else 1,
         BLOCK_T=padded_block_tokens(route.block_tokens),
         BLOCK_R=EXPAND_RANKS,

@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
-from kernels.lora.layout import PAGE_RANKS, SiteGroup
+from kernels.lora.layout import PAGE_RANKS, ModuleGroup
 from kernels.lora.route import DeviceRoute, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets
 
@@ -49,15 +49,15 @@ def shrink_kernel(
     TILE_WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
 ):
-    """h [plane, site, token, rank] = scaling * x [token, in] @ A[site, slot].T, float32.
+    """h [plane, module, token, rank] = scaling * x [token, in] @ A[module, slot].T, float32.
 
-    Grid: [blocks, rank tiles * planes, sites]. Without planes there is one, the sum of all parts.
+    Grid: [blocks, rank tiles * planes, modules]. Without planes there is one, the sum of all parts.
     """
     block = tl.program_id(0)
-    site = tl.program_id(2).to(tl.int64)
+    module = tl.program_id(2).to(tl.int64)
     slot = tl.load(block_slot_ptr + block)
     if (slot >= 0) & (slot < num_slots):
-        rank = tl.load(rank_ptr + site * stride_table + slot)
+        rank = tl.load(rank_ptr + module * stride_table + slot)
         if HAS_PLANES:
             plane = tl.program_id(1) % NUM_PARTS
             rank_begin = (tl.program_id(1) // NUM_PARTS) * BLOCK_R
@@ -70,7 +70,7 @@ def shrink_kernel(
             part_end = NUM_PARTS
         if rank_begin < rank:
             tokens, is_token = block_tokens(order_ptr, block_start_ptr, block_end_ptr, block, BLOCK_T)
-            first = tl.load(first_ptr + site * stride_table + slot)
+            first = tl.load(first_ptr + module * stride_table + slot)
             offs_r = rank_begin + tl.arange(0, BLOCK_R)
             is_rank = offs_r < rank
             x_rows = x_ptr + tokens * stride_xt
@@ -101,7 +101,7 @@ def shrink_kernel(
             # A launch cannot raise: ranks that h has no room for turn its rows to NaN.
             total = tl.where(rank > width, float("nan"), total)
             h_rows = h_ptr + plane.to(tl.int64) * stride_hp if HAS_PLANES else h_ptr
-            h_rows += site * stride_hs + tokens * stride_ht
+            h_rows += module * stride_hs + tokens * stride_ht
             is_h = is_token[:, None] & (offs_r < tl.minimum(rank, width))[None, :]
             tl.store(h_rows[:, None] + offs_r[None, :], total, mask=is_h)
 
@@ -109,21 +109,21 @@ def shrink_kernel(
 def shrink(
     x: torch.Tensor,
     h: torch.Tensor,
-    group: SiteGroup,
+    group: ModuleGroup,
     route: DeviceRoute,
     *,
     scaling: float = 1.0,
     parts: int | None = None,
     launch: ShrinkLaunch | None = None,
 ) -> None:
-    """x [T, in] into h [planes, sites, T, width]; planes is 1 or `parts` (default num_parts(in))."""
-    planes, num_sites, _, width = h.shape
+    """x [T, in] into h [planes, modules, T, width]; planes is 1 or `parts` (default num_parts(in))."""
+    planes, num_modules, _, width = h.shape
     parts = num_parts(group.in_features) if parts is None else parts
     assert planes in (1, parts), f"{planes} planes for {parts} parts"
     if route.num_blocks == 0 or width == 0:
         return
     launch = launch or shrink_launch(device_name(x), Sizes.of_shrink(x, h, group))
-    grid = (route.num_blocks, ceil_div(width, launch.ranks) * planes, num_sites)
+    grid = (route.num_blocks, ceil_div(width, launch.ranks) * planes, num_modules)
     shrink_kernel[grid](
         x,
         h,

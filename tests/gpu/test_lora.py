@@ -13,7 +13,7 @@ from kernels.cases import to_device
 from kernels.lora import add_lora_group, lora_embed, lora_expand, lora_route, reference
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.route import MANY_TOKENS, route_in_torch
-from tests.data_plane.adapters.factories import SITES, expected_delta, load, make_arena, pack
+from tests.data_plane.adapters.factories import TARGETS, expected_delta, load, make_arena, pack
 from tests.kernels.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def added(inputs: GroupInputs, y: torch.Tensor) -> torch.Tensor:
 def defined(inputs: GroupInputs) -> torch.Tensor:
     """By the definitions, on the CPU."""
     route = route_in_torch(inputs.token_slots, inputs.group.num_slots, 16)
-    h = torch.empty(inputs.group.num_sites, len(inputs.token_slots), inputs.max_rank)
+    h = torch.empty(inputs.group.num_modules, len(inputs.token_slots), inputs.max_rank)
     y = inputs.y.clone()
     reference.shrink(inputs.x, h, inputs.group, route)
     reference.expand(h, y, inputs.group, route, add_inputs=True)
@@ -112,11 +112,11 @@ def test_embeddings_equal_the_definition(dtype: torch.dtype) -> None:
     ids[:2] = torch.tensor([32000, 32001])
     route = route_in_torch(inputs.token_slots, 4, 16)
     h = torch.zeros(40, 64)
-    reference.embed(ids, h, inputs.group.site(0), route)
+    reference.embed(ids, h, inputs.group.module(0), route)
     expected = inputs.y.clone()
     reference.expand(h[None], expected, inputs.group, route, add_inputs=True)
     on_device = lora_route(on_gpu.token_slots, 4)
-    actual = lora_embed(ids.to(CUDA), on_gpu.group.site(0), on_device, max_rank=64)
+    actual = lora_embed(ids.to(CUDA), on_gpu.group.module(0), on_device, max_rank=64)
     for token, slot in enumerate(case.token_slots):
         if slot >= 0:
             rank = case.ranks[slot]
@@ -129,7 +129,7 @@ def test_embeddings_equal_the_definition(dtype: torch.dtype) -> None:
     assert_close(on_gpu.y.cpu()[keep], expected[keep], magnitude=4.0)
 
 
-def test_fused_sites_of_an_arena_equal_the_packed_matrices() -> None:
+def test_fused_modules_of_an_arena_equal_the_packed_matrices() -> None:
     arena = make_arena(device="cuda")
     adapters = {slot: pack(rank, seed=slot) for slot, rank in enumerate((1, 8, 13, 64))}
     for slot, packed in adapters.items():
@@ -137,7 +137,7 @@ def test_fused_sites_of_an_arena_equal_the_packed_matrices() -> None:
     slots = [0, -1, 3, 2, 1, 1, 0]
     step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), [0, 1, 2, 3])
     assert step is not None
-    names = tuple(site.name for site in SITES[:3])
+    names = tuple(target.name for target in TARGETS[:3])
     x = torch.randn(len(slots), 32, generator=torch.Generator().manual_seed(0))
     expected = torch.cat([expected_delta(name, x, slots, adapters) for name in names], dim=1)
     y = torch.zeros_like(expected, device=CUDA)

@@ -144,7 +144,7 @@ def test_adapters_launch_the_same_grids_whatever_their_ranks_and_tokens(
         launches.clear()
         route = lora_route(inputs.token_slots, 4)
         ops.add_lora_group(inputs.y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
-        ids, embedding = inputs.token_slots.long(), inputs.group.site(0)
+        ids, embedding = inputs.token_slots.long(), inputs.group.module(0)
         ops.lora_embed(ids, embedding, route, max_rank=inputs.max_rank)
         return list(launches)
 

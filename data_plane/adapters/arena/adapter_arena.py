@@ -17,17 +17,16 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.base_weights import BaseWeights
+from data_plane.adapters.arena.module_groups import ModuleGroups
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement, place
-from data_plane.adapters.arena.site_groups import SiteGroups
-from data_plane.adapters.arena.slots import Load, ResidentAdapter, SiteWeights, SlotTable
+from data_plane.adapters.arena.slots import Load, ModuleWeights, ResidentAdapter, SlotTable
 from data_plane.adapters.arena.writing import AdapterWriter
 from data_plane.adapters.format.manifest import Manifest, read_manifest
 from data_plane.adapters.format.packed import TORCH_DTYPES
-from data_plane.adapters.sites import Site, SiteKind
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
-from data_plane.plan import AdapterSource
-from kernels.lora import Epilogue, PagedSite, SiteGroup
+from data_plane.plan import AdapterSource, TargetKind, TargetModule
+from kernels.lora import Epilogue, ModuleGroup, PagedModule
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class AdapterArena:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        targets: Sequence[TargetModule],
         *,
         num_slots: int,
         arena_bytes: int,
@@ -48,18 +47,18 @@ class AdapterArena:
         base: BaseWeights,
         base_fingerprint: str,
     ) -> None:
-        if not sites:
-            raise ValueError("sites is empty: the model has no linear that adapters may target")
+        if not targets:
+            raise ValueError("target modules is empty: the model has no linear that adapters may target")
         if num_slots < 1 or arena_bytes < 0:
             raise ValueError(f"num_slots is {num_slots} and arena_bytes {arena_bytes}, want at least 1 and 0")
-        self._sites = {site.name: site for site in sites}
+        self._targets = {target.name: target for target in targets}
         self._num_slots = num_slots
         self._dtype = dtype
         self._device = torch.device(device)
         self._base_fingerprint = base_fingerprint
-        self._pool = PagePool(sites, arena_bytes, dtype, self._device)
-        self.table = SlotTable(sites, num_slots, self._pool)
-        self.groups = SiteGroups(sites, self.table, base)
+        self._pool = PagePool(targets, arena_bytes, dtype, self._device)
+        self.table = SlotTable(targets, num_slots, self._pool)
+        self.groups = ModuleGroups(targets, self.table, base)
         self._writer = AdapterWriter(self._pool, base)
         # Guards the pool's free list, _loads, _ready, _generations and _unlisted.
         self._lock = threading.Lock()
@@ -72,15 +71,17 @@ class AdapterArena:
 
     @property
     def least_adapter_bytes(self) -> int:
-        """What the smallest adapter takes: of rank 1, on one site."""
-        return min(self._site_bytes(site, 1) for site in self._sites.values())
+        """What the smallest adapter takes: rank 1 on one target module."""
+        return min(self._module_bytes(target, 1) for target in self._targets.values())
 
     def adapter_bytes(self, rank: int) -> int:
         """What an adapter of `rank` on every linear of the decoder layers takes."""
-        return sum(self._site_bytes(site, rank) for site in self._sites.values() if site.kind is SiteKind.LAYER)
+        return sum(
+            self._module_bytes(target, rank) for target in self._targets.values() if target.kind is TargetKind.LINEAR
+        )
 
-    def _site_bytes(self, site: Site, rank: int) -> int:
-        num_pages = sum(self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features))
+    def _module_bytes(self, target: TargetModule, rank: int) -> int:
+        num_pages = sum(self._pool.num_pages_of(rank, width) for width in (target.in_features, target.out_features))
         return num_pages * self._pool.page_bytes
 
     # ---- loader threads ----
@@ -107,19 +108,19 @@ class AdapterArena:
         logger.info("adapter ready slot=%d generation=%d digest=%s pages=%d", slot, generation, digest, len(page_ids))
 
     def load_zeros(self, slot: int, generation: int, rank: int, *, has_vectors: bool = False) -> None:
-        """Fill an empty slot with an adapter of this rank on every site that adds nothing, to warm up with.
+        """Fill an empty slot with an adapter for warm-up: this rank on every target module, and it adds nothing.
 
-        Its matrices are the same pages, so that it takes no more than its largest site. With has_vectors every site
-        has a LoRA bias and gains of 1, all of them the same pages too. Raises ArenaFull.
+        All modules share the same pages, so that the adapter takes no more than its largest module. With has_vectors
+        every module also has a LoRA bias and gains of 1, which share pages as well. Raises ArenaFull.
         """
         at = 0 if has_vectors else None
-        num_values = max(site.out_features for site in self._sites.values()) if has_vectors else 0
+        num_values = max(target.out_features for target in self._targets.values()) if has_vectors else 0
         load = self._begin(slot, generation, f"zeros of rank {rank}")
         try:
             weights = {}
-            for name, site in self._sites.items():
-                a, b = (self._pool.num_pages_of(rank, width) for width in (site.in_features, site.out_features))
-                weights[name] = SiteWeights(rank, 0.0, 0, a, b, gain_at=at, lora_bias_at=at)
+            for name, target in self._targets.items():
+                a, b = (self._pool.num_pages_of(rank, width) for width in (target.in_features, target.out_features))
+                weights[name] = ModuleWeights(rank, 0.0, 0, a, b, gain_at=at, lora_bias_at=at)
             num_pages = max(entry.num_a_pages + entry.num_b_pages for entry in weights.values())
             page_ids = self._reserve(load, num_pages + -(-num_values // self._pool.values_per_page))
             self._pool.zero(page_ids)
@@ -150,7 +151,7 @@ class AdapterArena:
             )
         if TORCH_DTYPES[manifest.dtype] != self._dtype:
             raise AdapterMismatch(f"{where}: dtype is {manifest.dtype}, this worker serves {self._dtype}")
-        return place(manifest, self._sites, self._pool)
+        return place(manifest, self._targets, self._pool)
 
     def _reserve(self, load: Load, num_pages: int) -> npt.NDArray[np.int64]:
         with self._lock:
@@ -251,17 +252,18 @@ class AdapterArena:
                 self._remove(adapter)
             self._ready.clear()
 
-    def site_groups(self, names: tuple[str, ...]) -> list[tuple[SiteGroup, Epilogue]]:
-        """Sites that read one input and write side by side, in order, as groups that lie side by side in the table.
+    def module_groups(self, names: tuple[str, ...]) -> list[tuple[ModuleGroup, Epilogue]]:
+        """The named modules, which read one input and write side by side, as groups of neighbours in the slot table.
 
-        Their tensors stay what they are for the life of the arena: what is recorded with them sees every load.
+        The groups' tensors stay the same for the life of the arena, so that a program recorded with them sees every
+        load.
         """
-        return [(group.sites, group.epilogue) for group in self.groups.of(names)]
+        return [(group.modules, group.epilogue) for group in self.groups.of(names)]
 
-    def paged_site(self, name: str) -> PagedSite:
-        """One site's weights of all slots as they lie in the arena. Valid until the next load, evict or clear."""
+    def paged_module(self, name: str) -> PagedModule:
+        """One module's weights in the arena, for all slots. Valid until the next load, evict or clear."""
         self.list_published()
-        return self.table.group([self._sites[name]])[0].site(0)
+        return self.table.group([self._targets[name]])[0].module(0)
 
     def list_published(self) -> None:
         """Enter the adapters that became ready since the last call into the slot table."""

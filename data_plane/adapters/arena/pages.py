@@ -16,15 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.sites import Site
+from data_plane.plan import TargetKind, TargetModule
 from kernels.lora import PAGE_RANKS, page_values
 
 
 class PagePool:
     """Pages and their free list."""
 
-    def __init__(self, sites: Sequence[Site], arena_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tile_width = math.gcd(*(width for site in sites for width in site.widths))
+    def __init__(
+        self, targets: Sequence[TargetModule], arena_bytes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.tile_width = math.gcd(*(width for target in targets for width in _fixed_widths(target)))
         self.page_bytes = PAGE_RANKS * self.tile_width * dtype.itemsize
         self.values_per_page = self.page_bytes // 4  # float32 values
         self.num_pages = arena_bytes // self.page_bytes
@@ -132,3 +134,12 @@ class PagePool:
         every = np.sort(np.concatenate([*free, *held, np.zeros(0, dtype=np.int64)]))
         assert np.array_equal(every, np.arange(self.num_pages)), "a page is lost or held twice"
         assert sum(len(ids) for ids in held) == self.num_used, "num_used is not what is held"
+
+
+def _fixed_widths(target: TargetModule) -> list[int]:
+    """The module's widths without the vocabulary's, which may be a part of a page's columns."""
+    if target.kind is TargetKind.EMBEDDING:
+        return [target.out_features]
+    if target.kind is TargetKind.HEAD:
+        return [target.in_features]
+    return [target.in_features, target.out_features]

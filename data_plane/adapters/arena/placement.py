@@ -6,32 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from data_plane.adapters.arena.pages import PagePool
-from data_plane.adapters.arena.slots import SiteWeights
+from data_plane.adapters.arena.slots import ModuleWeights
 from data_plane.adapters.format.manifest import Manifest, ModuleEntry
-from data_plane.adapters.sites import Site, SiteKind
 from data_plane.errors import AdapterMismatch
+from data_plane.plan import TargetKind, TargetModule
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Indices count within the adapter's own pages."""
 
-    weights: dict[str, SiteWeights]  # by site name
+    weights: dict[str, ModuleWeights]  # by target module name
     num_values: int  # float32 values of all vectors
     num_matrix_pages: int  # the vectors lie behind them
     num_pages: int
 
 
-def place(manifest: Manifest, sites: Mapping[str, Site], pool: PagePool) -> Placement:
+def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePool) -> Placement:
     """Raises AdapterMismatch for a module that the model does not have so."""
-    weights: dict[str, SiteWeights] = {}
+    weights: dict[str, ModuleWeights] = {}
     first = num_values = 0
     for module in (module for chunk in manifest.chunks for module in chunk.modules):
-        _check(module, sites.get(module.name), manifest.digest)
+        _check(module, targets.get(module.name), manifest.digest)
         num_a_pages = pool.num_pages_of(module.rank, module.in_features)
         num_b_pages = pool.num_pages_of(module.rank, module.out_features)
         begin = num_values if module.has_vector else None
-        weights[module.name] = SiteWeights(
+        weights[module.name] = ModuleWeights(
             module.rank,
             module.scaling,
             first,
@@ -49,12 +49,12 @@ def place(manifest: Manifest, sites: Mapping[str, Site], pool: PagePool) -> Plac
     return Placement(weights, num_values, first, num_pages)
 
 
-def _check(module: ModuleEntry, site: Site | None, digest: str) -> None:
-    if site is None:
+def _check(module: ModuleEntry, target: TargetModule | None, digest: str) -> None:
+    if target is None:
         raise AdapterMismatch(f"adapter {digest}: the model has no linear or embedding {module.name} for adapters")
-    if module.is_embedding != (site.kind is SiteKind.EMBEDDING):
-        flag, kind = module.is_embedding, site.kind.value
+    if module.is_embedding != (target.kind is TargetKind.EMBEDDING):
+        flag, kind = module.is_embedding, target.kind.value
         raise AdapterMismatch(f"adapter {digest}: {module.name} is_embedding is {flag}, the model has it as {kind}")
-    expected, got = (site.in_features, site.out_features), (module.in_features, module.out_features)
+    expected, got = (target.in_features, target.out_features), (module.in_features, module.out_features)
     if expected != got:
         raise AdapterMismatch(f"adapter {digest}: {module.name} is (in, out) {got}, the model's is {expected}")

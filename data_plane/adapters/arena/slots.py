@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.pages import PagePool
-from data_plane.adapters.sites import Site
-from kernels.lora import Epilogue, SiteGroup
+from data_plane.plan import TargetModule
+from kernels.lora import Epilogue, ModuleGroup
 
 
 @dataclass(frozen=True, slots=True)
-class SiteWeights:
-    """Where one site's weights of one adapter lie."""
+class ModuleWeights:
+    """Where one target module's weights of one adapter lie."""
 
     rank: int
     scaling: float
@@ -40,8 +40,8 @@ class ResidentAdapter:
     digest: str
     page_ids: npt.NDArray[np.int64]
     page_ids_device: torch.Tensor  # int64, the same
-    weights: dict[str, SiteWeights]  # by site name
-    first_vector_page: int  # index within its pages: float32 vectors of all sites, side by side
+    weights: dict[str, ModuleWeights]  # by target module name
+    first_vector_page: int  # index within its pages: float32 vectors of all target modules, side by side
     size_bytes: int  # of all its matrices and vectors without page rounding
 
 
@@ -58,14 +58,14 @@ class Load:
 class SlotTable:
     """The slot table on the device."""
 
-    def __init__(self, sites: Sequence[Site], num_slots: int, pool: PagePool) -> None:
+    def __init__(self, targets: Sequence[TargetModule], num_slots: int, pool: PagePool) -> None:
         device = pool.pages.device
         self._pool = pool
-        self._sites = {site.name: index for index, site in enumerate(sites)}
-        self.sites = tuple(sites)  # in the table's order
+        self._targets = {target.name: index for index, target in enumerate(targets)}
+        self.targets = tuple(targets)  # in the table's order
         self.num_slots = num_slots
         self.pages = pool.pages
-        shape = (len(sites), num_slots)
+        shape = (len(targets), num_slots)
         self.page_ids = torch.zeros(pool.num_pages, dtype=torch.int32, device=device)
         self.first = torch.zeros(shape, dtype=torch.int32, device=device)
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -74,26 +74,26 @@ class SlotTable:
         self.gain = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.lora_bias = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
-        # On the host, by slot and site: the ranks, and whether there is a gain or a LoRA bias.
-        self.host_rank = np.zeros((num_slots, len(sites)), dtype=np.int32)
-        self.host_has_vectors = np.zeros((num_slots, len(sites)), dtype=np.bool_)
+        # On the host, by slot and target module: the ranks, and whether there is a gain or a LoRA bias.
+        self.host_rank = np.zeros((num_slots, len(targets)), dtype=np.int32)
+        self.host_has_vectors = np.zeros((num_slots, len(targets)), dtype=np.bool_)
         self.version = 0  # counts what was entered and removed
         # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
 
-    def group(self, sites: Sequence[Site]) -> tuple[SiteGroup, Epilogue]:
-        """The views of sites that follow one another in the table and read inputs of one width, for kernels.
+    def group(self, targets: Sequence[TargetModule]) -> tuple[ModuleGroup, Epilogue]:
+        """The views of target modules that follow one another in the table and read inputs of one width, for kernels.
 
         The epilogue has both tables and no bias of the base.
         """
-        indices = [self._sites[site.name] for site in sites]
+        indices = [self._targets[target.name] for target in targets]
         rows = slice(indices[0], indices[0] + len(indices))
-        assert indices == list(range(rows.start, rows.stop)), f"{[site.name for site in sites]} lie apart"
-        widths = {site.in_features for site in sites}
-        assert len(widths) == 1, f"{[site.name for site in sites]} read {sorted(widths)} features"
+        assert indices == list(range(rows.start, rows.stop)), f"{[target.name for target in targets]} lie apart"
+        widths = {target.in_features for target in targets}
+        assert len(widths) == 1, f"{[target.name for target in targets]} read {sorted(widths)} features"
         table = (self.first[rows], self.rank[rows], self.scaling[rows])
-        out_features = tuple(site.out_features for site in sites)
-        group = SiteGroup(self._pool.pages, self.page_ids, *table, widths.pop(), out_features)
+        out_features = tuple(target.out_features for target in targets)
+        group = ModuleGroup(self._pool.pages, self.page_ids, *table, widths.pop(), out_features)
         return group, Epilogue(self._pool.values, self.gain[rows], self.lora_bias[rows])
 
     def put(self, adapter: ResidentAdapter) -> None:
@@ -124,13 +124,13 @@ class SlotTable:
 
     def _write(self, adapter: ResidentAdapter, start: int) -> None:
         device = self.page_ids.device
-        rank = np.zeros(len(self._sites), dtype=np.int32)
-        scaling = np.zeros(len(self._sites), dtype=np.float32)
-        first = np.zeros(len(self._sites), dtype=np.int32)
-        vectors = np.full((2, len(self._sites)), -1, dtype=np.int64)
+        rank = np.zeros(len(self._targets), dtype=np.int32)
+        scaling = np.zeros(len(self._targets), dtype=np.float32)
+        first = np.zeros(len(self._targets), dtype=np.int32)
+        vectors = np.full((2, len(self._targets)), -1, dtype=np.int64)
         begin = (start + adapter.first_vector_page) * self._pool.values_per_page
         for name, weights in adapter.weights.items():
-            index = self._sites[name]
+            index = self._targets[name]
             first[index] = start + weights.first
             rank[index] = weights.rank
             scaling[index] = weights.scaling

@@ -12,7 +12,7 @@ from data_plane.adapters.arena.base_weights import BaseWeights
 from data_plane.adapters.arena.dora import GainStream
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement
-from data_plane.adapters.arena.slots import Load, SiteWeights
+from data_plane.adapters.arena.slots import Load, ModuleWeights
 from data_plane.adapters.format.manifest import Manifest
 from data_plane.adapters.format.packed import ModuleTensors, read_chunk
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable
@@ -57,7 +57,7 @@ class AdapterWriter:
             self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors)
         return size_bytes + vectors.nbytes
 
-    def _put_vector(self, vectors: torch.Tensor, entry: SiteWeights, part: ModuleTensors, digest: str) -> None:
+    def _put_vector(self, vectors: torch.Tensor, entry: ModuleWeights, part: ModuleTensors, digest: str) -> None:
         """The module's LoRA bias, or its gains, into its place among the adapter's vectors."""
         if part.vector is None:
             return

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
-from data_plane.adapters.sites import SiteKind
-from data_plane.adapters.step.lora_step import LoraStep, ShrunkRows, SiteNeeds
+from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
 from data_plane.errors import StaleSlot
+from data_plane.plan import TargetKind
 from kernels.devices import runs_triton
 from kernels.lora import lora_route, route_on_host
 
@@ -25,14 +25,14 @@ class AdapterSteps:
     def __init__(self, arena: AdapterArena) -> None:
         self._arena = arena
         self._table = arena.table
-        self._heads = np.flatnonzero([site.kind is SiteKind.HEAD for site in arena.table.sites])
+        self._heads = np.flatnonzero([target.kind is TargetKind.HEAD for target in arena.table.targets])
         self._num_slots = arena.table.num_slots
         pages = arena.table.pages
         self._device = pages.device
         self._routes_on_host = pages.device.type == "cpu" and not runs_triton(pages)
         self._shrunk = ShrunkRows()
         # Key: the table's version and the slots. Most steps have the slots of the step before.
-        self._needs: tuple[tuple[int, bytes], SiteNeeds] | None = None
+        self._needs: tuple[tuple[int, bytes], ModuleNeeds] | None = None
 
     def begin(self, token_slots: torch.Tensor, slots_in_step: Sequence[int]) -> LoraStep | None:
         """What the step's linears add, or None if no token has an adapter.
@@ -62,17 +62,17 @@ class AdapterSteps:
         slots = host_slots[host_slots >= 0]
         if not self._table.host_rank[slots[:, None], self._heads].any():
             return None
-        return self._step(SiteNeeds.of(self._table, slots), host_slots)
+        return self._step(ModuleNeeds.of(self._table, slots), host_slots)
 
-    def _step(self, needs: SiteNeeds, token_slots: npt.NDArray[np.int32]) -> LoraStep:
+    def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32]) -> LoraStep:
         if self._routes_on_host:
             route = route_on_host(token_slots, self._num_slots)
         else:
             route = lora_route(torch.from_numpy(token_slots).to(self._device), self._num_slots)
         return LoraStep(self._arena.groups, self._table, needs, route, self._shrunk)
 
-    def _needs_of(self, slots: npt.NDArray[np.intp]) -> SiteNeeds:
+    def _needs_of(self, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
         key = (self._table.version, slots.tobytes())
         if self._needs is None or self._needs[0] != key:
-            self._needs = (key, SiteNeeds.of(self._table, slots))
+            self._needs = (key, ModuleNeeds.of(self._table, slots))
         return self._needs[1]

@@ -8,22 +8,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.arena.site_groups import SiteGroups, TableGroup
+from data_plane.adapters.arena.module_groups import ModuleGroups, TableGroup
 from data_plane.adapters.arena.slots import SlotTable
 from kernels.lora import DeviceRoute, Epilogue, add_lora_group, lora_embed, lora_expand
 from kernels.lora.native import LoraTokens, lora_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class SiteNeeds:
-    """What the adapters of a step need at each site, in the order of the slot table."""
+class ModuleNeeds:
+    """What the adapters of a step need at each target module, in the order of the slot table."""
 
-    max_rank: npt.NDArray[np.int32]  # 0: no adapter of the step targets the site
+    max_rank: npt.NDArray[np.int32]  # 0: no adapter of the step targets the target module
     has_vectors: npt.NDArray[np.bool_]  # one of them has a gain or a LoRA bias there
     max_rank_of_all: int
 
     @classmethod
-    def of(cls, table: SlotTable, slots: npt.NDArray[np.intp]) -> SiteNeeds:
+    def of(cls, table: SlotTable, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
         """Of the adapters in these slots."""
         max_rank = table.host_rank[slots].max(axis=0, initial=0)
         return cls(max_rank, np.logical_or.reduce(table.host_has_vectors[slots]), int(max_rank.max(initial=0)))
@@ -50,7 +50,7 @@ class LoraStep:
     """
 
     def __init__(
-        self, groups: SiteGroups, table: SlotTable, needs: SiteNeeds, route: DeviceRoute, shrunk: ShrunkRows
+        self, groups: ModuleGroups, table: SlotTable, needs: ModuleNeeds, route: DeviceRoute, shrunk: ShrunkRows
     ) -> None:
         self._groups = groups
         self._table = table
@@ -59,50 +59,52 @@ class LoraStep:
         self._route = route
         self._shrunk = shrunk
 
-    def targets(self, site_name: str) -> bool:
-        """Whether an adapter of the step targets the site."""
-        (group,) = self._groups.of((site_name,))
+    def targets(self, target_name: str) -> bool:
+        """Whether an adapter of the step targets the target module."""
+        (group,) = self._groups.of((target_name,))
         return bool(self._needs.max_rank[group.rows].any())
 
-    def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+    def apply(self, target_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """y [num_tokens, out] += scaling * (x [num_tokens, in] @ A.T) @ B, in place, by each token's slot.
 
         With the LoRA bias or the DoRA gain of the slot's adapter, as kernels.lora.Epilogue says.
-        A no-op for a site that no adapter of the step targets.
+        A no-op for a target module that no adapter of the step targets.
         """
-        self.apply_group((site_name,), x, y)
+        self.apply_group((target_name,), x, y)
 
-    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
-        """`apply` for sites that read the same x and write side by side in y [num_tokens, sum of out], in order."""
+    def apply_group(self, target_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        """`apply` for modules that read the same x and write side by side into y [num_tokens, sum of out], in order."""
         self._check_valid()
-        groups = self._groups.of(site_names)
-        parts = torch.split(y, [sum(group.sites.out_features) for group in groups], dim=1)
+        groups = self._groups.of(target_names)
+        parts = torch.split(y, [sum(group.modules.out_features) for group in groups], dim=1)
         for group, part in zip(groups, parts, strict=True):
             max_rank, epilogue = self._needs_of(group)
             if max_rank:
-                add_lora_group(part, x, group.sites, self._route, max_rank=max_rank, epilogue=epilogue)
+                add_lora_group(part, x, group.modules, self._route, max_rank=max_rank, epilogue=epilogue)
 
-    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
+    def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
         """`apply` for an embedding, whose x are the columns of A at token_ids [num_tokens].
 
         What is added is multiplied, as the model multiplies what it looks up.
         """
         self._check_valid()
-        (group,) = self._groups.of((site_name,))
+        (group,) = self._groups.of((target_name,))
         max_rank, epilogue = self._needs_of(group)
         if max_rank:
-            h = lora_embed(token_ids, group.sites.site(0), self._route, max_rank=max_rank)
+            h = lora_embed(token_ids, group.modules.module(0), self._route, max_rank=max_rank)
             if multiplier != 1.0:
                 h.mul_(multiplier)
-            lora_expand(h, group.sites, y, self._route, epilogue=epilogue)
+            lora_expand(h, group.modules, y, self._route, epilogue=epilogue)
 
-    def native_tokens(self, num_sites: int) -> LoraTokens:
-        """Which token has which adapter, for native ops over groups of up to num_sites sites. Its h is overwritten by
-        the next step's."""
+    def native_tokens(self, num_modules: int) -> LoraTokens:
+        """Which token has which adapter, for native ops over groups of up to num_modules modules.
+
+        The next step overwrites its h.
+        """
         self._check_valid()
         max_rank, num_tokens = self._needs.max_rank_of_all, self._route.num_tokens
-        h = self._shrunk.rows(num_sites * num_tokens * max_rank)
-        return lora_tokens(self._route, h.view(num_sites, num_tokens, max_rank))
+        h = self._shrunk.rows(num_modules * num_tokens * max_rank)
+        return lora_tokens(self._route, h.view(num_modules, num_tokens, max_rank))
 
     def _check_valid(self) -> None:
         assert self._version == self._table.version, "a slot changed after the step began: begin it again"

@@ -163,7 +163,7 @@ def test_every_lora_row_can_be_given_to_another_project_and_is_compared(tmp_path
 
     def rows() -> list[Work]:
         return [
-            works_lora._site(256, 2, 8, 4, *to_cpu),
+            works_lora._module(256, 2, 8, 4, *to_cpu),
             works_lora._mixed(256, (8, 8, 16), *to_cpu),
             works_lora._half(256, 2, 8, 4, *to_cpu, is_expand=False),
             works_lora._half(256, 2, 8, 4, *to_cpu, is_expand=True),

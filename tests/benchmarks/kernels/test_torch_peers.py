@@ -100,7 +100,7 @@ def test_grouped_products_are_those_of_the_adapters_without_their_scaling() -> N
 
 
 def test_the_groups_of_a_lora_row_end_where_its_tokens_do() -> None:
-    made = works_lora._site(256, 3, 8, 7, CPU, torch.bfloat16).make()
+    made = works_lora._module(256, 3, 8, 7, CPU, torch.bfloat16).make()
     assert made.arguments["token_slots"].tolist() == [0, 0, 0, 1, 1, 2, 2]
     answer: Any = made.peers["two _grouped_mm"]()
     x, y, a, b = (made.arguments[name].float() for name in ("x", "y", "a", "b"))
@@ -109,8 +109,8 @@ def test_the_groups_of_a_lora_row_end_where_its_tokens_do() -> None:
 
 
 @torch.inference_mode()
-def test_batched_products_are_ours_over_unequal_sites() -> None:
-    """Those of a group whose sites have unequal widths; y itself is left alone."""
+def test_batched_products_are_ours_over_unequal_modules() -> None:
+    """Those of a group whose modules have unequal widths; y itself is left alone."""
     made = works_lora._group(TINY, 3, 8, 6, CPU, torch.float32).make()
     y, x, scaling = (made.arguments[name] for name in ("y", "x", "scaling"))
     a, b = made.arguments["a"], made.arguments["b"]

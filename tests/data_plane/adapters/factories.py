@@ -14,14 +14,14 @@ from safetensors.torch import save
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
 from data_plane.adapters.arena.base_weights import BaseWeights
-from data_plane.adapters.sites import Site
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.errors import AdapterUnavailable
+from data_plane.plan import TargetKind, TargetModule
 
 BASE = "b" * 64
-SITES = tuple(
-    Site(f"model.layers.{layer}.{name}", in_features, out_features)
+TARGETS = tuple(
+    TargetModule(f"model.layers.{layer}.{name}", TargetKind.LINEAR, in_features, out_features)
     for layer in range(2)
     for name, in_features, out_features in (("q", 32, 48), ("v", 32, 16), ("up", 32, 80), ("down", 80, 32))
 )
@@ -35,8 +35,8 @@ class Packed:
     digest: str
     manifest: bytes
     chunks: list[bytes]
-    weights: dict[str, tuple[torch.Tensor, torch.Tensor, float]]  # site name -> A [rank, in], B [rank, out], scaling
-    vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # site name -> float32 [out], of `vector_kind`
+    weights: dict[str, tuple[torch.Tensor, torch.Tensor, float]]  # by module: A [rank, in], B [rank, out], scaling
+    vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # by module: float32 [out], of `vector_kind`
     vector_kind: str = ""
 
     @property
@@ -53,12 +53,12 @@ class Packed:
 class RandomBase:
     """A base model of random weights; "q" alone has a bias (data_plane.adapters.arena.base_weights.BaseWeights)."""
 
-    def weight(self, site_name: str) -> torch.Tensor:
-        site = next(site for site in SITES if site.name == site_name)
-        return torch.randn(site.out_features, site.in_features, generator=_seeded(f"weight {site_name}"))
+    def weight(self, target_name: str) -> torch.Tensor:
+        target = next(target for target in TARGETS if target.name == target_name)
+        return torch.randn(target.out_features, target.in_features, generator=_seeded(f"weight {target_name}"))
 
-    def bias(self, site_name: str) -> torch.Tensor | None:
-        return torch.randn(48, generator=_seeded(f"bias {site_name}")) if site_name.endswith(".q") else None
+    def bias(self, target_name: str) -> torch.Tensor | None:
+        return torch.randn(48, generator=_seeded(f"bias {target_name}")) if target_name.endswith(".q") else None
 
 
 @dataclass
@@ -92,7 +92,7 @@ def _seeded(text: str) -> torch.Generator:
 def pack(
     ranks: Mapping[str, int] | int,
     *,
-    sites: Sequence[Site] = SITES,
+    targets: Sequence[TargetModule] = TARGETS,
     scaling: float = 2.0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -102,26 +102,26 @@ def pack(
     vectors: str = "",
     edit_vector: Callable[[torch.Tensor], object] | None = None,
 ) -> Packed:
-    """An adapter of one rank on every site, or of the given ranks by site name.
+    """An adapter of one rank on every target module, or of the given ranks by target module name.
 
     `changes` go into the manifest; `edit` may change each A and B in place. vectors: every module has a "bias" or a
     "magnitude", which `edit_vector` may change.
     """
     if isinstance(ranks, int):
-        ranks = {site.name: ranks for site in sites}
-    by_name = {site.name: site for site in sites}
+        ranks = {target.name: ranks for target in targets}
+    by_name = {target.name: target for target in targets}
     weights: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
-    by_site: dict[str, torch.Tensor] = {}
+    by_module: dict[str, torch.Tensor] = {}
     chunks: list[bytes] = []
     entries: list[dict[str, object]] = []
     for layer in sorted({name.split(".")[2] for name in ranks}):
         tensors: dict[str, torch.Tensor] = {}
         modules: list[dict[str, object]] = []
         for name in sorted(name for name in ranks if name.split(".")[2] == layer):
-            site, rank = by_name[name], ranks[name]
+            target, rank = by_name[name], ranks[name]
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            a = torch.randn(rank, site.in_features, generator=generator).to(dtype)
-            b = torch.randn(rank, site.out_features, generator=generator).to(dtype)
+            a = torch.randn(rank, target.in_features, generator=generator).to(dtype)
+            b = torch.randn(rank, target.out_features, generator=generator).to(dtype)
             if edit is not None:
                 edit(a, b)
             weights[name] = (a, b, scaling)
@@ -130,15 +130,15 @@ def pack(
                 {
                     "a_sha256": sha256(raw_bytes(a)),
                     "b_sha256": sha256(raw_bytes(b)),
-                    "in_features": site.in_features,
-                    "out_features": site.out_features,
+                    "in_features": target.in_features,
+                    "out_features": target.out_features,
                     "name": name,
                     "rank": rank,
                     "scaling": scaling,
                 }
             )
             if vectors:
-                vector = by_site[name] = torch.rand(site.out_features, generator=generator) + 0.5
+                vector = by_module[name] = torch.rand(target.out_features, generator=generator) + 0.5
                 if edit_vector is not None:
                     edit_vector(vector)
                 tensors[f"{name}.{vectors}"] = vector
@@ -161,21 +161,21 @@ def pack(
         **(changes or {}),
     }
     manifest = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-    return Packed(sha256(manifest), manifest, chunks, weights, by_site, vectors)
+    return Packed(sha256(manifest), manifest, chunks, weights, by_module, vectors)
 
 
 def make_arena(
     *,
     num_slots: int = 4,
     arena_bytes: int = 1 << 20,
-    sites: Sequence[Site] = SITES,
+    targets: Sequence[TargetModule] = TARGETS,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     base: BaseWeights | None = None,
 ) -> AdapterArena:
     """An arena whose memory is NaN before it is written."""
     arena = AdapterArena(
-        sites,
+        targets,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
         dtype=dtype,
@@ -188,24 +188,24 @@ def make_arena(
 
 
 def expected_output(
-    site: str, x: torch.Tensor, y: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
+    target: str, x: torch.Tensor, y: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
 ) -> torch.Tensor:
-    """What the step leaves in a site's output y, from the packed tensors, in fp32."""
+    """What the step leaves in a target module's output y, from the packed tensors, in fp32."""
     rows = []
     for row, slot in enumerate(token_slots):
-        weights = in_slots[slot].weights.get(site) if slot >= 0 else None
+        weights = in_slots[slot].weights.get(target) if slot >= 0 else None
         if weights is None:
             rows.append(y[row].float())
             continue
         a, b, scaling = weights
         delta = (x[row].float() @ a.float().T) @ b.float()
-        vector, kind = in_slots[slot].vectors.get(site), in_slots[slot].vector_kind
+        vector, kind = in_slots[slot].vectors.get(target), in_slots[slot].vector_kind
         if vector is None:
             rows.append(y[row] + scaling * delta)
         elif kind == "bias":
             rows.append(y[row] + scaling * (delta + vector))
         else:
-            weight, bias = RandomBase().weight(site), RandomBase().bias(site)
+            weight, bias = RandomBase().weight(target), RandomBase().bias(target)
             own = torch.zeros_like(vector) if bias is None else bias
             norm = (weight + scaling * b.float().T @ a.float()).norm(dim=1)
             rows.append(vector / norm * (y[row] - own + scaling * delta) + own)
@@ -213,11 +213,11 @@ def expected_output(
 
 
 def expected_delta(
-    site: str, x: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
+    target: str, x: torch.Tensor, token_slots: Sequence[int], in_slots: Mapping[int, Packed]
 ) -> torch.Tensor:
-    """What the step adds to a site's output of zeros."""
-    width = next(s.out_features for s in SITES if s.name == site)
-    return expected_output(site, x, torch.zeros(len(token_slots), width), token_slots, in_slots)
+    """What the step adds to a target module's output of zeros."""
+    width = next(s.out_features for s in TARGETS if s.name == target)
+    return expected_output(target, x, torch.zeros(len(token_slots), width), token_slots, in_slots)
 
 
 def load(arena: AdapterArena, slot: int, generation: int, packed: Packed) -> None:
@@ -232,15 +232,15 @@ def begin_step(arena: AdapterArena, token_slots: Sequence[int]) -> LoraStep | No
 
 
 def run_step(arena: AdapterArena, token_slots: Sequence[int], in_slots: Mapping[int, Packed], *, seed: int = 0) -> None:
-    """Run a step over every site and compare with the packed matrices."""
+    """Run a step over every target module and compare with the packed matrices."""
     step = begin_step(arena, token_slots)
     generator = torch.Generator().manual_seed(seed)
-    for site in SITES:
-        x = torch.randn(len(token_slots), site.in_features, generator=generator)
-        y = torch.randn(len(token_slots), site.out_features, generator=generator)
-        expected = expected_output(site.name, x, y, token_slots, in_slots)
+    for target in TARGETS:
+        x = torch.randn(len(token_slots), target.in_features, generator=generator)
+        y = torch.randn(len(token_slots), target.out_features, generator=generator)
+        expected = expected_output(target.name, x, y, token_slots, in_slots)
         if step is not None:
-            step.apply(site.name, x, y)
+            step.apply(target.name, x, y)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
 
 

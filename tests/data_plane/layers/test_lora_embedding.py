@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from data_plane.adapters.sites import SiteKind
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_embedding import LoraEmbedding
+from data_plane.plan import TargetKind
 
 
 class AddIds:
@@ -17,14 +17,14 @@ class AddIds:
     def __init__(self) -> None:
         self.seen: list[tuple[str, list[int], tuple[int, ...]]] = []
 
-    def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        raise AssertionError(f"{site_name} is an embedding")
+    def apply(self, target_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        raise AssertionError(f"{target_name} is an embedding")
 
-    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
-        raise AssertionError(f"{site_names} are embeddings")
+    def apply_group(self, target_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        raise AssertionError(f"{target_names} are embeddings")
 
-    def embed(self, site_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
-        self.seen.append((site_name, token_ids.tolist(), tuple(y.shape)))
+    def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
+        self.seen.append((target_name, token_ids.tolist(), tuple(y.shape)))
         y += multiplier * token_ids[:, None]
 
 
@@ -46,8 +46,13 @@ def test_an_embedding_adds_the_steps_adapters(embedding: nn.Embedding, multiplie
     embedding.requires_grad_(False)
     context = StepContext()
     wrapped = LoraEmbedding(embedding, "model.embed", context)
-    (site,) = wrapped.sites
-    assert (site.name, site.in_features, site.out_features, site.kind) == ("model.embed", 9, 4, SiteKind.EMBEDDING)
+    (target,) = wrapped.targets
+    assert (target.name, target.in_features, target.out_features, target.kind) == (
+        "model.embed",
+        9,
+        4,
+        TargetKind.EMBEDDING,
+    )
     ids = torch.tensor([[3, 8, 3]])
     plain = wrapped(ids)
     assert torch.equal(plain, embedding(ids))

@@ -15,21 +15,21 @@ from kernels.native import find_compiler
 FORMS = [Form.ONEDNN, Form.NATIVE, Form.SHARED] if find_compiler() else [Form.ONEDNN]
 
 
-class AddSite:
-    """Adds one at a site of some name, and keeps what it was given."""
+class AddModule:
+    """Adds one at a target module of some name, and keeps what it was given."""
 
-    def __init__(self, site_name: str) -> None:
-        self.site_name = site_name
+    def __init__(self, target_name: str) -> None:
+        self.target_name = target_name
         self.seen: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
 
-    def apply(self, site_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.seen.append((site_name, tuple(x.shape), tuple(y.shape)))
-        if site_name == self.site_name:
+    def apply(self, target_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.seen.append((target_name, tuple(x.shape), tuple(y.shape)))
+        if target_name == self.target_name:
             y += 1
 
-    def apply_group(self, site_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
-        for site_name, part in zip(site_names, y.split([4, 2], dim=1), strict=True):
-            self.apply(site_name, x, part)
+    def apply_group(self, target_names: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
+        for target_name, part in zip(target_names, y.split([4, 2], dim=1), strict=True):
+            self.apply(target_name, x, part)
 
 
 def test_linears_add_the_steps_adapters() -> None:
@@ -42,7 +42,7 @@ def test_linears_add_the_steps_adapters() -> None:
     assert isinstance(model[0], LoraLinear)
     plain = model(x)
     torch.testing.assert_close(plain, expected)
-    lora = AddSite("1.0")
+    lora = AddModule("1.0")
     context.lora = lora
     assert torch.equal(model(x), plain + 1)
     assert lora.seen == [("0", (5, 3), (5, 4)), ("1.0", (5, 4), (5, 2))]
@@ -52,29 +52,32 @@ def test_linears_add_the_steps_adapters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])
-def test_linears_of_one_input_become_one_with_all_their_sites(dtype: torch.dtype, biases: tuple[bool, bool]) -> None:
+def test_linears_of_one_input_become_one_with_all_their_targets(dtype: torch.dtype, biases: tuple[bool, bool]) -> None:
     torch.manual_seed(0)
     linears = [nn.Linear(3, size, bias=bias, dtype=dtype) for size, bias in zip((4, 2), biases, strict=True)]
     context = StepContext()
     joint = LoraLinear(linears, ["a", "b"], context)
     joint.pack_weight()
-    assert [(site.name, site.in_features, site.out_features) for site in joint.sites] == [("a", 3, 4), ("b", 3, 2)]
+    assert [(target.name, target.in_features, target.out_features) for target in joint.targets] == [
+        ("a", 3, 4),
+        ("b", 3, 2),
+    ]
     x = torch.randn(1, 5, 3).to(dtype)
     expected = torch.cat([linear(x) for linear in linears], dim=-1)
     plain = joint(x)
     torch.testing.assert_close(plain, expected)
-    lora = AddSite("b")
+    lora = AddModule("b")
     context.lora = lora
     torch.testing.assert_close(joint(x), expected + torch.tensor([0, 0, 0, 0, 1, 1]).to(dtype))
     assert lora.seen == [("a", (5, 3), (5, 4)), ("b", (5, 3), (5, 2))]
 
 
-def test_a_linear_without_sites_asks_no_adapter() -> None:
+def test_a_linear_without_modules_asks_no_adapter() -> None:
     context = StepContext()
     head = LoraLinear([nn.Linear(3, 4)], (), context)
-    context.lora = lora = AddSite("head")
+    context.lora = lora = AddModule("head")
     head(torch.ones(1, 3))
-    assert head.sites == [] and lora.seen == []
+    assert head.targets == [] and lora.seen == []
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -86,11 +89,11 @@ def test_a_packed_weight_replaces_the_plain_one(
     monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: form)
     torch.manual_seed(0)
     linear = nn.Linear(70, 33, bias=has_bias).requires_grad_(False)
-    packed = LoraLinear([linear], ["site"], StepContext())
+    packed = LoraLinear([linear], ["target module"], StepContext())
     packed.pack_weight()
     x = torch.randn(1, num_tokens, 2 * 70)[..., ::2]
     torch.testing.assert_close(packed(x), linear(x))
-    assert torch.equal(packed.site_weight(0), linear.weight)
+    assert torch.equal(packed.target_weight(0), linear.weight)
     assert (packed.weight.shape, packed.weight.dtype) == (linear.weight.shape, linear.weight.dtype)
     assert packed.weight.is_meta, "the plain weight is still held"
 
@@ -98,6 +101,6 @@ def test_a_packed_weight_replaces_the_plain_one(
 def test_a_weight_whose_own_form_is_fastest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: Form.PLAIN)
     linear = nn.Linear(8, 8, dtype=torch.bfloat16)
-    same = LoraLinear([linear], ["site"], StepContext())
+    same = LoraLinear([linear], ["target module"], StepContext())
     same.pack_weight()
     assert same.weight is linear.weight

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data_plane.adapters.sites import SiteKind
 from data_plane.config import CPU_TOKEN_BUDGET
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.lora_linear import LoraLinear
 from data_plane.models.loader import LoadedModel, load_model
+from data_plane.plan import TargetKind
 from tests.makers import make_checkpoint
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -37,10 +37,10 @@ def load(directory: Path, dtype: str = "auto", **limits: int | None) -> LoadedMo
 def test_every_linear_and_the_embedding_take_adapters(tmp_path: Path, is_tied: bool) -> None:
     loaded = load(make_checkpoint(tmp_path, "llama", tie_word_embeddings=is_tied))
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
-    kinds = {site.name: site.kind for site in loaded.sites()}
-    assert kinds.pop("model.embed_tokens") is SiteKind.EMBEDDING
-    assert kinds.pop("lm_head") is SiteKind.HEAD
-    assert set(kinds.values()) == {SiteKind.LAYER}
+    kinds = {target.name: target.kind for target in loaded.targets()}
+    assert kinds.pop("model.embed_tokens") is TargetKind.EMBEDDING
+    assert kinds.pop("lm_head") is TargetKind.HEAD
+    assert set(kinds.values()) == {TargetKind.LINEAR}
     assert kinds.keys() == {f"model.layers.{i}.self_attn.{p}" for i in range(2) for p in projections} | {
         f"model.layers.{i}.mlp.{p}" for i in range(2) for p in ("gate_proj", "up_proj", "down_proj")
     }
@@ -54,7 +54,7 @@ def test_router_that_is_a_linear_of_its_own_kind_is_left_alone(tmp_path: Path) -
     router = loaded.model.get_submodule("model.layers.0.mlp.router")
     assert not isinstance(router, LoraLinear)
     assert not router.weight.is_meta
-    assert [site.name for site in loaded.sites() if site.kind is SiteKind.LAYER] == [
+    assert [target.name for target in loaded.targets() if target.kind is TargetKind.LINEAR] == [
         f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in ("q", "k", "v", "o")
     ]
 
@@ -68,12 +68,12 @@ def test_sharded_checkpoint_with_tied_embeddings_loads_whole(tmp_path: Path) -> 
     # A DecoderStack holds all layers in the place of the first.
     named = ((name.replace("layers.0.layers.", "layers."), value) for name, value in model.state_dict().items())
     weights = {name: value for name, value in named if not value.is_meta}
-    for site in loaded.sites():
-        weight, bias = base.weight(site.name), base.bias(site.name)
-        assert weight.shape == (site.out_features, site.in_features)
-        weights[f"{site.name}.weight"] = weight.T if site.kind is SiteKind.EMBEDDING else weight
+    for target in loaded.targets():
+        weight, bias = base.weight(target.name), base.bias(target.name)
+        assert weight.shape == (target.out_features, target.in_features)
+        weights[f"{target.name}.weight"] = weight.T if target.kind is TargetKind.EMBEDDING else weight
         if bias is not None:
-            weights[f"{site.name}.bias"] = bias
+            weights[f"{target.name}.bias"] = bias
     assert {name: torch.equal(weights[name], tensor) for name, tensor in expected.items()} == dict.fromkeys(
         expected, True
     )
@@ -85,7 +85,7 @@ def test_a_head_of_its_own_is_packed(tmp_path: Path) -> None:
     head = load(make_checkpoint(tmp_path, "llama")).model.get_output_embeddings()  # type: ignore[no-untyped-call]
     assert isinstance(head, LoraLinear)
     assert head.packed is not None
-    assert [site.name for site in head.sites] == ["lm_head"]
+    assert [target.name for target in head.targets] == ["lm_head"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_weights_of_another_shape_than_the_configuration_are_told_by_name(tmp_pa
 def test_linears_that_keep_their_weight_transposed_take_adapters(tmp_path: Path) -> None:
     """GPT-2's Conv1D; that its adapters answer as PEFT's is shown by the engine's oracle."""
     loaded = load(make_checkpoint(tmp_path, "gpt2"))
-    shapes = {site.name: (site.in_features, site.out_features) for site in loaded.sites()}
+    shapes = {target.name: (target.in_features, target.out_features) for target in loaded.targets()}
     assert shapes["transformer.h.0.attn.c_attn"] == (64, 192)
     assert shapes["transformer.h.1.mlp.c_proj"] == (256, 64)
     assert len(shapes) == 2 * 4 + 2

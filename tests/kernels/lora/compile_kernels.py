@@ -35,7 +35,7 @@ def main() -> None:
     compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink | shared, num_stages=3)
     expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "H_ALIGN": 4, "ADD_INPUTS": True, "stride_yn": 1}
     expand |= {"HAS_GAIN": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
-    expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_SITES": 3, "ALIGN": 16}
+    expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_MODULES": 3, "ALIGN": 16}
     compile_kernel(triton_expand.expand_kernel, "bf16", expand | shared, num_stages=1)
     embed = {"BLOCK_T": 16, "BLOCK_R": 16, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
     compile_kernel(triton_embedding.embed_kernel, "bf16", embed, num_stages=3)

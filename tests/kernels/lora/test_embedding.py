@@ -12,7 +12,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Embedding as PeftEmbedding
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import SiteGroup, lora_embed, lora_expand, lora_route, lora_shrink, reference
+from kernels.lora import ModuleGroup, lora_embed, lora_expand, lora_route, lora_shrink, reference
 from kernels.lora.cases import CASES, Case, Inputs, make, make_group
 from tests.kernels.tolerances import assert_close
 
@@ -42,7 +42,7 @@ def define(inputs: Inputs, ids: torch.Tensor) -> torch.Tensor:
 
 def added(inputs: Inputs, ids: torch.Tensor) -> torch.Tensor:
     """The columns of A, then an expand."""
-    group = SiteGroup.of([inputs.paged])
+    group = ModuleGroup.of([inputs.paged])
     route = lora_route(inputs.token_slots, group.num_slots)
     y = inputs.y.clone()
     lora_expand(lora_embed(ids, inputs.paged, route, max_rank=max_rank(inputs)), group, y, route)
@@ -111,7 +111,7 @@ def test_an_lm_head_of_any_vocabulary_equals_a_linear_of_peft(vocabulary: int) -
     inputs = make(case, torch.float32)
     defined, in_steps = inputs.y.clone(), inputs.y.clone()
     reference.add_lora(defined, inputs.x, inputs.paged, inputs.token_slots)
-    group, route = SiteGroup.of([inputs.paged]), lora_route(inputs.token_slots, 3)
+    group, route = ModuleGroup.of([inputs.paged]), lora_route(inputs.token_slots, 3)
     lora_expand(lora_shrink(inputs.x, group, route, max_rank=13), group, in_steps, route)
     for row, slot in enumerate(case.token_slots):
         expected = inputs.y[row]
@@ -165,7 +165,7 @@ def test_wrong_arguments_are_refused() -> None:
         lora_embed(ids, inputs.paged, route, max_rank=-1)
     with pytest.raises(ValueError, match="slot 1 has rank 12, h has room for 8"):
         lora_embed(ids, inputs.paged, route, max_rank=8)
-    with pytest.raises(ValueError, match="the route is of 3 slots, the sites have 2"):
+    with pytest.raises(ValueError, match="the route is of 3 slots, the modules have 2"):
         lora_embed(ids, inputs.paged, lora_route(inputs.token_slots, 3), max_rank=12)
     with pytest.raises(ValueError, match="order is on cpu, token_ids on meta"):
         lora_embed(ids.to("meta"), inputs.paged, route, max_rank=12)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import SiteGroup, add_lora_group, lora_route, ops, reference, route_on_host
+from kernels.lora import ModuleGroup, add_lora_group, lora_route, ops, reference, route_on_host
 from kernels.lora.cases import CASES, Case, GroupInputs, Inputs, make, make_group
 from kernels.lora.cpu import segments
 from kernels.lora.route import DeviceRoute
@@ -42,7 +42,7 @@ def define(inputs: Inputs) -> torch.Tensor:
 
 
 def added(inputs: Inputs, block_tokens: int = 32) -> torch.Tensor:
-    group, y = SiteGroup.of([inputs.paged]), copy_of(inputs.y)
+    group, y = ModuleGroup.of([inputs.paged]), copy_of(inputs.y)
     route = route_of(inputs, group.num_slots, block_tokens)
     add_lora_group(y, inputs.x, group, route, max_rank=int(inputs.paged.rank.max()))
     return y
@@ -138,14 +138,14 @@ def test_random_cases(
 
 @FORMS
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_fused_sites_equal_each_alone(case: Case) -> None:
-    """Site i leaves slot i out, whose columns keep their bits."""
+def test_fused_modules_equal_each_alone(case: Case) -> None:
+    """Module i leaves slot i out, whose columns keep their bits."""
     inputs = make_group(case, (case.out_features, 3, case.out_features), torch.float32)
     num_slots, expected, column = inputs.group.num_slots, copy_of(inputs.y), 0
     for index, width in enumerate(inputs.group.out_features):
         columns = slice(column, column + width)
         column += width
-        reference.add_lora(expected[:, columns], inputs.x, inputs.group.site(index), inputs.token_slots)
+        reference.add_lora(expected[:, columns], inputs.x, inputs.group.module(index), inputs.token_slots)
     actual = copy_of(inputs.y)
     add_lora_group(actual, inputs.x, inputs.group, route_of(inputs, num_slots), max_rank=inputs.max_rank)
     assert_close(actual, expected, magnitude=4.0)

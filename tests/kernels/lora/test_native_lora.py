@@ -49,7 +49,7 @@ def added(inputs: GroupInputs, epilogue: Epilogue | None, block_tokens: int = 32
 
 def defined(inputs: GroupInputs, epilogue: Epilogue | None) -> torch.Tensor:
     y, route = copy_of(inputs.y), route_on_host(inputs.token_slots.numpy(), inputs.group.num_slots)
-    h = torch.zeros(inputs.group.num_sites, len(y), inputs.max_rank)
+    h = torch.zeros(inputs.group.num_modules, len(y), inputs.max_rank)
     reference.shrink(inputs.x, h, inputs.group, route)
     reference.expand(h, y, inputs.group, route, add_inputs=True, epilogue=epilogue)
     return y
@@ -133,13 +133,13 @@ def test_embeddings_have_the_same_bits_in_any_threads(dtype: torch.dtype) -> Non
     def embedded() -> torch.Tensor:
         y = inputs.y.clone()
         lora_expand(
-            lora_embed(ids, inputs.group.site(0), route, max_rank=65), inputs.group, y, route, epilogue=epilogue
+            lora_embed(ids, inputs.group.module(0), route, max_rank=65), inputs.group, y, route, epilogue=epilogue
         )
         return y
 
     one, two, three = in_threads(embedded)
     h, expected = torch.zeros(1, len(SLOTS), 65), inputs.y.clone()
-    reference.embed(ids, h[0], inputs.group.site(0), route)
+    reference.embed(ids, h[0], inputs.group.module(0), route)
     reference.expand(h, expected, inputs.group, route, add_inputs=True, epilogue=epilogue)
     is_known = torch.ones(len(SLOTS), dtype=torch.bool)
     is_known[[3, 7]] = False
@@ -153,9 +153,9 @@ def test_a_recorded_program_follows_the_step_and_the_slot_table() -> None:
     """Its tensors stay; tokens, slots, ranks and weights change between runs."""
     inputs = make_group(CASES[6], (32, 16), torch.float32)
     group, x, y = inputs.group, inputs.x, inputs.y.clone()
-    program, sites = Program(), native.problem(inputs.group, x, y)
-    program.add("lora_shrink", sites, is_open=True)
-    program.add("lora_expand", sites)
+    program, modules = Program(), native.problem(inputs.group, x, y)
+    program.add("lora_shrink", modules, is_open=True)
+    program.add("lora_expand", modules)
     for num_tokens, width in ((9, inputs.max_rank), (4, 2 * inputs.max_rank), (1, inputs.max_rank)):
         y.copy_(inputs.y)
         route: DeviceRoute = route_on_host(inputs.token_slots[:num_tokens].numpy(), group.num_slots)

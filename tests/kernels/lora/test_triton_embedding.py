@@ -23,7 +23,7 @@ CASES = (
 
 def embedded(case: Case, device: torch.device, block_tokens: int, stride: int = 1) -> None:
     """Compare all of h, which begins as NaN, for ids that are known and two that are not."""
-    site = to_device(make_group(case, (case.tile_width,), torch.bfloat16).group.site(0), device)
+    module = to_device(make_group(case, (case.tile_width,), torch.bfloat16).group.module(0), device)
     slots = torch.tensor(case.token_slots, dtype=torch.int32, device=device)
     generator = torch.Generator().manual_seed(2)
     every = torch.randint(0, case.in_features, (stride * len(slots),), generator=generator).to(device)
@@ -31,8 +31,8 @@ def embedded(case: Case, device: torch.device, block_tokens: int, stride: int = 
     ids[:2] = torch.tensor([-1, case.in_features], device=device)[: len(ids)]
     route = route_in_torch(slots, len(case.ranks), block_tokens)
     expected, h = (torch.full((len(slots), max(case.ranks)), NAN, device=device) for _ in range(2))
-    reference.embed(ids, expected, site, route)
-    triton_embedding.embed(ids, h, site, route)
+    reference.embed(ids, expected, module, route)
+    triton_embedding.embed(ids, h, module, route)
     torch.testing.assert_close(h, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -63,7 +63,7 @@ def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
     group = to_device(inputs.group, device)
     route = route_in_torch(inputs.token_slots.to(device), 2, 16)
     wide = torch.full((1, 1, 2, 16), 7.0, device=device)
-    triton_embedding.embed(torch.tensor([36, 0], device=device), wide[0, 0, :, :12], group.site(0), route)
+    triton_embedding.embed(torch.tensor([36, 0], device=device), wide[0, 0, :, :12], group.module(0), route)
     assert wide[0, 0, 0, :8].isfinite().all()
     assert wide[0, 0, 1, :12].isnan().all()
     assert (wide[0, 0, :, 12:] == 7.0).all()

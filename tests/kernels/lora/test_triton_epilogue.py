@@ -21,7 +21,7 @@ WIDTHS = (32, 16)
 
 
 def tables(inputs: GroupInputs, seed: int = 3) -> tuple[GroupInputs, Epilogue]:
-    """Gains and biases of every slot; slot 0 has neither, slot 2 no gain at the last site."""
+    """Gains and biases of every slot; slot 0 has neither, slot 2 no gain at the last module."""
     generator = torch.Generator().manual_seed(seed)
     shape = (inputs.group.num_slots, sum(inputs.group.out_features))
     gain = torch.rand(shape, generator=generator) + 0.5
@@ -43,14 +43,14 @@ def added(inputs: GroupInputs, epilogue: Epilogue | None) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["lora bias", "dora"])
 def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
     inputs = make_group(CASE, (32,), torch.float32)
-    site, is_dora = inputs.group.site(0), kind == "dora"
+    module, is_dora = inputs.group.module(0), kind == "dora"
     base = torch.nn.Linear(48, 32, bias=has_bias)
     inputs.y.copy_(base(inputs.x).detach())
     gain, lora_bias = torch.ones(3, 32), torch.zeros(3, 32)
     expected = inputs.y.clone()
     for slot in (1, 2):
-        a, b = reference.gather(site, slot)
-        rank, scaling = len(a), float(site.scaling[slot])
+        a, b = reference.gather(module, slot)
+        rank, scaling = len(a), float(module.scaling[slot])
         config = LoraConfig(r=rank, lora_alpha=rank, use_dora=is_dora, lora_bias=has_bias and not is_dora)
         alpha: Any = scaling * rank
         layer: Any = PeftLinear(base, "one", config, r=rank, lora_alpha=alpha)
@@ -80,7 +80,7 @@ def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("leave_out", [(), ("base_bias",), ("gain", "base_bias"), ("lora_bias",)], ids=str)
-@pytest.mark.parametrize("is_uniform", [False, True], ids=["ranks by site", "one rank"])
+@pytest.mark.parametrize("is_uniform", [False, True], ids=["ranks by module", "one rank"])
 def test_kernel_equals_the_definition(
     is_uniform: bool,
     leave_out: tuple[str, ...],
@@ -88,7 +88,7 @@ def test_kernel_equals_the_definition(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one rank at all sites, as q, k and v of one adapter have it, slot 1 has a gain at the second site too."""
+    """With one rank at all modules, as q, k and v of one adapter have, slot 1 has a gain at the second module too."""
     inputs = make_group(CASE, WIDTHS, dtype, is_uniform=is_uniform)
     inputs, full = tables(inputs)
     epilogue = replace(full, **dict.fromkeys(leave_out))

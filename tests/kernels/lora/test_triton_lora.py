@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cases import to_device
-from kernels.lora import SiteGroup, lora_route, ops, reference, triton_expand, triton_shrink
+from kernels.lora import ModuleGroup, lora_route, ops, reference, triton_expand, triton_shrink
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
 from kernels.lora.route import DeviceRoute, blocks_of_one, route_in_torch
@@ -34,7 +34,7 @@ def route_of(inputs: GroupInputs, block_tokens: int = 16) -> DeviceRoute:
 
 
 def empty_h(inputs: GroupInputs, planes: int = 1) -> torch.Tensor:
-    shape = (planes, inputs.group.num_sites, len(inputs.token_slots), inputs.max_rank)
+    shape = (planes, inputs.group.num_modules, len(inputs.token_slots), inputs.max_rank)
     return torch.full(shape, NAN, device=inputs.x.device)
 
 
@@ -58,7 +58,7 @@ def defined(inputs: GroupInputs, *, add_inputs: bool = True) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", TRITON_CASES, ids=lambda case: case.name)
-def test_one_site_equals_the_definition(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+def test_one_module_equals_the_definition(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     """h begins as NaN and stays so where no adapter has a rank: all of the rest is written."""
     inputs = to_device(make_group(case, (case.out_features,), dtype), device)
     expected_h, expected = defined(inputs)
@@ -75,7 +75,7 @@ def test_one_site_equals_the_definition(case: Case, dtype: torch.dtype, device: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [MIXED, *(case for case in CASES if case.is_strided)], ids=lambda case: case.name)
-def test_unequal_sites_in_one_launch(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+def test_unequal_modules_in_one_launch(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     inputs = to_device(make_group(case, GROUP, dtype), device)
     _, expected = defined(inputs)
     route = route_of(inputs)
@@ -169,7 +169,7 @@ def test_offsets_past_two_to_the_31_elements(device: torch.device) -> None:
         size = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, strides, strict=True))
         return torch.empty(size, dtype=value.dtype, device=device).as_strided(value.shape, strides).copy_(value)
 
-    def run(x: torch.Tensor, y: torch.Tensor, group: SiteGroup = inputs.group) -> torch.Tensor:
+    def run(x: torch.Tensor, y: torch.Tensor, group: ModuleGroup = inputs.group) -> torch.Tensor:
         route = route_in_torch(inputs.token_slots[: len(x)], group.num_slots, 16)
         h = torch.full((1, 1, len(x), inputs.max_rank), NAN, device=device)
         triton_shrink.shrink(x, h, group, route)
@@ -229,12 +229,12 @@ def test_slots_outside_the_table_have_no_adapter(
     """Nor are ranks and pages read for them, which the table of two slots does not have."""
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
     inputs = to_device(make_group(Case("foreign", (0,) * 5, (8, 4)), (32,), torch.float32), device)
-    site = inputs.group.site(0)
+    module = inputs.group.module(0)
     slots = torch.tensor([2, 1, 2**31 - 1, -7, 10**6], dtype=torch.int32, device=device)
     h, y = torch.full((5, 8), NAN, device=device), to_device(inputs.y, device)
-    ops.bgmv_shrink(inputs.x, site, h, slots)
+    ops.bgmv_shrink(inputs.x, module, h, slots)
     assert h[1, :4].isfinite().all()
-    ops.bgmv_expand(h, site, y, slots)
+    ops.bgmv_expand(h, module, y, slots)
     assert not torch.equal(y[1], inputs.y[1])
     others = [0, 2, 3, 4]
     assert h[others].isnan().all()
@@ -273,29 +273,29 @@ def test_the_six_operators(runs_triton: bool, device: torch.device, monkeypatch:
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: runs_triton)
     case = replace(SMALL, in_features=64, tile_width=32)
     inputs = to_device(make_group(case, (32,), torch.float32, is_exact=True), device)
-    site, slots = inputs.group.site(0), inputs.token_slots
+    module, slots = inputs.group.module(0), inputs.token_slots
     route = lora_route(slots, inputs.group.num_slots)
     expected_h = torch.full((len(slots), inputs.max_rank + 2), NAN, device=device)
     delta = torch.zeros_like(inputs.y)
     for token, slot in enumerate(case.token_slots):
         if slot >= 0:
-            a, b = reference.gather(site, slot)
+            a, b = reference.gather(module, slot)
             expected_h[token, : len(a)] = 2.0 * (a @ inputs.x[token])
-            delta[token] = site.scaling[slot] * (expected_h[token, : len(a)] @ b)
+            delta[token] = module.scaling[slot] * (expected_h[token, : len(a)] @ b)
     h = torch.full_like(expected_h, NAN)
     for shrink, where in ((ops.bgmv_shrink, slots), (ops.sgmv_shrink, route)):
         h.fill_(NAN)
-        shrink(inputs.x, site, h, where, scaling=2.0)  # type: ignore[operator]  # each takes its own `where`
+        shrink(inputs.x, module, h, where, scaling=2.0)  # type: ignore[operator]  # each takes its own `where`
         assert torch.equal(h.nan_to_num(nan=99.0), expected_h.nan_to_num(nan=99.0))
     for expand, where in ((ops.bgmv_expand, slots), (ops.sgmv_expand, route)):
         y = torch.cat([inputs.y, inputs.y], dim=1)
-        expand(h, site, y, where, add_inputs=True)  # type: ignore[operator]
+        expand(h, module, y, where, add_inputs=True)  # type: ignore[operator]
         assert torch.equal(y, torch.cat([inputs.y + delta, inputs.y], dim=1))
-        expand(h, site, y, where, add_inputs=False)  # type: ignore[operator]
+        expand(h, module, y, where, add_inputs=False)  # type: ignore[operator]
         assert torch.equal(y, torch.cat([delta, inputs.y], dim=1))
     for expand, where in ((ops.bgmv_expand_slice, slots), (ops.sgmv_expand_slice, route)):
         y = torch.cat([inputs.y, inputs.y], dim=1)
-        expand(h, site, y, where, slice_offset=20, slice_size=32, add_inputs=True)  # type: ignore[operator]
+        expand(h, module, y, where, slice_offset=20, slice_size=32, add_inputs=True)  # type: ignore[operator]
         expected = torch.cat([inputs.y, inputs.y], dim=1)
         expected[:, 20:52] += delta
         assert torch.equal(y, expected)
@@ -311,7 +311,7 @@ def test_add_lora_group_equals_add_lora(
     inputs = to_device(make_group(case, (256, 128), torch.float32), device)
     expected = to_device(inputs.y, device)
     for index, columns in enumerate((slice(0, 256), slice(256, 384))):
-        reference.add_lora(expected[:, columns], inputs.x, inputs.group.site(index), inputs.token_slots)
+        reference.add_lora(expected[:, columns], inputs.x, inputs.group.module(index), inputs.token_slots)
     route = lora_route(inputs.token_slots, inputs.group.num_slots)
     h = ops.lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
     assert h.shape[0] == (3 if runs_triton else 1)
@@ -322,31 +322,31 @@ def test_add_lora_group_equals_add_lora(
 
 def test_wrong_arguments_are_refused() -> None:
     inputs = make_group(MIXED, (32,), torch.float32)
-    site, slots, h = inputs.group.site(0), inputs.token_slots, torch.zeros(9, 40)
+    module, slots, h = inputs.group.module(0), inputs.token_slots, torch.zeros(9, 40)
     with pytest.raises(ValueError, match=r"x is torch\.float32 \[9, 47\], want torch\.float32 \[9, 48\]"):
-        ops.bgmv_shrink(inputs.x[:, 1:], site, h, slots)
+        ops.bgmv_shrink(inputs.x[:, 1:], module, h, slots)
     with pytest.raises(ValueError, match=r"h is torch\.bfloat16"):
-        ops.bgmv_shrink(inputs.x, site, h.bfloat16(), slots)
+        ops.bgmv_shrink(inputs.x, module, h.bfloat16(), slots)
     with pytest.raises(ValueError, match="slot 3 has rank 40, h has room for 39"):
-        ops.bgmv_shrink(inputs.x, site, h[:, :39], slots)
+        ops.bgmv_shrink(inputs.x, module, h[:, :39], slots)
     with pytest.raises(ValueError, match=r"token_slots is torch\.int64"):
-        ops.bgmv_shrink(inputs.x, site, h, slots.long())
+        ops.bgmv_shrink(inputs.x, module, h, slots.long())
     with pytest.raises(ValueError, match="columns 8 to 40 are not all in y, which has 32"):
-        ops.bgmv_expand_slice(h, site, inputs.y, slots, slice_offset=8, slice_size=32)
+        ops.bgmv_expand_slice(h, module, inputs.y, slots, slice_offset=8, slice_size=32)
     with pytest.raises(ValueError, match=r"y is torch\.float32 \[9, 31\]"):
-        ops.bgmv_expand_slice(h, site, inputs.y, slots, slice_offset=0, slice_size=31)
+        ops.bgmv_expand_slice(h, module, inputs.y, slots, slice_offset=0, slice_size=31)
     with pytest.raises(ValueError, match="slot 3 has rank 40, h has room for 39"):
-        ops.bgmv_expand(h[:, :39], site, inputs.y, slots)
-    with pytest.raises(ValueError, match="the route is of 8 slots, the sites have 4"):
-        ops.sgmv_shrink(inputs.x, site, h, lora_route(slots, 8))
+        ops.bgmv_expand(h[:, :39], module, inputs.y, slots)
+    with pytest.raises(ValueError, match="the route is of 8 slots, the modules have 4"):
+        ops.sgmv_shrink(inputs.x, module, h, lora_route(slots, 8))
     with pytest.raises(ValueError, match="order is on meta, x on cpu"):
-        ops.bgmv_shrink(inputs.x, site, h, slots.to("meta"))
+        ops.bgmv_shrink(inputs.x, module, h, slots.to("meta"))
     with pytest.raises(ValueError, match="h is on meta, y on cpu"):
-        ops.bgmv_expand(h.to("meta"), site, inputs.y, slots)
+        ops.bgmv_expand(h.to("meta"), module, inputs.y, slots)
     with pytest.raises(ValueError, match="max_rank is -1"):
         ops.lora_shrink(inputs.x, inputs.group, lora_route(slots, 4), max_rank=-1)
-    other = make_group(MIXED, (32,), torch.float32).group.site(0)
+    other = make_group(MIXED, (32,), torch.float32).group.module(0)
     with pytest.raises(ValueError, match="different arenas"):
-        SiteGroup.of([site, other])
+        ModuleGroup.of([module, other])
     with pytest.raises(ValueError, match=r"read \[48, 16\] features"):
-        SiteGroup.of([site, replace(site, in_features=16)])
+        ModuleGroup.of([module, replace(module, in_features=16)])

@@ -113,7 +113,7 @@ SMALL = Shape(1024, (48, 32), 16, 5, 3)
 def test_shrink_is_checked_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = shrink_problem(replace(SMALL, in_features=96), CPU, torch.bfloat16)
     assert problem.sizes == {
-        "dtype": "bfloat16", "features": 96, "page": 16, "planes": 1, "rank": 5, "sites": 2, "tokens": 3
+        "dtype": "bfloat16", "features": 96, "page": 16, "planes": 1, "rank": 5, "modules": 2, "tokens": 3
     }  # fmt: skip
     assert problem.default in problem.candidates or problem.default.in_columns == 16
     assert problem.is_right(problem.default)
@@ -132,7 +132,7 @@ def test_expand_is_checked_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """From two planes, as the shrink of 1024 columns leaves them."""
     problem = expand_problem(SMALL, CPU, torch.bfloat16)
     assert problem.sizes == {
-        "dtype": "bfloat16", "features": 48, "page": 16, "planes": 2, "rank": 5, "sites": 2, "tokens": 3
+        "dtype": "bfloat16", "features": 48, "page": 16, "planes": 2, "rank": 5, "modules": 2, "tokens": 3
     }  # fmt: skip
     assert problem.is_right(problem.default)
     assert problem.is_right(ExpandLaunch(64, 8))

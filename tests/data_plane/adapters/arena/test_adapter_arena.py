@@ -13,7 +13,7 @@ from data_plane.errors import (
 )
 from kernels.lora import reference
 from tests.data_plane.adapters.factories import (
-    SITES,
+    TARGETS,
     Packed,
     begin_step,
     expected_delta,
@@ -45,7 +45,7 @@ def test_mixed_step_equals_the_packed_matrices(dtype: torch.dtype) -> None:
 
 def test_table_on_the_device_equals_the_packed_matrices() -> None:
     """The slot table that device kernels read, through the reference that reads pages."""
-    adapters = {slot: pack({SITES[slot].name: 3, SITES[5].name: 5 + 9 * slot}, seed=slot) for slot in range(4)}
+    adapters = {slot: pack({TARGETS[slot].name: 3, TARGETS[5].name: 5 + 9 * slot}, seed=slot) for slot in range(4)}
     arena = make_arena()
     for slot in (2, 0, 3, 1):
         load(arena, slot, 1, adapters[slot])
@@ -53,31 +53,31 @@ def test_table_on_the_device_equals_the_packed_matrices() -> None:
     load(arena, 0, 2, adapters[0])
     slots = [0, 1, -1, 2, 3, 3]
     token_slots = torch.tensor(slots, dtype=torch.int32)
-    for site in SITES:
-        x, y = torch.randn(6, site.in_features), torch.zeros(6, site.out_features)
-        reference.add_lora(y, x, arena.paged_site(site.name), token_slots)
-        torch.testing.assert_close(y, expected_delta(site.name, x, slots, adapters), rtol=1e-4, atol=1e-3)
+    for target in TARGETS:
+        x, y = torch.randn(6, target.in_features), torch.zeros(6, target.out_features)
+        reference.add_lora(y, x, arena.paged_module(target.name), token_slots)
+        torch.testing.assert_close(y, expected_delta(target.name, x, slots, adapters), rtol=1e-4, atol=1e-3)
 
 
 def test_table_keeps_its_addresses_and_compacts_when_full() -> None:
     small, large, again = pack(8), pack(16, seed=1), pack(8, seed=2)
     arena = make_arena(arena_bytes=2 * small.arena_bytes + large.arena_bytes)
-    site = SITES[0].name
+    target = TARGETS[0].name
     load(arena, 0, 1, small)
     load(arena, 1, 1, small)
-    before = [tensor.data_ptr() for tensor in (arena.paged_site(site).page_ids, arena.paged_site(site).rank)]
+    before = [tensor.data_ptr() for tensor in (arena.paged_module(target).page_ids, arena.paged_module(target).rank)]
     load(arena, 2, 1, large)
-    arena.paged_site(site)
+    arena.paged_module(target)
     arena.evict(1, 1)
     load(arena, 3, 1, again)
-    after = [tensor.data_ptr() for tensor in (arena.paged_site(site).page_ids, arena.paged_site(site).rank)]
+    after = [tensor.data_ptr() for tensor in (arena.paged_module(target).page_ids, arena.paged_module(target).rank)]
     assert before == after
     adapters = {0: small, 2: large, 3: again}
     slots = [0, 2, 3]
     token_slots = torch.tensor(slots, dtype=torch.int32)
     x, y = torch.randn(3, 32), torch.zeros(3, 48)
-    reference.add_lora(y, x, arena.paged_site(site), token_slots)
-    torch.testing.assert_close(y, expected_delta(site, x, slots, adapters), rtol=1e-4, atol=1e-3)
+    reference.add_lora(y, x, arena.paged_module(target), token_slots)
+    torch.testing.assert_close(y, expected_delta(target, x, slots, adapters), rtol=1e-4, atol=1e-3)
 
 
 def test_base_only_step_is_none() -> None:
@@ -88,7 +88,7 @@ def test_base_only_step_is_none() -> None:
     assert AdapterSteps(arena).begin(torch.zeros(0, dtype=torch.int32), []) is None
 
 
-def test_site_of_no_adapter_of_the_step_is_left_alone() -> None:
+def test_module_of_no_adapter_of_the_step_is_left_alone() -> None:
     arena = make_arena()
     everywhere, only_q = pack(8), pack({"model.layers.0.q": 4}, seed=1)
     load(arena, 0, 1, everywhere)
@@ -141,7 +141,7 @@ def test_small_rank_after_large_rank_in_the_same_slot() -> None:
     run_step(arena, [0, -1], {0: small})
     x, y = torch.randn(1, 32), torch.zeros(1, 48)
     token_slots = torch.tensor([0], dtype=torch.int32)
-    reference.add_lora(y, x, arena.paged_site("model.layers.0.q"), token_slots)
+    reference.add_lora(y, x, arena.paged_module("model.layers.0.q"), token_slots)
     torch.testing.assert_close(y, expected_delta("model.layers.0.q", x, [0], {0: small}), rtol=1e-4, atol=1e-3)
 
 
@@ -160,7 +160,7 @@ def test_rows_of_a_page_past_the_rank_are_zero() -> None:
 def test_unload_while_in_use_is_refused() -> None:
     """The scheduler does not do this. A step that began before reads the pages where they lie, so that the next
     adapter of the slot would answer under the old one's name: the step refuses to be applied."""
-    site = SITES[0].name
+    target = TARGETS[0].name
     arena = make_arena()
     load(arena, 0, 1, pack(8))
     load(arena, 1, 1, pack(8, seed=2))
@@ -172,7 +172,7 @@ def test_unload_while_in_use_is_refused() -> None:
     for refill in (False, True):
         if refill:
             load(arena, 0, 2, pack(8, seed=1))
-        for use in (lambda: step.apply(site, x, y), lambda: step.native_tokens(1)):
+        for use in (lambda: step.apply(target, x, y), lambda: step.native_tokens(1)):
             with pytest.raises(AssertionError, match="a slot changed after the step began"):
                 use()
         assert torch.equal(y, torch.zeros(2, 48))
@@ -190,8 +190,8 @@ def test_a_load_beside_a_step_leaves_the_step_as_it_was() -> None:
     assert step is not None
     load(arena, 1, 1, pack(24, seed=1))
     x, y = torch.randn(1, 32), torch.zeros(1, 48)
-    step.apply(SITES[0].name, x, y)
-    torch.testing.assert_close(y, expected_delta(SITES[0].name, x, [0], {0: first}), rtol=1e-4, atol=1e-3)
+    step.apply(TARGETS[0].name, x, y)
+    torch.testing.assert_close(y, expected_delta(TARGETS[0].name, x, [0], {0: first}), rtol=1e-4, atol=1e-3)
     run_step(arena, [1, 0], {0: first, 1: pack(24, seed=1)})
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from data_plane.errors import ArenaFull
 from tests.data_plane.adapters.factories import (
-    SITES,
+    TARGETS,
     Packed,
     assert_nothing_left,
     load,
@@ -59,7 +59,7 @@ def test_random_walk_conserves_bytes_and_answers() -> None:
         if slot in held and random.random() < 0.6:
             arena.evict(slot, held.pop(slot)[0])
         elif slot not in held:
-            names = [site.name for site in SITES if random.random() < 0.7] or [SITES[0].name]
+            names = [target.name for target in TARGETS if random.random() < 0.7] or [TARGETS[0].name]
             packed = pack({name: int(random.integers(1, 65)) for name in names}, seed=step)
             try:
                 load(arena, slot, generation, packed)

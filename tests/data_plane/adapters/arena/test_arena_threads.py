@@ -13,7 +13,7 @@ from data_plane.errors import (
     StaleSlot,
 )
 from tests.data_plane.adapters.factories import (
-    SITES,
+    TARGETS,
     Packed,
     begin_step,
     load,
@@ -73,7 +73,7 @@ def test_half_a_load_is_never_visible() -> None:
         arena.check(0, 1)
     with pytest.raises(StaleSlot, match="slot 0 is not ready"):
         begin_step(arena, [0])
-    assert arena.paged_site(SITES[0].name).rank[0] == 0
+    assert arena.paged_module(TARGETS[0].name).rank[0] == 0
     run_step(arena, [1, -1], {1: other})
     with pytest.raises(AdapterLoadError, match="not empty"):
         load(arena, 0, 2, other)

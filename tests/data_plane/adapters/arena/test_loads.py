@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from data_plane.adapters.sites import Site
 from data_plane.errors import (
     AdapterCorrupt,
     AdapterLoadError,
     AdapterMismatch,
     AdapterUnavailable,
 )
+from data_plane.plan import TargetKind, TargetModule
 from tests.data_plane.adapters.factories import (
     DictSource,
     Packed,
@@ -97,10 +97,10 @@ def test_a_cancelled_load_stops_within_a_chunk() -> None:
     read: list[str] = []
 
     class EmptiesTheSlot(RandomBase):
-        def weight(self, site_name: str) -> torch.Tensor:
-            read.append(site_name)
+        def weight(self, target_name: str) -> torch.Tensor:
+            read.append(target_name)
             arena.evict(0, 1)
-            return super().weight(site_name)
+            return super().weight(target_name)
 
     arena = make_arena(base=EmptiesTheSlot())
     with pytest.raises(AdapterLoadError, match="was cancelled"):
@@ -127,7 +127,7 @@ def test_wrong_dtype_is_a_mismatch() -> None:
 def test_unknown_module_is_named() -> None:
     arena = make_arena()
     with pytest.raises(AdapterMismatch, match=r"no linear or embedding model\.layers\.0\.gate"):
-        load(arena, 0, 1, pack(8, sites=[Site("model.layers.0.gate", 32, 48)]))
+        load(arena, 0, 1, pack(8, targets=[TargetModule("model.layers.0.gate", TargetKind.LINEAR, 32, 48)]))
     assert_nothing_left(arena)
 
 
@@ -136,7 +136,7 @@ def test_wrong_shape_names_module_expected_and_got() -> None:
     with pytest.raises(
         AdapterMismatch, match=r"model\.layers\.0\.q is \(in, out\) \(32, 32\), the model's is \(32, 48\)"
     ):
-        load(arena, 0, 1, pack(8, sites=[Site("model.layers.0.q", 32, 32)]))
+        load(arena, 0, 1, pack(8, targets=[TargetModule("model.layers.0.q", TargetKind.LINEAR, 32, 32)]))
     assert_nothing_left(arena)
 
 

@@ -11,7 +11,7 @@ import torch
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import AdapterCorrupt, AdapterLoadError, AdapterMismatch
 from tests.data_plane.adapters.factories import (
-    SITES,
+    TARGETS,
     Packed,
     RandomBase,
     assert_nothing_left,
@@ -31,7 +31,7 @@ def test_one_step_mixes_all_kinds() -> None:
         0: pack(8),
         1: pack(3, vectors="magnitude", seed=1),
         2: pack(13, vectors="bias", seed=2),
-        3: pack({SITES[1].name: 4}, vectors="magnitude", seed=3),
+        3: pack({TARGETS[1].name: 4}, vectors="magnitude", seed=3),
     }
     arena = make_arena()
     for slot, packed in adapters.items():
@@ -41,9 +41,9 @@ def test_one_step_mixes_all_kinds() -> None:
 
 
 @FORMS
-def test_fused_sites_take_each_its_own_vectors() -> None:
+def test_fused_modules_take_each_its_own_vectors() -> None:
     """Slot 1 has gains at v alone, slot 2 a bias at all three; q has a bias of its own."""
-    names = tuple(site.name for site in SITES[:3])
+    names = tuple(target.name for target in TARGETS[:3])
     adapters = {
         0: pack(5),
         1: pack({names[1]: 3}, vectors="magnitude", seed=1),
@@ -84,7 +84,7 @@ def test_steps_without_vectors_read_no_table(monkeypatch: pytest.MonkeyPatch) ->
     load(arena, 0, 1, pack(4))
     load(arena, 1, 1, pack(4, vectors="magnitude", seed=1))
     load(arena, 2, 1, pack(4, vectors="bias", seed=2))
-    load(arena, 3, 1, pack({SITES[1].name: 4}, vectors="magnitude", seed=3))
+    load(arena, 3, 1, pack({TARGETS[1].name: 4}, vectors="magnitude", seed=3))
     seen: list[bool] = []
 
     def add(*_: object, epilogue: object, **__: object) -> None:
@@ -94,13 +94,13 @@ def test_steps_without_vectors_read_no_table(monkeypatch: pytest.MonkeyPatch) ->
     for slots in ([0], [1, 0], [2], [0, 3]):
         step = AdapterSteps(arena).begin(torch.tensor(slots, dtype=torch.int32), slots)
         assert step is not None
-        step.apply(SITES[0].name, torch.zeros(len(slots), 32), torch.zeros(len(slots), 48))
+        step.apply(TARGETS[0].name, torch.zeros(len(slots), 32), torch.zeros(len(slots), 48))
     assert seen == [False, True, True, False]
 
 
 @FORMS
 def test_vectors_count_as_bytes() -> None:
-    packed = pack({SITES[0].name: 9, SITES[6].name: 8}, vectors="magnitude")
+    packed = pack({TARGETS[0].name: 9, TARGETS[6].name: 8}, vectors="magnitude")
     arena = make_arena(arena_bytes=packed.arena_bytes)
     load(arena, 0, 1, packed)
     assert arena.used_bytes() == packed.arena_bytes
@@ -119,7 +119,7 @@ def test_a_random_walk_of_all_kinds_conserves_bytes_and_answers() -> None:
         slot = int(random.integers(5))
         if slot in held:
             arena.evict(slot, held.pop(slot)[0])
-        names = [site.name for site in SITES if random.random() < 0.6] or [SITES[0].name]
+        names = [target.name for target in TARGETS if random.random() < 0.6] or [TARGETS[0].name]
         kind = ("", "bias", "magnitude")[int(random.integers(3))]
         packed = pack({name: int(random.integers(1, 20)) for name in names}, vectors=kind, seed=generation)
         load(arena, slot, generation, packed)
@@ -133,7 +133,7 @@ def test_a_random_walk_of_all_kinds_conserves_bytes_and_answers() -> None:
 
 def test_a_norm_of_nothing_is_refused_by_adapter_and_module() -> None:
     """B makes one row of W + s B.T A zero: A is the identity there."""
-    name = SITES[1].name  # 32 -> 16
+    name = TARGETS[1].name  # 32 -> 16
 
     def cancel(a: torch.Tensor, b: torch.Tensor) -> None:
         a.copy_(torch.eye(32))
@@ -148,20 +148,20 @@ def test_a_norm_of_nothing_is_refused_by_adapter_and_module() -> None:
 
 
 def test_a_norm_that_overflows_is_refused() -> None:
-    packed = pack({SITES[0].name: 1}, vectors="magnitude", edit=lambda a, b: (a.fill_(1e30), b.fill_(1e30)))
+    packed = pack({TARGETS[0].name: 1}, vectors="magnitude", edit=lambda a, b: (a.fill_(1e30), b.fill_(1e30)))
     arena = make_arena()
-    with pytest.raises(AdapterMismatch, match=f"{SITES[0].name}: output 0 .* norm of inf"):
+    with pytest.raises(AdapterMismatch, match=f"{TARGETS[0].name}: output 0 .* norm of inf"):
         load(arena, 0, 1, packed)
     assert_nothing_left(arena)
 
 
 def test_wrong_vectors_are_refused() -> None:
-    good = pack({SITES[0].name: 2}, vectors="bias")
+    good = pack({TARGETS[0].name: 2}, vectors="bias")
     arena = make_arena()
-    infinite = pack({SITES[0].name: 2}, vectors="bias", edit_vector=lambda vector: vector[3:4].fill_(float("inf")))
+    infinite = pack({TARGETS[0].name: 2}, vectors="bias", edit_vector=lambda vector: vector[3:4].fill_(float("inf")))
     with pytest.raises(AdapterMismatch, match=r"q\.bias holds a value that is not finite"):
         load(arena, 0, 1, infinite)
-    other = pack({SITES[0].name: 2}, vectors="magnitude")
+    other = pack({TARGETS[0].name: 2}, vectors="magnitude")
     with pytest.raises(AdapterCorrupt, match=r"hashes to|has \d+ bytes|are missing or too many"):
         load(arena, 0, 1, Packed(good.digest, good.manifest, other.chunks, {}))
     both = good.manifest.replace(b'"in_features"', b'"magnitude_sha256":"' + b"0" * 64 + b'","in_features"')
@@ -181,7 +181,7 @@ def test_the_norm_is_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @FORMS
 def test_vectors_are_float32_in_pages_of_bfloat16() -> None:
     """Their sums are rounded once; a bfloat16 gain would be off by up to 0.4%."""
-    site = SITES[1]
+    target = TARGETS[1]
     adapters = {0: pack(3, vectors="bias", dtype=torch.bfloat16), 1: pack(5, dtype=torch.bfloat16, seed=1)}
     arena = make_arena(dtype=torch.bfloat16)
     for slot, packed in adapters.items():
@@ -189,9 +189,9 @@ def test_vectors_are_float32_in_pages_of_bfloat16() -> None:
         assert arena.used_bytes() == sum(adapters[other].arena_bytes for other in range(slot + 1))
     step = AdapterSteps(arena).begin(torch.tensor([0, 1, -1], dtype=torch.int32), [0, 1])
     assert step is not None
-    x = torch.zeros(3, site.in_features, dtype=torch.bfloat16)  # leaves the bias alone
-    y = torch.zeros(3, site.out_features, dtype=torch.bfloat16)
-    step.apply(site.name, x, y)
-    expected = torch.zeros(3, site.out_features)
-    expected[0] = 2.0 * adapters[0].vectors[site.name]
+    x = torch.zeros(3, target.in_features, dtype=torch.bfloat16)  # leaves the bias alone
+    y = torch.zeros(3, target.out_features, dtype=torch.bfloat16)
+    step.apply(target.name, x, y)
+    expected = torch.zeros(3, target.out_features)
+    expected[0] = 2.0 * adapters[0].vectors[target.name]
     assert torch.equal(y, expected.bfloat16())

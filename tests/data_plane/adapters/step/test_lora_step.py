@@ -7,7 +7,7 @@ import torch
 
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import ArenaFull, StaleSlot
-from tests.data_plane.adapters.factories import SITES, expected_delta, load, make_arena, pack, run_step
+from tests.data_plane.adapters.factories import TARGETS, expected_delta, load, make_arena, pack, run_step
 
 FORMS = pytest.mark.usefixtures("lora_form")
 
@@ -37,11 +37,11 @@ def test_a_slot_that_is_filled_again_has_its_new_adapter() -> None:
 
 
 @FORMS
-def test_fused_sites_equal_the_packed_matrices() -> None:
-    """Side by side in the table or apart, in any order; slot 1 leaves a site out, slot 2 all of them."""
+def test_fused_modules_equal_the_packed_matrices() -> None:
+    """Side by side in the table or apart, in any order; slot 1 leaves a target module out, slot 2 all of them."""
     arena = make_arena()
-    q, v, up = (site.name for site in SITES[:3])
-    adapters = {0: pack(13), 1: pack({q: 3, up: 20}, seed=1), 2: pack({SITES[3].name: 2}, seed=2)}
+    q, v, up = (target.name for target in TARGETS[:3])
+    adapters = {0: pack(13), 1: pack({q: 3, up: 20}, seed=1), 2: pack({TARGETS[3].name: 2}, seed=2)}
     for slot, packed in adapters.items():
         load(arena, slot, 1, packed)
     slots = [0, -1, 1, 1, 2, 0]
@@ -59,10 +59,10 @@ def test_fused_sites_equal_the_packed_matrices() -> None:
         step.apply_group((q, v), torch.randn(6, 32), torch.zeros(6, 65))
 
 
-def test_fused_sites_follow_a_slot_that_is_filled_again() -> None:
+def test_fused_modules_follow_a_slot_that_is_filled_again() -> None:
     """The groups were made for the first adapter and are not made again."""
     arena = make_arena()
-    names = tuple(site.name for site in SITES[:3])
+    names = tuple(target.name for target in TARGETS[:3])
     for generation, packed in enumerate((pack(4), pack(20, seed=1)), 1):
         load(arena, 2, generation, packed)
         step = AdapterSteps(arena).begin(torch.tensor([2, -1], dtype=torch.int32), [2])
@@ -74,20 +74,20 @@ def test_fused_sites_follow_a_slot_that_is_filled_again() -> None:
         arena.evict(2, generation)
 
 
-def test_sites_that_no_adapter_targets_are_left_alone() -> None:
+def test_modules_that_no_adapter_targets_are_left_alone() -> None:
     arena = make_arena()
-    packed = pack({SITES[0].name: 3})
+    packed = pack({TARGETS[0].name: 3})
     load(arena, 1, 1, packed)
     step = AdapterSteps(arena).begin(torch.tensor([1, -1], dtype=torch.int32), [1])
     assert step is not None
-    assert [step.targets(site.name) for site in SITES] == [True] + [False] * (len(SITES) - 1)
-    x, y = torch.randn(2, SITES[1].in_features), torch.randn(2, SITES[1].out_features)
+    assert [step.targets(target.name) for target in TARGETS] == [True] + [False] * (len(TARGETS) - 1)
+    x, y = torch.randn(2, TARGETS[1].in_features), torch.randn(2, TARGETS[1].out_features)
     before = y.clone()
-    step.apply(SITES[1].name, x, y)
+    step.apply(TARGETS[1].name, x, y)
     assert torch.equal(y, before)
-    x, y = torch.randn(2, SITES[0].in_features), torch.zeros(2, SITES[0].out_features)
-    step.apply(SITES[0].name, x, y)
-    torch.testing.assert_close(y, expected_delta(SITES[0].name, x, [1, -1], {1: packed}))
+    x, y = torch.randn(2, TARGETS[0].in_features), torch.zeros(2, TARGETS[0].out_features)
+    step.apply(TARGETS[0].name, x, y)
+    torch.testing.assert_close(y, expected_delta(TARGETS[0].name, x, [1, -1], {1: packed}))
 
 
 def test_tokens_of_a_slot_that_the_step_does_not_name_are_refused() -> None:
@@ -101,19 +101,19 @@ def test_tokens_of_a_slot_that_the_step_does_not_name_are_refused() -> None:
 
 @FORMS
 @pytest.mark.parametrize(("rank", "has_vectors"), [(8, False), (64, False), (8, True)])
-def test_an_adapter_of_zeros_targets_every_site_and_adds_nothing(rank: int, has_vectors: bool) -> None:
-    """Also in pages that held NaN; it takes no more than its largest site does, 80 and 32 columns."""
+def test_an_adapter_of_zeros_targets_every_module_and_adds_nothing(rank: int, has_vectors: bool) -> None:
+    """Also in pages that held NaN; it takes no more than its largest target module does, 80 and 32 columns."""
     needed_bytes = rank * (80 + 32) * 4 + (8 * 16 * 4 if has_vectors else 0)
     arena = make_arena(arena_bytes=needed_bytes)
     arena.load_zeros(1, 5, rank, has_vectors=has_vectors)
     assert arena.used_bytes() == needed_bytes
     step = AdapterSteps(arena).begin(torch.tensor([1, -1, 1], dtype=torch.int32), [1])
     assert step is not None
-    for site in SITES:
-        assert step.targets(site.name)
-        x, y = torch.randn(3, site.in_features), torch.randn(3, site.out_features)
+    for target in TARGETS:
+        assert step.targets(target.name)
+        x, y = torch.randn(3, target.in_features), torch.randn(3, target.out_features)
         before = y.clone()
-        step.apply(site.name, x, y)
+        step.apply(target.name, x, y)
         if has_vectors:
             torch.testing.assert_close(y, before)  # the base's bias is taken off and put back
         else:

@@ -1,4 +1,4 @@
-"""Sites outside the decoder layers: an embedding and a head whose vocabulary is no whole number of pages."""
+"""Target modules outside the decoder layers: an embedding and a head whose vocabulary is no whole number of pages."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import pytest
 import torch
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
-from data_plane.adapters.sites import Site, SiteKind
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.errors import AdapterMismatch, ArenaFull
+from data_plane.plan import TargetKind, TargetModule
 from tests.data_plane.adapters.factories import BASE, DictSource, Packed, pack, sha256
 
 VOCAB, HIDDEN = 53, 16
-EMBEDDING = Site("model.rest.embed", VOCAB, HIDDEN, SiteKind.EMBEDDING)
-HEAD = Site("model.rest.head", HIDDEN, VOCAB, SiteKind.HEAD)
-LAYER = Site("model.layers.0.q", HIDDEN, 32)
-SITES = (EMBEDDING, LAYER, HEAD)
+EMBEDDING = TargetModule("model.rest.embed", TargetKind.EMBEDDING, VOCAB, HIDDEN)
+HEAD = TargetModule("model.rest.head", TargetKind.HEAD, HIDDEN, VOCAB)
+LAYER = TargetModule("model.layers.0.q", TargetKind.LINEAR, HIDDEN, 32)
+TARGETS = (EMBEDDING, LAYER, HEAD)
 FORMS = pytest.mark.usefixtures("lora_form")
 
 
 class Base:
     """A base model of random weights (data_plane.adapters.arena.base_weights.BaseWeights)."""
 
-    def weight(self, site_name: str) -> torch.Tensor:
-        site = next(site for site in SITES if site.name == site_name)
-        generator = torch.Generator().manual_seed(len(site_name))
-        return torch.randn(site.out_features, site.in_features, generator=generator)
+    def weight(self, target_name: str) -> torch.Tensor:
+        target = next(target for target in TARGETS if target.name == target_name)
+        generator = torch.Generator().manual_seed(len(target_name))
+        return torch.randn(target.out_features, target.in_features, generator=generator)
 
-    def bias(self, site_name: str) -> torch.Tensor | None:
+    def bias(self, target_name: str) -> torch.Tensor | None:
         return None
 
 
 def make_arena(*, arena_bytes: int = 1 << 20) -> AdapterArena:
     return AdapterArena(
-        SITES,
+        TARGETS,
         num_slots=4,
         arena_bytes=arena_bytes,
         dtype=torch.float32,
@@ -43,12 +43,14 @@ def make_arena(*, arena_bytes: int = 1 << 20) -> AdapterArena:
     )
 
 
-def packed(ranks: dict[Site, int], *, vectors: str = "", seed: int = 0, is_embedding: Site = EMBEDDING) -> Packed:
+def packed(
+    ranks: dict[TargetModule, int], *, vectors: str = "", seed: int = 0, is_embedding: TargetModule = EMBEDDING
+) -> Packed:
     """Names end up in chunks by their third part: here "q" in layers.0's, the others in "rest"."""
-    adapter = pack({site.name: rank for site, rank in ranks.items()}, sites=SITES, vectors=vectors, seed=seed)
+    adapter = pack({target.name: rank for target, rank in ranks.items()}, targets=TARGETS, vectors=vectors, seed=seed)
     manifest = adapter.manifest
-    for site in (EMBEDDING, HEAD):
-        manifest = manifest.replace(f'"name":"layers.{site.name.split(".")[2]}"'.encode(), b'"name":"rest"')
+    for target in (EMBEDDING, HEAD):
+        manifest = manifest.replace(f'"name":"layers.{target.name.split(".")[2]}"'.encode(), b'"name":"rest"')
     name = f'"name":"{is_embedding.name}"'.encode()
     manifest = manifest.replace(b"," + name, b',"is_embedding":true,' + name)
     return Packed(sha256(manifest), manifest, adapter.chunks, adapter.weights, adapter.vectors, vectors)
@@ -125,7 +127,7 @@ def test_a_vocabulary_takes_whole_pages() -> None:
     arena.check_invariants()
 
 
-def test_an_adapter_of_one_kind_of_site_is_no_adapter_of_another() -> None:
+def test_an_adapter_of_one_kind_of_module_is_no_adapter_of_another() -> None:
     arena = make_arena()
     with pytest.raises(AdapterMismatch, match=r"head is_embedding is True, the model has it as head"):
         load(arena, 0, packed({HEAD: 4}, is_embedding=HEAD))
