@@ -13,7 +13,7 @@ from kernels.cases import to_device
 from kernels.lora import reference, triton_expand, triton_shrink
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch, Sizes, num_parts
-from kernels.lora.route import MANY_TOKENS, DeviceRoute, default_block_tokens, route_in_torch
+from kernels.lora.segments import MANY_TOKENS, AdapterSegments, default_block_tokens, segments_in_torch
 
 MAX_ADAPTERS = 8
 EXPANDS = tuple(ExpandLaunch(out_columns, num_warps) for out_columns, num_warps in product((64, 128, 256), (2, 4, 8)))
@@ -53,12 +53,12 @@ def expand_problems(device: torch.device, dtype: torch.dtype, is_short: bool) ->
 
 def shrink_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
     """One bucket of shrink, in parts side by side where the op takes them."""
-    exact, route, expected, _ = _exact(shape, device, dtype)
+    exact, segments, expected, _ = _exact(shape, device, dtype)
     planes = num_parts(shape.in_features) if shape.tokens < MANY_TOKENS else 1
     h = torch.empty(planes, len(shape.out_features), shape.tokens, shape.rank, device=device)
 
     def run(launch: ShrinkLaunch) -> None:
-        triton_shrink.shrink(exact.x, h, exact.group, route, launch=launch)
+        triton_shrink.shrink(exact.x, h, exact.group, segments, launch=launch)
 
     def is_right(launch: ShrinkLaunch) -> bool:
         h.fill_(float("nan"))
@@ -74,14 +74,14 @@ def shrink_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Pr
 
 def expand_problem(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
     """One bucket of expand, from the planes that the op's shrink leaves."""
-    exact, route, h, expected = _exact(shape, device, dtype)
+    exact, segments, h, expected = _exact(shape, device, dtype)
     planes = num_parts(shape.in_features) if shape.tokens < MANY_TOKENS else 1
     parts = torch.zeros(planes, *h.shape, device=device)
     parts[-1] = h
     y = exact.y.clone()
 
     def run(launch: ExpandLaunch) -> None:
-        triton_expand.expand(parts, y, exact.group, route, add_inputs=True, launch=launch)
+        triton_expand.expand(parts, y, exact.group, segments, add_inputs=True, launch=launch)
 
     def is_right(launch: ExpandLaunch) -> bool:
         y.copy_(exact.y)
@@ -98,15 +98,15 @@ NO_VALUE = 1e30
 
 def _exact(
     shape: Shape, device: torch.device, dtype: torch.dtype
-) -> tuple[GroupInputs, DeviceRoute, torch.Tensor, torch.Tensor]:
-    """Small integers on the device, their route, h [modules, T, rank] and y by definition; h is NaN where unused."""
+) -> tuple[GroupInputs, AdapterSegments, torch.Tensor, torch.Tensor]:
+    """Small integers on the device, their segments, h [modules, T, rank] and y by definition; h is NaN where unused."""
     num_adapters = min(shape.tokens, MAX_ADAPTERS)
     slots = tuple(token % num_adapters for token in range(shape.tokens))
     case = Case("tune", slots, (shape.rank,) * num_adapters, shape.in_features, tile_width=shape.page)
     inputs = make_group(case, shape.out_features, dtype, is_exact=True, is_uniform=True)
-    route = route_in_torch(inputs.token_slots, num_adapters, default_block_tokens(shape.tokens))
+    segments = segments_in_torch(inputs.token_slots, num_adapters, default_block_tokens(shape.tokens))
     h = torch.full((len(shape.out_features), shape.tokens, shape.rank), float("nan"))
     y = inputs.y.clone()
-    reference.shrink(inputs.x, h, inputs.group, route)
-    reference.expand(h, y, inputs.group, route, add_inputs=True)
-    return to_device(inputs, device), to_device(route, device), h.to(device), y.to(device)
+    reference.shrink(inputs.x, h, inputs.group, segments)
+    reference.expand(h, y, inputs.group, segments, add_inputs=True)
+    return to_device(inputs, device), to_device(segments, device), h.to(device), y.to(device)

@@ -16,16 +16,16 @@ from benchmarks.kernels.torch_peers import batched_products, grouped_products, s
 from benchmarks.kernels.work import Made, Model, Work, random
 from kernels.cases import to_device
 from kernels.lora import (
-    DeviceRoute,
+    AdapterSegments,
     ModuleGroup,
+    adapter_segments,
     add_lora_group,
     cases,
     lora_embed,
     lora_expand,
-    lora_route,
     lora_shrink,
     reference,
-    route_on_host,
+    segments_on_host,
 )
 
 VOCAB = 2048  # of the embedding; a gather costs the same from a larger one
@@ -46,11 +46,11 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     yield _embedding(model, *((64, 64, 64) if is_gpu else (16, 32, 32)), device, dtype)
 
 
-def _route(token_slots: torch.Tensor, num_slots: int) -> DeviceRoute:
+def _segments(token_slots: torch.Tensor, num_slots: int) -> AdapterSegments:
     """As the arena makes it for the device."""
     if token_slots.is_cuda:
-        return lora_route(token_slots, num_slots)
-    return route_on_host(token_slots.numpy(), num_slots)
+        return adapter_segments(token_slots, num_slots)
+    return segments_on_host(token_slots.numpy(), num_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ def _module(hidden: int, num_adapters: int, rank: int, count: int, device: torch
         peers |= grouped_products(x, y.clone(), a.transpose(1, 2), scale(dense.b, dense.scaling)[0], ends)
         peers |= batched_products(x, y, dense.a, dense.b, dense.scaling)
         arguments = {"y": y, "x": x, "a": a, "b": b, "scaling": dense.scaling, "token_slots": token_slots}
-        ours = partial(add_lora_group, y, x, to_device(group, device), _route(token_slots, num_adapters), max_rank=rank)
+        ours = partial(
+            add_lora_group, y, x, to_device(group, device), _segments(token_slots, num_adapters), max_rank=rank
+        )
         return Made(ours, arguments, peers, (y,))
 
     values = 2 * num_adapters * rank * hidden + 3 * count * hidden
@@ -118,20 +120,20 @@ def _half(
         inputs = cases.make(case, dtype)
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
         dense = _Dense.of(ModuleGroup.of([inputs.paged]), device)
-        group, route = to_device(ModuleGroup.of([inputs.paged]), device), _route(token_slots, num_adapters)
-        h = lora_shrink(x, group, route, max_rank=rank)
+        group, segments = to_device(ModuleGroup.of([inputs.paged]), device), _segments(token_slots, num_adapters)
+        h = lora_shrink(x, group, segments, max_rank=rank)
         stacked, rows = dense.a[0].transpose(1, 2), x.view(num_adapters, -1, hidden)
         if not is_expand:
             peers: dict[str, Call] = {"bmm": lambda: torch.bmm(rows, stacked)}
             arguments: dict[str, Any] = {"x": x, "a": dense.a[0], "token_slots": token_slots}
-            ours = partial(lora_shrink, x, group, route, max_rank=rank)
+            ours = partial(lora_shrink, x, group, segments, max_rank=rank)
             return Made(ours, arguments, peers, compared=lambda planes: planes.sum(0)[0, :, :rank])
         whole = h.sum(0)[0, :, :rank].contiguous()
         parts, sums = (value.view(num_adapters, -1, value.shape[1]) for value in (whole.to(dtype), y.clone()))
         matrix = scale(dense.b, dense.scaling)[0]
         peers = {"bmm": lambda: sums.baddbmm_(parts, matrix)}
         arguments = {"h": whole, "b": dense.b[0], "scaling": dense.scaling, "y": y, "token_slots": token_slots}
-        return Made(partial(lora_expand, h, group, y, route), arguments, peers, (y,))
+        return Made(partial(lora_expand, h, group, y, segments), arguments, peers, (y,))
 
     values = num_adapters * rank * hidden + count * hidden * (2 if is_expand else 1)
     op = "lora_expand" if is_expand else "lora_shrink"
@@ -149,7 +151,7 @@ def _mixed(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: tor
         x, y, token_slots = (tensor.to(device) for tensor in (inputs.x, inputs.y, inputs.token_slots))
         group = ModuleGroup.of([inputs.paged])
         dense = _Dense.of(group, device)
-        on_device = _route(token_slots, len(ranks))
+        on_device = _segments(token_slots, len(ranks))
         ours = partial(add_lora_group, y, x, to_device(group, device), on_device, max_rank=max(ranks))
         arguments = {"y": y, "x": x, "a": dense.a[0], "b": dense.b[0], "scaling": dense.scaling}
         peers = batched_products(x, y, dense.a, dense.b, dense.scaling)
@@ -172,7 +174,7 @@ def _group(model: Model, num_adapters: int, rank: int, count: int, device: torch
         x, token_slots = inputs.x.to(device), inputs.token_slots.to(device)
         y = random(count, sum(widths), device=device, dtype=dtype)
         dense = _Dense.of(inputs.group, device)
-        on_device = _route(token_slots, num_adapters)
+        on_device = _segments(token_slots, num_adapters)
         ours = partial(add_lora_group, y, x, to_device(inputs.group, device), on_device, max_rank=rank)
         arguments = {"y": y, "x": x, "a": dense.a, "b": dense.b, "scaling": dense.scaling, "token_slots": token_slots}
         return Made(ours, arguments, batched_products(x, y, dense.a, dense.b, dense.scaling), (y,))
@@ -204,7 +206,7 @@ def _embedding(
         arguments = {"y": y, "token_ids": token_ids, "a": a, "b": dense.b[0], "scaling": dense.scaling}
         arguments |= {"token_slots": token_slots}
         module = to_device(inputs.paged, device)
-        group, on_device = ModuleGroup.of([module]), _route(token_slots, num_adapters)
+        group, on_device = ModuleGroup.of([module]), _segments(token_slots, num_adapters)
 
         def embed_and_expand() -> None:
             lora_expand(lora_embed(token_ids, module, on_device, max_rank=rank), group, y, on_device)

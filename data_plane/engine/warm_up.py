@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Kernels are compiled by the range that an adapter's rank is in. Ranks between these are compiled when they come, if
 # they need something else at all.
-# Gains and biases are of no rank: one is enough for them.
+# DoRA scales and biases do not depend on the rank, so one case covers them.
 ADAPTERS = ((8, False), (16, False), (16, True), (32, False), (64, False))  # rank, whether it has such vectors
 # Tokens of a prefill: from 512 on, tokens of one adapter are taken 32 at a time; and an odd number.
 LONG_CHUNK, SHORT_CHUNK = 512, 17
@@ -53,7 +53,7 @@ class Case:
     num_tokens: int  # of each row's prefill
     num_context: int = 0  # tokens before them
     rank: int = 0  # of the rows' adapter; 0: none
-    has_vectors: bool = False  # LoRA bias and DoRA's gains
+    has_vectors: bool = False  # LoRA bias and DoRA scales
     sampling: RowSampling = _GREEDY
 
 

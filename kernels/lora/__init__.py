@@ -1,7 +1,7 @@
 """Adds each token's LoRA product to a linear's output, from weights in the arena's pages.
 
-`lora_route` groups a step's tokens on their device, `route_on_host` on the host for a CPU; `add_lora_group` and the
-other operators of kernels.lora.ops walk over the groups.
+`adapter_segments` groups a step's tokens by adapter slot on their device, `segments_on_host` on the host for a CPU.
+`add_lora_group` and the other operators of kernels.lora.ops walk over these segments.
 """
 
 from __future__ import annotations
@@ -22,31 +22,37 @@ from kernels.lora.ops import (
     sgmv_expand_slice,
     sgmv_shrink,
 )
-from kernels.lora.route import MAX_BLOCK_TOKENS, DeviceRoute, default_block_tokens, route_in_torch, route_on_host
+from kernels.lora.segments import (
+    MAX_BLOCK_TOKENS,
+    AdapterSegments,
+    default_block_tokens,
+    segments_in_torch,
+    segments_on_host,
+)
 
 __all__ = [
     "PAGE_RANKS",
-    "DeviceRoute",
+    "AdapterSegments",
     "Epilogue",
     "ModuleGroup",
     "PagedModule",
+    "adapter_segments",
     "add_lora_group",
     "bgmv_expand",
     "bgmv_expand_slice",
     "bgmv_shrink",
     "lora_embed",
     "lora_expand",
-    "lora_route",
     "lora_shrink",
     "page_values",
-    "route_on_host",
+    "segments_on_host",
     "sgmv_expand",
     "sgmv_expand_slice",
     "sgmv_shrink",
 ]
 
 
-def lora_route(token_slots: torch.Tensor, num_slots: int, *, block_tokens: int | None = None) -> DeviceRoute:
+def adapter_segments(token_slots: torch.Tensor, num_slots: int, *, block_tokens: int | None = None) -> AdapterSegments:
     """Group int32 [T] token slots by slot, once per step, without waiting for the device.
 
     Tokens of another slot than 0 .. num_slots - 1 have no adapter. A block holds tokens of one slot; the number of
@@ -67,7 +73,7 @@ def lora_route(token_slots: torch.Tensor, num_slots: int, *, block_tokens: int |
     if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
         raise ValueError(f"block_tokens is {block_tokens}, want 1 to {MAX_BLOCK_TOKENS}")
     if token_slots.is_cuda and has_triton():
-        from kernels.lora import triton_route
+        from kernels.lora import triton_segments
 
-        return triton_route.route(token_slots.contiguous(), num_slots, block_tokens)
-    return route_in_torch(token_slots, num_slots, block_tokens)
+        return triton_segments.segments(token_slots.contiguous(), num_slots, block_tokens)
+    return segments_in_torch(token_slots, num_slots, block_tokens)

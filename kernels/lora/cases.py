@@ -136,18 +136,18 @@ def make_group(
 
 
 def with_vectors(
-    inputs: GroupInputs, gain: torch.Tensor, lora_bias: torch.Tensor, base_bias: torch.Tensor | None
+    inputs: GroupInputs, dora_scale: torch.Tensor, lora_bias: torch.Tensor, base_bias: torch.Tensor | None
 ) -> tuple[GroupInputs, Epilogue]:
-    """The same case with vectors in its pages: gain and lora_bias float32 [num_slots, sum of out].
+    """The same case with vectors in its pages: dora_scale and lora_bias float32 [num_slots, sum of out].
 
-    A slot whose gains at a module are all 1, or biases all 0, gets none. Vectors lie one behind the other, from the
+    A slot whose scales at a module are all 1, or biases all 0, gets none. Vectors lie one behind the other, from the
     second value of their first page on.
     """
     group = inputs.group
-    starts = {"gain": torch.full(group.first.shape, -1), "lora_bias": torch.full(group.first.shape, -1)}
+    starts = {"dora_scale": torch.full(group.first.shape, -1), "lora_bias": torch.full(group.first.shape, -1)}
     size = page_values(group.pages).shape[1]
     begin, values = len(group.page_ids) * size, [torch.full((1,), float("nan"))]
-    for name, table, nothing in (("gain", gain, 1.0), ("lora_bias", lora_bias, 0.0)):
+    for name, table, nothing in (("dora_scale", dora_scale, 1.0), ("lora_bias", lora_bias, 0.0)):
         for slot in range(group.num_slots):
             for module, vector in enumerate(torch.split(table[slot], list(group.out_features))):
                 if (vector != nothing).any():

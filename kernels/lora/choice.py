@@ -14,7 +14,7 @@ import torch
 
 from kernels.lora import cpu, native
 from kernels.lora.layout import PAGE_RANKS, ModuleGroup
-from kernels.lora.route import route_on_host
+from kernels.lora.segments import segments_on_host
 from kernels.native.measured import Results, best_times_s, measured
 from kernels.native.program import one_thread
 
@@ -69,9 +69,9 @@ def _measure(dtype: torch.dtype, rank: int) -> Results:
         for num_tokens in TOKEN_COUNTS:
             x = torch.empty(num_tokens, SIDE).uniform_(-1, 1, generator=random).to(dtype)
             y, h = torch.zeros_like(x), torch.zeros(1, num_tokens, rank)
-            route = route_on_host(np.zeros(num_tokens, dtype=np.int32), 1)
-            calls = {"native": [partial(native.add, y, x, group, route, h, None)], "products": []}
-            calls["products"].append(partial(cpu.add, y, x, group, route, h, None))
+            segments = segments_on_host(np.zeros(num_tokens, dtype=np.int32), 1)
+            calls = {"native": [partial(native.add, y, x, group, segments, h, None)], "products": []}
+            calls["products"].append(partial(cpu.add, y, x, group, segments, h, None))
             times = best_times_s(calls, budget_s=BUDGET_S)
             results[str(num_tokens)] = {way: round(time_s * 1e6, 1) for way, time_s in times.items()}
             if num_tokens >= TOKEN_COUNTS[1] and times["products"] > HOPELESS * times["native"]:

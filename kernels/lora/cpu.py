@@ -10,27 +10,29 @@ import torch
 
 from kernels.lora.layout import PAGE_RANKS, Epilogue, ModuleGroup
 from kernels.lora.reference import check_room, gather_a, gather_b, vector
-from kernels.lora.route import DeviceRoute
+from kernels.lora.segments import AdapterSegments
 
 Rows = slice | torch.Tensor
 
 
-def segments(route: DeviceRoute) -> list[tuple[int, Rows]]:
+def tokens_of_slots(segments: AdapterSegments) -> list[tuple[int, Rows]]:
     """Each slot and its tokens; blocks of one slot that follow one another are one segment."""
     joined: list[tuple[int, int, int]] = []
-    blocks = zip(route.block_slot.tolist(), route.block_start.tolist(), route.block_end.tolist(), strict=True)
+    blocks = zip(segments.block_slot.tolist(), segments.block_start.tolist(), segments.block_end.tolist(), strict=True)
     for slot, start, end in blocks:
-        if not 0 <= slot < route.num_slots or start == end:
+        if not 0 <= slot < segments.num_slots or start == end:
             continue
         if joined and joined[-1][0] == slot and joined[-1][2] == start:
             start = joined.pop()[1]
         joined.append((slot, start, end))
-    return [(slot, _rows(route.order[start:end])) for slot, start, end in joined]
+    return [(slot, _rows(segments.order[start:end])) for slot, start, end in joined]
 
 
-def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+def shrink(
+    x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, *, scaling: float = 1.0
+) -> None:
     """See kernels.lora.reference."""
-    for slot, tokens in segments(route):
+    for slot, tokens in tokens_of_slots(segments):
         rows = x[tokens]
         for index in range(group.num_modules):
             rank = _rank(group, index, slot, h)
@@ -38,11 +40,11 @@ def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRo
                 h[index, tokens, :rank] = torch.mm(rows, gather_a(group.module(index), slot).T).float() * scaling
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute) -> None:
+def embed(token_ids: torch.Tensor, h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments) -> None:
     """Into h [1, T, width] of the only module; see kernels.lora.reference."""
     width = group.pages.shape[2]
     num_tiles = -(-group.in_features // width)
-    for slot, tokens in segments(route):
+    for slot, tokens in tokens_of_slots(segments):
         rank, first = _rank(group, 0, slot, h), int(group.first[0, slot])
         num_groups = -(-rank // PAGE_RANKS)
         ids = token_ids[tokens].long()
@@ -59,7 +61,7 @@ def expand(
     h: torch.Tensor,
     y: torch.Tensor,
     group: ModuleGroup,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     *,
     add_inputs: bool,
     epilogue: Epilogue | None = None,
@@ -67,7 +69,7 @@ def expand(
     """See kernels.lora.reference."""
     if not add_inputs:
         y.zero_()
-    for slot, tokens in segments(route):
+    for slot, tokens in tokens_of_slots(segments):
         rows, column = y[tokens], 0
         for index, features in enumerate(group.out_features):
             part = rows[:, column : column + features]
@@ -78,26 +80,31 @@ def expand(
                 continue
             shrunk, b = h[index, tokens, :rank].to(part.dtype), gather_b(group.module(index), slot)
             scaling = float(group.scaling[index, slot])
-            lora_bias = gain = None
+            lora_bias = dora_scale = None
             if epilogue is not None:
                 lora_bias = vector(epilogue, epilogue.lora_bias, group, index, slot)
-                gain = vector(epilogue, epilogue.gain, group, index, slot)
-            if lora_bias is None and gain is None:
+                dora_scale = vector(epilogue, epilogue.dora_scale, group, index, slot)
+            if lora_bias is None and dora_scale is None:
                 part.addmm_(shrunk, b, alpha=scaling)
                 continue
             delta = torch.mm(shrunk, b).float()
             total = part.float() + scaling * (delta if lora_bias is None else delta + lora_bias)
-            part.copy_(total if gain is None else gain * (total - own) + own)
+            part.copy_(total if dora_scale is None else dora_scale * (total - own) + own)
         if isinstance(tokens, torch.Tensor):
             y[tokens] = rows
 
 
 def add(
-    y: torch.Tensor, x: torch.Tensor, group: ModuleGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
+    y: torch.Tensor,
+    x: torch.Tensor,
+    group: ModuleGroup,
+    segments: AdapterSegments,
+    h: torch.Tensor,
+    epilogue: Epilogue | None,
 ) -> None:
     """Shrink into h [modules, T, width], then expand."""
-    shrink(x, h, group, route)
-    expand(h, y, group, route, add_inputs=True, epilogue=epilogue)
+    shrink(x, h, group, segments)
+    expand(h, y, group, segments, add_inputs=True, epilogue=epilogue)
 
 
 def _rows(tokens: torch.Tensor) -> Rows:

@@ -86,19 +86,21 @@ class ModuleGroup:
 class Epilogue:
     """What an expand does beside adding s * (h @ B), for slots that have an adapter at the module.
 
-    y = gain * (y - base_bias + s * (h @ B + lora_bias)) + base_bias, as PEFT does for LoRA with bias and for DoRA:
-    there gain is magnitude / norm of the rows of W + s * B.T @ A, and the linear's own bias is not scaled.
+    y = dora_scale * (y - base_bias + s * (h @ B + lora_bias)) + base_bias, as PEFT computes LoRA with bias and DoRA.
+    dora_scale (PEFT's mag_norm_scale) is magnitude / norm of the rows of W + s * B.T @ A; the linear's own bias is not
+    scaled.
 
-    Gains and biases [out] lie in the arena's pages as float32, side by side over the pages in the order of page_ids.
-    The tables say where those of a module and slot begin; -1 means gains of 1 and biases of 0, and nothing is read.
+    DoRA scales and biases [out] lie in the arena's pages as float32, side by side over the pages in the order of
+    page_ids. The tables say where those of a module and slot begin; -1 means scales of 1 and biases of 0, and nothing
+    is read.
 
         pages of 64 values, start 70, out 100: values 6 to 63 of page page_ids[1], then 0 to 41 of page_ids[2]
     """
 
     values: torch.Tensor  # float32 [num_pages, values of a page]: the pages' memory
-    gain: torch.Tensor | None = None  # int64 [num_modules, num_slots]
+    dora_scale: torch.Tensor | None = None  # int64 [num_modules, num_slots]
     lora_bias: torch.Tensor | None = None  # int64 [num_modules, num_slots]
-    base_bias: torch.Tensor | None = None  # float32 [sum of out]; matters with a gain only
+    base_bias: torch.Tensor | None = None  # float32 [sum of out]; matters with a DoRA scale only
 
 
 def page_values(pages: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from kernels.lora.layout import Epilogue, ModuleGroup
-from kernels.lora.route import DeviceRoute
+from kernels.lora.segments import AdapterSegments
 from kernels.native import DTYPES, Program, Step, integers, pointers, run_one
 
 
@@ -26,25 +26,27 @@ class LoraModules(ctypes.Structure):
     """A group of modules and the rows that they read and write; pages.h says what the fields are."""
 
     _fields_ = [  # ctypes wants a list
-        *pointers("x", "y", "pages", "page_ids", "first", "rank", "scaling", "gain", "lora_bias", "base_bias", "out"),
+        *pointers(
+            "x", "y", "pages", "page_ids", "first", "rank", "scaling", "dora_scale", "lora_bias", "base_bias", "out"
+        ),
         *integers("x_stride", "y_stride", "in_features", "num_modules", "num_slots", "tile_width", "dtype"),
         ("shrink_scaling", ctypes.c_double),
     ]
 
 
-def lora_tokens(route: DeviceRoute, h: torch.Tensor) -> LoraTokens:
-    """Of a route on the CPU; h float32 [modules, T, width] is contiguous. Keeps both alive."""
+def lora_tokens(segments: AdapterSegments, h: torch.Tensor) -> LoraTokens:
+    """For segments on the CPU; h float32 [modules, T, width] is contiguous. Keeps both alive."""
     tokens = LoraTokens(
-        order=route.order.data_ptr(),
-        block_slot=route.block_slot.data_ptr(),
-        block_start=route.block_start.data_ptr(),
-        block_end=route.block_end.data_ptr(),
-        num_blocks=route.num_blocks,
-        block_tokens=route.block_tokens,
+        order=segments.order.data_ptr(),
+        block_slot=segments.block_slot.data_ptr(),
+        block_start=segments.block_start.data_ptr(),
+        block_end=segments.block_end.data_ptr(),
+        num_blocks=segments.num_blocks,
+        block_tokens=segments.block_tokens,
         h=h.data_ptr(),
         width=h.shape[-1],
     )
-    tokens.keeps = (route, h)
+    tokens.keeps = (segments, h)
     return tokens
 
 
@@ -62,7 +64,7 @@ def problem(
     runs, whatever was loaded or evicted since.
     """
     out = torch.tensor(group.out_features, dtype=torch.int64)
-    table = {} if epilogue is None else {"gain": epilogue.gain, "lora_bias": epilogue.lora_bias}
+    table = {} if epilogue is None else {"dora_scale": epilogue.dora_scale, "lora_bias": epilogue.lora_bias}
     base_bias = None if epilogue is None else epilogue.base_bias
     modules = LoraModules(
         x=_address(x),
@@ -72,7 +74,7 @@ def problem(
         first=group.first.data_ptr(),
         rank=group.rank.data_ptr(),
         scaling=group.scaling.data_ptr(),
-        gain=_address(table.get("gain")),
+        dora_scale=_address(table.get("dora_scale")),
         lora_bias=_address(table.get("lora_bias")),
         base_bias=_address(base_bias),
         out=out.data_ptr(),
@@ -97,37 +99,44 @@ def can_serve(group: ModuleGroup, *rows: torch.Tensor) -> bool:
     )
 
 
-def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+def shrink(
+    x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, *, scaling: float = 1.0
+) -> None:
     """Into h [modules, T, width]; see kernels.lora.reference."""
-    run_one("lora_shrink", problem(group, x, None, scaling=scaling), _step(route, h))
+    run_one("lora_shrink", problem(group, x, None, scaling=scaling), _step(segments, h))
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute) -> None:
+def embed(token_ids: torch.Tensor, h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments) -> None:
     """Into h [1, T, width] of the only module; see kernels.lora.reference."""
     ids = token_ids.long()  # held here: a problem keeps no rows alive
-    run_one("lora_embed", problem(group, ids, None), _step(route, h))
+    run_one("lora_embed", problem(group, ids, None), _step(segments, h))
 
 
 def expand(
-    h: torch.Tensor, y: torch.Tensor, group: ModuleGroup, route: DeviceRoute, epilogue: Epilogue | None = None
+    h: torch.Tensor, y: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, epilogue: Epilogue | None = None
 ) -> None:
     """y += of h [modules, T, width]; see kernels.lora.reference."""
-    run_one("lora_expand", problem(group, None, y, epilogue), _step(route, h))
+    run_one("lora_expand", problem(group, None, y, epilogue), _step(segments, h))
 
 
 def add(
-    y: torch.Tensor, x: torch.Tensor, group: ModuleGroup, route: DeviceRoute, h: torch.Tensor, epilogue: Epilogue | None
+    y: torch.Tensor,
+    x: torch.Tensor,
+    group: ModuleGroup,
+    segments: AdapterSegments,
+    h: torch.Tensor,
+    epilogue: Epilogue | None,
 ) -> None:
     """Shrink into h [modules, T, width], then expand, by one call."""
     modules, program = problem(group, x, y, epilogue), Program()
     program.add("lora_shrink", modules)
     program.add("lora_expand", modules)
-    program.run(_step(route, h))
+    program.run(_step(segments, h))
 
 
-def _step(route: DeviceRoute, h: torch.Tensor) -> Step:
-    tokens = lora_tokens(route, h)
-    step = Step(num_tokens=route.num_tokens, lora=ctypes.addressof(tokens))
+def _step(segments: AdapterSegments, h: torch.Tensor) -> Step:
+    tokens = lora_tokens(segments, h)
+    step = Step(num_tokens=segments.num_tokens, lora=ctypes.addressof(tokens))
     step.keeps = tokens
     return step
 

@@ -1,7 +1,7 @@
 """The operators on pages: shrink (x @ A), expand (h @ B), their forms for slices and for fused linears.
 
 bgmv: every token its own block, for one or few tokens per slot; takes the slots of the tokens. sgmv: blocks of tokens
-that share a slot; takes a route. Segments of tokens become token slots by
+that share a slot; takes segments. Segments of tokens become token slots by
 `torch.repeat_interleave(slots, lengths, output_size=num_tokens)`.
 On a GPU the Triton kernels run, on a CPU with a C compiler native code, elsewhere torch's products. In the first two
 bgmv and sgmv give the same bits.
@@ -16,7 +16,7 @@ from kernels.devices import check_devices, runs_triton
 from kernels.lora import choice, cpu, native
 from kernels.lora.launch import num_parts
 from kernels.lora.layout import H_ALIGN, Epilogue, ModuleGroup, PagedModule
-from kernels.lora.route import MANY_TOKENS, DeviceRoute, blocks_of_one, split_by_length
+from kernels.lora.segments import MANY_TOKENS, AdapterSegments, blocks_of_one, split_by_length
 from kernels.native import get_num_threads, has_native
 
 
@@ -32,10 +32,10 @@ def bgmv_shrink(
 
 
 def sgmv_shrink(
-    x: torch.Tensor, module: PagedModule, out: torch.Tensor, route: DeviceRoute, *, scaling: float = 1.0
+    x: torch.Tensor, module: PagedModule, out: torch.Tensor, segments: AdapterSegments, *, scaling: float = 1.0
 ) -> None:
     """bgmv_shrink over blocks of tokens."""
-    _shrink(x, ModuleGroup.of([module]), out[None], route, scaling)
+    _shrink(x, ModuleGroup.of([module]), out[None], segments, scaling)
 
 
 def bgmv_expand(
@@ -56,10 +56,10 @@ def bgmv_expand(
 
 
 def sgmv_expand(
-    h: torch.Tensor, module: PagedModule, y: torch.Tensor, route: DeviceRoute, *, add_inputs: bool = False
+    h: torch.Tensor, module: PagedModule, y: torch.Tensor, segments: AdapterSegments, *, add_inputs: bool = False
 ) -> None:
     """bgmv_expand over blocks of tokens."""
-    _expand(h[None, None], ModuleGroup.of([module]), _slice(y, 0, module.out_features), route, add_inputs)
+    _expand(h[None, None], ModuleGroup.of([module]), _slice(y, 0, module.out_features), segments, add_inputs)
 
 
 def bgmv_expand_slice(
@@ -81,55 +81,57 @@ def sgmv_expand_slice(
     h: torch.Tensor,
     module: PagedModule,
     y: torch.Tensor,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     *,
     slice_offset: int,
     slice_size: int,
     add_inputs: bool = False,
 ) -> None:
     """bgmv_expand_slice over blocks of tokens."""
-    _expand(h[None, None], ModuleGroup.of([module]), _slice(y, slice_offset, slice_size), route, add_inputs)
+    _expand(h[None, None], ModuleGroup.of([module]), _slice(y, slice_offset, slice_size), segments, add_inputs)
 
 
-def lora_shrink(x: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
+def lora_shrink(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, *, max_rank: int) -> torch.Tensor:
     """x @ A.T of every module of the group in one launch: float32 [planes, modules, T, width] for `lora_expand`.
 
-    The width is a power of two from max_rank on; what lies past a slot's rank is not set. No slot of the route has a
+    The width is a power of two from max_rank on; what lies past a slot's rank is not set. No slot of the segments has a
     rank above max_rank at these modules; above the width its rows would be NaN on a GPU. The planes add up to the
     product: with few tokens the sum over the input is computed in parts side by side.
     """
     planes, is_triton = 1, runs_triton(x)
-    if is_triton and route.num_tokens < MANY_TOKENS:
+    if is_triton and segments.num_tokens < MANY_TOKENS:
         planes = num_parts(group.in_features)
-    h = _empty_h(planes, group.num_modules, route.num_tokens, max_rank, x.device)
+    h = _empty_h(planes, group.num_modules, segments.num_tokens, max_rank, x.device)
     if planes == 1:
-        _shrink(x, group, h[0], route, 1.0)
+        _shrink(x, group, h[0], segments, 1.0)
     else:
         from kernels.lora import triton_shrink
 
-        _check_rows("x", x, route, group, group.in_features)
-        triton_shrink.shrink(x, h, group, route)
+        _check_rows("x", x, segments, group, group.in_features)
+        triton_shrink.shrink(x, h, group, segments)
     return h
 
 
-def lora_embed(token_ids: torch.Tensor, module: PagedModule, route: DeviceRoute, *, max_rank: int) -> torch.Tensor:
+def lora_embed(
+    token_ids: torch.Tensor, module: PagedModule, segments: AdapterSegments, *, max_rank: int
+) -> torch.Tensor:
     """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, width] as `lora_shrink` gives it.
 
     token_ids is int32 or int64 [T]. An id that the module has no column of gives NaN, as does, on a GPU, a rank above
     the width; a CPU refuses that.
     """
-    _check_ids(token_ids, route.num_tokens)
-    _check_route(route, module.first.shape[0])
-    check_devices(token_ids=token_ids, order=route.order, pages=module.pages, first=module.first)
-    h = _empty_h(1, 1, route.num_tokens, max_rank, token_ids.device)
+    _check_ids(token_ids, segments.num_tokens)
+    _check_segments(segments, module.first.shape[0])
+    check_devices(token_ids=token_ids, order=segments.order, pages=module.pages, first=module.first)
+    h = _empty_h(1, 1, segments.num_tokens, max_rank, token_ids.device)
     if runs_triton(module.pages):
         from kernels.lora import triton_embedding
 
-        triton_embedding.embed(token_ids, h[0, 0], module, route)
-    elif _runs_native(ModuleGroup.of([module]), h[0], route, token_ids):
-        native.embed(token_ids, h[0], ModuleGroup.of([module]), route)
+        triton_embedding.embed(token_ids, h[0, 0], module, segments)
+    elif _runs_native(ModuleGroup.of([module]), h[0], segments, token_ids):
+        native.embed(token_ids, h[0], ModuleGroup.of([module]), segments)
     else:
-        cpu.embed(token_ids, h[0], ModuleGroup.of([module]), route)
+        cpu.embed(token_ids, h[0], ModuleGroup.of([module]), segments)
     return h
 
 
@@ -137,112 +139,118 @@ def lora_expand(
     h: torch.Tensor,
     group: ModuleGroup,
     y: torch.Tensor,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     *,
     add_inputs: bool = True,
     epilogue: Epilogue | None = None,
 ) -> None:
     """y [T, sum of out] += scaling * h @ B for every module of the group, side by side, in one launch.
 
-    With an epilogue also the biases and gains of the slots: LoRA bias, DoRA. A rank above the width of h is refused;
-    on a GPU its rows are NaN instead.
+    With an epilogue also the LoRA biases and DoRA scales of the slots. A rank above the width of h is refused; on a GPU
+    its rows are NaN instead.
     """
     if epilogue is not None:
         _check_epilogue(epilogue, group, add_inputs)
-        tables = {"gain": epilogue.gain, "lora_bias": epilogue.lora_bias, "base_bias": epilogue.base_bias}
+        tables = {"dora_scale": epilogue.dora_scale, "lora_bias": epilogue.lora_bias, "base_bias": epilogue.base_bias}
         check_devices(y=y, values=epilogue.values, **tables)
-    _expand(h, group, y, route, add_inputs, epilogue)
+    _expand(h, group, y, segments, add_inputs, epilogue)
 
 
 def add_lora_group(
     y: torch.Tensor,
     x: torch.Tensor,
     group: ModuleGroup,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     *,
     max_rank: int,
     epilogue: Epilogue | None = None,
 ) -> None:
     """y [T, sum of out] += scaling * (x [T, in] @ A.T) @ B by each token's slot: a shrink and an expand.
 
-    max_rank bounds the ranks of the route's slots at these modules. A rank above its next power of two is refused; on a
+    max_rank bounds the ranks of the segments' slots at these modules. A rank above its power of two is refused; on a
     GPU its rows are NaN instead.
     """
     if not has_native(x, y, group.pages) or runs_triton(x):
-        lora_expand(lora_shrink(x, group, route, max_rank=max_rank), group, y, route, epilogue=epilogue)
+        lora_expand(lora_shrink(x, group, segments, max_rank=max_rank), group, y, segments, epilogue=epilogue)
         return
-    h = _empty_h(1, group.num_modules, route.num_tokens, max_rank, x.device)
-    if _runs_native(group, h[0], route, x, y):
-        _check_rows("x", x, route, group, group.in_features)
-        _check_rows("y", y, route, group, sum(group.out_features))
+    h = _empty_h(1, group.num_modules, segments.num_tokens, max_rank, x.device)
+    if _runs_native(group, h[0], segments, x, y):
+        _check_rows("x", x, segments, group, group.in_features)
+        _check_rows("y", y, segments, group, sum(group.out_features))
         if epilogue is not None:
             _check_epilogue(epilogue, group, add_inputs=True)
-        short, long = _by_length(route, group.pages.dtype, max_rank)
+        short, long = _by_length(segments, group.pages.dtype, max_rank)
         native.add(y, x, group, short, h[0], epilogue)
         if long is not None:
             cpu.add(y, x, group, long, h[0], epilogue)
     else:
-        _shrink(x, group, h[0], route, 1.0)
-        lora_expand(h, group, y, route, epilogue=epilogue)
+        _shrink(x, group, h[0], segments, 1.0)
+        lora_expand(h, group, y, segments, epilogue=epilogue)
 
 
-def _by_length(route: DeviceRoute, dtype: torch.dtype, rank: int) -> tuple[DeviceRoute, DeviceRoute | None]:
+def _by_length(
+    segments: AdapterSegments, dtype: torch.dtype, rank: int
+) -> tuple[AdapterSegments, AdapterSegments | None]:
     """The blocks for native code, and those of adapters with so many tokens that products are faster here.
 
     The times are those of one thread: with fewer of torch's than native code has, as beside native linears, products
     are not asked for.
     """
-    if route.num_tokens < choice.TOKEN_COUNTS[0] or torch.get_num_threads() < get_num_threads():
-        return route, None
+    if segments.num_tokens < choice.TOKEN_COUNTS[0] or torch.get_num_threads() < get_num_threads():
+        return segments, None
     num_tokens = choice.products_from(dtype, rank)
-    if num_tokens is None or route.num_tokens < num_tokens:
-        return route, None
-    return split_by_length(route, num_tokens)
+    if num_tokens is None or segments.num_tokens < num_tokens:
+        return segments, None
+    return split_by_length(segments, num_tokens)
 
 
-def _shrink(x: torch.Tensor, group: ModuleGroup, h: torch.Tensor, route: DeviceRoute, scaling: float) -> None:
+def _shrink(x: torch.Tensor, group: ModuleGroup, h: torch.Tensor, segments: AdapterSegments, scaling: float) -> None:
     """Into h [modules, T, width]."""
-    _check_rows("x", x, route, group, group.in_features)
-    _check_h(h[None], group, route)
+    _check_rows("x", x, segments, group, group.in_features)
+    _check_h(h[None], group, segments)
     check_devices(x=x, h=h)
     if runs_triton(x):
         from kernels.lora import triton_shrink
 
-        triton_shrink.shrink(x, h[None], group, route, scaling=scaling)
-    elif _runs_native(group, h, route, x):
-        native.shrink(x, h, group, route, scaling=scaling)
+        triton_shrink.shrink(x, h[None], group, segments, scaling=scaling)
+    elif _runs_native(group, h, segments, x):
+        native.shrink(x, h, group, segments, scaling=scaling)
     else:
-        cpu.shrink(x, h, group, route, scaling=scaling)
+        cpu.shrink(x, h, group, segments, scaling=scaling)
 
 
 def _expand(
     h: torch.Tensor,
     group: ModuleGroup,
     y: torch.Tensor,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     add_inputs: bool,
     epilogue: Epilogue | None = None,
 ) -> None:
     """From h [planes, modules, T, width]."""
-    _check_rows("y", y, route, group, sum(group.out_features))
-    _check_h(h, group, route)
+    _check_rows("y", y, segments, group, sum(group.out_features))
+    _check_h(h, group, segments)
     check_devices(y=y, h=h)
     if runs_triton(y):
         from kernels.lora import triton_expand
 
-        triton_expand.expand(h, y, group, route, add_inputs=add_inputs, epilogue=epilogue)
-    elif len(h) == 1 and _runs_native(group, h[0], route, y):
-        native.expand(h[0], y if add_inputs else y.zero_(), group, route, epilogue)
+        triton_expand.expand(h, y, group, segments, add_inputs=add_inputs, epilogue=epilogue)
+    elif len(h) == 1 and _runs_native(group, h[0], segments, y):
+        native.expand(h[0], y if add_inputs else y.zero_(), group, segments, epilogue)
     else:
-        cpu.expand(h.sum(0), y, group, route, add_inputs=add_inputs, epilogue=epilogue)
+        cpu.expand(h.sum(0), y, group, segments, add_inputs=add_inputs, epilogue=epilogue)
 
 
-def _runs_native(group: ModuleGroup, h: torch.Tensor, route: DeviceRoute, *rows: torch.Tensor) -> bool:
+def _runs_native(group: ModuleGroup, h: torch.Tensor, segments: AdapterSegments, *rows: torch.Tensor) -> bool:
     """Whether native code serves these tensors, h [modules, T, width]. Raises ValueError for a rank above the width."""
     if not has_native(*rows) or not h.is_contiguous() or not native.can_serve(group, *rows):
         return False
-    is_known = (route.block_slot >= 0) & (route.block_slot < group.num_slots) & (route.block_end > route.block_start)
-    slots = route.block_slot[is_known].long()
+    is_known = (
+        (segments.block_slot >= 0)
+        & (segments.block_slot < group.num_slots)
+        & (segments.block_end > segments.block_start)
+    )
+    slots = segments.block_slot[is_known].long()
     ranks = group.rank[:, slots]
     if ranks.numel() and int(ranks.max()) > h.shape[-1]:
         slot = int(slots[ranks.amax(0).argmax()])
@@ -256,26 +264,28 @@ def _slice(y: torch.Tensor, offset: int, size: int) -> torch.Tensor:
     return y[:, offset : offset + size]
 
 
-def _blocks_of_one(token_slots: torch.Tensor, module: PagedModule) -> DeviceRoute:
+def _blocks_of_one(token_slots: torch.Tensor, module: PagedModule) -> AdapterSegments:
     if token_slots.dtype != torch.int32 or token_slots.dim() != 1:
         raise ValueError(f"token_slots is {token_slots.dtype} {list(token_slots.shape)}, want int32 [num_tokens]")
     return blocks_of_one(token_slots.contiguous(), module.first.shape[0])
 
 
-def _check_rows(name: str, rows: torch.Tensor, route: DeviceRoute, group: ModuleGroup, width: int) -> None:
+def _check_rows(name: str, rows: torch.Tensor, segments: AdapterSegments, group: ModuleGroup, width: int) -> None:
     dtype = group.pages.dtype
-    _check_route(route, group.num_slots)
-    check_devices(**{name: rows}, order=route.order, pages=group.pages, first=group.first)
-    if rows.shape != (route.num_tokens, width) or rows.dtype != dtype:
+    _check_segments(segments, group.num_slots)
+    check_devices(**{name: rows}, order=segments.order, pages=group.pages, first=group.first)
+    if rows.shape != (segments.num_tokens, width) or rows.dtype != dtype:
         raise ValueError(
-            f"{name} is {rows.dtype} {list(rows.shape)}, want {dtype} [{route.num_tokens}, {width}] as the route "
+            f"{name} is {rows.dtype} {list(rows.shape)}, want {dtype} [{segments.num_tokens}, {width}] as the segments "
             "and the adapters are"
         )
 
 
-def _check_route(route: DeviceRoute, num_slots: int) -> None:
-    if route.num_slots != num_slots:
-        raise ValueError(f"the route is of {route.num_slots} slots, the modules have {num_slots}; build it with theirs")
+def _check_segments(segments: AdapterSegments, num_slots: int) -> None:
+    if segments.num_slots != num_slots:
+        raise ValueError(
+            f"the segments are of {segments.num_slots} slots, the modules have {num_slots}: use the same number"
+        )
 
 
 def _empty_h(planes: int, modules: int, num_tokens: int, max_rank: int, device: torch.device) -> torch.Tensor:
@@ -290,28 +300,26 @@ def _empty_h(planes: int, modules: int, num_tokens: int, max_rank: int, device: 
 
 def _check_ids(token_ids: torch.Tensor, num_tokens: int) -> None:
     if token_ids.dtype not in (torch.int32, torch.int64) or token_ids.shape != (num_tokens,):
-        raise ValueError(
-            f"token_ids is {token_ids.dtype} {list(token_ids.shape)}, want int32 or int64 [{num_tokens}], as the route"
-        )
+        raise ValueError(f"token_ids is {token_ids.dtype} {list(token_ids.shape)}, want int32 or int64 [{num_tokens}]")
 
 
-def _check_h(h: torch.Tensor, group: ModuleGroup, route: DeviceRoute) -> None:
-    if h.dtype != torch.float32 or h.shape[1:3] != (group.num_modules, route.num_tokens) or h.stride(3) != 1:
+def _check_h(h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments) -> None:
+    if h.dtype != torch.float32 or h.shape[1:3] != (group.num_modules, segments.num_tokens) or h.stride(3) != 1:
         raise ValueError(
             f"h is {h.dtype} {list(h.shape)} with strides {h.stride()}, want float32 [planes, {group.num_modules}, "
-            f"{route.num_tokens}, width] with ranks side by side"
+            f"{segments.num_tokens}, width] with ranks side by side"
         )
 
 
 def _check_epilogue(epilogue: Epilogue, group: ModuleGroup, add_inputs: bool) -> None:
-    if epilogue.gain is not None and not add_inputs:
-        raise ValueError("a gain multiplies the base output as well: it needs add_inputs=True")
-    if epilogue.base_bias is not None and epilogue.gain is None:
-        raise ValueError("base_bias is of no use without a gain")
+    if epilogue.dora_scale is not None and not add_inputs:
+        raise ValueError("a DoRA scale multiplies the base output as well: it needs add_inputs=True")
+    if epilogue.base_bias is not None and epilogue.dora_scale is None:
+        raise ValueError("base_bias is of no use without a DoRA scale")
     slots = (group.num_modules, group.num_slots)
     page = group.pages.shape[1] * group.pages.shape[2] * group.pages.element_size() // 4
     _check_table("values", epilogue.values, torch.float32, (len(group.pages), page))
-    _check_table("gain", epilogue.gain, torch.int64, slots)
+    _check_table("dora_scale", epilogue.dora_scale, torch.int64, slots)
     _check_table("lora_bias", epilogue.lora_bias, torch.int64, slots)
     _check_table("base_bias", epilogue.base_bias, torch.float32, (sum(group.out_features),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.lora.layout import PAGE_RANKS, Epilogue, ModuleGroup, PagedModule
-from kernels.lora.route import DeviceRoute
+from kernels.lora.segments import AdapterSegments
 
 
 def gather_a(module: PagedModule, slot: int) -> torch.Tensor:
@@ -54,15 +54,17 @@ def add_lora_embedding(
         y[token] = (y[token].float() + delta).to(y.dtype)
 
 
-def groups(route: DeviceRoute) -> list[tuple[int, torch.Tensor]]:
+def groups(segments: AdapterSegments) -> list[tuple[int, torch.Tensor]]:
     """Slot and tokens of each block that is in use."""
-    blocks = zip(route.block_slot.tolist(), route.block_start.tolist(), route.block_end.tolist(), strict=True)
-    return [(slot, route.order[start:end].long()) for slot, start, end in blocks if 0 <= slot < route.num_slots]
+    blocks = zip(segments.block_slot.tolist(), segments.block_start.tolist(), segments.block_end.tolist(), strict=True)
+    return [(slot, segments.order[start:end].long()) for slot, start, end in blocks if 0 <= slot < segments.num_slots]
 
 
-def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRoute, *, scaling: float = 1.0) -> None:
+def shrink(
+    x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, *, scaling: float = 1.0
+) -> None:
     """h[m, t, :rank] = scaling * x[t] @ A[m, s].T in fp32, s the slot of token t. h is [modules, T, width]."""
-    for slot, tokens in groups(route):
+    for slot, tokens in groups(segments):
         for index in range(group.num_modules):
             a, _ = gather(group.module(index), slot)
             rank = a.shape[0]
@@ -70,9 +72,9 @@ def shrink(x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, route: DeviceRo
             h[index, tokens, :rank] = x[tokens].float() @ a.float().T * scaling
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, module: PagedModule, route: DeviceRoute) -> None:
+def embed(token_ids: torch.Tensor, h: torch.Tensor, module: PagedModule, segments: AdapterSegments) -> None:
     """h[t, :rank] = A[s][:, token_ids[t]], s the slot of token t. h is [T, width]; ids outside A give NaN."""
-    for slot, tokens in groups(route):
+    for slot, tokens in groups(segments):
         a, _ = gather(module, slot)
         rank = a.shape[0]
         check_room(slot, rank, h)
@@ -86,7 +88,7 @@ def expand(
     h: torch.Tensor,
     y: torch.Tensor,
     group: ModuleGroup,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     *,
     add_inputs: bool,
     epilogue: Epilogue | None = None,
@@ -97,7 +99,7 @@ def expand(
     """
     if not add_inputs:
         y.zero_()
-    for slot, tokens in groups(route):
+    for slot, tokens in groups(segments):
         column = 0
         for index, features in enumerate(group.out_features):
             module = group.module(index)
@@ -107,16 +109,16 @@ def expand(
             column += features
             if b.shape[0]:
                 delta = h[index, tokens, : b.shape[0]].to(b.dtype).float() @ b.float()
-                lora_bias = gain = None
+                lora_bias = dora_scale = None
                 if epilogue is not None:
                     lora_bias = vector(epilogue, epilogue.lora_bias, group, index, slot)
-                    gain = vector(epilogue, epilogue.gain, group, index, slot)
+                    dora_scale = vector(epilogue, epilogue.dora_scale, group, index, slot)
                 if lora_bias is not None:
                     delta += lora_bias
                 total = y[tokens, columns].float() + delta * module.scaling[slot]
-                if gain is not None:
+                if dora_scale is not None:
                     own = 0.0 if epilogue is None or epilogue.base_bias is None else epilogue.base_bias[columns]
-                    total = gain * (total - own) + own
+                    total = dora_scale * (total - own) + own
                 y[tokens, columns] = total.to(y.dtype)
 
 

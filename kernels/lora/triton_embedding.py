@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.buckets import ceil_div
 from kernels.lora.layout import PAGE_RANKS, PagedModule
-from kernels.lora.route import DeviceRoute, padded_block_tokens
+from kernels.lora.segments import AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens
 
 RANKS = 16  # of one program; a token's column lies rank by rank, so that wider programs read no faster
@@ -63,28 +63,28 @@ def embed_kernel(
             tl.store(h_ptr + (tokens * stride_ht)[:, None] + offs_r[None, :], a, mask=is_h)
 
 
-def embed(token_ids: torch.Tensor, h: torch.Tensor, module: PagedModule, route: DeviceRoute) -> None:
+def embed(token_ids: torch.Tensor, h: torch.Tensor, module: PagedModule, segments: AdapterSegments) -> None:
     """token_ids [T] into h [T, width]."""
     width = h.shape[1]
-    if route.num_blocks == 0 or width == 0:
+    if segments.num_blocks == 0 or width == 0:
         return
-    embed_kernel[(route.num_blocks, ceil_div(width, RANKS))](
+    embed_kernel[(segments.num_blocks, ceil_div(width, RANKS))](
         token_ids,
         h,
         module.pages,
         module.page_ids,
         module.first,
         module.rank,
-        route.order,
-        route.block_slot,
-        route.block_start,
-        route.block_end,
-        route.num_slots,
+        segments.order,
+        segments.block_slot,
+        segments.block_start,
+        segments.block_end,
+        segments.num_slots,
         module.in_features,
         width,
         token_ids.stride(0),
         h.stride(0),
-        BLOCK_T=padded_block_tokens(route.block_tokens),
+        BLOCK_T=padded_block_tokens(segments.block_tokens),
         BLOCK_R=RANKS,
         TILE_WIDTH=module.pages.shape[2],
         PAGE_RANKS=PAGE_RANKS,

@@ -1,4 +1,4 @@
-"""Expand on pages in Triton, for any mix of ranks and widths in one launch, with LoRA bias and DoRA gain."""
+"""Expand on pages in Triton, for any mix of ranks and widths in one launch, with LoRA bias and DoRA scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.launch import ExpandLaunch, Sizes, expand_launch
 from kernels.lora.layout import H_ALIGN, PAGE_RANKS, Epilogue, ModuleGroup
-from kernels.lora.route import DeviceRoute, padded_block_tokens
+from kernels.lora.segments import AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, load_vector, page_offsets
 
 # Ranks of one step of a program. Fixed, since it decides the order of the sum.
@@ -27,7 +27,7 @@ def expand_kernel(
     rank_ptr,
     scaling_ptr,
     values_ptr,
-    gain_ptr,
+    dora_scale_ptr,
     lora_bias_ptr,
     base_bias_ptr,
     order_ptr,
@@ -43,7 +43,7 @@ def expand_kernel(
     stride_yt,
     stride_yn,
     stride_table,
-    stride_gain,
+    stride_dora_scale,
     stride_lora_bias,
     OUT_FEATURES: tl.constexpr,
     NUM_MODULES: tl.constexpr,
@@ -54,7 +54,7 @@ def expand_kernel(
     NUM_PLANES: tl.constexpr,
     H_ALIGN: tl.constexpr,
     ADD_INPUTS: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
+    HAS_DORA_SCALE: tl.constexpr,
     HAS_LORA_BIAS: tl.constexpr,
     HAS_BASE_BIAS: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
@@ -126,15 +126,15 @@ def expand_kernel(
             acc *= tl.load(scaling_ptr + table)
             if ADD_INPUTS:
                 acc += base
-            if HAS_GAIN:
-                start = tl.load(gain_ptr + module.to(tl.int64) * stride_gain + slot)
-                gain = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 1.0, PAGE_VALUES)[None, :]
+            if HAS_DORA_SCALE:
+                start = tl.load(dora_scale_ptr + module.to(tl.int64) * stride_dora_scale + slot)
+                dora_scale = load_vector(values_ptr, page_ids_ptr, start, offs_n, is_column, 1.0, PAGE_VALUES)[None, :]
                 if HAS_BASE_BIAS:
                     own = tl.load(base_bias_ptr + y_columns, mask=is_column, other=0.0)[None, :]
-                    # A gain of 1 changes no bit.
-                    acc = tl.where(gain == 1.0, acc, gain * (acc - own) + own)
+                    # A DoRA scale of 1 changes no bit.
+                    acc = tl.where(dora_scale == 1.0, acc, dora_scale * (acc - own) + own)
                 else:
-                    acc *= gain
+                    acc *= dora_scale
             tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_y)
 
 
@@ -142,22 +142,24 @@ def expand(
     h: torch.Tensor,
     y: torch.Tensor,
     group: ModuleGroup,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     *,
     add_inputs: bool,
     epilogue: Epilogue | None = None,
     launch: ExpandLaunch | None = None,
 ) -> None:
     """h [planes, modules, T, width] into y [T, sum of out]. Without add_inputs rows without an adapter are zero."""
-    gain, lora_bias, base_bias = (epilogue.gain, epilogue.lora_bias, epilogue.base_bias) if epilogue else (None,) * 3
+    dora_scale, lora_bias, base_bias = (
+        (epilogue.dora_scale, epilogue.lora_bias, epilogue.base_bias) if epilogue else (None,) * 3
+    )
     values = h if epilogue is None else epilogue.values
     planes, num_modules, _, width = h.shape
     if not add_inputs:
         y.zero_()
-    if route.num_blocks == 0:
+    if segments.num_blocks == 0:
         return
     launch = launch or expand_launch(device_name(y), Sizes.of_expand(y, h, group))
-    grid = (route.num_blocks, ceil_div(max(group.out_features), launch.out_columns), num_modules)
+    grid = (segments.num_blocks, ceil_div(max(group.out_features), launch.out_columns), num_modules)
     expand_kernel[grid](
         h,
         y,
@@ -167,14 +169,14 @@ def expand(
         group.rank,
         group.scaling,
         values,
-        h if gain is None else gain,
+        h if dora_scale is None else dora_scale,
         h if lora_bias is None else lora_bias,
         h if base_bias is None else base_bias,
-        route.order,
-        route.block_slot,
-        route.block_start,
-        route.block_end,
-        route.num_slots,
+        segments.order,
+        segments.block_slot,
+        segments.block_start,
+        segments.block_end,
+        segments.num_slots,
         ceil_div(group.in_features, group.pages.shape[2]),
         width,
         h.stride(0),
@@ -183,18 +185,18 @@ def expand(
         y.stride(0),
         y.stride(1),
         group.first.stride(0),
-        0 if gain is None else gain.stride(0),
+        0 if dora_scale is None else dora_scale.stride(0),
         0 if lora_bias is None else lora_bias.stride(0),
         OUT_FEATURES=group.out_features,
         NUM_MODULES=num_modules,
         ALIGN=16 if all(features % 16 == 0 for features in group.out_features) else 1,
-        BLOCK_T=padded_block_tokens(route.block_tokens),
+        BLOCK_T=padded_block_tokens(segments.block_tokens),
         BLOCK_R=EXPAND_RANKS,
         BLOCK_N=launch.out_columns,
         NUM_PLANES=planes,
         H_ALIGN=H_ALIGN if all(n % H_ALIGN == 0 for n in (width, *h.stride()[:3])) else 1,
         ADD_INPUTS=add_inputs,
-        HAS_GAIN=gain is not None,
+        HAS_DORA_SCALE=dora_scale is not None,
         HAS_LORA_BIAS=lora_bias is not None,
         HAS_BASE_BIAS=base_bias is not None,
         TILE_WIDTH=group.pages.shape[2],

@@ -1,6 +1,6 @@
 """What the LoRA kernels share: where a page's elements lie, and which tokens a block has.
 
-A program takes one block of a route: up to BLOCK_T tokens of one slot. It ends at once if the block is not needed, or
+A program takes one block of segments: up to BLOCK_T tokens of one slot. It ends at once if the block is not needed, or
 if the slot's rank at the module does not reach its ranks; so tokens without an adapter and ranks that others have cost
 nothing. Sums are float32 and of a fixed order, without atomics: the same token has the same bits in every batch.
 

@@ -14,7 +14,7 @@ from kernels.buckets import ceil_div
 from kernels.devices import device_name
 from kernels.lora.launch import ShrinkLaunch, Sizes, num_parts, part_steps, shrink_launch
 from kernels.lora.layout import PAGE_RANKS, ModuleGroup
-from kernels.lora.route import DeviceRoute, padded_block_tokens
+from kernels.lora.segments import AdapterSegments, padded_block_tokens
 from kernels.lora.triton_pages import block_tokens, page_offsets
 
 
@@ -110,7 +110,7 @@ def shrink(
     x: torch.Tensor,
     h: torch.Tensor,
     group: ModuleGroup,
-    route: DeviceRoute,
+    segments: AdapterSegments,
     *,
     scaling: float = 1.0,
     parts: int | None = None,
@@ -120,10 +120,10 @@ def shrink(
     planes, num_modules, _, width = h.shape
     parts = num_parts(group.in_features) if parts is None else parts
     assert planes in (1, parts), f"{planes} planes for {parts} parts"
-    if route.num_blocks == 0 or width == 0:
+    if segments.num_blocks == 0 or width == 0:
         return
     launch = launch or shrink_launch(device_name(x), Sizes.of_shrink(x, h, group))
-    grid = (route.num_blocks, ceil_div(width, launch.ranks) * planes, num_modules)
+    grid = (segments.num_blocks, ceil_div(width, launch.ranks) * planes, num_modules)
     shrink_kernel[grid](
         x,
         h,
@@ -131,11 +131,11 @@ def shrink(
         group.page_ids,
         group.first,
         group.rank,
-        route.order,
-        route.block_slot,
-        route.block_start,
-        route.block_end,
-        route.num_slots,
+        segments.order,
+        segments.block_slot,
+        segments.block_start,
+        segments.block_end,
+        segments.num_slots,
         scaling,
         group.in_features,
         width,
@@ -145,7 +145,7 @@ def shrink(
         h.stride(1),
         h.stride(2),
         group.first.stride(0),
-        BLOCK_T=padded_block_tokens(route.block_tokens),
+        BLOCK_T=padded_block_tokens(segments.block_tokens),
         BLOCK_R=launch.ranks,
         BLOCK_K=launch.in_columns,
         NUM_PARTS=parts,

@@ -12,7 +12,7 @@ from kernels.copy_blocks import cases as copy_cases
 from kernels.copy_blocks import copy_blocks
 from kernels.gated_activation import ACTIVATIONS, gated_activation
 from kernels.gated_activation import cases as gate_cases
-from kernels.lora import ModuleGroup, add_lora_group, lora_route, reference
+from kernels.lora import ModuleGroup, adapter_segments, add_lora_group, reference
 from kernels.lora import cases as lora_cases
 from kernels.rms_norm import cases as norm_cases
 from kernels.rms_norm import rms_norm
@@ -39,8 +39,8 @@ def test_add_lora_group(case: lora_cases.Case, dtype: torch.dtype) -> None:
     expected = inputs.y.clone()
     reference.add_lora(expected, inputs.x, inputs.paged, inputs.token_slots)
     y, x, group = (to_device(value, CUDA) for value in (inputs.y, inputs.x, ModuleGroup.of([inputs.paged])))
-    route = lora_route(inputs.token_slots.to(CUDA), group.num_slots)
-    add_lora_group(y, x, group, route, max_rank=max(case.ranks, default=0))
+    segments = adapter_segments(inputs.token_slots.to(CUDA), group.num_slots)
+    add_lora_group(y, x, group, segments, max_rank=max(case.ranks, default=0))
     assert_close(y.cpu(), expected, magnitude=4.0)
 
 

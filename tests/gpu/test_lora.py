@@ -10,9 +10,9 @@ import torch
 from benchmarks.kernels.tune_lora import Shape, expand_problem, shrink_problem
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from kernels.cases import to_device
-from kernels.lora import add_lora_group, lora_embed, lora_expand, lora_route, reference
+from kernels.lora import adapter_segments, add_lora_group, lora_embed, lora_expand, reference
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
-from kernels.lora.route import MANY_TOKENS, route_in_torch
+from kernels.lora.segments import MANY_TOKENS, segments_in_torch
 from tests.data_plane.adapters.factories import TARGETS, expected_delta, load, make_arena, pack
 from tests.kernels.tolerances import assert_close
 
@@ -24,18 +24,18 @@ WIDE = Case("wide", tuple(token % 7 - 1 for token in range(64)), (8, 17, 64, 3, 
 
 
 def added(inputs: GroupInputs, y: torch.Tensor) -> torch.Tensor:
-    route = lora_route(inputs.token_slots, inputs.group.num_slots)
-    add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    segments = adapter_segments(inputs.token_slots, inputs.group.num_slots)
+    add_lora_group(y, inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
     return y
 
 
 def defined(inputs: GroupInputs) -> torch.Tensor:
     """By the definitions, on the CPU."""
-    route = route_in_torch(inputs.token_slots, inputs.group.num_slots, 16)
+    segments = segments_in_torch(inputs.token_slots, inputs.group.num_slots, 16)
     h = torch.empty(inputs.group.num_modules, len(inputs.token_slots), inputs.max_rank)
     y = inputs.y.clone()
-    reference.shrink(inputs.x, h, inputs.group, route)
-    reference.expand(h, y, inputs.group, route, add_inputs=True)
+    reference.shrink(inputs.x, h, inputs.group, segments)
+    reference.expand(h, y, inputs.group, segments, add_inputs=True)
     return y
 
 
@@ -110,12 +110,12 @@ def test_embeddings_equal_the_definition(dtype: torch.dtype) -> None:
     on_gpu = to_device(inputs, CUDA)
     ids = torch.randint(0, 32001, (40,), generator=torch.Generator().manual_seed(0))
     ids[:2] = torch.tensor([32000, 32001])
-    route = route_in_torch(inputs.token_slots, 4, 16)
+    segments = segments_in_torch(inputs.token_slots, 4, 16)
     h = torch.zeros(40, 64)
-    reference.embed(ids, h, inputs.group.module(0), route)
+    reference.embed(ids, h, inputs.group.module(0), segments)
     expected = inputs.y.clone()
-    reference.expand(h[None], expected, inputs.group, route, add_inputs=True)
-    on_device = lora_route(on_gpu.token_slots, 4)
+    reference.expand(h[None], expected, inputs.group, segments, add_inputs=True)
+    on_device = adapter_segments(on_gpu.token_slots, 4)
     actual = lora_embed(ids.to(CUDA), on_gpu.group.module(0), on_device, max_rank=64)
     for token, slot in enumerate(case.token_slots):
         if slot >= 0:

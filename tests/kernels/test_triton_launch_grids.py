@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.buckets import bucket, round_up
-from kernels.lora import lora_route, ops, triton_route
+from kernels.lora import adapter_segments, ops, triton_segments
 from kernels.lora.cases import Case, GroupInputs, make_group
 from kernels.paged_attention import AttentionBatch, triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch
@@ -142,10 +142,10 @@ def test_adapters_launch_the_same_grids_whatever_their_ranks_and_tokens(
 
     def launched(inputs: GroupInputs) -> list[Launch]:
         launches.clear()
-        route = lora_route(inputs.token_slots, 4)
-        ops.add_lora_group(inputs.y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+        segments = adapter_segments(inputs.token_slots, 4)
+        ops.add_lora_group(inputs.y, inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
         ids, embedding = inputs.token_slots.long(), inputs.group.module(0)
-        ops.lora_embed(ids, embedding, route, max_rank=inputs.max_rank)
+        ops.lora_embed(ids, embedding, segments, max_rank=inputs.max_rank)
         return list(launches)
 
     first = launched(make_group(MIXED, (64, 32), torch.float32))
@@ -158,7 +158,7 @@ def test_adapters_launch_the_same_grids_whatever_their_ranks_and_tokens(
 def test_routing_tokens_launches_the_same_grids_whatever_their_slots(launches: list[Launch]) -> None:
     def launched(slots: Sequence[int]) -> list[Launch]:
         launches.clear()
-        triton_route.route(torch.tensor(slots, dtype=torch.int32), 6, 16)
+        triton_segments.segments(torch.tensor(slots, dtype=torch.int32), 6, 16)
         return list(launches)
 
     assert launched([0, 5, -1, 2]) == launched([-1] * 4) == launched([3] * 4)

@@ -111,7 +111,7 @@ class AdapterArena:
         """Fill an empty slot with an adapter for warm-up: this rank on every target module, and it adds nothing.
 
         All modules share the same pages, so that the adapter takes no more than its largest module. With has_vectors
-        every module also has a LoRA bias and gains of 1, which share pages as well. Raises ArenaFull.
+        every module also has a LoRA bias and DoRA scales of 1, which share pages as well. Raises ArenaFull.
         """
         at = 0 if has_vectors else None
         num_values = max(target.out_features for target in self._targets.values()) if has_vectors else 0
@@ -120,7 +120,7 @@ class AdapterArena:
             weights = {}
             for name, target in self._targets.items():
                 a, b = (self._pool.num_pages_of(rank, width) for width in (target.in_features, target.out_features))
-                weights[name] = ModuleWeights(rank, 0.0, 0, a, b, gain_at=at, lora_bias_at=at)
+                weights[name] = ModuleWeights(rank, 0.0, 0, a, b, dora_scale_at=at, lora_bias_at=at)
             num_pages = max(entry.num_a_pages + entry.num_b_pages for entry in weights.values())
             page_ids = self._reserve(load, num_pages + -(-num_values // self._pool.values_per_page))
             self._pool.zero(page_ids)

@@ -1,4 +1,4 @@
-"""DoRA's gain of each output, computed once, when an adapter is loaded (Liu et al., arXiv 2402.09353, section 4).
+"""DoRA scale of each output, computed once, when an adapter is loaded (Liu et al., arXiv 2402.09353, section 4).
 
 Runs on loader threads; on a GPU on a stream of its own, so that no step waits behind it.
 """
@@ -13,13 +13,13 @@ import torch
 SLICE_BYTES = 32 << 20
 
 
-class GainStream:
-    """Where gains are computed."""
+class DoraScaleStream:
+    """Where DoRA scales are computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stubs
 
-    def gain(
+    def dora_scale(
         self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
     ) -> torch.Tensor:
         """magnitude / norm of the rows of weight + scaling * B.T @ A, float32 [out] on the host.
@@ -32,15 +32,15 @@ class GainStream:
             side = torch.cuda.stream(self._stream)
         with side, torch.inference_mode():
             norm = _row_norms(weight, a.to(weight.device).float(), b.to(weight.device).float(), scaling).cpu()
-        gain = magnitude / norm
-        wrong = ~torch.isfinite(gain) | ~torch.isfinite(norm) | (norm == 0)
+        dora_scale = magnitude / norm
+        wrong = ~torch.isfinite(dora_scale) | ~torch.isfinite(norm) | (norm == 0)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise ValueError(
                 f"output {row} has magnitude {float(magnitude[row]):g} over a norm of {float(norm[row]):g}; "
                 "both must be finite and the norm above 0"
             )
-        return gain
+        return dora_scale
 
 
 def _row_norms(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

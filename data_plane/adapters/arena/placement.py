@@ -37,7 +37,7 @@ def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePoo
             first,
             num_a_pages,
             num_b_pages,
-            gain_at=begin if module.magnitude_sha256 else None,
+            dora_scale_at=begin if module.magnitude_sha256 else None,
             lora_bias_at=begin if module.bias_sha256 else None,
         )
         first += num_a_pages + num_b_pages

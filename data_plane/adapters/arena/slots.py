@@ -27,7 +27,7 @@ class ModuleWeights:
     first: int  # index of A's first page within the adapter's pages
     num_a_pages: int
     num_b_pages: int  # they follow A's
-    gain_at: int | None = None  # index of its gains within the adapter's vectors; None: it has none
+    dora_scale_at: int | None = None  # index of its DoRA scales within the adapter's vectors; None: it has none
     lora_bias_at: int | None = None  # of its LoRA bias
 
 
@@ -71,10 +71,10 @@ class SlotTable:
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scaling = torch.zeros(shape, dtype=torch.float32, device=device)
         # Where vectors begin, as kernels.lora.Epilogue counts; -1: none.
-        self.gain = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.dora_scale = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.lora_bias = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
-        # On the host, by slot and target module: the ranks, and whether there is a gain or a LoRA bias.
+        # On the host, by slot and target module: the ranks, and whether there is a DoRA scale or a LoRA bias.
         self.host_rank = np.zeros((num_slots, len(targets)), dtype=np.int32)
         self.host_has_vectors = np.zeros((num_slots, len(targets)), dtype=np.bool_)
         self.version = 0  # counts what was entered and removed
@@ -94,7 +94,7 @@ class SlotTable:
         table = (self.first[rows], self.rank[rows], self.scaling[rows])
         out_features = tuple(target.out_features for target in targets)
         group = ModuleGroup(self._pool.pages, self.page_ids, *table, widths.pop(), out_features)
-        return group, Epilogue(self._pool.values, self.gain[rows], self.lora_bias[rows])
+        return group, Epilogue(self._pool.values, self.dora_scale[rows], self.lora_bias[rows])
 
     def put(self, adapter: ResidentAdapter) -> None:
         """Enter an adapter into its slot, which is empty."""
@@ -134,7 +134,7 @@ class SlotTable:
             first[index] = start + weights.first
             rank[index] = weights.rank
             scaling[index] = weights.scaling
-            for table, at in enumerate((weights.gain_at, weights.lora_bias_at)):
+            for table, at in enumerate((weights.dora_scale_at, weights.lora_bias_at)):
                 if at is not None:
                     vectors[table, index] = begin + at
         slot = adapter.slot
@@ -142,7 +142,7 @@ class SlotTable:
         self.first[:, slot] = torch.from_numpy(first).to(device)
         self.rank[:, slot] = torch.from_numpy(rank).to(device)
         self.scaling[:, slot] = torch.from_numpy(scaling).to(device)
-        self.gain[:, slot] = torch.from_numpy(vectors[0]).to(device)
+        self.dora_scale[:, slot] = torch.from_numpy(vectors[0]).to(device)
         self.lora_bias[:, slot] = torch.from_numpy(vectors[1]).to(device)
         self.generation[slot] = adapter.generation
         self.host_rank[slot] = rank

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from data_plane.adapters.arena.base_weights import BaseWeights
-from data_plane.adapters.arena.dora import GainStream
+from data_plane.adapters.arena.dora import DoraScaleStream
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement
 from data_plane.adapters.arena.slots import Load, ModuleWeights
@@ -24,7 +24,7 @@ class AdapterWriter:
     def __init__(self, pool: PagePool, base: BaseWeights) -> None:
         self._pool = pool
         self._base = base
-        self._gains = GainStream(pool.pages.device)
+        self._dora_scales = DoraScaleStream(pool.pages.device)
 
     def write(
         self,
@@ -46,7 +46,7 @@ class AdapterWriter:
             if data is None:
                 raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
             for part in read_chunk(manifest, chunk, data):
-                _check_wanted(load)  # a chunk may be all of the adapter, and gains take long
+                _check_wanted(load)  # a chunk may be all of the adapter, and DoRA scales take long
                 entry = placement.weights[part.module.name]
                 middle = entry.first + entry.num_a_pages
                 self._pool.write(page_ids[entry.first : middle], part.a)
@@ -58,18 +58,18 @@ class AdapterWriter:
         return size_bytes + vectors.nbytes
 
     def _put_vector(self, vectors: torch.Tensor, entry: ModuleWeights, part: ModuleTensors, digest: str) -> None:
-        """The module's LoRA bias, or its gains, into its place among the adapter's vectors."""
+        """The module's LoRA bias, or its DoRA scales, into its place among the adapter's vectors."""
         if part.vector is None:
             return
         if entry.lora_bias_at is not None:
             vectors[entry.lora_bias_at :][: len(part.vector)] = part.vector
-        if entry.gain_at is not None:
+        if entry.dora_scale_at is not None:
             try:
                 weight = self._base.weight(part.module.name)
-                gain = self._gains.gain(weight, part.a, part.b, entry.scaling, part.vector)
+                dora_scale = self._dora_scales.dora_scale(weight, part.a, part.b, entry.scaling, part.vector)
             except ValueError as error:
                 raise AdapterMismatch(f"adapter {digest}: {part.module.name}: {error}") from error
-            vectors[entry.gain_at :][: len(gain)] = gain
+            vectors[entry.dora_scale_at :][: len(dora_scale)] = dora_scale
 
 
 def _check_wanted(load: Load) -> None:

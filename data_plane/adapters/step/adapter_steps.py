@@ -16,7 +16,7 @@ from data_plane.adapters.step.lora_step import LoraStep, ModuleNeeds, ShrunkRows
 from data_plane.errors import StaleSlot
 from data_plane.plan import TargetKind
 from kernels.devices import runs_triton
-from kernels.lora import lora_route, route_on_host
+from kernels.lora import adapter_segments, segments_on_host
 
 
 class AdapterSteps:
@@ -29,7 +29,7 @@ class AdapterSteps:
         self._num_slots = arena.table.num_slots
         pages = arena.table.pages
         self._device = pages.device
-        self._routes_on_host = pages.device.type == "cpu" and not runs_triton(pages)
+        self._segments_on_host = pages.device.type == "cpu" and not runs_triton(pages)
         self._shrunk = ShrunkRows()
         # Key: the table's version and the slots. Most steps have the slots of the step before.
         self._needs: tuple[tuple[int, bytes], ModuleNeeds] | None = None
@@ -65,11 +65,11 @@ class AdapterSteps:
         return self._step(ModuleNeeds.of(self._table, slots), host_slots)
 
     def _step(self, needs: ModuleNeeds, token_slots: npt.NDArray[np.int32]) -> LoraStep:
-        if self._routes_on_host:
-            route = route_on_host(token_slots, self._num_slots)
+        if self._segments_on_host:
+            segments = segments_on_host(token_slots, self._num_slots)
         else:
-            route = lora_route(torch.from_numpy(token_slots).to(self._device), self._num_slots)
-        return LoraStep(self._arena.groups, self._table, needs, route, self._shrunk)
+            segments = adapter_segments(torch.from_numpy(token_slots).to(self._device), self._num_slots)
+        return LoraStep(self._arena.groups, self._table, needs, segments, self._shrunk)
 
     def _needs_of(self, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
         key = (self._table.version, slots.tobytes())

@@ -10,7 +10,7 @@ import torch
 
 from data_plane.adapters.arena.module_groups import ModuleGroups, TableGroup
 from data_plane.adapters.arena.slots import SlotTable
-from kernels.lora import DeviceRoute, Epilogue, add_lora_group, lora_embed, lora_expand
+from kernels.lora import AdapterSegments, Epilogue, add_lora_group, lora_embed, lora_expand
 from kernels.lora.native import LoraTokens, lora_tokens
 
 
@@ -19,7 +19,7 @@ class ModuleNeeds:
     """What the adapters of a step need at each target module, in the order of the slot table."""
 
     max_rank: npt.NDArray[np.int32]  # 0: no adapter of the step targets the target module
-    has_vectors: npt.NDArray[np.bool_]  # one of them has a gain or a LoRA bias there
+    has_vectors: npt.NDArray[np.bool_]  # one of them has a DoRA scale or a LoRA bias there
     max_rank_of_all: int
 
     @classmethod
@@ -50,13 +50,13 @@ class LoraStep:
     """
 
     def __init__(
-        self, groups: ModuleGroups, table: SlotTable, needs: ModuleNeeds, route: DeviceRoute, shrunk: ShrunkRows
+        self, groups: ModuleGroups, table: SlotTable, needs: ModuleNeeds, segments: AdapterSegments, shrunk: ShrunkRows
     ) -> None:
         self._groups = groups
         self._table = table
         self._version = table.version
         self._needs = needs
-        self._route = route
+        self._segments = segments
         self._shrunk = shrunk
 
     def targets(self, target_name: str) -> bool:
@@ -67,7 +67,7 @@ class LoraStep:
     def apply(self, target_name: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """y [num_tokens, out] += scaling * (x [num_tokens, in] @ A.T) @ B, in place, by each token's slot.
 
-        With the LoRA bias or the DoRA gain of the slot's adapter, as kernels.lora.Epilogue says.
+        With the LoRA bias or the DoRA scale of the slot's adapter, as kernels.lora.Epilogue says.
         A no-op for a target module that no adapter of the step targets.
         """
         self.apply_group((target_name,), x, y)
@@ -80,7 +80,7 @@ class LoraStep:
         for group, part in zip(groups, parts, strict=True):
             max_rank, epilogue = self._needs_of(group)
             if max_rank:
-                add_lora_group(part, x, group.modules, self._route, max_rank=max_rank, epilogue=epilogue)
+                add_lora_group(part, x, group.modules, self._segments, max_rank=max_rank, epilogue=epilogue)
 
     def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
         """`apply` for an embedding, whose x are the columns of A at token_ids [num_tokens].
@@ -91,10 +91,10 @@ class LoraStep:
         (group,) = self._groups.of((target_name,))
         max_rank, epilogue = self._needs_of(group)
         if max_rank:
-            h = lora_embed(token_ids, group.modules.module(0), self._route, max_rank=max_rank)
+            h = lora_embed(token_ids, group.modules.module(0), self._segments, max_rank=max_rank)
             if multiplier != 1.0:
                 h.mul_(multiplier)
-            lora_expand(h, group.modules, y, self._route, epilogue=epilogue)
+            lora_expand(h, group.modules, y, self._segments, epilogue=epilogue)
 
     def native_tokens(self, num_modules: int) -> LoraTokens:
         """Which token has which adapter, for native ops over groups of up to num_modules modules.
@@ -102,9 +102,9 @@ class LoraStep:
         The next step overwrites its h.
         """
         self._check_valid()
-        max_rank, num_tokens = self._needs.max_rank_of_all, self._route.num_tokens
+        max_rank, num_tokens = self._needs.max_rank_of_all, self._segments.num_tokens
         h = self._shrunk.rows(num_modules * num_tokens * max_rank)
-        return lora_tokens(self._route, h.view(num_modules, num_tokens, max_rank))
+        return lora_tokens(self._segments, h.view(num_modules, num_tokens, max_rank))
 
     def _check_valid(self) -> None:
         assert self._version == self._table.version, "a slot changed after the step began: begin it again"

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kernels.lora import triton_embedding, triton_expand, triton_route, triton_shrink
+from kernels.lora import triton_embedding, triton_expand, triton_segments, triton_shrink
 from tests.kernels.compiling import compile_for_h200
 
 FLOAT32 = ("h_ptr", "scaling_ptr", "values_ptr", "base_bias_ptr")
-INT64 = ("token_ids_ptr", "gain_ptr", "lora_bias_ptr")
+INT64 = ("token_ids_ptr", "dora_scale_ptr", "lora_bias_ptr")
 SIZES_OF_16 = ("in_features", "stride_xt", "stride_yt", "stride_ht", "stride_table")
 
 
@@ -34,13 +34,13 @@ def main() -> None:
     shrink = {"BLOCK_R": 64, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True, "stride_xk": 1}
     compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink | shared, num_stages=3)
     expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "H_ALIGN": 4, "ADD_INPUTS": True, "stride_yn": 1}
-    expand |= {"HAS_GAIN": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
+    expand |= {"HAS_DORA_SCALE": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_MODULES": 3, "ALIGN": 16}
     compile_kernel(triton_expand.expand_kernel, "bf16", expand | shared, num_stages=1)
     embed = {"BLOCK_T": 16, "BLOCK_R": 16, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
     compile_kernel(triton_embedding.embed_kernel, "bf16", embed, num_stages=3)
-    compile_kernel(triton_route.count_kernel, "i32", {"BLOCK": 1024}, num_stages=3)
-    compile_kernel(triton_route.place_kernel, "i32", {"BLOCK": 1024, "SLOTS": 256}, num_stages=3)
+    compile_kernel(triton_segments.count_kernel, "i32", {"BLOCK": 1024}, num_stages=3)
+    compile_kernel(triton_segments.place_kernel, "i32", {"BLOCK": 1024, "SLOTS": 256}, num_stages=3)
 
 
 if __name__ == "__main__":

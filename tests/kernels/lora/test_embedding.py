@@ -12,7 +12,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Embedding as PeftEmbedding
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import ModuleGroup, lora_embed, lora_expand, lora_route, lora_shrink, reference
+from kernels.lora import ModuleGroup, adapter_segments, lora_embed, lora_expand, lora_shrink, reference
 from kernels.lora.cases import CASES, Case, Inputs, make, make_group
 from tests.kernels.tolerances import assert_close
 
@@ -43,9 +43,9 @@ def define(inputs: Inputs, ids: torch.Tensor) -> torch.Tensor:
 def added(inputs: Inputs, ids: torch.Tensor) -> torch.Tensor:
     """The columns of A, then an expand."""
     group = ModuleGroup.of([inputs.paged])
-    route = lora_route(inputs.token_slots, group.num_slots)
+    segments = adapter_segments(inputs.token_slots, group.num_slots)
     y = inputs.y.clone()
-    lora_expand(lora_embed(ids, inputs.paged, route, max_rank=max_rank(inputs)), group, y, route)
+    lora_expand(lora_embed(ids, inputs.paged, segments, max_rank=max_rank(inputs)), group, y, segments)
     return y
 
 
@@ -111,8 +111,8 @@ def test_an_lm_head_of_any_vocabulary_equals_a_linear_of_peft(vocabulary: int) -
     inputs = make(case, torch.float32)
     defined, in_steps = inputs.y.clone(), inputs.y.clone()
     reference.add_lora(defined, inputs.x, inputs.paged, inputs.token_slots)
-    group, route = ModuleGroup.of([inputs.paged]), lora_route(inputs.token_slots, 3)
-    lora_expand(lora_shrink(inputs.x, group, route, max_rank=13), group, in_steps, route)
+    group, segments = ModuleGroup.of([inputs.paged]), adapter_segments(inputs.token_slots, 3)
+    lora_expand(lora_shrink(inputs.x, group, segments, max_rank=13), group, in_steps, segments)
     for row, slot in enumerate(case.token_slots):
         expected = inputs.y[row]
         if slot >= 0:
@@ -134,8 +134,8 @@ def test_columns_past_the_width_are_never_read() -> None:
     case = next(case for case in CASES if case.name == "wider pages than widths")
     inputs = make_group(case, (case.out_features,), torch.float32)
     assert inputs.group.pages.isnan().any()
-    route = lora_route(inputs.token_slots, inputs.group.num_slots)
-    lora_expand(lora_shrink(inputs.x, inputs.group, route, max_rank=9), inputs.group, inputs.y, route)
+    segments = adapter_segments(inputs.token_slots, inputs.group.num_slots)
+    lora_expand(lora_shrink(inputs.x, inputs.group, segments, max_rank=9), inputs.group, inputs.y, segments)
     assert inputs.y.isfinite().all()
 
 
@@ -143,11 +143,11 @@ def test_columns_past_the_width_are_never_read() -> None:
 def test_ids_outside_the_vocabulary_are_nan() -> None:
     case = EMBEDDING_CASES[1]
     inputs = make(case, torch.float32)
-    route = lora_route(inputs.token_slots, 3)
+    segments = adapter_segments(inputs.token_slots, 3)
     for wrong in (VOCABULARY, -1):
         ids = token_ids(case)
         ids[0] = wrong
-        h = lora_embed(ids, inputs.paged, route, max_rank=17)[0, 0]
+        h = lora_embed(ids, inputs.paged, segments, max_rank=17)[0, 0]
         assert h[0, :11].isnan().all()
         assert h[1, :5].isfinite().all()
 
@@ -156,16 +156,16 @@ def test_ids_outside_the_vocabulary_are_nan() -> None:
 def test_wrong_arguments_are_refused() -> None:
     case = EMBEDDING_CASES[0]
     inputs, ids = make(case, torch.float32), token_ids(case)
-    route = lora_route(inputs.token_slots, 2)
+    segments = adapter_segments(inputs.token_slots, 2)
     with pytest.raises(ValueError, match=r"token_ids is torch\.int64 \[4\], want int32 or int64 \[5\]"):
         added(inputs, ids[:4])
     with pytest.raises(ValueError, match=r"token_ids is torch\.float32 \[5\]"):
-        lora_embed(ids.float(), inputs.paged, route, max_rank=12)
+        lora_embed(ids.float(), inputs.paged, segments, max_rank=12)
     with pytest.raises(ValueError, match="max_rank is -1"):
-        lora_embed(ids, inputs.paged, route, max_rank=-1)
+        lora_embed(ids, inputs.paged, segments, max_rank=-1)
     with pytest.raises(ValueError, match="slot 1 has rank 12, h has room for 8"):
-        lora_embed(ids, inputs.paged, route, max_rank=8)
-    with pytest.raises(ValueError, match="the route is of 3 slots, the modules have 2"):
-        lora_embed(ids, inputs.paged, lora_route(inputs.token_slots, 3), max_rank=12)
+        lora_embed(ids, inputs.paged, segments, max_rank=8)
+    with pytest.raises(ValueError, match="the segments are of 3 slots, the modules have 2"):
+        lora_embed(ids, inputs.paged, adapter_segments(inputs.token_slots, 3), max_rank=12)
     with pytest.raises(ValueError, match="order is on cpu, token_ids on meta"):
-        lora_embed(ids.to("meta"), inputs.paged, route, max_rank=12)
+        lora_embed(ids.to("meta"), inputs.paged, segments, max_rank=12)

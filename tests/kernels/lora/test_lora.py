@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 
-from kernels.lora import ModuleGroup, add_lora_group, lora_route, ops, reference, route_on_host
+from kernels.lora import ModuleGroup, adapter_segments, add_lora_group, ops, reference, segments_on_host
 from kernels.lora.cases import CASES, Case, GroupInputs, Inputs, make, make_group
-from kernels.lora.cpu import segments
-from kernels.lora.route import DeviceRoute
+from kernels.lora.cpu import tokens_of_slots
+from kernels.lora.segments import AdapterSegments
 from tests.kernels.tolerances import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,8 +31,8 @@ def copy_of(y: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype).copy_(y)
 
 
-def route_of(inputs: Inputs | GroupInputs, num_slots: int, block_tokens: int = 32) -> DeviceRoute:
-    return route_on_host(inputs.token_slots.numpy(), num_slots, block_tokens)
+def segments_of(inputs: Inputs | GroupInputs, num_slots: int, block_tokens: int = 32) -> AdapterSegments:
+    return segments_on_host(inputs.token_slots.numpy(), num_slots, block_tokens)
 
 
 def define(inputs: Inputs) -> torch.Tensor:
@@ -43,8 +43,8 @@ def define(inputs: Inputs) -> torch.Tensor:
 
 def added(inputs: Inputs, block_tokens: int = 32) -> torch.Tensor:
     group, y = ModuleGroup.of([inputs.paged]), copy_of(inputs.y)
-    route = route_of(inputs, group.num_slots, block_tokens)
-    add_lora_group(y, inputs.x, group, route, max_rank=int(inputs.paged.rank.max()))
+    segments = segments_of(inputs, group.num_slots, block_tokens)
+    add_lora_group(y, inputs.x, group, segments, max_rank=int(inputs.paged.rank.max()))
     return y
 
 
@@ -147,7 +147,7 @@ def test_fused_modules_equal_each_alone(case: Case) -> None:
         column += width
         reference.add_lora(expected[:, columns], inputs.x, inputs.group.module(index), inputs.token_slots)
     actual = copy_of(inputs.y)
-    add_lora_group(actual, inputs.x, inputs.group, route_of(inputs, num_slots), max_rank=inputs.max_rank)
+    add_lora_group(actual, inputs.x, inputs.group, segments_of(inputs, num_slots), max_rank=inputs.max_rank)
     assert_close(actual, expected, magnitude=4.0)
     left_out = inputs.token_slots == 1
     between = slice(case.out_features, case.out_features + 3)
@@ -157,29 +157,29 @@ def test_fused_modules_equal_each_alone(case: Case) -> None:
 def test_segments_are_the_tokens_of_each_slot() -> None:
     """Blocks of one slot are joined, and tokens that follow one another are a slice."""
     slots = torch.tensor([2, 2, -1, 0, 2, 9], dtype=torch.int32)
-    for route in (route_on_host(slots.numpy(), 4, 2), lora_route(slots, 4, block_tokens=1)):
-        found = segments(route)
+    for segments in (segments_on_host(slots.numpy(), 4, 2), adapter_segments(slots, 4, block_tokens=1)):
+        found = tokens_of_slots(segments)
         assert [slot for slot, _ in found] == [0, 2]
         assert found[0][1] == slice(3, 4)
         assert isinstance(found[1][1], torch.Tensor) and found[1][1].tolist() == [0, 1, 4]
     together = torch.tensor([1, 1], dtype=torch.int32)
-    assert segments(route_on_host(together.numpy(), 4)) == [(1, slice(0, 2))]
+    assert tokens_of_slots(segments_on_host(together.numpy(), 4)) == [(1, slice(0, 2))]
 
 
 @FORMS
 def test_wrong_arguments_are_refused() -> None:
     inputs = make_group(by_name("mixed"), (32, 16), torch.float32)
-    route, y, x = route_of(inputs, 4), inputs.y, inputs.x
+    segments, y, x = segments_of(inputs, 4), inputs.y, inputs.x
 
     def add(y: torch.Tensor, x: torch.Tensor, max_rank: int = inputs.max_rank) -> None:
-        ops.add_lora_group(y, x, inputs.group, route, max_rank=max_rank)
+        ops.add_lora_group(y, x, inputs.group, segments, max_rank=max_rank)
 
     with pytest.raises(ValueError, match=r"y is torch\.float32 \[9, 47\], want torch\.float32 \[9, 48\]"):
         add(y[:, 1:], x)
     with pytest.raises(ValueError, match=r"x is torch\.float32 \[9, 47\], want torch\.float32 \[9, 48\]"):
         add(y, x[:, 1:])
     with pytest.raises(
-        ValueError, match=r"torch\.bfloat16 .* want torch\.float32 .* as the route and the adapters are"
+        ValueError, match=r"torch\.bfloat16 .* want torch\.float32 .* as the segments and the adapters are"
     ):
         add(y.bfloat16(), x.bfloat16())
     with pytest.raises(ValueError, match=r"x on meta; move one|x is on meta, y on cpu"):

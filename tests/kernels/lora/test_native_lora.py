@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.lora import Epilogue, add_lora_group, lora_embed, lora_expand, native, reference, route_on_host
+from kernels.lora import Epilogue, add_lora_group, lora_embed, lora_expand, native, reference, segments_on_host
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group, with_vectors
-from kernels.lora.route import DeviceRoute
+from kernels.lora.segments import AdapterSegments
 from kernels.native import Program
 from tests.kernels.threads import in_threads
 from tests.kernels.tolerances import assert_close
@@ -29,12 +29,12 @@ WIDTHS = (600, 40, 301)
 
 
 def tables(inputs: GroupInputs) -> tuple[GroupInputs, Epilogue]:
-    """Slots with neither gain nor bias, with one of them and with both; a bias of the base."""
+    """Slots with neither DoRA scale nor bias, with one of them and with both; a bias of the base."""
     generator = torch.Generator().manual_seed(3)
     shape = (inputs.group.num_slots, sum(inputs.group.out_features))
-    gain, lora_bias = torch.rand(shape, generator=generator) + 0.5, torch.randn(shape, generator=generator)
-    gain[::2], lora_bias[::3] = 1.0, 0.0
-    return with_vectors(inputs, gain, lora_bias, torch.randn(shape[1], generator=generator))
+    dora_scale, lora_bias = torch.rand(shape, generator=generator) + 0.5, torch.randn(shape, generator=generator)
+    dora_scale[::2], lora_bias[::3] = 1.0, 0.0
+    return with_vectors(inputs, dora_scale, lora_bias, torch.randn(shape[1], generator=generator))
 
 
 def copy_of(y: torch.Tensor) -> torch.Tensor:
@@ -42,16 +42,16 @@ def copy_of(y: torch.Tensor) -> torch.Tensor:
 
 
 def added(inputs: GroupInputs, epilogue: Epilogue | None, block_tokens: int = 32) -> torch.Tensor:
-    y, route = copy_of(inputs.y), route_on_host(inputs.token_slots.numpy(), inputs.group.num_slots, block_tokens)
-    add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank, epilogue=epilogue)
+    y, segments = copy_of(inputs.y), segments_on_host(inputs.token_slots.numpy(), inputs.group.num_slots, block_tokens)
+    add_lora_group(y, inputs.x, inputs.group, segments, max_rank=inputs.max_rank, epilogue=epilogue)
     return y
 
 
 def defined(inputs: GroupInputs, epilogue: Epilogue | None) -> torch.Tensor:
-    y, route = copy_of(inputs.y), route_on_host(inputs.token_slots.numpy(), inputs.group.num_slots)
+    y, segments = copy_of(inputs.y), segments_on_host(inputs.token_slots.numpy(), inputs.group.num_slots)
     h = torch.zeros(inputs.group.num_modules, len(y), inputs.max_rank)
-    reference.shrink(inputs.x, h, inputs.group, route)
-    reference.expand(h, y, inputs.group, route, add_inputs=True, epilogue=epilogue)
+    reference.shrink(inputs.x, h, inputs.group, segments)
+    reference.expand(h, y, inputs.group, segments, add_inputs=True, epilogue=epilogue)
     return y
 
 
@@ -91,8 +91,8 @@ def test_rows_of_any_stride_are_read_and_written_where_they_lie(dtype: torch.dty
     wide_x = torch.full((len(expected), 700), float("nan"), dtype=dtype)
     wide_y = torch.full((len(expected), 1000), 7.0, dtype=dtype)
     x, y = wide_x[:, 3:515].copy_(inputs.x), wide_y[:, 5:946].copy_(inputs.y)
-    route = route_on_host(inputs.token_slots.numpy(), inputs.group.num_slots)
-    add_lora_group(y, x, inputs.group, route, max_rank=inputs.max_rank, epilogue=epilogue)
+    segments = segments_on_host(inputs.token_slots.numpy(), inputs.group.num_slots)
+    add_lora_group(y, x, inputs.group, segments, max_rank=inputs.max_rank, epilogue=epilogue)
     assert torch.equal(y, expected)
     assert (wide_y[:, :5] == 7).all() and (wide_y[:, 946:] == 7).all()
 
@@ -114,11 +114,11 @@ def test_numbers_that_are_not_finite_stay_in_the_rows_of_their_adapter(wrong: fl
     is_clean[-1] = False
     assert torch.equal(spoiled[is_clean], clean[is_clean])
     assert not spoiled[~is_clean].isfinite().all(1).any()
-    route = route_on_host(slots.numpy(), group.num_slots)
+    segments = segments_on_host(slots.numpy(), group.num_slots)
     h = torch.full((1, 3, len(slots), inputs.max_rank), wrong)
-    reference.shrink(inputs.x, h[0], group, route)
+    reference.shrink(inputs.x, h[0], group, segments)
     y = copy_of(inputs.y)
-    lora_expand(h, group, y, route)
+    lora_expand(h, group, y, segments)
     assert torch.equal(y[is_clean].isfinite(), clean[is_clean].isfinite())
 
 
@@ -128,19 +128,19 @@ def test_embeddings_have_the_same_bits_in_any_threads(dtype: torch.dtype) -> Non
     inputs, epilogue = tables(make_group(case, (301,), dtype))
     ids = torch.arange(len(SLOTS)) * 7 % 301
     ids[3], ids[7] = 301, -1
-    route = route_on_host(inputs.token_slots.numpy(), len(RANKS))
+    segments = segments_on_host(inputs.token_slots.numpy(), len(RANKS))
 
     def embedded() -> torch.Tensor:
         y = inputs.y.clone()
         lora_expand(
-            lora_embed(ids, inputs.group.module(0), route, max_rank=65), inputs.group, y, route, epilogue=epilogue
+            lora_embed(ids, inputs.group.module(0), segments, max_rank=65), inputs.group, y, segments, epilogue=epilogue
         )
         return y
 
     one, two, three = in_threads(embedded)
     h, expected = torch.zeros(1, len(SLOTS), 65), inputs.y.clone()
-    reference.embed(ids, h[0], inputs.group.module(0), route)
-    reference.expand(h, expected, inputs.group, route, add_inputs=True, epilogue=epilogue)
+    reference.embed(ids, h[0], inputs.group.module(0), segments)
+    reference.expand(h, expected, inputs.group, segments, add_inputs=True, epilogue=epilogue)
     is_known = torch.ones(len(SLOTS), dtype=torch.bool)
     is_known[[3, 7]] = False
     assert_close(one[is_known], expected[is_known], magnitude=16.0)
@@ -158,14 +158,14 @@ def test_a_recorded_program_follows_the_step_and_the_slot_table() -> None:
     program.add("lora_expand", modules)
     for num_tokens, width in ((9, inputs.max_rank), (4, 2 * inputs.max_rank), (1, inputs.max_rank)):
         y.copy_(inputs.y)
-        route: DeviceRoute = route_on_host(inputs.token_slots[:num_tokens].numpy(), group.num_slots)
-        program.run(native._step(route, torch.zeros(2, num_tokens, width)))
+        segments: AdapterSegments = segments_on_host(inputs.token_slots[:num_tokens].numpy(), group.num_slots)
+        program.run(native._step(segments, torch.zeros(2, num_tokens, width)))
         part = replace(inputs, x=x[:num_tokens], y=inputs.y[:num_tokens], token_slots=inputs.token_slots[:num_tokens])
         assert torch.equal(y[:num_tokens], added(part, None))
         assert torch.equal(y[num_tokens:], inputs.y[num_tokens:])
     group.rank[:, 1] = 0  # slot 1 is emptied
     y.copy_(inputs.y)
-    route = route_on_host(inputs.token_slots.numpy(), group.num_slots)
-    program.run(native._step(route, torch.zeros(2, 9, inputs.max_rank)))
+    segments = segments_on_host(inputs.token_slots.numpy(), group.num_slots)
+    program.run(native._step(segments, torch.zeros(2, 9, inputs.max_rank)))
     of_slot = inputs.token_slots == 1
     assert torch.equal(y[of_slot], inputs.y[of_slot]) and not torch.equal(y[~of_slot], inputs.y[~of_slot])

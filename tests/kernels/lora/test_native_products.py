@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.lora import add_lora_group, choice, cpu, native, ops, reference, route_on_host
+from kernels.lora import add_lora_group, choice, cpu, native, ops, reference, segments_on_host
 from kernels.lora.cases import Case, make_group
-from kernels.lora.route import split_by_length
+from kernels.lora.segments import split_by_length
 from kernels.native.measured import Measurements, Results
 from tests.kernels.tolerances import assert_close
 
@@ -59,14 +59,14 @@ def test_this_machine_is_measured_once_for_each_dtype_and_kind_of_rank(
 
 def test_blocks_are_split_by_the_tokens_of_their_slots() -> None:
     slots = torch.tensor([0, 1, 1, -1, 2, 1, 1, 2, 1], dtype=torch.int32)
-    short, long = split_by_length(route_on_host(slots.numpy(), 3, 2), 5)
+    short, long = split_by_length(segments_on_host(slots.numpy(), 3, 2), 5)
     assert short.block_slot.tolist() == [0, 2] and long.block_slot.tolist() == [1, 1, 1]
     assert [long.order[start:end].tolist() for start, end in zip(long.block_start, long.block_end, strict=True)] == [
         [1, 2],
         [5, 6],
         [8],
     ]
-    short, long = split_by_length(route_on_host(slots[3:4].numpy(), 3), 1)
+    short, long = split_by_length(segments_on_host(slots[3:4].numpy(), 3), 1)
     assert short.num_blocks == long.num_blocks == 0
 
 
@@ -79,9 +79,9 @@ def test_both_ways_share_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     def spy(name: str, module: object) -> None:
         add = module.add  # type: ignore[attr-defined]
 
-        def added(y: object, x: object, group: object, route: object, *rest: object) -> None:
-            seen[name] = sorted(set(route.block_slot.tolist()))  # type: ignore[attr-defined]
-            add(y, x, group, route, *rest)
+        def added(y: object, x: object, group: object, segments: object, *rest: object) -> None:
+            seen[name] = sorted(set(segments.block_slot.tolist()))  # type: ignore[attr-defined]
+            add(y, x, group, segments, *rest)
 
         monkeypatch.setattr(module, "add", added)
 
@@ -90,14 +90,14 @@ def test_both_ways_share_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(choice, "products_from", lambda dtype, rank: 64)
     monkeypatch.setattr(ops, "get_num_threads", torch.get_num_threads)
     y, expected = inputs.y.clone(), inputs.y.clone()
-    route = route_on_host(inputs.token_slots.numpy(), 3)
+    segments = segments_on_host(inputs.token_slots.numpy(), 3)
     h = torch.zeros(2, len(slots), inputs.max_rank)
-    reference.shrink(inputs.x, h, inputs.group, route)
-    reference.expand(h, expected, inputs.group, route, add_inputs=True)
-    add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    reference.shrink(inputs.x, h, inputs.group, segments)
+    reference.expand(h, expected, inputs.group, segments, add_inputs=True)
+    add_lora_group(y, inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
     assert seen == {"native": [1], "products": [0, 2]}
     assert_close(y, expected, magnitude=8.0)
     seen["products"] = []
     monkeypatch.setattr(ops, "get_num_threads", lambda: torch.get_num_threads() + 1)
-    add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    add_lora_group(y, inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
     assert seen == {"native": [0, 1, 2], "products": []}

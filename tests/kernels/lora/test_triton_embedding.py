@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.cases import to_device
 from kernels.lora import reference, triton_embedding, triton_expand
 from kernels.lora.cases import Case, make_group
-from kernels.lora.route import route_in_torch
+from kernels.lora.segments import segments_in_torch
 
 NAN = float("nan")
 CASES = (
@@ -29,10 +29,10 @@ def embedded(case: Case, device: torch.device, block_tokens: int, stride: int = 
     every = torch.randint(0, case.in_features, (stride * len(slots),), generator=generator).to(device)
     ids = every[::stride]
     ids[:2] = torch.tensor([-1, case.in_features], device=device)[: len(ids)]
-    route = route_in_torch(slots, len(case.ranks), block_tokens)
+    segments = segments_in_torch(slots, len(case.ranks), block_tokens)
     expected, h = (torch.full((len(slots), max(case.ranks)), NAN, device=device) for _ in range(2))
-    reference.embed(ids, expected, module, route)
-    triton_embedding.embed(ids, h, module, route)
+    reference.embed(ids, expected, module, segments)
+    triton_embedding.embed(ids, h, module, segments)
     torch.testing.assert_close(h, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -61,13 +61,13 @@ def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
     """The other slots are whole, and nothing is written past the width."""
     inputs = make_group(Case("rank", (0, 1), (8, 20), 37), (32,), torch.float32)
     group = to_device(inputs.group, device)
-    route = route_in_torch(inputs.token_slots.to(device), 2, 16)
+    segments = segments_in_torch(inputs.token_slots.to(device), 2, 16)
     wide = torch.full((1, 1, 2, 16), 7.0, device=device)
-    triton_embedding.embed(torch.tensor([36, 0], device=device), wide[0, 0, :, :12], group.module(0), route)
+    triton_embedding.embed(torch.tensor([36, 0], device=device), wide[0, 0, :, :12], group.module(0), segments)
     assert wide[0, 0, 0, :8].isfinite().all()
     assert wide[0, 0, 1, :12].isnan().all()
     assert (wide[0, 0, :, 12:] == 7.0).all()
     y = torch.zeros(2, 32, device=device)
-    triton_expand.expand(wide[..., :12], y, group, route, add_inputs=True)
+    triton_expand.expand(wide[..., :12], y, group, segments, add_inputs=True)
     assert y[0].isfinite().all()
     assert y[1].isnan().all()

@@ -13,7 +13,7 @@ from peft.tuners.lora import Linear as PeftLinear
 from kernels.cases import to_device
 from kernels.lora import Epilogue, lora_expand, lora_shrink, ops, reference
 from kernels.lora.cases import Case, GroupInputs, make_group, with_vectors
-from kernels.lora.route import route_in_torch
+from kernels.lora.segments import segments_in_torch
 from tests.kernels.tolerances import assert_close
 
 CASE = Case("epilogue", (1, 0, -1, 2, 1, 0), (8, 17, 3))
@@ -21,21 +21,21 @@ WIDTHS = (32, 16)
 
 
 def tables(inputs: GroupInputs, seed: int = 3) -> tuple[GroupInputs, Epilogue]:
-    """Gains and biases of every slot; slot 0 has neither, slot 2 no gain at the last module."""
+    """DoRA scales and biases of every slot; slot 0 has neither, slot 2 no DoRA scale at the last module."""
     generator = torch.Generator().manual_seed(seed)
     shape = (inputs.group.num_slots, sum(inputs.group.out_features))
-    gain = torch.rand(shape, generator=generator) + 0.5
+    dora_scale = torch.rand(shape, generator=generator) + 0.5
     lora_bias = torch.randn(shape, generator=generator)
-    gain[0], lora_bias[0] = 1.0, 0.0
-    gain[2, -inputs.group.out_features[-1] :] = 1.0
-    return with_vectors(inputs, gain, lora_bias, torch.randn(shape[1], generator=generator))
+    dora_scale[0], lora_bias[0] = 1.0, 0.0
+    dora_scale[2, -inputs.group.out_features[-1] :] = 1.0
+    return with_vectors(inputs, dora_scale, lora_bias, torch.randn(shape[1], generator=generator))
 
 
 def added(inputs: GroupInputs, epilogue: Epilogue | None) -> torch.Tensor:
-    route = route_in_torch(inputs.token_slots, inputs.group.num_slots, 16)
+    segments = segments_in_torch(inputs.token_slots, inputs.group.num_slots, 16)
     y = inputs.y.clone()
-    h = lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
-    lora_expand(h, inputs.group, y, route, epilogue=epilogue)
+    h = lora_shrink(inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
+    lora_expand(h, inputs.group, y, segments, epilogue=epilogue)
     return y
 
 
@@ -46,7 +46,7 @@ def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
     module, is_dora = inputs.group.module(0), kind == "dora"
     base = torch.nn.Linear(48, 32, bias=has_bias)
     inputs.y.copy_(base(inputs.x).detach())
-    gain, lora_bias = torch.ones(3, 32), torch.zeros(3, 32)
+    dora_scale, lora_bias = torch.ones(3, 32), torch.zeros(3, 32)
     expected = inputs.y.clone()
     for slot in (1, 2):
         a, b = reference.gather(module, slot)
@@ -59,7 +59,7 @@ def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
         if is_dora:
             magnitude = torch.rand(32) + 0.5
             layer.lora_magnitude_vector["one"].weight.data.copy_(magnitude)
-            gain[slot] = magnitude / (base.weight.detach() + scaling * b.T @ a).norm(dim=1)
+            dora_scale[slot] = magnitude / (base.weight.detach() + scaling * b.T @ a).norm(dim=1)
         elif has_bias:
             lora_bias[slot] = torch.randn(32)
             layer.lora_B["one"].bias.data.copy_(lora_bias[slot])
@@ -67,9 +67,9 @@ def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
             rows = inputs.token_slots == slot
             expected[rows] = layer(inputs.x[rows])
     own = base.bias.detach() if has_bias and is_dora else None
-    inputs, epilogue = with_vectors(inputs, gain, lora_bias, own)
+    inputs, epilogue = with_vectors(inputs, dora_scale, lora_bias, own)
     if not is_dora:
-        epilogue = replace(epilogue, gain=None)
+        epilogue = replace(epilogue, dora_scale=None)
     actual = added(inputs, epilogue)
     rows = inputs.token_slots != 0
     assert_close(actual[rows], expected[rows], magnitude=4.0)
@@ -79,7 +79,7 @@ def test_definition_equals_layers_of_peft(kind: str, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("leave_out", [(), ("base_bias",), ("gain", "base_bias"), ("lora_bias",)], ids=str)
+@pytest.mark.parametrize("leave_out", [(), ("base_bias",), ("dora_scale", "base_bias"), ("lora_bias",)], ids=str)
 @pytest.mark.parametrize("is_uniform", [False, True], ids=["ranks by module", "one rank"])
 def test_kernel_equals_the_definition(
     is_uniform: bool,
@@ -88,7 +88,7 @@ def test_kernel_equals_the_definition(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one rank at all modules, as q, k and v of one adapter have, slot 1 has a gain at the second module too."""
+    """With one rank at all modules, like q, k and v of an adapter; slot 1 has a DoRA scale at the second module too."""
     inputs = make_group(CASE, WIDTHS, dtype, is_uniform=is_uniform)
     inputs, full = tables(inputs)
     epilogue = replace(full, **dict.fromkeys(leave_out))
@@ -105,24 +105,24 @@ def test_kernel_equals_the_definition(
 
 def test_wrong_tables_are_refused() -> None:
     inputs, full = tables(make_group(CASE, WIDTHS, torch.float32))
-    route = route_in_torch(inputs.token_slots, 3, 16)
-    h = lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
-    assert full.gain is not None and full.base_bias is not None
+    segments = segments_in_torch(inputs.token_slots, 3, 16)
+    h = lora_shrink(inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
+    assert full.dora_scale is not None and full.base_bias is not None
 
     def expand(epilogue: Epilogue, *, add_inputs: bool = True) -> None:
-        lora_expand(h, inputs.group, inputs.y, route, add_inputs=add_inputs, epilogue=epilogue)
+        lora_expand(h, inputs.group, inputs.y, segments, add_inputs=add_inputs, epilogue=epilogue)
 
     with pytest.raises(ValueError, match="needs add_inputs=True"):
         expand(full, add_inputs=False)
-    with pytest.raises(ValueError, match=r"gain is torch\.int64 \[2, 2\], want torch\.int64 \[2, 3\]"):
-        expand(replace(full, gain=full.gain[:, 1:]))
+    with pytest.raises(ValueError, match=r"dora_scale is torch\.int64 \[2, 2\], want torch\.int64 \[2, 3\]"):
+        expand(replace(full, dora_scale=full.dora_scale[:, 1:]))
     with pytest.raises(ValueError, match=r"lora_bias is torch\.int32"):
-        expand(replace(full, lora_bias=full.gain.int()))
+        expand(replace(full, lora_bias=full.dora_scale.int()))
     with pytest.raises(ValueError, match=r"values is torch\.bfloat16"):
         expand(replace(full, values=full.values.bfloat16()))
     with pytest.raises(ValueError, match=r"base_bias is torch\.float32 \[47\]"):
         expand(replace(full, base_bias=full.base_bias[1:]))
-    with pytest.raises(ValueError, match="gain is on meta, y on cpu"):
-        expand(replace(full, gain=full.gain.to("meta")))
-    with pytest.raises(ValueError, match="of no use without a gain"):
-        expand(replace(full, gain=None))
+    with pytest.raises(ValueError, match="dora_scale is on meta, y on cpu"):
+        expand(replace(full, dora_scale=full.dora_scale.to("meta")))
+    with pytest.raises(ValueError, match="of no use without a DoRA scale"):
+        expand(replace(full, dora_scale=None))

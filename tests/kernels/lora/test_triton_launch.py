@@ -22,7 +22,7 @@ from kernels.lora.launch import (
     part_steps,
     shrink_launch,
 )
-from kernels.lora.route import route_in_torch
+from kernels.lora.segments import segments_in_torch
 
 DEVICE = "A GPU"
 
@@ -64,7 +64,7 @@ def test_defaults_follow_ranks_and_pages(width: int, page: int, ranks: int, colu
 def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     inputs = make_group(Case("tuned", (0, 1, -1), (8, 20), 96), (32, 64), torch.bfloat16, is_exact=True)
     group = to_device(inputs.group, device)
-    x, y, route = inputs.x.to(device), inputs.y.to(device), route_in_torch(inputs.token_slots.to(device), 2, 16)
+    x, y, segments = inputs.x.to(device), inputs.y.to(device), segments_in_torch(inputs.token_slots.to(device), 2, 16)
     h = torch.empty(1, 2, 3, 21, device=device)
     buckets = (
         ("lora_shrink", Sizes.of_shrink(x, h, group), {"ranks": 16, "in_columns": 32, "num_warps": 2}),
@@ -82,7 +82,7 @@ def test_tables_reach_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     results = []
     for of_shrink, of_expand in ((None, None), (ShrinkLaunch(64, 16), ExpandLaunch(16))):
         total = y.clone()
-        triton_shrink.shrink(x, h, group, route, launch=of_shrink)
-        triton_expand.expand(h, total, group, route, add_inputs=True, launch=of_expand)
+        triton_shrink.shrink(x, h, group, segments, launch=of_shrink)
+        triton_expand.expand(h, total, group, segments, add_inputs=True, launch=of_expand)
         results.append(total)
     assert torch.equal(results[0], results[1])

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cases import to_device
-from kernels.lora import ModuleGroup, lora_route, ops, reference, triton_expand, triton_shrink
+from kernels.lora import ModuleGroup, adapter_segments, ops, reference, triton_expand, triton_shrink
 from kernels.lora.cases import CASES, Case, GroupInputs, make_group
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
-from kernels.lora.route import DeviceRoute, blocks_of_one, route_in_torch
+from kernels.lora.segments import AdapterSegments, blocks_of_one, segments_in_torch
 from tests.kernels.tolerances import assert_close
 
 GROUP = (32, 48, 16)  # unequal, as with grouped queries
@@ -29,8 +29,8 @@ TRITON_CASES = [case for case in CASES if case.name not in ("all ranks", "large 
 TRITON_CASES += [Case("ranks", tuple(range(len(RANKS))), RANKS), Case("large ranks", (0, 1, 2, 1), (3, 257, 512))]
 
 
-def route_of(inputs: GroupInputs, block_tokens: int = 16) -> DeviceRoute:
-    return route_in_torch(inputs.token_slots, inputs.group.num_slots, block_tokens)
+def segments_of(inputs: GroupInputs, block_tokens: int = 16) -> AdapterSegments:
+    return segments_in_torch(inputs.token_slots, inputs.group.num_slots, block_tokens)
 
 
 def empty_h(inputs: GroupInputs, planes: int = 1) -> torch.Tensor:
@@ -38,21 +38,21 @@ def empty_h(inputs: GroupInputs, planes: int = 1) -> torch.Tensor:
     return torch.full(shape, NAN, device=inputs.x.device)
 
 
-def shrunk(inputs: GroupInputs, route: DeviceRoute, planes: int = 1, **options: Any) -> torch.Tensor:
+def shrunk(inputs: GroupInputs, segments: AdapterSegments, planes: int = 1, **options: Any) -> torch.Tensor:
     h = empty_h(inputs, planes)
-    triton_shrink.shrink(inputs.x, h, inputs.group, route, **options)
+    triton_shrink.shrink(inputs.x, h, inputs.group, segments, **options)
     return h
 
 
 def defined(inputs: GroupInputs, *, add_inputs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """h and y of the definitions, one token at a time."""
-    h, y, route = (
+    h, y, segments = (
         empty_h(inputs),
         to_device(inputs.y, inputs.y.device),
         blocks_of_one(inputs.token_slots, inputs.group.num_slots),
     )
-    reference.shrink(inputs.x, h[0], inputs.group, route)
-    reference.expand(h[0], y, inputs.group, route, add_inputs=add_inputs)
+    reference.shrink(inputs.x, h[0], inputs.group, segments)
+    reference.expand(h[0], y, inputs.group, segments, add_inputs=add_inputs)
     return h, y
 
 
@@ -62,11 +62,11 @@ def test_one_module_equals_the_definition(case: Case, dtype: torch.dtype, device
     """h begins as NaN and stays so where no adapter has a rank: all of the rest is written."""
     inputs = to_device(make_group(case, (case.out_features,), dtype), device)
     expected_h, expected = defined(inputs)
-    route = route_of(inputs)
-    h = shrunk(inputs, route)
+    segments = segments_of(inputs)
+    h = shrunk(inputs, segments)
     torch.testing.assert_close(h, expected_h, rtol=2e-5, atol=2e-5, equal_nan=True)
     y = to_device(inputs.y, device)
-    triton_expand.expand(h, y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(h, y, inputs.group, segments, add_inputs=True)
     assert_close(y, expected, magnitude=4.0)
     for token, slot in enumerate(case.token_slots):
         if slot < 0:
@@ -78,9 +78,9 @@ def test_one_module_equals_the_definition(case: Case, dtype: torch.dtype, device
 def test_unequal_modules_in_one_launch(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     inputs = to_device(make_group(case, GROUP, dtype), device)
     _, expected = defined(inputs)
-    route = route_of(inputs)
+    segments = segments_of(inputs)
     y = to_device(inputs.y, device)
-    triton_expand.expand(shrunk(inputs, route), y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(shrunk(inputs, segments), y, inputs.group, segments, add_inputs=True)
     assert_close(y, expected, magnitude=4.0)
 
 
@@ -111,12 +111,12 @@ def test_exact_sums_have_the_same_bits_in_every_tiling(
     is_changed = (expected != inputs.y).view(len(expected), 3, tile_width).any(2)
     for token, slot in enumerate(case.token_slots):  # otherwise a product that is left out would not be seen
         assert is_changed[token].tolist() == [slot == 1, slot == 1, slot == 0]
-    route = route_of(inputs, block_tokens)
+    segments = segments_of(inputs, block_tokens)
     for planes, parts in ((1, 2), (2, 2)):
-        h = shrunk(inputs, route, planes, parts=parts, launch=ShrinkLaunch(ranks, in_columns))
+        h = shrunk(inputs, segments, planes, parts=parts, launch=ShrinkLaunch(ranks, in_columns))
         assert torch.equal(h.sum(0).nan_to_num(nan=99.0), expected_h[0].nan_to_num(nan=99.0))
         y = to_device(inputs.y, device)
-        triton_expand.expand(h, y, inputs.group, route, add_inputs=True, launch=ExpandLaunch(out_columns))
+        triton_expand.expand(h, y, inputs.group, segments, add_inputs=True, launch=ExpandLaunch(out_columns))
         assert torch.equal(y, expected)
 
 
@@ -126,9 +126,9 @@ def test_a_token_has_the_same_bits_in_every_batch(device: torch.device) -> None:
 
     def run(tokens: torch.Tensor, block_tokens: int, planes: int, in_columns: int = 128) -> torch.Tensor:
         part = replace(inputs, x=inputs.x[tokens], y=inputs.y[tokens], token_slots=inputs.token_slots[tokens])
-        route = route_of(part, block_tokens)
-        h = shrunk(part, route, planes, parts=2, launch=ShrinkLaunch(64, in_columns))
-        triton_expand.expand(h, part.y, part.group, route, add_inputs=True)
+        segments = segments_of(part, block_tokens)
+        h = shrunk(part, segments, planes, parts=2, launch=ShrinkLaunch(64, in_columns))
+        triton_expand.expand(h, part.y, part.group, segments, add_inputs=True)
         return part.y
 
     everyone = torch.arange(len(MIXED.token_slots), device=device)
@@ -151,9 +151,9 @@ def test_any_strides(device: torch.device) -> None:
     h = torch.full((3, *empty_h(inputs).shape[1:3], inputs.max_rank + 5), NAN, device=device)[
         1:2, ..., : inputs.max_rank
     ]
-    route = route_of(inputs)
-    triton_shrink.shrink(x, h, inputs.group, route)
-    triton_expand.expand(h, y, inputs.group, route, add_inputs=True)
+    segments = segments_of(inputs)
+    triton_shrink.shrink(x, h, inputs.group, segments)
+    triton_expand.expand(h, y, inputs.group, segments, add_inputs=True)
     assert torch.equal(y, expected)
     assert (wide[:, 0::3] == 7.0).all()
     assert (wide[:, 2::3] == 7.0).all()
@@ -170,10 +170,10 @@ def test_offsets_past_two_to_the_31_elements(device: torch.device) -> None:
         return torch.empty(size, dtype=value.dtype, device=device).as_strided(value.shape, strides).copy_(value)
 
     def run(x: torch.Tensor, y: torch.Tensor, group: ModuleGroup = inputs.group) -> torch.Tensor:
-        route = route_in_torch(inputs.token_slots[: len(x)], group.num_slots, 16)
+        segments = segments_in_torch(inputs.token_slots[: len(x)], group.num_slots, 16)
         h = torch.full((1, 1, len(x), inputs.max_rank), NAN, device=device)
-        triton_shrink.shrink(x, h, group, route)
-        triton_expand.expand(h, y, group, route, add_inputs=True)
+        triton_shrink.shrink(x, h, group, segments)
+        triton_expand.expand(h, y, group, segments, add_inputs=True)
         return y
 
     for stride in (far, far // 2):  # past it by the stride alone, and by the row's number
@@ -191,8 +191,8 @@ def test_without_inputs_the_output_is_overwritten(device: torch.device) -> None:
     inputs = to_device(make_group(MIXED, GROUP, torch.float32), device)
     inputs.y.fill_(NAN)
     _, expected = defined(inputs, add_inputs=False)
-    route = route_of(inputs)
-    triton_expand.expand(shrunk(inputs, route), inputs.y, inputs.group, route, add_inputs=False)
+    segments = segments_of(inputs)
+    triton_expand.expand(shrunk(inputs, segments), inputs.y, inputs.group, segments, add_inputs=False)
     assert_close(inputs.y, expected, magnitude=4.0)
     assert not inputs.y[2].any()
 
@@ -201,11 +201,11 @@ def test_a_rank_above_the_width_is_nan(device: torch.device) -> None:
     """Rather than cut off; the other slots are whole, and nothing is written past the width."""
     inputs = to_device(make_group(Case("rank", (0, 1), (8, 20)), (32,), torch.float32), device)
     wide = torch.full((1, 1, 2, 32), 7.0, device=device)
-    route = route_of(inputs)
-    triton_shrink.shrink(inputs.x, wide[..., :12], inputs.group, route)
+    segments = segments_of(inputs)
+    triton_shrink.shrink(inputs.x, wide[..., :12], inputs.group, segments)
     assert wide[0, 0, 1, :12].isnan().all()
     assert (wide[..., 12:] == 7.0).all()
-    triton_expand.expand(wide[..., :12], inputs.y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(wide[..., :12], inputs.y, inputs.group, segments, add_inputs=True)
     assert inputs.y[1].isnan().all()
     assert inputs.y[0].isfinite().all()
 
@@ -216,7 +216,7 @@ def test_an_expand_does_not_cut_ranks_off(width: int, device: torch.device) -> N
     inputs = to_device(make_group(Case("rank", (0, 1, 2), (0, 20, 12)), (32,), torch.float32), device)
     y = to_device(inputs.y, device)
     h = torch.ones(1, 1, 3, width, device=device)
-    triton_expand.expand(h, y, inputs.group, route_of(inputs), add_inputs=True)
+    triton_expand.expand(h, y, inputs.group, segments_of(inputs), add_inputs=True)
     assert torch.equal(y[0], inputs.y[0])
     assert y[1].isnan().all()
     assert bool(y[2].isfinite().all()) == (width == 12)
@@ -258,12 +258,12 @@ def test_random_groups(ranks: list[int], data: st.DataObject, num_in: int, num_o
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     inputs = to_device(make_group(case, tuple(num_out), dtype, is_exact=True), device)
     _, expected = defined(inputs)
-    route = route_of(inputs, data.draw(st.sampled_from([1, 5, 16])))
+    segments = segments_of(inputs, data.draw(st.sampled_from([1, 5, 16])))
     parts = data.draw(st.integers(1, 2))
     launch = ShrinkLaunch(data.draw(st.sampled_from([16, 64])), 64)
-    h = shrunk(inputs, route, data.draw(st.sampled_from([1, parts])), parts=parts, launch=launch)
+    h = shrunk(inputs, segments, data.draw(st.sampled_from([1, parts])), parts=parts, launch=launch)
     y = to_device(inputs.y, device)
-    triton_expand.expand(h, y, inputs.group, route, add_inputs=True)
+    triton_expand.expand(h, y, inputs.group, segments, add_inputs=True)
     assert torch.equal(y, expected)
 
 
@@ -274,7 +274,7 @@ def test_the_six_operators(runs_triton: bool, device: torch.device, monkeypatch:
     case = replace(SMALL, in_features=64, tile_width=32)
     inputs = to_device(make_group(case, (32,), torch.float32, is_exact=True), device)
     module, slots = inputs.group.module(0), inputs.token_slots
-    route = lora_route(slots, inputs.group.num_slots)
+    segments = adapter_segments(slots, inputs.group.num_slots)
     expected_h = torch.full((len(slots), inputs.max_rank + 2), NAN, device=device)
     delta = torch.zeros_like(inputs.y)
     for token, slot in enumerate(case.token_slots):
@@ -283,17 +283,17 @@ def test_the_six_operators(runs_triton: bool, device: torch.device, monkeypatch:
             expected_h[token, : len(a)] = 2.0 * (a @ inputs.x[token])
             delta[token] = module.scaling[slot] * (expected_h[token, : len(a)] @ b)
     h = torch.full_like(expected_h, NAN)
-    for shrink, where in ((ops.bgmv_shrink, slots), (ops.sgmv_shrink, route)):
+    for shrink, where in ((ops.bgmv_shrink, slots), (ops.sgmv_shrink, segments)):
         h.fill_(NAN)
         shrink(inputs.x, module, h, where, scaling=2.0)  # type: ignore[operator]  # each takes its own `where`
         assert torch.equal(h.nan_to_num(nan=99.0), expected_h.nan_to_num(nan=99.0))
-    for expand, where in ((ops.bgmv_expand, slots), (ops.sgmv_expand, route)):
+    for expand, where in ((ops.bgmv_expand, slots), (ops.sgmv_expand, segments)):
         y = torch.cat([inputs.y, inputs.y], dim=1)
         expand(h, module, y, where, add_inputs=True)  # type: ignore[operator]
         assert torch.equal(y, torch.cat([inputs.y + delta, inputs.y], dim=1))
         expand(h, module, y, where, add_inputs=False)  # type: ignore[operator]
         assert torch.equal(y, torch.cat([delta, inputs.y], dim=1))
-    for expand, where in ((ops.bgmv_expand_slice, slots), (ops.sgmv_expand_slice, route)):
+    for expand, where in ((ops.bgmv_expand_slice, slots), (ops.sgmv_expand_slice, segments)):
         y = torch.cat([inputs.y, inputs.y], dim=1)
         expand(h, module, y, where, slice_offset=20, slice_size=32, add_inputs=True)  # type: ignore[operator]
         expected = torch.cat([inputs.y, inputs.y], dim=1)
@@ -312,11 +312,11 @@ def test_add_lora_group_equals_add_lora(
     expected = to_device(inputs.y, device)
     for index, columns in enumerate((slice(0, 256), slice(256, 384))):
         reference.add_lora(expected[:, columns], inputs.x, inputs.group.module(index), inputs.token_slots)
-    route = lora_route(inputs.token_slots, inputs.group.num_slots)
-    h = ops.lora_shrink(inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    segments = adapter_segments(inputs.token_slots, inputs.group.num_slots)
+    h = ops.lora_shrink(inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
     assert h.shape[0] == (3 if runs_triton else 1)
     y = to_device(inputs.y, device)
-    ops.add_lora_group(y, inputs.x, inputs.group, route, max_rank=inputs.max_rank)
+    ops.add_lora_group(y, inputs.x, inputs.group, segments, max_rank=inputs.max_rank)
     assert_close(y, expected, magnitude=4.0)
 
 
@@ -337,14 +337,14 @@ def test_wrong_arguments_are_refused() -> None:
         ops.bgmv_expand_slice(h, module, inputs.y, slots, slice_offset=0, slice_size=31)
     with pytest.raises(ValueError, match="slot 3 has rank 40, h has room for 39"):
         ops.bgmv_expand(h[:, :39], module, inputs.y, slots)
-    with pytest.raises(ValueError, match="the route is of 8 slots, the modules have 4"):
-        ops.sgmv_shrink(inputs.x, module, h, lora_route(slots, 8))
+    with pytest.raises(ValueError, match="the segments are of 8 slots, the modules have 4"):
+        ops.sgmv_shrink(inputs.x, module, h, adapter_segments(slots, 8))
     with pytest.raises(ValueError, match="order is on meta, x on cpu"):
         ops.bgmv_shrink(inputs.x, module, h, slots.to("meta"))
     with pytest.raises(ValueError, match="h is on meta, y on cpu"):
         ops.bgmv_expand(h.to("meta"), module, inputs.y, slots)
     with pytest.raises(ValueError, match="max_rank is -1"):
-        ops.lora_shrink(inputs.x, inputs.group, lora_route(slots, 4), max_rank=-1)
+        ops.lora_shrink(inputs.x, inputs.group, adapter_segments(slots, 4), max_rank=-1)
     other = make_group(MIXED, (32,), torch.float32).group.module(0)
     with pytest.raises(ValueError, match="different arenas"):
         ModuleGroup.of([module, other])

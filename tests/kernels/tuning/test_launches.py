@@ -14,7 +14,7 @@ from kernels.tuning import write_table
 
 DEVICE = "A GPU"
 MODEL = "cache=bfloat16 dim=128 dtype=bfloat16 group=4"
-LORA = "dtype=bfloat16 features=4096 page=1024 planes=8 rank=16 modules=4 tokens=64"
+LORA = "dtype=bfloat16 features=4096 modules=4 page=1024 planes=8 rank=16 tokens=64"
 
 
 def test_every_op_that_is_tuned_is_checked() -> None:

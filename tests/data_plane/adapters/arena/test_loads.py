@@ -93,7 +93,7 @@ def test_source_that_breaks_in_an_unforeseen_way_leaves_the_slot_empty() -> None
 
 
 def test_a_cancelled_load_stops_within_a_chunk() -> None:
-    """The slot is emptied while the first gains are computed; the layer's other modules are left."""
+    """The slot is emptied while the first DoRA scales are computed; the layer's other modules are left."""
     read: list[str] = []
 
     class EmptiesTheSlot(RandomBase):

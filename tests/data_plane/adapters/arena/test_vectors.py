@@ -42,7 +42,7 @@ def test_one_step_mixes_all_kinds() -> None:
 
 @FORMS
 def test_fused_modules_take_each_its_own_vectors() -> None:
-    """Slot 1 has gains at v alone, slot 2 a bias at all three; q has a bias of its own."""
+    """Slot 1 has DoRA scales at v alone, slot 2 a bias at all three; q has a bias of its own."""
     names = tuple(target.name for target in TARGETS[:3])
     adapters = {
         0: pack(5),
@@ -180,7 +180,7 @@ def test_the_norm_is_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @FORMS
 def test_vectors_are_float32_in_pages_of_bfloat16() -> None:
-    """Their sums are rounded once; a bfloat16 gain would be off by up to 0.4%."""
+    """Their sums are rounded once; a bfloat16 DoRA scale would be off by up to 0.4%."""
     target = TARGETS[1]
     adapters = {0: pack(3, vectors="bias", dtype=torch.bfloat16), 1: pack(5, dtype=torch.bfloat16, seed=1)}
     arena = make_arena(dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 """Tokens grouped by slot on their device: what the shrink and expand kernels walk over.
 
-A route has one size for one number of tokens and slots, whatever the tokens name, and building it never waits for
-the device: a captured graph may hold it.
+The size of the tensors depends on the numbers of tokens and slots only, and building them never waits for
+the device, so that a captured graph may hold them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MANY_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRoute:
-    """Blocks of tokens that share a slot. Build it with `lora_route`."""
+class AdapterSegments:
+    """Blocks of tokens that share a slot. Build them with `adapter_segments`."""
 
     order: torch.Tensor  # int32 [T]: tokens that have an adapter by slot, each slot's in rising order; then -1
     block_slot: torch.Tensor  # int32 [num_blocks]: the block's slot; -1 for the blocks that are not needed
@@ -57,41 +57,41 @@ def padded_block_tokens(block_tokens: int) -> int:
     return max(MIN_BLOCK_TOKENS, 1 << (block_tokens - 1).bit_length())
 
 
-def empty_route(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> DeviceRoute:
-    """A route of the right sizes whose values are not set."""
+def empty_segments(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> AdapterSegments:
+    """Segments of the right sizes whose values are not set."""
     num_tokens = token_slots.shape[0]
     num_blocks = max_blocks(num_tokens, num_slots, block_tokens)
     slot, start, end = (token_slots.new_empty(num_blocks) for _ in range(3))
-    return DeviceRoute(token_slots.new_empty(num_tokens), slot, start, end, block_tokens, num_slots)
+    return AdapterSegments(token_slots.new_empty(num_tokens), slot, start, end, block_tokens, num_slots)
 
 
-def route_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> DeviceRoute:
+def segments_in_torch(token_slots: torch.Tensor, num_slots: int, block_tokens: int) -> AdapterSegments:
     """The definition, and what runs where there is no Triton."""
-    route = empty_route(token_slots, num_slots, block_tokens)
+    segments = empty_segments(token_slots, num_slots, block_tokens)
     has_slot = (token_slots >= 0) & (token_slots < num_slots)
     keys = torch.where(has_slot, token_slots, num_slots)
     ordered, order = torch.sort(keys, stable=True)
-    route.order.copy_(torch.where(ordered < num_slots, order, -1))
+    segments.order.copy_(torch.where(ordered < num_slots, order, -1))
     slots = torch.arange(num_slots, device=token_slots.device)
     counts = (keys[None, :] == slots[:, None]).sum(1)
     starts = counts.cumsum(0) - counts
     num_blocks = (counts + block_tokens - 1) // block_tokens
     last_block = num_blocks.cumsum(0)
-    block = torch.arange(route.num_blocks, device=token_slots.device)
+    block = torch.arange(segments.num_blocks, device=token_slots.device)
     slot = torch.searchsorted(last_block, block, right=True)
     is_used = slot < num_slots
     slot = slot.clamp(max=num_slots - 1)
     start = starts[slot] + (block - last_block[slot] + num_blocks[slot]) * block_tokens
     end = torch.minimum(start + block_tokens, starts[slot] + counts[slot])
-    route.block_slot.copy_(torch.where(is_used, slot, -1))
-    route.block_start.copy_(torch.where(is_used, start, 0))
-    route.block_end.copy_(torch.where(is_used, end, 0))
-    return route
+    segments.block_slot.copy_(torch.where(is_used, slot, -1))
+    segments.block_start.copy_(torch.where(is_used, start, 0))
+    segments.block_end.copy_(torch.where(is_used, end, 0))
+    return segments
 
 
-def route_on_host(
+def segments_on_host(
     token_slots: npt.NDArray[np.int32], num_slots: int, block_tokens: int = HOST_BLOCK_TOKENS
-) -> DeviceRoute:
+) -> AdapterSegments:
     """The same blocks without those that are not needed, from slots int32 [T] on the host, for a CPU."""
     has_slot = (token_slots >= 0) & (token_slots < num_slots)
     order = np.argsort(np.where(has_slot, token_slots, num_slots), kind="stable").astype(np.int32)
@@ -107,28 +107,28 @@ def route_on_host(
     end = np.minimum(start + block_tokens, begins[group] + counts[group])
     columns = (ordered[begins][group], start, end)
     slot, start, end = (torch.from_numpy(column.astype(np.int32)) for column in columns)
-    return DeviceRoute(torch.from_numpy(order), slot, start, end, block_tokens, num_slots)
+    return AdapterSegments(torch.from_numpy(order), slot, start, end, block_tokens, num_slots)
 
 
-def split_by_length(route: DeviceRoute, num_tokens: int) -> tuple[DeviceRoute, DeviceRoute]:
-    """The blocks of slots that have fewer tokens, and those of the others. For routes on the host."""
-    slots, counts = route.block_slot.numpy(), (route.block_end - route.block_start).numpy()
+def split_by_length(segments: AdapterSegments, num_tokens: int) -> tuple[AdapterSegments, AdapterSegments]:
+    """The blocks of slots that have fewer tokens, and those of the others. For segments on the host."""
+    slots, counts = segments.block_slot.numpy(), (segments.block_end - segments.block_start).numpy()
     is_used = slots >= 0
     tokens_of_slot = np.bincount(slots[is_used], weights=counts[is_used], minlength=1)
     is_long = torch.from_numpy(is_used & (tokens_of_slot[np.maximum(slots, 0)] >= num_tokens))
     short, long = (
         replace(
-            route,
-            block_slot=route.block_slot[chosen],
-            block_start=route.block_start[chosen],
-            block_end=route.block_end[chosen],
+            segments,
+            block_slot=segments.block_slot[chosen],
+            block_start=segments.block_start[chosen],
+            block_end=segments.block_end[chosen],
         )
         for chosen in (~is_long, is_long)
     )
     return short, long
 
 
-def blocks_of_one(token_slots: torch.Tensor, num_slots: int) -> DeviceRoute:
+def blocks_of_one(token_slots: torch.Tensor, num_slots: int) -> AdapterSegments:
     """Every token a block of its own: what the bgmv operators walk over."""
     indices = torch.arange(token_slots.shape[0] + 1, dtype=torch.int32, device=token_slots.device)
-    return DeviceRoute(indices[:-1], token_slots, indices[:-1], indices[1:], 1, num_slots)
+    return AdapterSegments(indices[:-1], token_slots, indices[:-1], indices[1:], 1, num_slots)

@@ -1,4 +1,4 @@
-"""lora_route in Triton against its definition, and the definition against a plain loop."""
+"""adapter_segments in Triton against its definition, and the definition against a plain loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.lora import lora_route, triton_route
-from kernels.lora.route import DeviceRoute, max_blocks, route_in_torch
+from kernels.lora import adapter_segments, triton_segments
+from kernels.lora.segments import AdapterSegments, max_blocks, segments_in_torch
 
-ROUTES = {
+TOKEN_SLOTS = {
     "no token": ([], 4),
     "one token": ([2], 4),
     "none has an adapter": ([-1, -1, -1], 4),
@@ -43,34 +43,34 @@ def plain(slots: list[int], num_slots: int, block_tokens: int) -> dict[str, list
     }
 
 
-def lists(route: DeviceRoute) -> dict[str, list[int]]:
-    values = {field.name: getattr(route, field.name) for field in fields(route)}
+def lists(segments: AdapterSegments) -> dict[str, list[int]]:
+    values = {field.name: getattr(segments, field.name) for field in fields(segments)}
     return {name: value.tolist() for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", TOKEN_SLOTS)
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
 def test_both_equal_a_plain_loop(name: str, block_tokens: int, device: torch.device) -> None:
-    slots, num_slots = ROUTES[name]
+    slots, num_slots = TOKEN_SLOTS[name]
     token_slots = torch.tensor(slots, dtype=torch.int32, device=device)
     expected = plain(slots, num_slots, block_tokens)
-    assert lists(route_in_torch(token_slots, num_slots, block_tokens)) == expected
-    assert lists(triton_route.route(token_slots, num_slots, block_tokens, block=16)) == expected
+    assert lists(segments_in_torch(token_slots, num_slots, block_tokens)) == expected
+    assert lists(triton_segments.segments(token_slots, num_slots, block_tokens, block=16)) == expected
 
 
 @settings(max_examples=12)
 @given(st.integers(1, 9), st.lists(st.integers(-1, 8), max_size=60), st.sampled_from([1, 3, 16]))
-def test_random_routes(num_slots: int, slots: list[int], block_tokens: int) -> None:
+def test_random_segments(num_slots: int, slots: list[int], block_tokens: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     token_slots = torch.tensor(slots, dtype=torch.int32, device=device)
     expected = plain(slots, num_slots, block_tokens)
-    assert lists(route_in_torch(token_slots, num_slots, block_tokens)) == expected
-    assert lists(triton_route.route(token_slots, num_slots, block_tokens, block=32)) == expected
+    assert lists(segments_in_torch(token_slots, num_slots, block_tokens)) == expected
+    assert lists(triton_segments.segments(token_slots, num_slots, block_tokens, block=32)) == expected
 
 
 def test_example_of_the_docstring() -> None:
-    route = lora_route(torch.tensor([7, -1, 2, 7, 7], dtype=torch.int32), 8, block_tokens=2)
-    assert lists(route) == {
+    segments = adapter_segments(torch.tensor([7, -1, 2, 7, 7], dtype=torch.int32), 8, block_tokens=2)
+    assert lists(segments) == {
         "order": [2, 0, 3, 4, -1],
         "block_slot": [2, 7, 7, -1, -1],
         "block_start": [0, 1, 3, 0, 0],
@@ -79,15 +79,15 @@ def test_example_of_the_docstring() -> None:
 
 
 def test_sizes_do_not_depend_on_the_slots_that_tokens_name() -> None:
-    routes = [lora_route(torch.full((100,), slot, dtype=torch.int32), 8) for slot in (-1, 3)]
-    assert len({route.num_blocks for route in routes}) == 1
+    both = [adapter_segments(torch.full((100,), slot, dtype=torch.int32), 8) for slot in (-1, 3)]
+    assert len({segments.num_blocks for segments in both}) == 1
 
 
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token_slots is torch\.int64 \[2\], want int32 \[num_tokens\]"):
-        lora_route(torch.tensor([0, 1]), 4)
+        adapter_segments(torch.tensor([0, 1]), 4)
     with pytest.raises(ValueError, match="num_slots is 0"):
-        lora_route(torch.tensor([0], dtype=torch.int32), 0)
+        adapter_segments(torch.tensor([0], dtype=torch.int32), 0)
     for wrong in (0, 33):
         with pytest.raises(ValueError, match=f"block_tokens is {wrong}, want 1 to 32"):
-            lora_route(torch.tensor([0], dtype=torch.int32), 4, block_tokens=wrong)
+            adapter_segments(torch.tensor([0], dtype=torch.int32), 4, block_tokens=wrong)

@@ -1,4 +1,4 @@
-"""`lora_route` in Triton: two launches of one program per slot, no atomics.
+"""`adapter_segments` in Triton: two launches of one program per slot, no atomics.
 
 Each program reads all token slots, which are few: 8192 tokens and 256 slots are 16 MB from the L2 cache.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.buckets import round_up
-from kernels.lora.route import DeviceRoute, empty_route
+from kernels.lora.segments import AdapterSegments, empty_segments
 
 BLOCK = 1024  # token slots per load
 
@@ -74,9 +74,9 @@ def place_kernel(
             tl.store(block_end_ptr + block, tl.minimum(offs_b + block_tokens, end), mask=is_block)
 
 
-def route(token_slots: torch.Tensor, num_slots: int, block_tokens: int, *, block: int = BLOCK) -> DeviceRoute:
-    """See kernels.lora.lora_route."""
-    out = empty_route(token_slots, num_slots, block_tokens)
+def segments(token_slots: torch.Tensor, num_slots: int, block_tokens: int, *, block: int = BLOCK) -> AdapterSegments:
+    """See kernels.lora.adapter_segments."""
+    out = empty_segments(token_slots, num_slots, block_tokens)
     if out.num_tokens == 0:
         return out
     counts = token_slots.new_empty(num_slots)
