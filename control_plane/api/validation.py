@@ -6,11 +6,10 @@ Plain functions over plain values; `Violations` gathers everything wrong with on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from contract.ids import ADAPTER_ID_FORM, DIGEST_FORM, is_adapter_id, is_digest
 from control_plane.errors import ContextTooLong, FieldViolation, InvalidRequest
-from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 
 ADAPTER_PREFIX = "adapters/"
 MAX_DISPLAY_NAME_BYTES = 256
@@ -21,9 +20,6 @@ MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_BYTES = 2 * 2**20  # at which a page ends: a gRPC client takes messages of up to 4 MiB by default
 MAX_PAGE_TOKEN_CHARS = 512
-
-TENANT_KEY = "motet-tenant"  # metadata
-DEFAULT_TENANT = "default"
 
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 _PRINTABLE = re.compile(r"[ -~]*")
@@ -113,19 +109,6 @@ def check_labels(labels: Mapping[str, str], field: str, violations: Violations) 
             violations.add(
                 f"{field}[{quoted(key)}]", f"value of {len(value.encode())} bytes; at most {MAX_LABEL_VALUE_BYTES}"
             )
-
-
-def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Who a call is counted for, from its metadata. Raises InvalidRequest."""
-    values = [value for key, value in metadata or () if key == TENANT_KEY]
-    if not values:
-        return DEFAULT_TENANT
-    if len(values) > 1:
-        raise refuse(TENANT_KEY, f"given {len(values)} times in the metadata; give it once")
-    tenant = values[0] if isinstance(values[0], str) else values[0].decode("ascii", "replace")
-    if not is_tenant(tenant):
-        raise refuse(TENANT_KEY, f"{quoted(tenant)} is not a tenant: {TENANT_FORM}")
-    return tenant
 
 
 def page_size_of(page_size: int, page_token: str) -> int:

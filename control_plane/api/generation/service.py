@@ -27,11 +27,11 @@ from control_plane.api.generation.request import (
     effective_stop_token_ids,
 )
 from control_plane.api.generation.response_stream import GenerationEvents, parts_of
-from control_plane.api.peers import host_of
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
-from control_plane.api.validation import refuse, tenant_of
+from control_plane.api.validation import refuse
+from control_plane.caller import current_caller
 from control_plane.errors import AdapterNotFound, MotetError, NoWorker
 from control_plane.fleet.fleet import Fleet
 from control_plane.registry.model.worker_reports import WorkerReports
@@ -94,8 +94,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         arrival_s = self._clock()
         remaining_s = context.time_remaining()
         self._gate.check()
-        tenant = tenant_of(context.invocation_metadata())
-        account = self._fleet.account_of(tenant, host_of(context.peer()))
+        caller = current_caller()
+        account = self._fleet.account_of(caller.tenant, caller.host)
         max_model_len = self._max_model_len()
         checked = check_request(
             request,
@@ -127,7 +127,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             cache_salt=checked.cache_salt,
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
-            tenant=tenant,
+            tenant=caller.tenant,
             charged_to=account,
             priority=checked.priority,
             num_samples=decoding.best_of if decoding.beam is None else 1,

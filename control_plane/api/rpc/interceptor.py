@@ -1,6 +1,8 @@
-"""The outermost interceptor of both ports: it bounds what an RPC may take, and gives every RPC a defined status.
+"""The outermost interceptor of both ports: it bounds what an RPC may take, and gives every RPC a caller and a defined
+status.
 
-Each RPC holds a place in a limit that is shared between peers. A client has a time to send its request and to read a
+The Caller of an RPC is the current one while its handler runs, whatever the kind of method. Each RPC holds a place in a
+limit that is shared between peers. A client has a time to send its request and to read a
 response. The interceptor reads and parses unary requests itself, so that malformed protobuf is INVALID_ARGUMENT; it
 maps MotetError by the one table, and turns everything else into INTERNAL with a correlation id, the rest in the log
 only. A handler's generator is closed before the RPC ends, so its `finally` runs at once. Time in which this process did
@@ -22,9 +24,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from control_plane.api.rpc.callers import caller_of
 from control_plane.api.rpc.error_status import DETAILS_KEY, internal_status, status_proto
 from control_plane.api.rpc.rpc_limits import RpcLimits
 from control_plane.awake import AwakeClock, AwakeTimeout
+from control_plane.caller import Caller, acting_as
 from control_plane.errors import DeadlineExceeded, FieldViolation, InvalidRequest, MotetError, SlowConsumer
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ WRITE_TIMEOUT_S = 30.0
 
 Limit = Callable[[], AwakeTimeout]  # how long a client may leave a message unread
 Context = grpc.aio.ServicerContext[Any, Any]
+Identify = Callable[[Context], Caller]
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
@@ -42,7 +47,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
 
     `limits`: how many RPCs run at once. `write_timeout_s`: how long a client may leave a response unread that its flow
     control has no room for. `request_timeout_s`: how long the request of an RPC may take to arrive after its headers;
-    a stream of requests has the time limits of its handler.
+    a stream of requests has the time limits of its handler. `identify` says who makes a call, before any of the call's
+    messages is read; what it raises refuses the call.
     """
 
     def __init__(
@@ -52,8 +58,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         write_timeout_s: float = WRITE_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        identify: Identify = caller_of,
     ) -> None:
         self._limits = limits
+        self._identify = identify
         self._write_timeout_s = write_timeout_s
         self._request_timeout_s = request_timeout_s
         self._awake = AwakeClock(clock)
@@ -85,7 +93,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         async def handle(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
                 async with _mapped_errors(method, context, self._write_limit):
-                    held.enter_context(limit.place(context.peer()))
+                    caller = self._identify(context)
+                    held.enter_context(limit.place(caller.peer))
+                    held.enter_context(acting_as(caller))
                     if handler.request_streaming:
                         answer = inner(requests, context)
                     else:

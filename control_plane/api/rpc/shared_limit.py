@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from control_plane.api.peers import host_of
+from control_plane.caller import host_of
 from control_plane.errors import Exhausted
 
 RETRY_AFTER_S = 1.0

@@ -266,6 +266,9 @@ class GoneContext:
     def peer(self) -> str:
         return "ipv4:10.0.0.7:5001"
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def done(self) -> bool:
         return self.is_ended
 

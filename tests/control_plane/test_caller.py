@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.api.peers import host_of
+from control_plane.caller import host_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""Every RPC has a Caller, whatever its kind, its service and its port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.longrunning import operations_pb2  # type: ignore[import-untyped]
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from motet.v1 import adapters_pb2, generation_pb2, status_pb2
+
+from contract.v1 import plan_pb2
+from control_plane.api.rpc import listeners, reflection
+from control_plane.caller import THE_SERVER, Caller, acting_as, current_caller
+from control_plane.config import add_arguments, from_args
+from control_plane.server import build
+from tests.control_plane.api.fakes import details
+from tests.control_plane.test_server import checkpoint
+
+
+def methods_of(*files: Any) -> dict[str, MethodDescriptor]:
+    """The methods of every service in files of protos, by the path that a client calls."""
+    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
+    return {f"/{service.full_name}/{method.name}": method for service in services for method in service.methods}
+
+
+REFLECTION = {
+    f"/{name}/ServerReflectionInfo": method
+    for name in reflection.SERVICE_NAMES
+    for method in methods_of(reflection_pb2).values()
+}
+CLIENT_METHODS = methods_of(generation_pb2, adapters_pb2, status_pb2, operations_pb2, health_pb2) | REFLECTION
+WORKER_METHODS = methods_of(plan_pb2, health_pb2)
+
+
+def recording_handler(method: MethodDescriptor, seen: list[Caller]) -> Any:
+    """A handler of the method's kind, which notes the caller: in itself, and in a task that it starts."""
+
+    async def note() -> None:
+        seen.append(current_caller())
+
+    async def unary(_request: Any, _context: Any) -> bytes:
+        await asyncio.create_task(note())
+        return b""
+
+    async def stream(_request: Any, _context: Any) -> AsyncIterator[bytes]:
+        await asyncio.create_task(note())
+        yield b""
+        assert seen[-1] == current_caller()
+
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make(stream if method.server_streaming else unary)
+
+
+@pytest.mark.parametrize(
+    ("make_server", "methods"),
+    [
+        (
+            lambda: listeners.client_server(
+                max_streams_per_connection=10, max_concurrent_rpcs=10, max_connections=10, write_timeout_s=30.0
+            ),
+            CLIENT_METHODS,
+        ),
+        (listeners.worker_server, WORKER_METHODS),
+    ],
+    ids=["clients", "workers"],
+)
+async def test_handlers_of_every_method_know_their_caller(
+    make_server: Callable[[], grpc.aio.Server], methods: dict[str, MethodDescriptor]
+) -> None:
+    server, seen = make_server(), list[Caller]()
+    for path, method in methods.items():
+        _, service, name = path.split("/")
+        handler = grpc.method_handlers_generic_handler(service, {name: recording_handler(method, seen)})
+        server.add_generic_rpc_handlers((handler,))
+    address = listeners.bind(server, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        for path in methods:
+            call: Any = channel.stream_stream(path)(iter([b""]), timeout=30, metadata=[("motet-tenant", "team-a")])
+            assert [response async for response in call] == [b""], path
+            caller = seen.pop()
+            assert (caller.tenant, caller.principal, caller.host) == ("team-a", "", "ipv4:127.0.0.1"), path
+            assert not seen
+    await server.stop(None)
+
+
+async def test_every_method_of_a_running_server_refuses_a_bad_tenant(tmp_path: Path) -> None:
+    """What the interceptor does reaches every method that the server has."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = ["--model", str(checkpoint(tmp_path / "model")), "--data-dir", str(tmp_path / "data")]
+    flags += ["--host-cache", "memory", "--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]
+    async with contextlib.AsyncExitStack() as stack:
+        plane = await build(from_args(parser.parse_args(flags)), stack)
+        for address, methods in ((plane.client_address, CLIENT_METHODS), (plane.worker_address, WORKER_METHODS)):
+            async with grpc.aio.insecure_channel(address) as channel:
+                for path in methods:
+                    call: Any = channel.stream_stream(path)(iter([]), timeout=30, metadata=[("motet-tenant", "A")])
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        [response async for response in call]
+                    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, path
+                    assert details(caught.value)[1] == ["motet-tenant"], path
+
+
+def test_outside_of_an_rpc_the_server_is_the_caller() -> None:
+    job = Caller(tenant="ops", principal="retention job")
+    with acting_as(job):
+        assert current_caller() is job
+    assert current_caller() is THE_SERVER and current_caller().host == ""
