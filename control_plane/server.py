@@ -32,6 +32,8 @@ from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
 from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
+from control_plane.adapters.life_cycle import AdapterLifeCycle
+from control_plane.adapters.operations import OperationStore
 from control_plane.api import health, status
 from control_plane.api.admin import adapters, operations
 from control_plane.api.admin.adapter_roots import AdapterRoots
@@ -39,7 +41,6 @@ from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
-from control_plane.api.pins import Pins
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.text.codec import TextCodec
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
@@ -140,18 +141,16 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     clients, workers = _make_ports(config, max_connections, stack)
     fleet = Fleet(_fleet_settings(config), base_model, weights, registry.incarnation)
     stack.push_async_callback(fleet.close)
-    book = operations.OperationBook()
-    pins = Pins(registry, weights, fleet)
+    operation_store = OperationStore()
+    life_cycle = AdapterLifeCycle(registry=registry, weights=weights, fleet=fleet, operations=operation_store)
     gate = DrainGate()
     roots = AdapterRoots(dict(config.adapter_roots))
     stack.callback(roots.close)
     adapter_service = adapters.AdapterService(
         registry=registry,
-        weights=weights,
-        fleet=fleet,
+        life_cycle=life_cycle,
+        operations=operation_store,
         gate=gate,
-        book=book,
-        pins=pins,
         uploads=UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes),
         roots=roots,
         idempotency=IdempotencyCache(),
@@ -187,7 +186,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service, clients),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service, clients),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service, clients),
-        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(book), clients),
+        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store), clients),
         (health_pb2_grpc.add_HealthServicer_to_server, health_service, clients),
         (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights), workers),
         (health_pb2_grpc.add_HealthServicer_to_server, health_service, workers),
@@ -201,7 +200,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     worker_address = listeners.bind(workers, config.worker_listen)
     await clients.start()
     await workers.start()
-    restoring = asyncio.create_task(_restore(pins), name="restore")
+    restoring = asyncio.create_task(_restore(life_cycle), name="restore")
     stack.push_async_callback(_cancelled, restoring)
 
     async def drain(timeout_s: float) -> None:
@@ -209,7 +208,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         logger.info("draining timeout_s=%g", timeout_s, extra=shown(sentence))
         gate.close()
         reporter.stop()
-        await asyncio.gather(fleet.drain(timeout_s), book.close(timeout_s=timeout_s))
+        await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
 
     return ControlPlane(client_address, worker_address, fleet, drain)
 
@@ -370,10 +369,10 @@ def _log_host_cache(url: str, where: str, budget_bytes: int) -> None:
     logger.info("host cache url=%s budget_bytes=%d", url, budget_bytes, extra=shown(sentence))
 
 
-async def _restore(pins: Pins) -> None:
-    """Beside serving, after a start: pin what the registry says is pinned."""
+async def _restore(life_cycle: AdapterLifeCycle) -> None:
+    """Pin what the registry says is pinned. Runs after a start, beside serving."""
     try:
-        await pins.restore()
+        await life_cycle.restore_pins()
     except Exception:
         logger.exception("pins were not restored")
 

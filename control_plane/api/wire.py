@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from motet.v1 import adapters_pb2, types_pb2
 
+from control_plane.adapters.life_cycle import Placements
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
 
@@ -60,7 +61,7 @@ def version_message(version: AdapterVersion, *, with_modules: bool = False) -> a
 
 
 def adapter_message(
-    record: AdapterRecord, *, with_modules: bool = False, placements: Sequence[adapters_pb2.AdapterPlacement] = ()
+    record: AdapterRecord, *, with_modules: bool = False, placements: Placements | None = None
 ) -> adapters_pb2.Adapter:
     active = record.active_version
     return adapters_pb2.Adapter(
@@ -72,11 +73,20 @@ def adapter_message(
         state_reason=record.state_reason,
         active_version=None if active is None else version_message(active, with_modules=with_modules),
         pinned=record.is_pinned,
-        placements=placements,
+        placements=() if placements is None else _placement_messages(placements),
         create_time=timestamp(record.create_time_s),
         update_time=timestamp(record.update_time_s),
         etag=record.etag,
     )
+
+
+def _placement_messages(placements: Placements) -> Iterator[adapters_pb2.AdapterPlacement]:
+    if placements.is_stored:
+        yield adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_STORE)
+    if placements.is_host_cached:
+        yield adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_HOST_CACHE)
+    for worker_id in placements.worker_ids:
+        yield adapters_pb2.AdapterPlacement(tier=adapters_pb2.ADAPTER_TIER_ARENA, worker_id=worker_id)
 
 
 def registered_message(registered: Registered) -> adapters_pb2.Adapter:

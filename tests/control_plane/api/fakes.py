@@ -17,6 +17,8 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from control_plane.adapters.life_cycle import AdapterLifeCycle
+from control_plane.adapters.operations import OperationStore
 from control_plane.api import status
 from control_plane.api.admin import adapters, operations
 from control_plane.api.admin.adapter_roots import AdapterRoots
@@ -24,7 +26,6 @@ from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
-from control_plane.api.pins import Pins
 from control_plane.api.rpc import listeners
 from control_plane.api.text.codec import TextCodec
 from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudgetExceeded
@@ -434,8 +435,10 @@ class Api:
         self.fleet = FakeFleet(self.calls)
         self.served = WorkerReports(limit=max_model_len)
         self.gate = DrainGate()
-        self.book = operations.OperationBook(wall_clock=lambda: 7.0)
-        self.pins = Pins(self.registry, self.weights, self.fleet)
+        self.operations = OperationStore(wall_clock=lambda: 7.0)
+        self.life_cycle = AdapterLifeCycle(
+            registry=self.registry, weights=self.weights, fleet=self.fleet, operations=self.operations
+        )
         self.now_s = 100.0
         self.wall_s = 1e9  # September 2001
         self.uploads_dir = directory / "uploads"
@@ -455,11 +458,9 @@ class Api:
         )
         self.adapters = adapters.AdapterService(
             registry=self.registry,
-            weights=self.weights,
-            fleet=self.fleet,
+            life_cycle=self.life_cycle,
+            operations=self.operations,
             gate=self.gate,
-            book=self.book,
-            pins=self.pins,
             uploads=self.uploads,
             roots=AdapterRoots({"team": self.root}),
             idempotency=IdempotencyCache(clock=lambda: self.now_s),
@@ -484,7 +485,7 @@ class Api:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)  # type: ignore[no-untyped-call]
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)  # type: ignore[no-untyped-call]
         status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)  # type: ignore[no-untyped-call]
-        operations_pb2_grpc.add_OperationsServicer_to_server(operations.OperationsService(self.book), server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(operations.OperationsService(self.operations), server)
         self.address = listeners.bind(server, "127.0.0.1:0")
         await server.start()
         try:
@@ -493,7 +494,7 @@ class Api:
                 yield self
         finally:
             await server.stop(None)
-            await self.book.close(timeout_s=0)
+            await self.operations.close(timeout_s=0)
 
     def stub(self, kind: Any) -> Any:
         return kind(self.channel)

@@ -1,4 +1,4 @@
-"""google.longrunning.Operations over the operation book."""
+"""google.longrunning.Operations over a real channel."""
 
 from __future__ import annotations
 
@@ -9,82 +9,85 @@ import grpc
 import grpc.aio
 import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
-from google.protobuf import duration_pb2, empty_pb2
-from motet.v1 import adapters_pb2
+from google.protobuf import duration_pb2
 
-from control_plane.api.admin.operations import OperationBook
-from control_plane.errors import Exhausted, StoreUnavailable
-from tests.control_plane.api.fakes import Api, details
+from control_plane.adapters.operations import Operation
+from control_plane.errors import StoreUnavailable
+from control_plane.registry.records import Registered
+from tests.control_plane.api.fakes import DIGEST, Api, adapter_record, adapter_version, details
 
 
 def stub(api: Api) -> Any:
     return api.stub(operations_pb2_grpc.OperationsStub)
 
 
-async def done() -> empty_pb2.Empty:
-    return empty_pb2.Empty()
+def name_of(operation: Operation) -> str:
+    return f"operations/{operation.operation_id}"
+
+
+async def done() -> None:
+    return None
 
 
 async def test_wait_returns_the_operation_as_it_stands_after_the_timeout(api: Api) -> None:
     gate = asyncio.Event()
 
-    async def work() -> empty_pb2.Empty:
+    async def work() -> None:
         await gate.wait()
-        return empty_pb2.Empty()
 
-    operation = api.book.start("a", "create", work, is_cancellable=True)
-    request = operations_pb2.WaitOperationRequest(name=operation.name, timeout=duration_pb2.Duration(nanos=1000))
+    operation = api.operations.start("a", "create", work, is_cancellable=True)
+    request = operations_pb2.WaitOperationRequest(name=name_of(operation), timeout=duration_pb2.Duration(nanos=1000))
     assert not (await stub(api).WaitOperation(request)).done
-    waiting = asyncio.ensure_future(stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name)))
+    waiting = asyncio.ensure_future(
+        stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=name_of(operation)))
+    )
     gate.set()
     assert (await waiting).done
-    assert (await stub(api).GetOperation(operations_pb2.GetOperationRequest(name=operation.name))).done
+    assert (await stub(api).GetOperation(operations_pb2.GetOperationRequest(name=name_of(operation)))).done
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
 async def test_cancel_ends_a_creation(api: Api, has_begun: bool) -> None:
     begun = asyncio.Event()
 
-    async def work() -> empty_pb2.Empty:
+    async def work() -> None:
         begun.set()
         await asyncio.Event().wait()
-        return empty_pb2.Empty()
 
-    operation = api.book.start("a", "create", work, is_cancellable=True)
+    operation = api.operations.start("a", "create", work, is_cancellable=True)
     if has_begun:
         await begun.wait()
-        await stub(api).CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name))
+        await stub(api).CancelOperation(operations_pb2.CancelOperationRequest(name=name_of(operation)))
     else:
-        api.book.get(operation.name).task.cancel()  # type: ignore[union-attr]
-    ended = await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name))
+        operation.cancel()
+    ended = await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=name_of(operation)))
     assert ended.error.code == grpc.StatusCode.CANCELLED.value[0]
 
 
 async def test_cancel_does_not_stop_a_deletion(api: Api) -> None:
     gate = asyncio.Event()
 
-    async def work() -> empty_pb2.Empty:
+    async def work() -> None:
         await gate.wait()
-        return empty_pb2.Empty()
 
-    operation = api.book.start("a", "delete", work, is_cancellable=False)
-    await stub(api).CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name))
+    operation = api.operations.start("a", "delete", work, is_cancellable=False)
+    await stub(api).CancelOperation(operations_pb2.CancelOperationRequest(name=name_of(operation)))
     gate.set()
-    ended = await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name))
+    ended = await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=name_of(operation)))
     assert ended.WhichOneof("result") == "response"
 
 
 async def test_failure_is_told_in_the_operation(api: Api) -> None:
-    async def down() -> empty_pb2.Empty:
+    async def down() -> None:
         raise StoreUnavailable("the artifact store does not answer; try again")
 
-    async def bug() -> empty_pb2.Empty:
+    async def bug() -> None:
         raise RuntimeError("/root/secret")
 
-    first = api.book.start("a", "create", down, is_cancellable=True)
-    second = api.book.start("a", "create", bug, is_cancellable=True)
+    first = api.operations.start("a", "create", down, is_cancellable=True)
+    second = api.operations.start("a", "create", bug, is_cancellable=True)
     ended = [
-        await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name))
+        await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=name_of(operation)))
         for operation in (first, second)
     ]
     assert ended[0].error.code == grpc.StatusCode.UNAVAILABLE.value[0] and len(ended[0].error.details) == 2
@@ -93,7 +96,7 @@ async def test_failure_is_told_in_the_operation(api: Api) -> None:
 
 
 async def test_list_pages_newest_first_and_delete_forgets(api: Api) -> None:
-    names = [api.book.start("a", "create", done, is_cancellable=True).name for _ in range(3)]
+    names = [name_of(api.operations.start("a", "create", done, is_cancellable=True)) for _ in range(3)]
     page = await stub(api).ListOperations(operations_pb2.ListOperationsRequest(page_size=2))
     assert [operation.name for operation in page.operations] == [names[2], names[1]]
     rest = await stub(api).ListOperations(
@@ -108,11 +111,14 @@ async def test_list_pages_newest_first_and_delete_forgets(api: Api) -> None:
 
 
 async def test_a_page_ends_where_more_would_be_too_large_for_a_client(api: Api) -> None:
-    async def register() -> adapters_pb2.Adapter:
-        return adapters_pb2.Adapter(name="adapters/a", labels={"l": "v" * 300_000})
+    record = adapter_record("a", [adapter_version(DIGEST)], DIGEST, labels={"l": "v" * 300_000})
 
-    names = [api.book.start("a", "create", register, is_cancellable=True).name for _ in range(20)]
-    await asyncio.gather(*(api.book.get(name).done.wait() for name in names))
+    async def register() -> Registered:
+        return Registered(record, None)
+
+    begun = [api.operations.start("a", "create", register, is_cancellable=True) for _ in range(20)]
+    await asyncio.gather(*(operation.wait() for operation in begun))
+    names = [name_of(operation) for operation in begun]
     listed, token = [], ""
     while not listed or token:
         request = operations_pb2.ListOperationsRequest(page_size=100, page_token=token)
@@ -128,24 +134,3 @@ async def test_bad_name_is_refused(api: Api, name: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub(api).GetOperation(operations_pb2.GetOperationRequest(name=name))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_book_is_bounded() -> None:
-    book = OperationBook(wall_clock=lambda: 0.0, max_running=2, max_kept=3)
-    gate = asyncio.Event()
-
-    async def work() -> empty_pb2.Empty:
-        await gate.wait()
-        return empty_pb2.Empty()
-
-    for _ in range(2):
-        book.start("a", "create", work, is_cancellable=True)
-    with pytest.raises(Exhausted, match="at most 2"):
-        book.start("a", "create", work, is_cancellable=True)
-    book.start("a", "delete", work, is_cancellable=False, is_waiting=True)  # one that waits always has room
-    gate.set()
-    await book.close(timeout_s=5)
-    for _ in range(5):
-        book.start("a", "create", done, is_cancellable=True)
-        await book.close(timeout_s=5)
-    assert len(book.page(100, "")[0]) == 3

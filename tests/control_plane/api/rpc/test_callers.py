@@ -85,9 +85,10 @@ async def test_handlers_of_every_method_know_their_caller(
         server.add_generic_rpc_handlers((handler,))
     address = listeners.bind(server, "127.0.0.1:0")
     await server.start()
+    channel: Any
     async with grpc.aio.insecure_channel(address) as channel:
         for path in methods:
-            call: Any = channel.stream_stream(path)(iter([b""]), timeout=30, metadata=[("motet-tenant", "team-a")])
+            call = channel.stream_stream(path)(iter([b""]), timeout=30, metadata=[("motet-tenant", "team-a")])
             assert [response async for response in call] == [b""], path
             caller = seen.pop()
             assert (caller.tenant, caller.principal, caller.host) == ("team-a", "", "ipv4:127.0.0.1"), path
@@ -104,9 +105,10 @@ async def test_every_method_of_a_running_server_refuses_a_bad_tenant(tmp_path: P
     async with contextlib.AsyncExitStack() as stack:
         plane = await build(from_args(parser.parse_args(flags)), stack)
         for address, methods in ((plane.client_address, CLIENT_METHODS), (plane.worker_address, WORKER_METHODS)):
+            channel: Any
             async with grpc.aio.insecure_channel(address) as channel:
                 for path in methods:
-                    call: Any = channel.stream_stream(path)(iter([]), timeout=30, metadata=[("motet-tenant", "A")])
+                    call = channel.stream_stream(path)(iter([]), timeout=30, metadata=[("motet-tenant", "A")])
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         [response async for response in call]
                     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, path

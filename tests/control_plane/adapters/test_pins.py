@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.api.pins import Pins
+from control_plane.adapters.pins import Pins
 from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, FakeFleet, FakeRegistry, FakeWeights
 
 

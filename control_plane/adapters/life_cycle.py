@@ -1,0 +1,228 @@
+"""The life of an adapter over every tier: the store, the host cache, and the slots of the workers.
+
+Owns the order in which the tiers change, so that they agree with the registry also when a client leaves half-way, or
+when another name has the same weights. Every change writes a line of the audit log. Knows nothing of messages and
+connections. What only reads goes to the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from control_plane.adapters.audit import audited
+from control_plane.adapters.operations import Operation, OperationStore
+from control_plane.adapters.pins import Pins
+from control_plane.fleet.fleet import Fleet
+from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.records import AdapterRecord, Registered
+from control_plane.registry.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a client says of the version that it registers, beside the files."""
+
+    adapter_id: str
+    display_name: str = ""  # empty: that of the record stays
+    labels: Mapping[str, str] = field(default_factory=dict)  # empty: those of the record stay
+    validate_only: bool = False  # check and pack the files, and store nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Where the weights of an adapter's active version are."""
+
+    is_stored: bool = False
+    is_host_cached: bool = False
+    worker_ids: tuple[str, ...] = ()  # workers that have them in a slot
+
+
+class AdapterLifeCycle:
+    """Registers, activates, pins and deletes adapters. Used from one event loop."""
+
+    def __init__(
+        self, *, registry: Registry, weights: AdapterWeights, fleet: Fleet, operations: OperationStore
+    ) -> None:
+        self._registry = registry
+        self._weights = weights
+        self._fleet = fleet
+        self._operations = operations
+        self._pins = Pins(registry, weights, fleet)
+        # The operations of deletions that have not ended, by (adapter id, digest of the version or "" for all).
+        self._deletions: dict[tuple[str, str], asyncio.Task[Operation]] = {}
+
+    def placements(self, record: AdapterRecord) -> Placements:
+        """Where the weights of the active version are at present."""
+        digest = record.active_digest
+        if not digest:
+            return Placements()
+        return Placements(
+            is_stored=True,
+            is_host_cached=self._weights.is_cached(digest),
+            worker_ids=tuple(self._fleet.placements(digest)),
+        )
+
+    async def restore_pins(self) -> None:
+        """Pin what the registry says is pinned; run once after a start, beside serving."""
+        await self._pins.restore()
+
+    # ---- registering ----
+
+    async def register(self, registration: Registration, files: Mapping[str, Path]) -> Registered:
+        """Check the files and make them the active version of the name. The caller writes the audit log.
+
+        If this is cancelled, the version may be registered all the same, and pins follow it then.
+        """
+        is_stored = not registration.validate_only
+        try:
+            registered = await self._registry.register(
+                registration.adapter_id,
+                files,
+                display_name=registration.display_name,
+                labels=registration.labels,
+                validate_only=registration.validate_only,
+            )
+            if is_stored:
+                self._fleet.keep(registered.record.active_digest)
+                self._weights.stored_anew(registered.record.active_digest)
+            return registered
+        finally:
+            if is_stored:
+                await _to_the_end(self._pins.follow(registration.adapter_id))
+
+    def start_registering(self, registration: Registration, files: Mapping[str, Path]) -> Operation:
+        """Register as an operation, which a client can cancel. Raises Exhausted where too many are running."""
+
+        async def work() -> Registered:
+            with audited("create", registration.adapter_id) as entry:
+                registered = await self.register(registration, files)
+                entry.digest = registered.record.active_digest
+                return registered
+
+        return self._operations.start(registration.adapter_id, "create", work, is_cancellable=True)
+
+    # ---- changing ----
+
+    async def update(
+        self,
+        adapter_id: str,
+        *,
+        display_name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        etag: str = "",
+    ) -> AdapterRecord:
+        """Change the description; None leaves a field as it is."""
+        with audited("update", adapter_id):
+            return await self._registry.update(adapter_id, display_name=display_name, labels=labels, etag=etag)
+
+    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
+        """Make a registered version the active one, and move the pin of a pinned name to it."""
+
+        async def activate() -> AdapterRecord:
+            record = await self._registry.activate(adapter_id, digest, etag)
+            await self._pins.follow(adapter_id)
+            return record
+
+        with audited("activate", adapter_id, digest):
+            return await _to_the_end(activate())
+
+    async def pin(self, adapter_id: str) -> AdapterRecord:
+        """Keep the active version in the host cache. Raises PinBudgetExceeded, and changes nothing then.
+
+        A host cache that is not available at present takes the version in when it is back; `placements` says so.
+        """
+        with audited("pin", adapter_id):
+            return await _to_the_end(self._pins.pin(adapter_id))
+
+    async def unpin(self, adapter_id: str) -> AdapterRecord:
+        """Take the pin back; a name without a pin is fine."""
+        with audited("unpin", adapter_id):
+            return await _to_the_end(self._pins.unpin(adapter_id))
+
+    # ---- deleting ----
+
+    async def delete(self, adapter_id: str, etag: str = "") -> Operation:
+        """Refuse new requests of the name at once. The operation ends when every tier is clear of its versions.
+
+        One deletion runs for each name: a second call returns the operation of the first.
+        """
+        with audited("delete", adapter_id):
+            return await self._joined((adapter_id, ""), self._begin_delete(adapter_id, etag))
+
+    async def delete_version(self, adapter_id: str, digest: str, etag: str = "") -> Operation:
+        """Refuse new requests of a version at once. The operation ends when every tier is clear of it.
+
+        One deletion runs for each version: a second call returns the operation of the first.
+        """
+        with audited("delete_version", adapter_id, digest):
+            return await self._joined((adapter_id, digest), self._begin_delete_version(adapter_id, digest, etag))
+
+    async def _joined(self, key: tuple[str, str], begin: Coroutine[Any, Any, Operation]) -> Operation:
+        begun = self._deletions.get(key)
+        if begun is None:
+            begun = self._deletions[key] = asyncio.ensure_future(begin)
+            begun.add_done_callback(partial(self._forget_failed, key))
+        else:
+            begin.close()
+        # If the client leaves here, the deletion must go on: the name would stay in deletion for ever.
+        return await asyncio.shield(begun)
+
+    def _forget_failed(self, key: tuple[str, str], begun: asyncio.Task[Operation]) -> None:
+        """A deletion that could not begin may be tried again."""
+        if begun.cancelled() or begun.exception() is not None:
+            del self._deletions[key]
+
+    async def _begin_delete(self, adapter_id: str, etag: str) -> Operation:
+        digests = await self._registry.begin_delete(adapter_id, etag)
+
+        async def work() -> None:
+            try:
+                await self._clear(adapter_id, digests)
+            finally:
+                del self._deletions[adapter_id, ""]
+
+        return self._operations.start(adapter_id, "delete", work, is_cancellable=False, is_waiting=True)
+
+    async def _begin_delete_version(self, adapter_id: str, digest: str, etag: str) -> Operation:
+        await self._registry.begin_delete_version(adapter_id, digest, etag)
+
+        async def work() -> None:
+            try:
+                await self._clear_digest(digest)
+                await self._registry.finish_delete_version(digest)
+            finally:
+                del self._deletions[adapter_id, digest]
+
+        return self._operations.start(
+            adapter_id, "delete_version", work, is_cancellable=False, is_waiting=True, digest=digest
+        )
+
+    async def _clear(self, adapter_id: str, digests: Sequence[str]) -> None:
+        """Take a name that is being deleted, and its versions, out of every tier."""
+        await self._pins.forget(adapter_id)
+        for digest in digests:
+            await self._clear_digest(digest)
+        await self._registry.finish_delete(adapter_id)
+        logger.info("adapter deleted adapter_id=%s num_digests=%d", adapter_id, len(digests))
+
+    async def _clear_digest(self, digest: str) -> None:
+        """Take weights out of slots and host cache, unless a name has them. A name may get them at any moment."""
+        if not self._registry.is_named(digest):
+            await self._fleet.retire(digest)
+        if not self._registry.is_named(digest):
+            await self._weights.drop(digest)
+
+
+async def _to_the_end(change: Coroutine[Any, Any, T]) -> T:
+    """The result of the change, which goes on to its end even if the client leaves: so the tiers stay consistent."""
+    return await asyncio.shield(asyncio.ensure_future(change))

@@ -1,0 +1,83 @@
+"""The life cycle as an entrance other than gRPC calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from control_plane.adapters.life_cycle import AdapterLifeCycle, Placements, Registration
+from control_plane.adapters.operations import OperationStore
+from control_plane.caller import Caller, acting_as
+from control_plane.errors import AdapterNotFound, Exhausted
+from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, FakeFleet, FakeRegistry, FakeWeights
+
+
+class Tiers:
+    """A life cycle over fakes."""
+
+    def __init__(self, *, max_running: int = 64) -> None:
+        self.registry = FakeRegistry()
+        self.weights, self.fleet = FakeWeights(self.registry.calls), FakeFleet(self.registry.calls)
+        self.operations = OperationStore(max_running=max_running)
+        self.life_cycle = AdapterLifeCycle(
+            registry=self.registry, weights=self.weights, fleet=self.fleet, operations=self.operations
+        )
+
+
+async def test_an_admin_job_deletes_an_adapter_and_the_audit_log_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    tiers = Tiers()
+    tiers.registry.add("poet", DIGEST, OTHER_DIGEST)
+    with caplog.at_level(logging.INFO, logger="motet.audit"), acting_as(Caller(principal="retention job")):
+        operation = await tiers.life_cycle.delete_version("poet", OTHER_DIGEST)
+        assert await operation.wait(5) and operation.error is None
+        with pytest.raises(AdapterNotFound):
+            await tiers.life_cycle.delete("nobody")
+    assert [call[0] for call in tiers.registry.calls] == [
+        "begin_delete_version",
+        "retire",
+        "drop",
+        "finish_delete_version",
+    ]
+    assert [record.getMessage() for record in caplog.records if record.name == "motet.audit"] == [
+        f"verb=delete_version adapter_id=poet digest={OTHER_DIGEST} tenant=default principal=retention job peer= "
+        "result=ok",
+        "verb=delete adapter_id=nobody digest= tenant=default principal=retention job peer= result=ADAPTER_NOT_FOUND",
+    ]
+
+
+async def test_placements_tell_every_tier() -> None:
+    tiers = Tiers()
+    record = tiers.registry.add("poet")
+    assert tiers.life_cycle.placements(record) == Placements(True, True, ("w0",))
+    assert tiers.life_cycle.placements(tiers.registry.add("bard", OTHER_DIGEST)) == Placements(True, False, ())
+
+
+async def test_registering_as_an_operation_gives_what_registering_gives() -> None:
+    tiers = Tiers()
+    operation = tiers.life_cycle.start_registering(Registration("poet", display_name="Poet"), {})
+    assert await operation.wait(5)
+    assert operation.registered is not None and operation.registered.record.display_name == "Poet"
+    assert tiers.weights.stored == [DIGEST]
+
+
+async def test_deletions_that_wait_for_streams_stop_nobody_elses_work() -> None:
+    tiers = Tiers(max_running=1)
+    life_cycle, registry = tiers.life_cycle, tiers.registry
+    names = [f"n{number}" for number in range(70)]
+    for number, name in enumerate(names):
+        registry.add(name, f"{number:064x}")  # weights of its own: its deletion waits
+    registry.add("poet", DIGEST, OTHER_DIGEST)
+    gate = tiers.fleet.retire_gate = asyncio.Event()
+    for name in names:
+        await life_cycle.delete(name)
+    await life_cycle.delete_version("poet", OTHER_DIGEST)
+    registry.gate = asyncio.Event()
+    life_cycle.start_registering(Registration("bard"), {})
+    with pytest.raises(Exhausted, match="1 operations are running, at most 1"):  # this one works, and has its limit
+        life_cycle.start_registering(Registration("bard"), {})
+    registry.gate.set()
+    gate.set()
+    await tiers.operations.close(timeout_s=5)
+    assert sorted(registry.records) == ["bard", "poet"]
