@@ -13,7 +13,7 @@ PYTEST_ARGS ?= -n 2
 TESTS ?= tests
 MINUTES ?= 60
 ROUNDS ?= 1000
-MODULES ?= control_plane/scheduler/block_pool.py
+MODULES ?= control_plane/scheduler/memory/block_pool.py
 MUTANTS ?= 20
 SEED ?= 0
 

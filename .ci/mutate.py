@@ -1,7 +1,7 @@
 """Puts small faults into modules, one at a time, and reports those that no test notices.
 
-`make mutate MODULES="control_plane/scheduler/block_pool.py" MUTANTS=20 SEED=0`. Every mutant lives in a copy of the
-checkout. The module's mirrored test runs first, then all tests of its folder; a mutant that passes both survives.
+`make mutate MODULES="control_plane/scheduler/memory/block_pool.py" MUTANTS=20 SEED=0`. Every mutant lives in a copy of
+the checkout. The module's mirrored test runs first, then all tests of its folder; a mutant that passes both survives.
 Outside CI: a mutant costs a run of tests. CONTRIBUTING.md has the last result.
 """
 

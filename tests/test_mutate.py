@@ -66,9 +66,9 @@ def test_what_says_something_and_does_nothing_is_left_alone(mutate: ModuleType, 
 
 
 def test_the_mirrored_test_comes_before_those_of_its_folder(mutate: ModuleType) -> None:
-    assert mutate.tests_of(Path("control_plane/scheduler/block_pool.py")) == [
-        ["tests/control_plane/scheduler/test_block_pool.py"],
-        ["tests/control_plane/scheduler"],
+    assert mutate.tests_of(Path("control_plane/scheduler/memory/block_pool.py")) == [
+        ["tests/control_plane/scheduler/memory/test_block_pool.py"],
+        ["tests/control_plane/scheduler/memory"],
     ]
     assert mutate.tests_of(Path("client/motet/generation.py")) == [
         ["tests/client/test_generation.py"],

@@ -1,7 +1,7 @@
 """The way to one worker and back, measured, and how many steps a plan must stand for to hide it. Pure.
 
 A result frees room for a plan; the plan reaches the worker one round trip and one turnaround later. Meanwhile the
-worker has (plan_depth - 1) plans of n steps to do (scheduler/run_ahead.py), so it never waits while
+worker has (plan_depth - 1) plans of n steps to do (scheduler/step/run_ahead.py), so it never waits while
 
     (plan_depth - 1) * n * step_time >= round_trip + turnaround
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from control_plane.scheduler.beam_search import BeamSearcher
 from control_plane.scheduler.errors import (
     AdapterNeverFits,
     ContextNeverFits,
@@ -12,10 +11,12 @@ from control_plane.scheduler.errors import (
     RequestNeverFits,
     RowsNeverFit,
 )
-from control_plane.scheduler.new_rows import BLOCK_BYTES, MAX_ROW_BYTES
-from control_plane.scheduler.prefix_cache import chain_root
-from control_plane.scheduler.sequence import Sequence
-from control_plane.scheduler.sequence_group import SequenceGroup
+from control_plane.scheduler.memory.block_fit import Verdict, judge_blocks
+from control_plane.scheduler.memory.prefix_cache import chain_root
+from control_plane.scheduler.requests.beam_search import BeamSearcher
+from control_plane.scheduler.requests.sequence import Sequence
+from control_plane.scheduler.requests.sequence_group import SequenceGroup
+from control_plane.scheduler.step.new_rows import BLOCK_BYTES, MAX_ROW_BYTES
 from control_plane.scheduler.types import (
     TOKEN_BYTES,
     Answer,
@@ -25,7 +26,6 @@ from control_plane.scheduler.types import (
     WorkerLimits,
     sample_seed,
 )
-from control_plane.scheduler.verdict import Verdict, judge_blocks
 
 
 def check_fits(request: Request, limits: WorkerLimits) -> None:

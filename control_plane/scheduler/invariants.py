@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from control_plane.scheduler.decode_batch import by_progress
-from control_plane.scheduler.sequence import Sequence, SequenceState
-from control_plane.scheduler.sequence_group import GroupState, SequenceGroup
+from control_plane.scheduler.requests.sequence import Sequence, SequenceState
+from control_plane.scheduler.requests.sequence_group import GroupState, SequenceGroup
+from control_plane.scheduler.step.decode_batch import by_progress
 from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 if TYPE_CHECKING:

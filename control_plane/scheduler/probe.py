@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from control_plane.scheduler.preemption import choose_paused
 from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.step.preemption import choose_paused
 from control_plane.scheduler.types import RequestId
 
 

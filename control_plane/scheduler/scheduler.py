@@ -16,21 +16,21 @@ from collections import deque
 from collections.abc import KeysView, Reversible, Set
 
 from control_plane.scheduler.admission import check_fits, make_group
-from control_plane.scheduler.answers import AnswerBook, ending
-from control_plane.scheduler.deadlines import Deadlines
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.plan_draft import Flight, PlanDraft, check_answer, note_logprobs
-from control_plane.scheduler.planner import Planner
-from control_plane.scheduler.preemption import choose_paused
-from control_plane.scheduler.prefix_cache import PrefixKeys as PrefixKeys
-from control_plane.scheduler.roster import Roster, by_order
-from control_plane.scheduler.run_ahead import may_plan, repeat
-from control_plane.scheduler.sequence_group import GroupState
+from control_plane.scheduler.memory.prefix_cache import PrefixKeys as PrefixKeys
+from control_plane.scheduler.queues.deadlines import Deadlines
+from control_plane.scheduler.requests.sequence_group import GroupState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import AdapterUse as AdapterUse
 from control_plane.scheduler.stats import SchedulerStats as SchedulerStats
 from control_plane.scheduler.stats import WorkerUtilization as WorkerUtilization
+from control_plane.scheduler.step.plan_draft import Flight, PlanDraft, check_answer, note_logprobs
+from control_plane.scheduler.step.planner import Planner
+from control_plane.scheduler.step.preemption import choose_paused
+from control_plane.scheduler.step.roster import Roster, by_order
+from control_plane.scheduler.step.run_ahead import may_plan, repeat
+from control_plane.scheduler.step.step_results import AnswerBook, ending
 from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import (
     MAX_PLAN_STEPS,

@@ -12,19 +12,19 @@ from contract.v1 import plan_pb2
 from control_plane.api.rpc.listeners import WORKER_MESSAGE_BYTES
 from control_plane.fleet.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
 from control_plane.fleet.wire import PlanEncoder
-from control_plane.scheduler.adapter_slots import AdapterSlots
 from control_plane.scheduler.admission import make_group
-from control_plane.scheduler.block_pool import BlockPool
 from control_plane.scheduler.errors import PlanNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.new_rows import MAX_ROW_BYTES, PLAN_BYTES, begin_row, row_bytes
-from control_plane.scheduler.prefix_cache import PrefixCache
+from control_plane.scheduler.memory.adapter_slots import AdapterSlots
+from control_plane.scheduler.memory.block_pool import BlockPool
+from control_plane.scheduler.memory.prefix_cache import PrefixCache
 from control_plane.scheduler.probe import SchedulerProbe
+from control_plane.scheduler.requests.sequence import SequenceState
 from control_plane.scheduler.scheduler import Scheduler
-from control_plane.scheduler.sequence import SequenceState
 from control_plane.scheduler.settings import SchedulerSettings
+from control_plane.scheduler.step.new_rows import MAX_ROW_BYTES, PLAN_BYTES, begin_row, row_bytes
+from control_plane.scheduler.step.swap_space import SwapSpace
 from control_plane.scheduler.step_costs import StepCosts
-from control_plane.scheduler.swap_space import SwapSpace
 from control_plane.scheduler.types import (
     Answer,
     BeamSearch,

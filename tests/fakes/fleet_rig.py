@@ -24,7 +24,7 @@ from control_plane.fleet.fleet import TICK_S, Fleet
 from control_plane.fleet.jobs import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
-from control_plane.scheduler.beam_search import BeamSearcher
+from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.types import AdapterRef, Request, sample_seed
 from data_plane.errors import AdapterLoadError, AdapterMismatch
 from data_plane.plan import Capacities, StepOutput

@@ -41,9 +41,9 @@ from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.invariants import check_scheduler
-from control_plane.scheduler.prefix_cache import PrefixCache
+from control_plane.scheduler.memory.prefix_cache import PrefixCache
 from control_plane.scheduler.probe import SchedulerProbe
-from control_plane.scheduler.sequence import Sequence
+from control_plane.scheduler.requests.sequence import Sequence
 from control_plane.scheduler.types import AdapterRef, BeamSearch, FinishReason, StepPlan
 from data_plane.errors import AdapterMismatch
 from data_plane.wire import encode_hello

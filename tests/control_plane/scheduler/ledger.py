@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from control_plane.scheduler.beam_search import BeamSearcher, Hypothesis
-from control_plane.scheduler.beams import NO_SCORE
+from control_plane.scheduler.requests.beam_search import BeamSearcher, Hypothesis
+from control_plane.scheduler.step.beams import NO_SCORE
 from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
 from tests.fakes.model_worker import VOCAB_SIZE, chain_of, chain_step, logprobs_of, oracle
 

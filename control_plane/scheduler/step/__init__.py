@@ -1,0 +1,1 @@
+"""What the next step computes, and what the result of a step means."""

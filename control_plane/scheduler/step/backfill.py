@@ -1,0 +1,212 @@
+"""Requests that lack rows or blocks: how long they hold up others, how others pass them, and how they get their turn.
+
+A request takes all its rows and blocks at once, so one with many answers or a long prompt may have to wait for most of
+the worker. The rules, for all policies but FCFS, with M for the setting max_blocked_steps:
+
+1. The request whose turn it is holds up all others while it lacks room, for M steps at most. Nearly always enough rows
+   and blocks come free in that time, and the order of turns is kept.
+2. Then it is set aside and others pass it. Whoever of those lacks room is set aside at once. Requests that are set
+   aside are tried in every step. For M of NUM_PARTS x M steps only they are, so that free room adds up for those which
+   need more than what comes free in a step; not where rule 3's holders leave too little for all of them.
+3. Room is reserved for one of them, chosen like any other by its tenant's turn. Holders are requests that have rows at
+   that moment; they run to their end. Requests that are admitted later give way. Once what the holders leave is enough,
+   and no account that waits got less service, the reserved request is due: nobody else takes rows for M steps, and
+   whoever is no holder then is preempted, the latest arrivals first. A request gives way so once in its life, and
+   counts as a holder later.
+
+So a request waits at most M steps for one that lacks room, and the latter waits no longer than the requests run that
+ran before it. Rows that are kept free for a request while others wait are charged to its account as if it decoded in
+them. Many answers of one token would else buy for little that nobody else runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.queues.waiting_queue import queue_key
+from control_plane.scheduler.requests.sequence import Sequence
+from control_plane.scheduler.requests.sequence_group import GroupState, SequenceGroup
+from control_plane.scheduler.step.forks import num_fork_blocks
+from control_plane.scheduler.step.roster import Roster
+from control_plane.scheduler.types import RequestId, WorkerLimits
+
+NUM_PARTS = 4  # of a cycle; the last is for requests set aside alone
+MAX_TRIED = 8  # requests set aside that are looked at in one step, beside the reserved one
+MAX_SET_ASIDE = 32  # requests that one step sets aside: looking at each takes a few microseconds
+
+
+class Backfill:
+    """What one worker's planner remembers of requests that lack room."""
+
+    def __init__(
+        self, limits: WorkerLimits, roster: Roster, counters: VirtualCounters, *, watermark: int, max_blocked_steps: int
+    ) -> None:
+        """`watermark`: blocks that an admission leaves free while others run."""
+        self._roster = roster
+        self._max_blocked_steps = max_blocked_steps
+        self._counters = counters
+        self._num_rows = limits.max_rows
+        self._num_blocks = limits.num_blocks
+        self._watermark = watermark
+        self._blocking: SequenceGroup | None = None  # the last that held up others
+        self._num_blocked_steps = 0  # in which somebody did, since such a request was admitted
+        self._num_passing_steps = 0  # with requests set aside
+        self._num_set_aside = 0  # in this step
+        self._next_tried = 0  # place among those set aside
+        self.reserved: SequenceGroup | None = None  # set aside
+        self.is_due = False  # what holders leave is enough for the reserved request
+        self._num_due_steps = 0
+        self._holders: set[RequestId] = set()
+        self._has_hope = False  # what holders leave is enough for somebody who is set aside
+
+    def begin_step(self) -> list[SequenceGroup]:
+        """Look at what changed. Returns the requests that give way to the reserved one in this step."""
+        self._num_set_aside = 0
+        aside = self._roster.waiting.aside
+        if not aside:
+            self.reserved = None
+            self.is_due = False
+            self._num_passing_steps = self._num_due_steps = 0
+            return []
+        self._num_passing_steps += 1
+        if self.reserved is None or self.reserved.request.request_id not in aside:
+            self._reserve()
+        self._judge()
+        if self.is_due and self.reserved is not None:
+            self._charge_idle(self.reserved)
+        return self._victims() if self._num_due_steps > self._max_blocked_steps else []
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody is admitted in this step but requests that were set aside."""
+        part = self._num_passing_steps // self._max_blocked_steps % NUM_PARTS
+        is_for_them = part == NUM_PARTS - 1 and self._has_hope
+        return self.is_due or (is_for_them and len(self._roster.running) > 0)
+
+    def to_try(self) -> list[SequenceGroup]:
+        """Requests set aside that may be admitted in this step if they have room: the reserved one, then some others.
+
+        While the reserved one is due, it alone.
+        """
+        if self.reserved is None:
+            return []
+        is_admissible = self._roster.slots.is_admissible
+        first = [self.reserved] if is_admissible(self.reserved.digest) else []
+        if self.is_due:
+            return first
+        others = [group for group in self._roster.waiting.aside.values() if group is not self.reserved]
+        if len(others) > MAX_TRIED:
+            begin = self._next_tried % len(others)
+            self._next_tried = begin + MAX_TRIED
+            others = (others + others)[begin : begin + len(others)]
+        return first + [group for group in others if is_admissible(group.digest)][:MAX_TRIED]
+
+    def holds_up(self, group: SequenceGroup) -> bool:
+        """Whether the request whose turn it is, and which lacks room, holds up others; else it is set aside here."""
+        waiting = self._roster.waiting
+        if not waiting.aside:
+            if self._num_set_aside == 0:
+                self._num_blocked_steps += 1
+            self._blocking = group
+            if self._num_blocked_steps <= self._max_blocked_steps:
+                self._charge_idle(group)
+                return True
+            self._num_blocked_steps = 0
+        if self._num_set_aside == MAX_SET_ASIDE:
+            return True
+        self._num_set_aside += 1
+        if not waiting.set_aside(group):
+            return True
+        if self.reserved is None:
+            self._reserve()
+        return False
+
+    def note_start(self, group: SequenceGroup) -> None:
+        """The request is admitted."""
+        if group is self._blocking:
+            self._blocking = None
+            self._num_blocked_steps = 0
+
+    def _reserve(self) -> None:
+        """Choose whom room is reserved for, of those whose adapter is ready if there are any."""
+        is_admissible = self._roster.slots.is_admissible
+        self.reserved = min(
+            self._roster.waiting.aside.values(),
+            key=lambda group: (
+                not is_admissible(group.digest),
+                self._counters.counter(group.request.account),
+                queue_key(group),
+            ),
+        )
+        self._holders = {sequence.request_id for sequence in self._roster.running}
+        self.is_due = False
+        self._num_due_steps = 0
+
+    def _judge(self) -> None:
+        """See whether the reserved request is due. Blocks that holders share count for each of them."""
+        assert self.reserved is not None, "somebody is set aside and nobody is reserved for"
+        kept = [sequence for sequence in self._roster.running if self._is_holder(sequence)]
+        num_left = self._num_blocks
+        if kept:
+            num_left -= self._watermark + sum(len(sequence.block_ids) for sequence in kept)
+
+        def has_room(group: SequenceGroup) -> bool:
+            num_rows, num_blocks = self._needs(group)
+            return num_rows + len(kept) <= self._num_rows and num_blocks <= num_left
+
+        may_be_due = has_room(self.reserved) and self._roster.slots.is_admissible(self.reserved.digest)
+        self.is_due = may_be_due and (self.is_due or self._has_turn(self.reserved))
+        self._num_due_steps = self._num_due_steps + 1 if self.is_due else 0
+        self._has_hope = any(map(has_room, itertools.islice(self._roster.waiting.aside.values(), MAX_TRIED)))
+
+    def _has_turn(self, group: SequenceGroup) -> bool:
+        """Whether no account has got less that waits in the queue."""
+        first = self._roster.waiting.peek()
+        counter = self._counters.counter
+        return first is None or counter(group.request.account) <= counter(first.request.account)
+
+    def _charge_idle(self, group: SequenceGroup) -> None:
+        """Charge a request's account for the room that is kept free for it in this step, as far as others wait for it.
+
+        Of rows and blocks the one counts of which less is free: where blocks are short, rows are free anyway.
+        """
+        waiting, roster = self._roster.waiting, self._roster
+        num_others = len(waiting) - max(1, len(waiting.aside))
+        num_free = min(roster.rows.num_free, self._num_rows * roster.pool.num_available // self._num_blocks)
+        self._counters.charge_idle(group.request.account, min(num_free, num_others))
+
+    def _victims(self) -> list[SequenceGroup]:
+        """Requests that make room for the one that is due; none while others leave already."""
+        roster = self._roster
+        if roster.num_draining > 0 or self.reserved is None:
+            return []
+        num_rows, num_blocks = self._needs(self.reserved)
+        rows_short = num_rows - roster.rows.num_free
+        blocks_short = num_blocks + self._watermark - roster.pool.num_available
+        victims: list[SequenceGroup] = []
+        for sequence in reversed(roster.running):
+            if rows_short <= 0 and blocks_short <= 0:
+                break
+            group = sequence.group
+            if self._is_holder(sequence) or group.state is not GroupState.RUNNING:
+                continue
+            if not group.has_progressed and not group.is_paused:
+                continue
+            if group not in victims[-1:]:
+                victims.append(group)
+            rows_short -= 1
+            blocks_short -= len(sequence.block_ids)
+        for group in victims:
+            group.has_given_way = True
+        return victims
+
+    def _is_holder(self, sequence: Sequence) -> bool:
+        """Whether the reserved request waits for its end. Nobody waits for one whose reader is slow."""
+        group = sequence.group
+        return (sequence.request_id in self._holders or group.has_given_way) and not group.is_paused
+
+    def _needs(self, group: SequenceGroup) -> tuple[int, int]:
+        """Rows and blocks that the request takes when it is admitted, those in the prefix cache included."""
+        members, size = group.live_members(), self._roster.block_size
+        return len(members), -(-members[0].num_known // size) + num_fork_blocks(members, size)
