@@ -16,6 +16,18 @@ INLINE float rounded_to(float value, int dtype) {
     return load_one(code, 0, dtype);
 }
 
+/* Unrolled, so that sums[row][rank] are registers from the first page to the last. */
+#define EACH_ROW _Pragma("GCC unroll 3") for (int row = 0; row < rows; row++)
+#define EACH_RANK _Pragma("GCC unroll 8") for (int rank = 0; rank < PAGE_RANKS; rank++)
+
+/* Else GCC loads it again for every product, and the loads take longer than the products. */
+INLINE vec in_register(vec value) {
+#ifdef __AVX2__
+    __asm__("" : "+v"(value));
+#endif
+    return value;
+}
+
 /* sums[row][rank] += x[row] . page[rank] over `count` columns. Meanwhile the page `next` is fetched, if any. */
 INLINE void dot_page(const char *const *x, int64_t begin, int64_t count, const char *page, int64_t row_bytes,
                      const char *next, vec sums[TILE_ROWS][PAGE_RANKS], int rows, int dtype) {
@@ -29,32 +41,44 @@ INLINE void dot_page(const char *const *x, int64_t begin, int64_t count, const c
 #ifdef __AVX512BF16__
         if (dtype == BFLOAT16) {
             __m512bh both[TILE_ROWS];
-            for (int row = 0; row < rows; row++)
+            EACH_ROW
                 both[row] = (__m512bh)_mm512_loadu_si512(x[row] + (begin + place) * item);
-            _Pragma("GCC unroll 8") for (int rank = 0; rank < PAGE_RANKS; rank++) {
+            EACH_RANK {
                 const __m512bh weights = (__m512bh)_mm512_loadu_si512(page + rank * row_bytes + place * item);
-                for (int row = 0; row < rows; row++)
+                EACH_ROW
                     sums[row][rank] = (vec)_mm512_dpbf16_ps((__m512)sums[row][rank], both[row], weights);
             }
             continue;
         }
 #endif
+        if (dtype == FLOAT32) { /* half a pair at a time, which takes fewer registers */
+            for (int half = 0; half < 2; half++) {
+                const int64_t column = place + half * LANES;
+                vec some[TILE_ROWS];
+                EACH_ROW some[row] = load((const float *)x[row] + begin + column);
+                EACH_RANK {
+                    const vec weights = in_register(load((const float *)(page + rank * row_bytes) + column));
+                    EACH_ROW sums[row][rank] += some[row] * weights;
+                }
+            }
+            continue;
+        }
         vec first[TILE_ROWS], second[TILE_ROWS];
-        for (int row = 0; row < rows; row++) load_pair(x[row], begin + place, dtype, &first[row], &second[row]);
-        _Pragma("GCC unroll 8") for (int rank = 0; rank < PAGE_RANKS; rank++) {
+        EACH_ROW load_pair(x[row], begin + place, dtype, &first[row], &second[row]);
+        EACH_RANK {
             vec one, other;
             load_pair(page + rank * row_bytes, place, dtype, &one, &other);
-            for (int row = 0; row < rows; row++) {
+            EACH_ROW {
                 sums[row][rank] += first[row] * one;
                 sums[row][rank] += second[row] * other;
             }
         }
     }
     if (place < count)
-        for (int row = 0; row < rows; row++) {
+        EACH_ROW {
             vec first, second;
             load_part(x[row], begin + place, count - place, dtype, &first, &second);
-            for (int rank = 0; rank < PAGE_RANKS; rank++) {
+            EACH_RANK {
                 vec one, other;
                 load_part(page + rank * row_bytes, place, count - place, dtype, &one, &other);
                 sums[row][rank] += first * one;
@@ -65,18 +89,17 @@ INLINE void dot_page(const char *const *x, int64_t begin, int64_t count, const c
 
 /* h[row] = x[row] @ the 8 ranks of a group. Pages from `fetched` on are not fetched ahead. */
 INLINE void shrink_rows(const LoraSites *p, const Matrix *a, const char *const *x, float *const *h, int64_t group,
-                        int64_t rank, int64_t fetched, int rows, int dtype) {
+                        int64_t num_ranks, int64_t fetched, int rows, int dtype) {
     vec sums[TILE_ROWS][PAGE_RANKS];
-    for (int row = 0; row < rows; row++)
-        for (int idx = 0; idx < PAGE_RANKS; idx++) sums[row][idx] = (vec){0};
+    EACH_ROW EACH_RANK sums[row][rank] = (vec){0};
     for (int64_t tile = 0; tile < a->num_tiles; tile++) {
         const int64_t begin = tile * p->tile_width, left = p->in - begin, index = group * a->num_tiles + tile + AHEAD;
         const char *next = index < fetched ? a->pages + a->ids[index] * a->page_bytes : NULL;
         const int64_t count = left < p->tile_width ? left : p->tile_width;
         dot_page(x, begin, count, page_of(a, group, tile), a->row_bytes, next, sums, rows, dtype);
     }
-    const int64_t left = rank - group * PAGE_RANKS, count = left < PAGE_RANKS ? left : PAGE_RANKS;
-    for (int row = 0; row < rows; row++) {
+    const int64_t left = num_ranks - group * PAGE_RANKS, count = left < PAGE_RANKS ? left : PAGE_RANKS;
+    EACH_ROW {
         const eight total = sums_of_eight(sums[row]);
         for (int64_t idx = 0; idx < count; idx++)
             h[row][group * PAGE_RANKS + idx] = rounded_to(total[idx] * (float)p->shrink_scaling, dtype);
