@@ -88,17 +88,17 @@ typedef struct {
     int64_t tile, offset;
 } Strip;
 
-/* mixed[row][pair] = h[row] @ `pairs` pairs of columns of B. Where bfloat16 is multiplied in pairs of ranks, the two
- * vectors of a pair are the columns 0 to 3, 8 to 11, ... and 4 to 7, 12 to 15, ...
- * Meanwhile the groups of ranks further down, and of the strip `next`, are fetched, unless next is NULL. */
-INLINE void mix_strip(const Matrix *b, const Shrunk *h, int64_t first_row, Strip here, const Strip *next, vec *mixed,
-                      int rows, int pairs, int dtype) {
-    vec sums[MIX_ROWS][MOST_PAIRS][2];
+/* Unrolled, so that sums[row][pair] are registers. */
+#define EACH_ROW _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)
+#define EACH_PAIR _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++)
+
+/* sums[row][pair] = h[row] @ `pairs` pairs of columns of B. Meanwhile the groups of ranks further down, and of the strip
+ * `next`, are fetched, unless next is NULL. */
+INLINE void mix_strip(const Matrix *b, const Shrunk *h, int64_t first_row, Strip here, const Strip *next,
+                      vec sums[MIX_ROWS][MOST_PAIRS][2], int rows, int pairs, int dtype) {
     const int64_t bytes = PAIR * item_bytes(dtype), groups = h->num_groups;
     const char *factors = h->values + first_row * h->stride;
-    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)
-        _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++)
-            sums[row][pair][0] = sums[row][pair][1] = (vec){0};
+    EACH_ROW EACH_PAIR sums[row][pair][0] = sums[row][pair][1] = (vec){0};
     for (int64_t group = 0; group < groups; group++) {
         const char *page = page_of(b, group, here.tile) + here.offset, *ahead = NULL;
         if (next && group + AHEAD < groups)
@@ -110,28 +110,29 @@ INLINE void mix_strip(const Matrix *b, const Shrunk *h, int64_t first_row, Strip
             for (int idx = 0; ahead && idx < 2; idx++) fetch(ahead + (rank + idx) * b->row_bytes, pairs * bytes);
 #ifdef __AVX512BF16__
             if (dtype == BFLOAT16) {
-                _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++) {
-                    const __m512i one = _mm512_loadu_si512(row_of_page + pair * bytes);
-                    const __m512i other = _mm512_loadu_si512(row_of_page + b->row_bytes + pair * bytes);
-                    const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, other);
-                    const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, other);
-                    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++) {
+                EACH_PAIR {
+                    bits one, other;
+                    memcpy(&one, row_of_page + pair * bytes, sizeof one);
+                    memcpy(&other, row_of_page + b->row_bytes + pair * bytes, sizeof other);
+                    const __m512bh even = (__m512bh)((one & 0xffffu) | (other << 16));
+                    const __m512bh odd = (__m512bh)((one >> 16) | (other & 0xffff0000u));
+                    EACH_ROW {
                         int32_t two;
                         memcpy(&two, factors + row * h->stride + 2 * (group * PAGE_RANKS + rank), sizeof two);
                         const __m512bh factor = (__m512bh)_mm512_set1_epi32(two);
                         vec *sum = sums[row][pair];
-                        sum[0] = (vec)_mm512_dpbf16_ps((__m512)sum[0], low, factor);
-                        sum[1] = (vec)_mm512_dpbf16_ps((__m512)sum[1], high, factor);
+                        sum[0] = (vec)_mm512_dpbf16_ps((__m512)sum[0], even, factor);
+                        sum[1] = (vec)_mm512_dpbf16_ps((__m512)sum[1], odd, factor);
                     }
                 }
                 continue;
             }
 #endif
             for (int idx = 0; idx < 2; idx++)
-                _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++) {
+                EACH_PAIR {
                     vec one, other;
                     load_pair(row_of_page + idx * b->row_bytes, pair * PAIR, dtype, &one, &other);
-                    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++) {
+                    EACH_ROW {
                         float factor;
                         const int64_t place = group * PAGE_RANKS + rank + idx;
                         memcpy(&factor, factors + row * h->stride + 4 * place, sizeof factor);
@@ -141,9 +142,6 @@ INLINE void mix_strip(const Matrix *b, const Shrunk *h, int64_t first_row, Strip
                 }
         }
     }
-    _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)
-        _Pragma("GCC unroll 8") for (int pair = 0; pair < pairs; pair++)
-            for (int half = 0; half < 2; half++) *mixed++ = sums[row][pair][half];
 }
 
 /* The same for one row and the last `count` columns of a tile, which are no whole pair. */
@@ -202,17 +200,17 @@ typedef struct {
     float scaling;
 } Finish;
 
-INLINE void finish_pair(const Finish *finish, char *y, int64_t place_in_y, int64_t place, int64_t count, vec first,
-                        vec second, int dtype) {
+/* `y` begins where the part does. */
+INLINE void finish_pair(const Finish *finish, char *y, int64_t place, int64_t count, vec first, vec second, int dtype) {
     vec one, other;
     if (finish->lora_bias) {
         load_floats(finish->lora_bias + place, count, dtype, &one, &other);
         first += one, second += other;
     }
     if (count >= PAIR)
-        load_pair(y, place_in_y + place, dtype, &one, &other);
+        load_pair(y, place, dtype, &one, &other);
     else
-        load_part(y, place_in_y + place, count, dtype, &one, &other);
+        load_part(y, place, count, dtype, &one, &other);
     first = one + finish->scaling * first, second = other + finish->scaling * second;
     if (finish->gain) {
         vec own_first = {0}, own_second = {0};
@@ -222,9 +220,9 @@ INLINE void finish_pair(const Finish *finish, char *y, int64_t place_in_y, int64
         second = other * (second - own_second) + own_second;
     }
     if (count >= PAIR)
-        store_pair(y, place_in_y + place, dtype, first, second);
+        store_pair(y, place, dtype, first, second);
     else
-        store_part(y, place_in_y + place, count, dtype, first, second);
+        store_part(y, place, count, dtype, first, second);
 }
 
 /* The block's rows of y, and what is computed for them. */
@@ -237,25 +235,43 @@ typedef struct {
     const Finish *finish;
 } Work;
 
+/* Where the part begins in a row of y. */
 INLINE char *row_of_y(const Work *work, int64_t row, int dtype) {
-    return (char *)work->p->y + work->tokens[row] * work->p->y_stride * item_bytes(dtype);
+    return (char *)work->p->y + (work->tokens[row] * work->p->y_stride + work->part->place) * item_bytes(dtype);
 }
 
-/* Put what mix_strip gave into y. */
-INLINE void finish_strip(const Work *work, int64_t first_row, int64_t place, const vec *mixed, int64_t rows,
+/* Put sums of all rows and pairs into y. */
+INLINE void finish_strip(const Finish *finish, char *const *y, int64_t place, const vec *mixed, int64_t rows,
                          int64_t pairs, int dtype) {
-    for (int64_t row = 0; row < rows; row++) {
-        char *y = row_of_y(work, first_row + row, dtype);
-        for (int64_t pair = 0; pair < pairs; pair++, mixed += 2) {
-            vec first = mixed[0], second = mixed[1];
-#ifdef __AVX512BF16__
-            if (dtype == BFLOAT16) {
-                first = SHUFFLE_VECTORS(mixed[0], mixed[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
-                second = SHUFFLE_VECTORS(mixed[0], mixed[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-            }
-#endif
-            finish_pair(work->finish, y, work->part->place, place + pair * PAIR, PAIR, first, second, dtype);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t pair = 0; pair < pairs; pair++, mixed += 2)
+            finish_pair(finish, y[row], place + pair * PAIR, PAIR, mixed[0], mixed[1], dtype);
+}
+
+/* The columns from `place` of the part on, which lie at `here`. */
+INLINE void expand_strip(const Work *work, char *const *y, int64_t first_row, int64_t place, const Strip *next, int rows,
+                         int pairs, int dtype) {
+    const Strip here = {work->part->tile, (work->part->offset + place) * item_bytes(dtype)};
+    vec sums[MIX_ROWS][MOST_PAIRS][2];
+    /* For many rows this costs more than it saves. */
+    if (rows <= MIX_ROWS / 2) EACH_ROW fetch(y[row] + place * item_bytes(dtype), pairs * PAIR * item_bytes(dtype));
+    mix_strip(work->b, work->h, first_row, here, next, sums, rows, pairs, dtype);
+    if (work->finish->gain || work->finish->lora_bias) {
+        vec mixed[2 * MOST_SUMS], *to = mixed;
+        EACH_ROW EACH_PAIR {
+            *to++ = sums[row][pair][0];
+            *to++ = sums[row][pair][1];
         }
+        finish_strip(work->finish, y, place, mixed, rows, pairs, dtype);
+        return;
+    }
+    /* The common case, from the registers. */
+    const float scaling = work->finish->scaling;
+    EACH_ROW EACH_PAIR {
+        const int64_t at = place + pair * PAIR;
+        vec one, other;
+        load_pair(y[row], at, dtype, &one, &other);
+        store_pair(y[row], at, dtype, one + scaling * sums[row][pair][0], other + scaling * sums[row][pair][1]);
     }
 }
 
@@ -265,30 +281,24 @@ INLINE int pairs_of(int64_t rows) {
     return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
 
-#define STRIP(count)                                                                                                 \
-    case count:                                                                                                      \
-        if (is_wide && pairs_of(count) > 1)                                                                          \
-            mix_strip(work->b, work->h, first_row, here, next, mixed, count, pairs_of(count), dtype);                \
-        else                                                                                                         \
-            mix_strip(work->b, work->h, first_row, here, next, mixed, count, 1, dtype);                              \
+#define STRIP(count)                                                                                        \
+    case count:                                                                                             \
+        if (is_wide && pairs_of(count) > 1)                                                                 \
+            expand_strip(work, y, first_row, place, next, count, pairs_of(count), dtype);                \
+        else                                                                                                \
+            expand_strip(work, y, first_row, place, next, count, 1, dtype);                              \
         break;
 
 /* One pair of columns, or as many as stay in registers, from `place` of the part on. Every number of rows is a loop of
  * its own, so that its sums are registers. */
-INLINE void expand_rows(const Work *work, int64_t first_row, int64_t place, const Strip *next, int64_t rows,
-                        int is_wide, int dtype) {
-    const Strip here = {work->part->tile, (work->part->offset + place) * item_bytes(dtype)};
-    vec mixed[2 * MOST_SUMS];
-    const int64_t pairs = is_wide ? pairs_of(rows) : 1, bytes = pairs * PAIR * item_bytes(dtype);
-    for (int64_t row = 0; row < rows; row++)
-        fetch(row_of_y(work, first_row + row, dtype) + (work->part->place + place) * item_bytes(dtype), bytes);
+INLINE void expand_rows(const Work *work, char *const *y, int64_t first_row, int64_t place, const Strip *next,
+                        int64_t rows, int is_wide, int dtype) {
     switch (rows) {
         STRIP(1) STRIP(2) STRIP(3) STRIP(4)
 #if defined(__AVX512F__)
         STRIP(5) STRIP(6) STRIP(7) STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
 #endif
     }
-    finish_strip(work, first_row, place, mixed, rows, pairs, dtype);
 }
 
 /* `next`: the part that this task computes next with the same h, or NULL. */
@@ -296,6 +306,8 @@ INLINE void expand_part(const Work *work, int64_t rows, const Part *next, int dt
     const int64_t item = item_bytes(dtype), count = work->part->count, num_tiles = (rows + MIX_ROWS - 1) / MIX_ROWS;
     for (int64_t row = 0, tile = 0; row < rows; tile++) {
         const int64_t here = (rows - row + num_tiles - tile - 1) / (num_tiles - tile), wide = pairs_of(here) * PAIR;
+        char *y[MIX_ROWS];
+        for (int64_t idx = 0; idx < here; idx++) y[idx] = row_of_y(work, row + idx, dtype);
         int64_t place = 0;
         while (place + PAIR <= count) {
             const int64_t end = place + (place + wide <= count ? wide : PAIR);
@@ -303,7 +315,7 @@ INLINE void expand_part(const Work *work, int64_t rows, const Part *next, int dt
             const int is_last = end + PAIR > count;
             if (is_last && next) following = (Strip){next->tile, next->offset * item};
             const Strip *fetched = row == 0 && (!is_last || next) ? &following : NULL;
-            expand_rows(work, row, place, fetched, here, end - place == wide, dtype);
+            expand_rows(work, y, row, place, fetched, here, end - place == wide, dtype);
             place = end;
         }
         row += here;
@@ -313,8 +325,7 @@ INLINE void expand_part(const Work *work, int64_t rows, const Part *next, int dt
     for (int64_t row = 0; place < count && row < rows; row++) {
         vec first, second;
         mix_part(work->b, work->h, row, here, count - place, &first, &second, dtype);
-        finish_pair(work->finish, row_of_y(work, row, dtype), work->part->place, place, count - place, first, second,
-                    dtype);
+        finish_pair(work->finish, row_of_y(work, row, dtype), place, count - place, first, second, dtype);
     }
 }
 
