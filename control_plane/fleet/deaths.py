@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from control_plane.fleet.jobs import Death, Job, num_indices_of
+from control_plane.fleet.jobs import Death, Job
 from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 DEATHS_TO_SUSPECT = 2
@@ -36,7 +36,7 @@ def has_come_past(job: Job, plan_depth: int) -> bool:
 
 def most_in_flight(job: Job, plan_depth: int) -> int:
     """Tokens of the request that can be in flight, and the one after them."""
-    return (plan_depth * MAX_PLAN_STEPS + 1) * num_indices_of(job.request)
+    return (plan_depth * MAX_PLAN_STEPS + 1) * job.request.num_indices
 
 
 def book(job: Job, death: Death, plan_depth: int) -> None:

@@ -19,7 +19,7 @@ from control_plane.errors import (
     WorkerLost,
 )
 from control_plane.fleet.deaths import open_deaths
-from control_plane.fleet.jobs import Job, num_indices_of
+from control_plane.fleet.jobs import Job
 from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits, RowsNeverFit
 from control_plane.scheduler.types import FinishReason, Request, RequestOutput
 
@@ -37,7 +37,7 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
     if isinstance(refusal, RowsNeverFit):
         field = "decoding.best_of" if request.beam is None else "decoding.beam_search.width"
         return InvalidRequest(FieldViolation(field, str(refusal)))
-    num_prompt, num_answers = len(request.prompt_token_ids), num_indices_of(request)
+    num_prompt, num_answers = len(request.prompt_token_ids), request.num_indices
     answers = f" for each of {num_answers} answers at once" if num_answers > 1 else ""
     return ContextTooLong(
         FieldViolation(

@@ -24,7 +24,7 @@ from control_plane.fleet.endings import EndCause
 from control_plane.fleet.failures import broken, error_of, no_worker_came
 from control_plane.fleet.fencing import WorkerGate
 from control_plane.fleet.hello import BaseModelLike
-from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream, num_indices_of, without_index
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
 from control_plane.fleet.quotas import TenantQuotas, TenantUse
 from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
@@ -103,7 +103,7 @@ class Fleet:
             lambda: self._on_read(request_id),
             lambda: self._cancel(request_id),
             lambda index: self._cancel_index(request_id, index),
-            num_indices=num_indices_of(request),
+            num_indices=request.num_indices,
         )
         job = Job(request, stream, self._quotas.admit(request))
         self._jobs[request_id] = job
@@ -249,7 +249,7 @@ class Fleet:
             if job.session is not None:
                 job.session.cancel(request_id, index)
             else:
-                job.request = without_index(job.request, index)
+                job.request = job.request.without_index(index)
 
     def _fail(self, job: Job, error: MotetError) -> None:
         """End a job with an error; its session, if any, has dropped it already or is told by the caller."""

@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from control_plane.errors import MotetError
-from control_plane.scheduler.types import Answer, FinishReason, Request, RequestOutput, TokenLogprobs
+from control_plane.fleet.quotas import Charge
+from control_plane.scheduler.types import FinishReason, Request, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from control_plane.fleet.quotas import Charge
     from control_plane.fleet.session import WorkerSession
 
 MAX_UNREAD_TOKENS = 256  # per index that goes on; beyond it the request is not scheduled until its reader catches up
-
-
-def num_indices_of(request: Request) -> int:
-    """Answers that a request yields, each with its own index: samples, or beams."""
-    return request.num_samples if request.beam is None else request.beam.width
-
-
-def without_index(request: Request, index: int) -> Request:
-    """The request as it is to go on where nobody waits for one of its answers any more; of beams all are searched."""
-    if request.beam is not None:
-        return request
-    answers = list(request.answers) or [Answer()] * request.num_samples
-    answers[index] = replace(answers[index], is_ended=True)
-    return replace(request, answers=tuple(answers))
 
 
 # Not frozen: one is made per token, and a frozen one costs three times as much to make.

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from control_plane.fleet.jobs import Job, num_indices_of
+from control_plane.fleet.jobs import Job
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.scheduler.scheduler import PrefixKeys, Scheduler, WorkerUtilization
@@ -95,7 +95,7 @@ def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], 
         is_in_host_cache=request.adapter is not None and is_cached(request.adapter.digest),
         num_known_tokens=len(request.prompt_token_ids) + num_generated,
         num_new_tokens=min(costs.expected_tokens, max(1, request.max_tokens - num_generated)),
-        num_rows=num_indices_of(request),
+        num_rows=request.num_indices,
         prefix=PrefixKeys(request),
     )
 

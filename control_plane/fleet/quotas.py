@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from control_plane.errors import FieldViolation, QuotaExceeded, QuotaTooSmall
-from control_plane.fleet.jobs import num_indices_of
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.types import Request
 
@@ -96,7 +95,7 @@ class TenantQuotas:
         Raises QuotaExceeded where the tenant has to wait, QuotaTooSmall where the request alone exceeds a quota.
         """
         num_input = len(request.prompt_token_ids) + len(request.generated_token_ids)
-        num_reserved = num_indices_of(request) * request.max_tokens - len(request.generated_token_ids)
+        num_reserved = request.num_indices * request.max_tokens - len(request.generated_token_ids)
         self.check(request.account, num_input, num_reserved)
         account = self._account(request.account)
         account.num_requests += 1

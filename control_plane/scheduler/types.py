@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
@@ -103,6 +103,19 @@ class Request:
     def account(self) -> str:
         """Whose turns it takes, in the queue and wherever else there are turns."""
         return self.charged_to or self.tenant
+
+    @property
+    def num_indices(self) -> int:
+        """Completions that the request yields, each with its own index: samples, or beams."""
+        return self.num_samples if self.beam is None else self.beam.width
+
+    def without_index(self, index: int) -> Request:
+        """A copy of the request without the completion `index`. A beam search is returned unchanged."""
+        if self.beam is not None:
+            return self
+        answers = list(self.answers) or [Answer()] * self.num_samples
+        answers[index] = replace(answers[index], is_ended=True)
+        return replace(self, answers=tuple(answers))
 
 
 @dataclass(frozen=True, slots=True)
