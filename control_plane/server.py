@@ -46,6 +46,7 @@ from control_plane.api.text.codec import TextCodec
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
+from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
@@ -139,7 +140,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     clients, workers = _make_ports(config, max_connections, stack)
-    fleet = Fleet(_fleet_settings(config), base_model, weights, registry.incarnation)
+    fleet = Fleet(assemble(_fleet_settings(config), base_model, weights, registry.incarnation))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
     life_cycle = AdapterLifeCycle(registry=registry, weights=weights, fleet=fleet, operations=operation_store)
@@ -178,7 +179,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
 
     health_service = health.HealthService()
-    reporter = health.HealthReporter(health_service, lambda: fleet.is_serving)
+    reporter = health.HealthReporter(health_service, lambda: fleet.num_workers > 0)
     reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
     fleet.on_workers_changed(lambda: reports.update(fleet.reports()))

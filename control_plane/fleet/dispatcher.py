@@ -22,6 +22,7 @@ from control_plane.fleet.second_opinion import SecondOpinions
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.shortlist import Shortlist
+from control_plane.fleet.unfinished import UnfinishedJobs
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.types import Request, RequestId
 
@@ -34,29 +35,34 @@ class Dispatcher:
     def __init__(
         self,
         settings: FleetSettings,
-        jobs: Mapping[RequestId, Job],
+        jobs: UnfinishedJobs,
         is_cached: Callable[[str], bool],
-        fail: Callable[[Job, MotetError], None],
         awake: AwakeClock,
     ) -> None:
-        """`jobs`: every unfinished request, the fleet's own."""
-        self.sessions: dict[str, WorkerSession] = {}  # by worker id
+        """`is_cached`: whether the host cache has an adapter, by digest."""
+        self._sessions: dict[str, WorkerSession] = {}
+        self.sessions: Mapping[str, WorkerSession] = self._sessions  # by worker id, to be read by everybody
         # Invariant: a job is here exactly if it is unfinished and has no session. Arrival order.
-        self.waiting: dict[RequestId, Job] = {}
+        self._waiting: dict[RequestId, Job] = {}
         self.num_migrated = 0  # in all
         self._shortlist = Shortlist()
         self._jobs = jobs
-        self._isolation = Isolation(self.sessions, jobs, settings, awake)
+        self._isolation = Isolation(self.sessions, jobs.by_id, settings, awake)
         self._opinions = SecondOpinions(self.sessions)
         self._costs = settings.placement
-        self._is_cached = is_cached  # whether the host cache has an adapter
-        self._fail = fail  # ends a job; calls `forget` for it
+        self._is_cached = is_cached
+        jobs.call_when_over(self._forget)
+
+    @property
+    def waiting(self) -> Mapping[RequestId, Job]:
+        """Jobs that wait for a worker, in the order of their arrival."""
+        return self._waiting
 
     # ---- to a worker ----
 
     def add(self, job: Job) -> MotetError | None:
         """Give a new job to a worker, or let it wait for one; an error if it fits none of those attached."""
-        self.waiting[job.request.request_id] = job
+        self._waiting[job.request.request_id] = job
         return self._place(job)
 
     def place_waiting(self, *, is_group_over: bool = False) -> None:
@@ -64,8 +70,8 @@ class Dispatcher:
 
         `is_group_over`: those that waited while a group of suspects ran go before the next one.
         """
-        for job in self._isolation.in_turn(self.waiting.values(), is_group_over=is_group_over):
-            if job.request.request_id not in self.waiting:
+        for job in self._isolation.in_turn(self._waiting.values(), is_group_over=is_group_over):
+            if job.request.request_id not in self._waiting:
                 continue  # what became of one before brought it to its end
             try:
                 error = self._place(job)
@@ -73,7 +79,7 @@ class Dispatcher:
                 logger.exception("request not placed request_id=%d", job.request.request_id)
                 error = broken()
             if error is not None:
-                self._fail(job, error)
+                self._jobs.fail(job, error)
 
     def _place(self, job: Job) -> MotetError | None:
         """Give a waiting job to a worker if one may take it; an error if it fits none of those attached."""
@@ -110,18 +116,22 @@ class Dispatcher:
             session.pause(job.request.request_id)
         self._isolation.placed(job)
         self._shortlist.placed(job.request, session.worker_id)
-        del self.waiting[job.request.request_id]
+        del self._waiting[job.request.request_id]
         return True
 
     def _sort_waiting(self) -> None:
-        self.waiting = dict(sorted(self.waiting.items(), key=lambda item: item[1].request.arrival_s))
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.arrival_s))
 
     # ---- from a worker ----
+
+    def open(self, session: WorkerSession) -> None:
+        """Take a session up. It replaces the one that the worker had before."""
+        self._sessions[session.worker_id] = session
 
     def close(self, session: WorkerSession) -> None:
         """Give nothing more to a session that is over."""
         if self.sessions.get(session.worker_id) is session:
-            del self.sessions[session.worker_id]
+            del self._sessions[session.worker_id]
 
     def take_back(self, session: WorkerSession, jobs: list[Job], *, is_final: bool) -> Verdict:
         """Move the jobs of a session that is closed, or fail those that may not go on; `is_final`: none may."""
@@ -145,9 +155,9 @@ class Dispatcher:
             elif is_given_up(job):
                 failed.append((job, lost(job)))
             else:
-                self.waiting[request.request_id] = job
+                self._waiting[request.request_id] = job
         for job, error in failed:
-            self._fail(job, error)
+            self._jobs.fail(job, error)
         level = logging.WARNING if session.is_death else logging.INFO
         logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, len(jobs))
         self._sort_waiting()
@@ -205,20 +215,20 @@ class Dispatcher:
         assert session is not None, "a request without a worker moves on"
         job.request, job.session = request, None
         is_group_over = is_suspect(job) and self._isolation.separate(job)
-        self.waiting[request.request_id] = job
+        self._waiting[request.request_id] = job
         self._sort_waiting()
         error = self._place(job)
         if error is None:
             logger.info("request moves on request_id=%d epoch=%d: %s", request.request_id, session.epoch, reason)
         else:
-            del self.waiting[request.request_id]
+            del self._waiting[request.request_id]
         if is_group_over:
             self.place_waiting(is_group_over=True)
         return error is None
 
-    def forget(self, job: Job) -> None:
+    def _forget(self, job: Job) -> None:
         """The job is over: it waits no more, and its group of suspects, if any, goes on without it."""
-        self.waiting.pop(job.request.request_id, None)
+        self._waiting.pop(job.request.request_id, None)
         if self._isolation.forget(job):
             self.place_waiting(is_group_over=True)
 
@@ -234,7 +244,7 @@ class Dispatcher:
             if session.scheduler.num_waiting == 0:
                 continue
             for request_id in list(islice(reversed(session.scheduler.unstarted_ids), placement.MAX_LEVELLED)):
-                job = self._jobs.get(request_id)
+                job = self._jobs.by_id.get(request_id)
                 if job is None or job.session is not session or is_suspect(job):
                     continue
                 target = self._faster(job, session, idle)
@@ -270,7 +280,7 @@ class Dispatcher:
         if request is None:
             return False
         job.request, job.session = request, None
-        self.waiting[request.request_id] = job
+        self._waiting[request.request_id] = job
         return True
 
     # ---- suspects ----
@@ -289,7 +299,7 @@ class Dispatcher:
         session = self._isolation.to_empty()
         if session is not None:
             for request_id in list(session.scheduler.request_ids):
-                job = self._jobs.get(request_id)
+                job = self._jobs.by_id.get(request_id)
                 if job is not None and job.session is session:
                     self._take_from(session, job)
             self._sort_waiting()

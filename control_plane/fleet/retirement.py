@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from control_plane.fleet.jobs import Job
 from control_plane.fleet.session import WorkerSession
-from control_plane.scheduler.types import RequestId
+from control_plane.fleet.unfinished import UnfinishedJobs
 
 
 class Retirement:
     """Digests that are being retired. `sessions` and `jobs` are the fleet's own, read only."""
 
-    def __init__(self, sessions: Mapping[str, WorkerSession], jobs: Mapping[RequestId, Job]) -> None:
+    def __init__(self, sessions: Mapping[str, WorkerSession], jobs: UnfinishedJobs) -> None:
         self._sessions = sessions
-        self._jobs = jobs
+        self._jobs = jobs.by_id
         self._gone: dict[str, asyncio.Event] = {}  # digest -> set when nothing uses or holds it
         self._is_check_due = False
+        jobs.call_when_over(lambda _job: self.check_soon())
 
     async def retire(self, digest: str) -> None:
         """Return once no request uses the adapter and no worker holds it, or it is kept after all.

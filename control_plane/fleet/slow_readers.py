@@ -1,44 +1,54 @@
-"""Requests whose readers are far behind: they are not scheduled until something was read, or their time is up."""
+"""Requests whose readers are far behind: they are paused until something was read, and end if that takes too long."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from control_plane.awake import AwakeClock
-from control_plane.fleet.jobs import Job
+from control_plane.errors import SlowConsumer
+from control_plane.fleet.dispatcher import Dispatcher
+from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job
+from control_plane.fleet.unfinished import UnfinishedJobs
 from control_plane.scheduler.types import RequestId
 
 
 class SlowReaders:
     """Jobs whose streams are full. Time in which the control plane did not run is not counted."""
 
-    def __init__(self, timeout_s: float, awake: AwakeClock) -> None:
+    def __init__(self, timeout_s: float, awake: AwakeClock, jobs: UnfinishedJobs, dispatcher: Dispatcher) -> None:
         self._timeout_s = timeout_s
         self._awake = awake
+        self._jobs = jobs
+        self._dispatcher = dispatcher
         self._full: dict[RequestId, Job] = {}
+        jobs.call_when_over(self._forget)
 
-    def hold(self, job: Job) -> None:
-        """Schedule a job with a full stream no more; nothing happens where that was done already."""
-        if job.full_since_s is None:
+    def pause(self, job: Job) -> None:
+        """Pause a job with a full stream. Does nothing if it is paused already, or runs in isolation."""
+        if job.full_since_s is None and not self._dispatcher.is_isolated(job):
             job.full_since_s = self._awake()
             self._full[job.request.request_id] = job
             assert job.session is not None, "tokens of a request without a session"
             job.session.pause(job.request.request_id)
 
-    def release(self, request_id: RequestId) -> Job | None:
-        """The job, to be scheduled again, if it was held: its reader has read."""
+    def on_read(self, request_id: RequestId) -> None:
+        """The reader has read: let the job go on if it is paused."""
         job = self._full.pop(request_id, None)
-        if job is not None:
-            job.full_since_s = None
-        return job
+        if job is None:
+            return
+        job.full_since_s = None
+        if job.session is not None:
+            job.session.resume(request_id)
+        else:
+            self._dispatcher.place_waiting()  # a suspect does not run while its reader does not read
 
-    def forget(self, request_id: RequestId) -> None:
-        """The job is over."""
-        self._full.pop(request_id, None)
-
-    def overdue(self) -> list[Job]:
-        """Jobs of which nothing was read for the time that a reader has."""
+    def end_overdue(self) -> None:
+        """Fail the jobs of which nothing was read for as long as a reader may take."""
         now_s = self._awake()
-        return [
-            job
-            for job in self._full.values()
-            if job.full_since_s is not None and now_s - job.full_since_s >= self._timeout_s
-        ]
+        reason = f"{MAX_UNREAD_TOKENS} tokens were not read for {self._timeout_s:g} s; read faster"
+        for job in list(self._full.values()):
+            if job.full_since_s is not None and now_s - job.full_since_s >= self._timeout_s:
+                self._jobs.guard(partial(self._jobs.cancel, job, SlowConsumer(reason)), job)
+
+    def _forget(self, job: Job) -> None:
+        self._full.pop(job.request.request_id, None)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -19,6 +20,7 @@ import numpy as np
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.api.rpc import listeners
 from control_plane.errors import AdapterDamaged, StoreUnavailable
+from control_plane.fleet.assembly import assemble
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import TICK_S, Fleet
 from control_plane.fleet.jobs import JobStream
@@ -157,23 +159,29 @@ class FakeWeights:
         return self.packed[digest]
 
 
-def make_fleet(clock: Callable[[], float], **settings: object) -> Fleet:
+class InspectedFleet(Fleet):
+    """A fleet whose test keeps the parts that it was built from."""
+
+    def __init__(
+        self, settings: FleetSettings, clock: Callable[[], float] = time.monotonic, *, ticks_by_itself: bool
+    ) -> None:
+        self.weights = FakeWeights()
+        self.clock = clock
+        self.parts = assemble(settings, FakeBaseModel(), self.weights, incarnation=1, clock=clock)
+        super().__init__(self.parts, ticks_by_itself=ticks_by_itself)
+
+
+def make_fleet(clock: Callable[[], float], **settings: object) -> InspectedFleet:
     """A fleet that only ticks when the test says so."""
-    return Fleet(
-        FleetSettings(**settings),  # type: ignore[arg-type]  # fields are int or float
-        FakeBaseModel(),
-        FakeWeights(),
-        incarnation=1,
-        clock=clock,
-        ticks_by_itself=False,
-    )
+    checked = FleetSettings(**settings)  # type: ignore[arg-type]  # fields are int or float
+    return InspectedFleet(checked, clock, ticks_by_itself=False)
 
 
 def make_request(
-    fleet: Fleet, prompt: list[int], max_tokens: int, adapter: AdapterRef | None = None, **fields: object
+    fleet: InspectedFleet, prompt: list[int], max_tokens: int, adapter: AdapterRef | None = None, **fields: object
 ) -> Request:
     """A request of now."""
-    request = Request(fleet.next_request_id(), tuple(prompt), max_tokens, adapter=adapter, arrival_s=fleet._clock())
+    request = Request(fleet.next_request_id(), tuple(prompt), max_tokens, adapter=adapter, arrival_s=fleet.clock())
     return replace(request, **fields)  # type: ignore[arg-type]  # the caller's fields are Request's
 
 
@@ -227,7 +235,7 @@ class LoopbackWorker:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: InspectedFleet,
         worker_id: str = "w0",
         *,
         capacities: Capacities = CAPACITIES,
@@ -293,11 +301,9 @@ class LoopbackWorker:
                 self.answers.append(encode_output(output, self.session.epoch))
         elif kind == "load_adapter":
             load = message.load_adapter
-            weights = self.fleet._weights
-            assert isinstance(weights, FakeWeights)
             answer = self._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY)
             try:
-                self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(weights.packed))
+                self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(self.fleet.weights.packed))
                 answer.slot_state.load_time_us = self.load_time_us
             except AdapterLoadError as error:
                 answer.slot_state.state = plan_pb2.SlotState.STATE_FAILED
@@ -353,13 +359,9 @@ class GrpcRig:
     """A fleet behind a real worker port, in the test's loop. An async context manager; workers end with it."""
 
     def __init__(self, *, write_timeout_s: float = 30.0, **settings: float) -> None:
-        self.weights = FakeWeights()
-        self.fleet = Fleet(
-            FleetSettings(**settings),  # type: ignore[arg-type]  # fields are int or float
-            FakeBaseModel(),
-            self.weights,
-            incarnation=1,
-        )
+        checked = FleetSettings(**settings)  # type: ignore[arg-type]  # fields are int or float
+        self.fleet = InspectedFleet(checked, ticks_by_itself=True)
+        self.weights = self.fleet.weights
         self.workers: list[ThreadedWorker] = []
         self._server = listeners.worker_server(write_timeout_s=write_timeout_s)
         service = WorkerService(self.fleet, self.weights)

@@ -9,13 +9,20 @@ import pytest
 
 from contract.v1 import plan_pb2
 from control_plane.errors import DeadlineExceeded, NotFinite
-from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import BeamSearch, FinishReason, Request, RequestId, Sampling, sample_seed
-from tests.fakes.fleet_rig import CAPACITIES, FINGERPRINT, FakeClock, LoopbackWorker, make_fleet, make_request
+from tests.fakes.fleet_rig import (
+    CAPACITIES,
+    FINGERPRINT,
+    FakeClock,
+    InspectedFleet,
+    LoopbackWorker,
+    make_fleet,
+    make_request,
+)
 from tests.fakes.hash_model import oracle
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -96,7 +103,9 @@ async def test_slow_reader_of_several_answers_is_paused_and_goes_on(clock: FakeC
     assert answers == {index: expected(request, index) for index in range(2)}
 
 
-async def beams_of(fleet: Fleet, worker: LoopbackWorker, *, num_turns_before_a_loss: int | None) -> list[JobEvent]:
+async def beams_of(
+    fleet: InspectedFleet, worker: LoopbackWorker, *, num_turns_before_a_loss: int | None
+) -> list[JobEvent]:
     request = make_request(fleet, PROMPT, 8, beam=BeamSearch(3), sampling=Sampling())
     stream = fleet.submit(request)
     if num_turns_before_a_loss is not None:

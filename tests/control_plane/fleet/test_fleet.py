@@ -35,10 +35,9 @@ from control_plane.errors import (
     status_of,
 )
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.hello import BOUNDS
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job, JobStream
-from control_plane.fleet.settings import FleetSettings, PlacementCosts
+from control_plane.fleet.settings import PlacementCosts
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.memory.prefix_cache import PrefixCache
@@ -49,9 +48,8 @@ from data_plane.errors import AdapterMismatch
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,
-    FakeBaseModel,
     FakeClock,
-    FakeWeights,
+    InspectedFleet,
     LoopbackWorker,
     expected,
     let_time_pass,
@@ -59,12 +57,6 @@ from tests.fakes.fleet_rig import (
     make_request,
     read_all,
 )
-
-
-def weights_of(fleet: Fleet) -> FakeWeights:
-    weights = fleet._weights
-    assert isinstance(weights, FakeWeights)
-    return weights
 
 
 async def run_all(worker: LoopbackWorker, streams: list[JobStream]) -> list[list[int]]:
@@ -81,7 +73,7 @@ def assert_nothing_held(worker: LoopbackWorker) -> None:
     check_scheduler(worker.session.scheduler)
 
 
-async def pass_time(clock: FakeClock, fleet: Fleet, workers: list[LoopbackWorker], seconds: float) -> None:
+async def pass_time(clock: FakeClock, fleet: InspectedFleet, workers: list[LoopbackWorker], seconds: float) -> None:
     """Let time pass in ticks, with workers that are alive."""
     for _ in range(round(seconds / 0.1)):
         clock.advance(0.1)
@@ -98,18 +90,18 @@ async def pass_time(clock: FakeClock, fleet: Fleet, workers: list[LoopbackWorker
 async def test_mixed_adapters_in_one_batch_give_the_oracles_tokens(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    adapters = [None, *(weights_of(fleet).add(f"a{i}") for i in range(6))]  # more than the four slots
+    adapters = [None, *(fleet.weights.add(f"a{i}") for i in range(6))]  # more than the four slots
     requests = [make_request(fleet, [i, 5], 20 + i, adapters[i % 7]) for i in range(28)]
     answers = await run_all(worker, [fleet.submit(request) for request in requests])
     assert answers == [expected(request) for request in requests]
     assert_nothing_held(worker)
-    assert sorted(set(weights_of(fleet).cached)) == sorted(adapter.digest for adapter in adapters if adapter)
+    assert sorted(set(fleet.weights.cached)) == sorted(adapter.digest for adapter in adapters if adapter)
 
 
 async def test_adapters_share_no_prefix_and_one_adapter_does(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     prompt = list(range(1, 30))
     for ref in (None, adapter, adapter, None):
         request = make_request(fleet, prompt, 6, ref)
@@ -219,7 +211,7 @@ async def test_events_coalesce_what_is_pending_and_say_why_they_end(clock: FakeC
 async def test_requests_of_a_lost_worker_go_on_elsewhere_without_losing_or_repeating_a_token(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     first, second = LoopbackWorker(fleet, "w0"), LoopbackWorker(fleet, "w1")
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     requests = [make_request(fleet, [i, 9], 50, adapter if i % 2 else None) for i in range(12)]
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
     for _ in range(15):
@@ -417,7 +409,7 @@ async def test_a_worker_that_served_a_later_epoch_is_refused_before_it_is_given_
 async def test_a_worker_that_leaves_is_no_death_and_one_that_breaks_off_is(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     fleet.submit(make_request(fleet, [3], 20))
-    [job] = fleet._jobs.values()
+    [job] = fleet.parts.jobs.by_id.values()
     for num_deaths in (0, 1):
         worker = LoopbackWorker(fleet)
         await worker.turn()
@@ -567,7 +559,7 @@ async def test_full_stream_stays_paused_on_the_worker_it_moves_to(clock: FakeClo
 async def test_cancelled_requests_free_blocks_and_slots(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     streams = [fleet.submit(make_request(fleet, [i], 500, adapter)) for i in range(20)]  # 16 rows: 4 wait
     for _ in range(10):
         await worker.turn()
@@ -593,7 +585,7 @@ async def run_with(worker: LoopbackWorker, awaitable: Coroutine[None, None, None
 async def test_retire_waits_for_requests_that_use_the_adapter(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     request = make_request(fleet, [1], 30, adapter)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     for _ in range(8):
@@ -609,7 +601,7 @@ async def test_retire_waits_for_requests_that_use_the_adapter(clock: FakeClock) 
 async def test_retire_ends_when_another_name_wants_the_adapter(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     request = make_request(fleet, [1], 30, adapter)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     await worker.turn()
@@ -791,7 +783,7 @@ async def test_request_runs_where_its_context_fits_and_is_never_cut(clock: FakeC
     assert [worker.max_model_len for worker in fleet.worker_snapshots()] == [32, 64]
     requests = [make_request(fleet, [1] * 5, 40), make_request(fleet, [2] * 5, 27)]
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
-    assert fleet._jobs[requests[0].request_id].session is long.session
+    assert fleet.parts.jobs.by_id[requests[0].request_id].session is long.session
     await pass_time(clock, fleet, [short, long], 1.0)
     assert [reader.result() for reader in readers] == [expected(request) for request in requests]
 
@@ -799,7 +791,7 @@ async def test_request_runs_where_its_context_fits_and_is_never_cut(clock: FakeC
 async def test_adapter_that_does_not_fit_the_model_fails_for_good_with_the_reason(clock: FakeClock) -> None:
     """Not as "try again": no try will help. Waiting requests were admitted before a worker could tell."""
     fleet = make_fleet(clock)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     waiting = fleet.submit(make_request(fleet, [1, 2], 5, adapter))
     workers = [LoopbackWorker(fleet, f"w{i}") for i in range(2)]
     for worker in workers:
@@ -818,7 +810,7 @@ async def test_adapter_that_does_not_fit_the_model_fails_for_good_with_the_reaso
 async def test_adapter_larger_than_every_arena_is_refused(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     LoopbackWorker(fleet, capacities=replace(CAPACITIES, arena_bytes=100))
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     with pytest.raises(AdapterTooLarge, match=f"takes {adapter.arena_bytes} bytes, more than") as caught:
         fleet.submit(make_request(fleet, [1], 5, adapter))
     assert status_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION  # which no client tries again
@@ -851,7 +843,7 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
 ) -> None:
     fleet = make_fleet(clock)
     stalled = LoopbackWorker(fleet, "w0")
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     stalled.engine.hash_slots.failing[adapter.digest] = True
     waiting = fleet.submit(make_request(fleet, [1], 3, adapter))
     await pass_time(clock, fleet, [stalled], 7.0)
@@ -870,7 +862,7 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
     await pass_time(clock, fleet, [stalled, other], 4.9)
     assert fleet.num_workers == 2
     seen: list[bool] = []
-    fleet.on_workers_changed(lambda: seen.append(fleet.is_serving))
+    fleet.on_workers_changed(lambda: seen.append(fleet.num_workers > 0))
     await pass_time(clock, fleet, [stalled, other], 0.3)
     assert stalled.session.end_cause is EndCause.BROKEN_BOOKS and seen == [True], "another worker serves"
     [error] = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -879,10 +871,10 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
     await other.run(reader.done)
     assert reader.result() == expected(request)
     other.leave()
-    assert not fleet.is_serving
+    assert fleet.num_workers == 0
 
 
-async def hang(clock: FakeClock, fleet: Fleet, worker: LoopbackWorker, others: list[LoopbackWorker]) -> float:
+async def hang(clock: FakeClock, fleet: InspectedFleet, worker: LoopbackWorker, others: list[LoopbackWorker]) -> float:
     """Seconds until the session of a worker ends that computes for ever; its heartbeats go on."""
     start_s = clock()
     while not worker.session.ended.is_set():
@@ -917,12 +909,12 @@ async def test_the_first_steps_of_a_worker_may_take_longer(clock: FakeClock) -> 
     fleet.submit(make_request(fleet, [1], 20))
     await hanging.receive()
     assert await hang(clock, fleet, hanging, []) == pytest.approx(120.0, abs=0.2)
-    assert [len(job.deaths) for job in fleet._jobs.values()] == [1]
+    assert [len(job.deaths) for job in fleet.parts.jobs.by_id.values()] == [1]
 
 
 async def test_a_load_that_hangs_ends_the_session_and_blames_no_request_that_runs(clock: FakeClock) -> None:
     fleet = make_fleet(clock, load_timeout_s=20.0)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     hanging = LoopbackWorker(fleet, "w0")
     running = make_request(fleet, [1], MAX_UNREAD_TOKENS - 10)
     cold = make_request(fleet, [2], 20, adapter)
@@ -938,14 +930,14 @@ async def test_a_load_that_hangs_ends_the_session_and_blames_no_request_that_run
         let_time_pass(clock, fleet, 0.1)
     assert clock() - start_s == pytest.approx(20.0, abs=0.3)
     assert hanging.session.end_cause is EndCause.HUNG_LOAD
-    assert not any(job.deaths for job in fleet._jobs.values())
+    assert not any(job.deaths for job in fleet.parts.jobs.by_id.values())
     other = LoopbackWorker(fleet, "w1")
     assert await run_all(other, streams) == [expected(running), expected(cold)]
 
 
 async def test_an_adapter_whose_load_hangs_everywhere_is_given_up(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     cold = fleet.submit(make_request(fleet, [2], 20, adapter))
     other = fleet.submit(make_request(fleet, [3], 20))
     for number in range(4):
@@ -1005,14 +997,14 @@ async def test_a_mistake_in_one_part_of_a_tick_skips_no_other(
     for _ in range(400):
         await worker.turn()
     large = [3] * 3000  # fits no worker that is attached, and waits for one
-    monkeypatch.setattr(fleet._dispatcher, "_place", lambda _job: None)
+    monkeypatch.setattr(fleet.parts.dispatcher, "_place", lambda _job: None)
     streams = [fleet.submit(make_request(fleet, large, 10, deadline_s=clock() + 1)) for _ in range(3)]
     break_stream(streams[0], monkeypatch, ("fail",))
 
     def fail() -> None:
         raise AssertionError("a mistake")
 
-    for owner, name in ((fleet._dispatcher, "judge"), (fleet._dispatcher, "level"), (worker.session, "tick")):
+    for owner, name in ((fleet.parts.dispatcher, "judge"), (fleet.parts.dispatcher, "level"), (worker.session, "tick")):
         monkeypatch.setattr(owner, name, fail)
     drained = asyncio.create_task(fleet.drain(3.0))
     let_time_pass(clock, fleet, 1.1)
@@ -1029,13 +1021,13 @@ async def test_a_mistake_at_placing_one_request_loses_none_behind_it(
     fleet = make_fleet(clock)
     requests = [make_request(fleet, [i], 20) for i in range(4)]
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
-    place = fleet._dispatcher._place
+    place = fleet.parts.dispatcher._place
 
     def break_at_the_second(job: Job) -> MotetError | None:
         assert job.request is not requests[1], "a mistake"
         return place(job)
 
-    monkeypatch.setattr(fleet._dispatcher, "_place", break_at_the_second)
+    monkeypatch.setattr(fleet.parts.dispatcher, "_place", break_at_the_second)
     worker = LoopbackWorker(fleet)
     await worker.run(lambda: all(reader.done() for reader in readers))
     with pytest.raises(MotetError, match="internal error"):
@@ -1078,7 +1070,7 @@ async def test_a_mistake_at_ending_one_request_of_a_lost_worker_leaves_no_other_
         num_calls += 1
         raise AssertionError("a mistake")
 
-    monkeypatch.setattr(fleet._dispatcher, "_fail", fail)
+    monkeypatch.setattr(fleet.parts.jobs, "fail", fail)
     worker.lose()
     assert num_calls == 1
     for reader in readers:
@@ -1099,7 +1091,7 @@ async def test_a_mistake_at_judging_suspects_keeps_no_request_of_a_lost_worker(
     def fail() -> None:
         raise AssertionError("a mistake")
 
-    monkeypatch.setattr(fleet._dispatcher, "judge", fail)
+    monkeypatch.setattr(fleet.parts.dispatcher, "judge", fail)
     worker.lose()
     other = LoopbackWorker(fleet, "w1")
     await other.run(lambda: all(reader.done() for reader in readers))
@@ -1119,7 +1111,7 @@ async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
         getattr(message, kind).reason = text
         worker.session.receive(message)
     loader = LoopbackWorker(fleet, "loader")
-    stream = fleet.submit(make_request(fleet, [1], 3, weights_of(fleet).add("a")))
+    stream = fleet.submit(make_request(fleet, [1], 3, fleet.weights.add("a")))
     loader.session.pump()
     [load] = [m.load_adapter for m in loader.session.take_outgoing() if m.WhichOneof("message") == "load_adapter"]
     failed = loader._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_FAILED)
@@ -1137,7 +1129,7 @@ async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock
     fleet = make_fleet(clock)
     small = replace(CAPACITIES, num_slots=2)
     workers = [LoopbackWorker(fleet, "w0", capacities=small)]
-    pinned, *others = (weights_of(fleet).add(name) for name in "abc")
+    pinned, *others = (fleet.weights.add(name) for name in "abc")
     fleet.pin(pinned.digest)
     workers.append(LoopbackWorker(fleet, "w1", capacities=small))  # attached after the pin
 
@@ -1159,7 +1151,7 @@ async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock
 async def test_what_pinned_adapters_leave_no_room_for_is_told_at_once(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_slots=1))
-    pinned, other = (weights_of(fleet).add(name) for name in "ab")
+    pinned, other = (fleet.weights.add(name) for name in "ab")
     fleet.pin(pinned.digest)
     await run_all(worker, [fleet.submit(make_request(fleet, [1], 2, pinned))])
     stream = fleet.submit(make_request(fleet, [1], 2, other))
@@ -1172,7 +1164,7 @@ async def test_what_pinned_adapters_leave_no_room_for_is_told_at_once(clock: Fak
 async def test_store_that_is_away_for_five_seconds_only_delays(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     worker.engine.hash_slots.failing[adapter.digest] = True
     request = make_request(fleet, [1, 2], 5, adapter)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
@@ -1187,7 +1179,7 @@ async def test_store_that_is_away_for_five_seconds_only_delays(clock: FakeClock)
 async def test_adapter_that_one_worker_cannot_load_is_tried_on_another(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     workers = [LoopbackWorker(fleet, f"w{i}") for i in range(3)]
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     for worker in workers[:2]:
         worker.engine.hash_slots.failing[adapter.digest] = False
     request = make_request(fleet, [1, 2], 5, adapter)
@@ -1201,7 +1193,7 @@ async def test_adapter_that_one_worker_cannot_load_is_tried_on_another(clock: Fa
 async def test_adapter_that_no_worker_can_load_fails_after_one_try_on_each(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     workers = [LoopbackWorker(fleet, f"w{i}") for i in range(6)]
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     for worker in workers:
         worker.engine.hash_slots.failing[adapter.digest] = False
     for num_attached in (6, 2):  # the limit of migrations first, then too few workers
@@ -1219,8 +1211,8 @@ async def test_damaged_weights_are_told_as_what_they_are_without_a_wait(clock: F
     """A worker is told that nothing helps, and the client what does: it took 47 s to be told to try again."""
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    adapter = weights_of(fleet).add("a")
-    weights_of(fleet).damaged.add(adapter.digest)
+    adapter = fleet.weights.add("a")
+    fleet.weights.damaged.add(adapter.digest)
     worker.engine.hash_slots.failing[adapter.digest] = False  # as FetchAdapter's DATA_LOSS makes it
     before_s = clock.now_s
     reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1, 2], 5, adapter))))
@@ -1234,13 +1226,13 @@ async def test_levelling_passes_over_what_failed_on_the_idle_worker(clock: FakeC
     fleet = make_fleet(clock)
     small = replace(CAPACITIES, max_rows=1)
     first = LoopbackWorker(fleet, "w0", capacities=small)
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     requests = [make_request(fleet, [i], 200) for i in range(6)] + [make_request(fleet, [99], 200, adapter)]
     for request in requests:
         fleet.submit(request)
     await first.turn()
     idle = LoopbackWorker(fleet, "w1", capacities=small)
-    fleet._jobs[requests[-1].request_id].failed_load_epochs.add(idle.session.epoch)
+    fleet.parts.jobs.by_id[requests[-1].request_id].failed_load_epochs.add(idle.session.epoch)
     fleet.tick()
     assert requests[-1].request_id in first.session.scheduler.request_ids
     assert set(idle.session.scheduler.request_ids) == {requests[-2].request_id}
@@ -1249,7 +1241,7 @@ async def test_levelling_passes_over_what_failed_on_the_idle_worker(clock: FakeC
 async def test_tokens_from_before_a_failed_reload_are_kept_elsewhere(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     first = LoopbackWorker(fleet, "w0", capacities=replace(CAPACITIES, num_slots=1))
-    adapter, other = (weights_of(fleet).add(name) for name in "ab")
+    adapter, other = (fleet.weights.add(name) for name in "ab")
     request = make_request(fleet, [1, 2], MAX_UNREAD_TOKENS + 50, adapter)
     stream = fleet.submit(request)
     await first.run(lambda: first.session.scheduler.stats().num_paused == 1)  # nobody reads
@@ -1296,7 +1288,7 @@ async def test_drain_ends_what_is_left_after_its_time(clock: FakeClock) -> None:
 async def test_requests_go_to_the_worker_that_holds_the_adapter_unless_it_is_busier(clock: FakeClock) -> None:
     fleet = make_fleet(clock, placement=PlacementCosts(load_ms=10.0))
     workers = {name: LoopbackWorker(fleet, name) for name in ("w0", "w1")}
-    adapter = weights_of(fleet).add("a")
+    adapter = fleet.weights.add("a")
     first = fleet.submit(make_request(fleet, [0], 5))  # w0: equal cost goes to the lower id
     request = make_request(fleet, [1], 5, adapter)
     assert await run_all(workers["w1"], [fleet.submit(request)]) == [expected(request)]
@@ -1362,9 +1354,7 @@ def encode_stale_result(worker: LoopbackWorker) -> plan_pb2.AttachRequest:
 
 async def test_quotas_are_charged_at_submit_and_given_back_at_every_end(clock: FakeClock) -> None:
     table = TenantTable({"a": TenantLimits(weight=2.0, max_running_requests=2, max_queued_tokens=6)})
-    fleet = Fleet(
-        FleetSettings(tenants=table), FakeBaseModel(), FakeWeights(), incarnation=1, clock=clock, ticks_by_itself=False
-    )
+    fleet = make_fleet(clock, tenants=table)
     worker = LoopbackWorker(fleet)
     with pytest.raises(ContextTooLong):
         fleet.submit(make_request(fleet, [1] * 5, 10_000, tenant="a"))

@@ -84,7 +84,7 @@ class Walk:
             slow_reader_timeout_s=1e9,
             tenants=TENANTS,
         )
-        self.adapters = [None, *(self.fleet._weights.add(f"a{i}") for i in range(5))]  # type: ignore[attr-defined]  # FakeWeights
+        self.adapters = [None, *(self.fleet.weights.add(f"a{i}") for i in range(5))]  # type: ignore[attr-defined]  # FakeWeights
         self.workers: dict[str, LoopbackWorker] = {}
         self.readers: dict[int, Reader] = {}
         self.num_groups_moved = 0
@@ -105,7 +105,7 @@ class Walk:
             await self.rng.choice(actions if self.rng.random() < 0.9 else rare)()
             for worker in self.workers.values():
                 check_scheduler(worker.session.scheduler)
-            isolation = self.fleet._dispatcher._isolation
+            isolation = self.fleet.parts.dispatcher._isolation
             isolation.check_invariants()
             self.num_isolated += bool(isolation._running)
             self.num_paused += any(worker.session.scheduler.stats().num_paused for worker in self.workers.values())

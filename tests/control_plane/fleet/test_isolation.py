@@ -14,12 +14,12 @@ from contract.v1 import plan_pb2
 from control_plane.errors import ContextTooLong, MotetError
 from control_plane.fleet import placement
 from control_plane.fleet.deaths import is_suspect
-from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Death, Job, JobStream
 from control_plane.scheduler.types import BeamSearch, Request
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
+    InspectedFleet,
     LoopbackWorker,
     expected,
     let_time_pass,
@@ -29,44 +29,44 @@ from tests.fakes.fleet_rig import (
 )
 
 
-def submit_suspect(fleet: Fleet, request: Request) -> JobStream:
+def submit_suspect(fleet: InspectedFleet, request: Request) -> JobStream:
     """Hand in a request as if it had come from elsewhere with two deaths; where no worker is empty, it waits."""
-    add = fleet._dispatcher.add
+    add = fleet.parts.dispatcher.add
 
     def add_suspect(job: Job) -> MotetError | None:
         make_suspect(fleet, job)
         return add(job)
 
-    fleet._dispatcher.add = add_suspect  # type: ignore[method-assign]
+    fleet.parts.dispatcher.add = add_suspect  # type: ignore[method-assign]
     try:
         return fleet.submit(request)
     finally:
-        fleet._dispatcher.add = add  # type: ignore[method-assign]
+        fleet.parts.dispatcher.add = add  # type: ignore[method-assign]
 
 
-def make_suspect(fleet: Fleet, job: Job) -> None:
+def make_suspect(fleet: InspectedFleet, job: Job) -> None:
     """Let a waiting job be a suspect, as if workers that nobody knows had died of it."""
     job.deaths = [Death(epoch, f"elsewhere{epoch}", is_loss=True) for epoch in (1, 2)]
-    fleet._dispatcher._isolation._add([job])
+    fleet.parts.dispatcher._isolation._add([job])
 
 
-def is_running(fleet: Fleet, request: Request) -> bool:
+def is_running(fleet: InspectedFleet, request: Request) -> bool:
     """Whether the request runs as a suspect."""
-    return fleet._dispatcher.is_isolated(fleet._jobs[request.request_id])
+    return fleet.parts.dispatcher.is_isolated(fleet.parts.jobs.by_id[request.request_id])
 
 
-def is_open(fleet: Fleet, worker: LoopbackWorker) -> bool:
+def is_open(fleet: InspectedFleet, worker: LoopbackWorker) -> bool:
     """Whether the worker takes requests that are no suspects."""
-    return fleet._dispatcher._isolation.is_open(worker.session)
+    return fleet.parts.dispatcher._isolation.is_open(worker.session)
 
 
-def worker_of(fleet: Fleet, request: Request) -> str | None:
+def worker_of(fleet: InspectedFleet, request: Request) -> str | None:
     """Id of the worker that has the request; None: it waits for one."""
-    session = fleet._jobs[request.request_id].session
+    session = fleet.parts.jobs.by_id[request.request_id].session
     return None if session is None else session.worker_id
 
 
-async def see_two_deaths(fleet: Fleet, requests: list[Request]) -> list[JobStream]:
+async def see_two_deaths(fleet: InspectedFleet, requests: list[Request]) -> list[JobStream]:
     """Requests that were computed at the deaths of two workers; none is attached after that."""
     streams = [fleet.submit(request) for request in requests]
     for name in ("first", "second"):
@@ -104,7 +104,7 @@ async def test_a_request_present_at_two_worker_deaths_is_isolated(clock: FakeClo
     readers.append(asyncio.create_task(read_all(stream)))
     newcomer = make_request(fleet, [3], 5)
     readers.append(asyncio.create_task(read_all(fleet.submit(newcomer))))
-    assert not is_suspect(fleet._jobs[suspect.request_id])  # cleared: both workers take what comes
+    assert not is_suspect(fleet.parts.jobs.by_id[suspect.request_id])  # cleared: both workers take what comes
     await until_done(workers, *readers)
     assert [await reader for reader in readers] == [expected(request) for request in [*others, suspect, newcomer]]
 
@@ -119,7 +119,9 @@ async def test_groups_of_suspects_run_one_after_the_other_beside_those_that_were
     for _ in range(400):
         for worker in workers:
             await worker.turn()
-        now = {job.request.request_id for job in fleet._jobs.values() if fleet._dispatcher.is_isolated(job)}
+        now = {
+            job.request.request_id for job in fleet.parts.jobs.by_id.values() if fleet.parts.dispatcher.is_isolated(job)
+        }
         if now and not (groups and now <= groups[-1]):
             groups.append(now)
         for worker in workers:
@@ -156,7 +158,7 @@ async def test_who_waited_while_a_group_ran_goes_before_the_next_group(clock: Fa
     long = make_request(fleet, [*range(100)], 10)
     readers.append(asyncio.create_task(read_all(fleet.submit(long))))
     assert worker_of(fleet, long) is None and worker_of(fleet, suspects[0]) == "large"
-    await large.run(lambda: not is_suspect(fleet._jobs[suspects[0].request_id]))
+    await large.run(lambda: not is_suspect(fleet.parts.jobs.by_id[suspects[0].request_id]))
     assert worker_of(fleet, long) == "large" and worker_of(fleet, suspects[-1]) in (None, "small")
     for _ in range(400):
         await large.turn()
@@ -177,9 +179,9 @@ async def test_a_busy_worker_is_emptied_for_a_suspect(clock: FakeClock) -> None:
     readers += [asyncio.create_task(read_all(fleet.submit(request))) for request in waiting]
     suspect = make_request(fleet, [1, 1], 30)
     readers.append(asyncio.create_task(read_all(fleet.submit(suspect))))
-    job = fleet._jobs[suspect.request_id]
+    job = fleet.parts.jobs.by_id[suspect.request_id]
     assert job.session is not None
-    fleet._dispatcher._take_from(job.session, job)
+    fleet.parts.dispatcher._take_from(job.session, job)
     make_suspect(fleet, job)
     fleet.tick()
     assert worker_of(fleet, suspect) is None
@@ -190,7 +192,7 @@ async def test_a_busy_worker_is_emptied_for_a_suspect(clock: FakeClock) -> None:
         for worker in workers:
             await worker.turn()
         fleet.tick()
-        if fleet._dispatcher.is_isolated(job):
+        if fleet.parts.dispatcher.is_isolated(job):
             assert job.session is emptied.session
             tried_beside |= set(emptied.session.scheduler.request_ids) - {suspect.request_id}
         if all(reader.done() for reader in readers):
@@ -208,7 +210,7 @@ async def test_beside_the_suspects_of_an_only_worker_nobody_runs_whose_own_death
     readers += [asyncio.create_task(read_all(fleet.submit(request))) for request in newcomers]
     await worker.receive()
     assert set(worker.session.scheduler.request_ids) == {suspects[0].request_id}
-    await worker.run(lambda: not is_suspect(fleet._jobs[suspects[0].request_id]))
+    await worker.run(lambda: not is_suspect(fleet.parts.jobs.by_id[suspects[0].request_id]))
     # The group is over: those that waited go first. Then nobody, until the next group runs.
     await worker.turn()
     clock.advance(0.02)
@@ -222,7 +224,7 @@ async def test_beside_the_suspects_of_an_only_worker_nobody_runs_whose_own_death
             break
         assert set(worker.session.scheduler.request_ids) == {r.request_id for r in [suspects[0], *newcomers]}
         await worker.turn()
-    gained = [fleet._jobs[request.request_id].num_tokens_here for request in newcomers]
+    gained = [fleet.parts.jobs.by_id[request.request_id].num_tokens_here for request in newcomers]
     assert is_running(fleet, suspects[1]) and min(gained) == 10, "two plans of four steps, and one token more"
     await worker.run(lambda: all(reader.done() for reader in readers))
     requests = [*suspects, *newcomers, late]
@@ -250,7 +252,7 @@ async def test_a_suspect_runs_until_it_is_cleared_although_its_reader_falls_behi
     fleet = make_fleet(clock)
     suspect = make_request(fleet, [1], MAX_UNREAD_TOKENS + 100)
     stream = fleet.submit(suspect)
-    job = fleet._jobs[suspect.request_id]
+    job = fleet.parts.jobs.by_id[suspect.request_id]
     worker = LoopbackWorker(fleet, "first")
     await worker.run(lambda: job.num_generated >= MAX_UNREAD_TOKENS - 4)
     worker.lose()
@@ -271,7 +273,7 @@ async def test_a_full_suspect_waits_for_its_reader(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     suspect = make_request(fleet, [1], MAX_UNREAD_TOKENS + 100)
     stream = fleet.submit(suspect)
-    job = fleet._jobs[suspect.request_id]
+    job = fleet.parts.jobs.by_id[suspect.request_id]
     worker = LoopbackWorker(fleet)
     await worker.run(lambda: job.full_since_s is not None)
     worker.lose()
@@ -288,15 +290,15 @@ async def test_a_suspect_beam_search_is_cleared_by_what_it_searched(clock: FakeC
     suspect = make_request(fleet, [1, 2], 100, beam=BeamSearch(2))
     await see_two_deaths_of_one(fleet, suspect)
     worker = LoopbackWorker(fleet, "w0")
-    job = fleet._jobs[suspect.request_id]
+    job = fleet.parts.jobs.by_id[suspect.request_id]
     for _ in range(30):
         await worker.turn()
-    assert fleet._dispatcher.is_isolated(job) and job.num_tokens_here == 0
+    assert fleet.parts.dispatcher.is_isolated(job) and job.num_tokens_here == 0
     fleet.tick()
-    assert not fleet._dispatcher.is_isolated(job) and suspect.request_id in worker.session.scheduler.request_ids
+    assert not fleet.parts.dispatcher.is_isolated(job) and suspect.request_id in worker.session.scheduler.request_ids
 
 
-async def see_two_deaths_of_one(fleet: Fleet, request: Request) -> None:
+async def see_two_deaths_of_one(fleet: InspectedFleet, request: Request) -> None:
     fleet.submit(request)
     for _ in range(2):
         worker = LoopbackWorker(fleet, "first")
@@ -313,11 +315,11 @@ async def test_a_suspect_is_cleared_once_none_of_its_tokens_can_have_been_under_
     suspect = make_request(fleet, [1], 60, num_samples=num_samples)
     await see_two_deaths_of_one(fleet, suspect)
     LoopbackWorker(fleet, "w0")
-    job = fleet._jobs[suspect.request_id]
+    job = fleet.parts.jobs.by_id[suspect.request_id]
     for num_tokens, is_isolated in ((9 * num_samples, True), (9 * num_samples + 1, False)):
         job.num_tokens_here = num_tokens
         fleet.tick()
-        assert fleet._dispatcher.is_isolated(job) is is_isolated
+        assert fleet.parts.dispatcher.is_isolated(job) is is_isolated
 
 
 async def test_what_fits_only_a_worker_that_is_closed_waits_for_it(clock: FakeClock) -> None:
@@ -335,7 +337,7 @@ async def test_what_fits_only_a_worker_that_is_closed_waits_for_it(clock: FakeCl
         fleet.submit(make_request(fleet, [1] * 3000, 10))
 
 
-async def two_busy_workers(fleet: Fleet) -> list[LoopbackWorker]:
+async def two_busy_workers(fleet: InspectedFleet) -> list[LoopbackWorker]:
     """w0 with two long requests, w1 with one."""
     workers = [LoopbackWorker(fleet, name) for name in ("w0", "w1")]
     for i in range(3):
@@ -349,7 +351,7 @@ async def two_busy_workers(fleet: Fleet) -> list[LoopbackWorker]:
 async def test_a_suspect_does_not_go_back_where_its_adapter_failed(clock: FakeClock) -> None:
     """The other worker is busy: it is emptied."""
     fleet = make_fleet(clock)
-    adapter = fleet._weights.add("a")  # type: ignore[attr-defined]  # FakeWeights
+    adapter = fleet.weights.add("a")
     good = LoopbackWorker(fleet, "good")
     readers = [asyncio.create_task(read_all(fleet.submit(make_request(fleet, [i], 60)))) for i in range(3)]
     await good.turn()
@@ -357,7 +359,7 @@ async def test_a_suspect_does_not_go_back_where_its_adapter_failed(clock: FakeCl
     bad.engine.hash_slots.failing[adapter.digest] = False
     suspect = make_request(fleet, [1], 40, adapter)
     readers.append(asyncio.create_task(read_all(submit_suspect(fleet, suspect))))
-    job = fleet._jobs[suspect.request_id]
+    job = fleet.parts.jobs.by_id[suspect.request_id]
     assert worker_of(fleet, suspect) == "bad"
     await bad.run(lambda: bool(job.failed_load_epochs))
     assert worker_of(fleet, suspect) is None and is_open(fleet, bad)
@@ -374,7 +376,7 @@ async def test_a_suspect_does_not_go_back_where_its_adapter_failed(clock: FakeCl
 async def test_what_failed_to_load_waits_for_the_worker_that_did_not_try(clock: FakeClock) -> None:
     """That is closed by a trial meanwhile."""
     fleet = make_fleet(clock)
-    adapter = fleet._weights.add("a")  # type: ignore[attr-defined]  # FakeWeights
+    adapter = fleet.weights.add("a")
     suspect = make_request(fleet, [1], 40)
     [stream] = await see_two_deaths(fleet, [suspect])
     good = LoopbackWorker(fleet, "good")
@@ -383,7 +385,7 @@ async def test_what_failed_to_load_waits_for_the_worker_that_did_not_try(clock: 
     request = make_request(fleet, [2], 10, adapter)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     assert (worker_of(fleet, suspect), worker_of(fleet, request)) == ("good", "bad")
-    await bad.run(lambda: bool(fleet._jobs[request.request_id].failed_load_epochs))
+    await bad.run(lambda: bool(fleet.parts.jobs.by_id[request.request_id].failed_load_epochs))
     for _ in range(20):
         await bad.turn()
         fleet.tick()
@@ -454,7 +456,7 @@ async def test_suspects_run_beside_requests_whose_own_death_may_come_only_after_
     workers = await two_busy_workers(fleet)
     suspect = make_request(fleet, [9], 40)
     submit_suspect(fleet, suspect)
-    beside = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
+    beside = next(job for job in fleet.parts.jobs.by_id.values() if job.session is workers[1].session)
     beside.num_tokens_here = 9  # it may be about to kill its worker
     fleet.tick()
     for _ in range(59):
@@ -470,7 +472,7 @@ async def test_suspects_run_beside_requests_whose_own_death_may_come_only_after_
     await workers[1].receive()
     beside.num_tokens_here = 9
     workers[1].lose()  # nobody can tell which of them it was
-    assert [len(job.deaths) for job in (fleet._jobs[suspect.request_id], beside)] == [3, 1]
+    assert [len(job.deaths) for job in (fleet.parts.jobs.by_id[suspect.request_id], beside)] == [3, 1]
 
 
 async def test_a_worker_that_nobody_waits_for_any_more_is_open_again(clock: FakeClock) -> None:
@@ -506,7 +508,7 @@ async def test_what_waits_or_is_held_moves_away_from_a_worker_that_is_emptied(cl
 async def test_a_suspect_waits_for_the_lost_one_of_two_workers(clock: FakeClock) -> None:
     fleet = make_fleet(clock, emptying_timeout_s=10.0)
     workers = await two_busy_workers(fleet)
-    suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
+    suspect = next(job for job in fleet.parts.jobs.by_id.values() if job.session is workers[1].session)
     suspect.num_tokens_here, suspect.deaths = 0, [Death(1, "elsewhere", is_loss=True)]
     workers[1].lose()
     clock.advance(5.0)
@@ -519,7 +521,7 @@ async def test_a_suspect_waits_for_the_lost_one_of_two_workers(clock: FakeClock)
 async def test_a_suspect_runs_beside_others_where_the_lost_one_of_two_workers_stays_away(clock: FakeClock) -> None:
     fleet = make_fleet(clock, emptying_timeout_s=10.0, dead_after_ms=60_000)
     workers = await two_busy_workers(fleet)
-    suspect = next(job for job in fleet._jobs.values() if job.session is workers[1].session)
+    suspect = next(job for job in fleet.parts.jobs.by_id.values() if job.session is workers[1].session)
     suspect.num_tokens_here, suspect.deaths = 0, [Death(1, "elsewhere", is_loss=True)]
     workers[1].lose()
     let_time_pass(clock, fleet, 9.8)
@@ -539,5 +541,5 @@ async def test_those_that_wait_while_every_worker_is_closed_are_not_priced(
     for i in range(20):
         fleet.submit(make_request(fleet, [i], 20))
     monkeypatch.setattr(placement, "need_of", None)
-    fleet._dispatcher.place_waiting()
-    assert len(fleet._dispatcher.waiting) == 20
+    fleet.parts.dispatcher.place_waiting()
+    assert len(fleet.parts.dispatcher.waiting) == 20

@@ -16,7 +16,6 @@ from control_plane.scheduler.types import AdapterRef, AdapterTier, Answer, Reque
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
-    FakeWeights,
     LoopbackWorker,
     expected,
     make_fleet,
@@ -148,8 +147,7 @@ def test_keys_of_a_prompt_are_made_only_as_far_as_somebody_has_them() -> None:
 async def test_loads_from_the_host_cache_alone_teach_what_a_load_takes(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
-    weights = fleet._weights
-    assert isinstance(weights, FakeWeights)
+    weights = fleet.weights
 
     def utilization() -> WorkerUtilization:
         return worker.session.scheduler.utilization(PrefixKeys(PLAIN))
@@ -214,7 +212,7 @@ async def test_a_request_goes_where_there_are_blocks_for_it(clock: FakeClock) ->
 async def test_the_nearer_an_adapter_is_the_better(clock: FakeClock) -> None:
     """Loading beats absent, a slot beats both, and a worker whose slots are all in use comes last."""
     fleet = make_fleet(clock, placement=PlacementCosts(load_ms=100.0))
-    weights = fleet._weights
+    weights = fleet.weights
     adapters = [weights.add(f"a{i}") for i in range(3)]  # type: ignore[attr-defined]  # FakeWeights
     one_slot = replace(CAPACITIES, num_slots=1)
     workers = [LoopbackWorker(fleet, name, capacities=one_slot) for name in ("w0", "w1")]
@@ -259,7 +257,7 @@ async def test_a_worker_that_attaches_takes_over_what_waits_elsewhere(clock: Fak
 async def test_what_waits_stays_where_its_turn_comes_sooner(clock: FakeClock) -> None:
     fleet = make_fleet(clock, placement=PlacementCosts(load_ms=10_000.0))
     first = LoopbackWorker(fleet, "w0")
-    adapter = fleet._weights.add("a")  # type: ignore[attr-defined]  # FakeWeights
+    adapter = fleet.weights.add("a")
     requests = [make_request(fleet, [i, 1], 40, adapter) for i in range(24)]
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
     for _ in range(3):

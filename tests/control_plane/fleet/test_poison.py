@@ -13,12 +13,12 @@ from contract.v1 import plan_pb2
 from control_plane.errors import PoisonedRequest, WorkerLost
 from control_plane.fleet.deaths import MAX_DEATHS, is_suspect
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.jobs import Death, Job
 from control_plane.scheduler.types import Request
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
+    InspectedFleet,
     LoopbackWorker,
     expected,
     let_time_pass,
@@ -39,7 +39,7 @@ def computes_poison(worker: LoopbackWorker) -> bool:
 class Fate:
     """Workers that die of poison requests and are started again, until every request has ended."""
 
-    def __init__(self, fleet: Fleet, num_workers: int) -> None:
+    def __init__(self, fleet: InspectedFleet, num_workers: int) -> None:
         self.fleet = fleet
         self.workers = {f"w{i}": self._start(f"w{i}") for i in range(num_workers)}
         self.num_deaths = 0
@@ -73,7 +73,7 @@ class Fate:
         raise AssertionError("it never ends")
 
 
-def submit(fleet: Fleet, requests: list[Request]) -> list[asyncio.Task[list[int]]]:
+def submit(fleet: InspectedFleet, requests: list[Request]) -> list[asyncio.Task[list[int]]]:
     return [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
 
 
@@ -110,7 +110,7 @@ async def test_a_poison_request_that_arrives_beside_running_ones_is_found_at_its
     assert fate.num_deaths == 3
     with pytest.raises(PoisonedRequest):
         await poisoned
-    assert not any(job.deaths for job in fleet._jobs.values()), "the poison request explains them all"
+    assert not any(job.deaths for job in fleet.parts.jobs.by_id.values()), "the poison request explains them all"
     await fate.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in innocents]
 
@@ -162,7 +162,7 @@ async def test_progress_clears_earlier_deaths_wherever_it_is_made(clock: FakeClo
     fleet = make_fleet(clock)
     request = make_request(fleet, [1], 400)
     [reader] = submit(fleet, [request])
-    [job] = fleet._jobs.values()
+    [job] = fleet.parts.jobs.by_id.values()
     for number in range(6):
         worker = LoopbackWorker(fleet, f"w{number}")
         for _ in range(5):
@@ -184,7 +184,7 @@ async def test_the_loss_of_a_whole_fleet_is_held_against_no_request_once(clock: 
         assert {len(worker.session.scheduler.request_ids) for worker in workers} == ({2} if num_requests else {0, 6})
         for worker in workers:
             worker.lose()
-        assert [len(job.deaths) for job in fleet._jobs.values()] == [num_deaths] * 6
+        assert [len(job.deaths) for job in fleet.parts.jobs.by_id.values()] == [num_deaths] * 6
         let_time_pass(clock, fleet, 1.1)
 
 
@@ -195,7 +195,7 @@ async def test_who_was_computed_at_two_deaths_of_a_whole_fleet_may_be_the_reason
     requests = [make_request(fleet, [i], 30) for i in range(2)]
     for request in requests:
         fleet.submit(request)
-    chained, other = fleet._jobs.values()
+    chained, other = fleet.parts.jobs.by_id.values()
     await first.receive()
     await second.receive()
     first.lose()
@@ -213,7 +213,7 @@ async def test_the_loss_of_an_only_worker_or_of_one_after_the_other_is_counted(c
         fleet.submit(make_request(fleet, [i], 30))
     for worker in workers:
         await worker.receive()
-    jobs = [job for job in fleet._jobs.values() if job.session is workers[-1].session]
+    jobs = [job for job in fleet.parts.jobs.by_id.values() if job.session is workers[-1].session]
     for worker in workers:
         let_time_pass(clock, fleet, 1.1)
         worker.lose()
@@ -229,9 +229,9 @@ async def test_a_process_that_outlived_its_session_was_killed_by_no_request(cloc
     for _ in range(3):
         await worker.receive()
         worker.lose()
-        assert all(len(job.deaths) == 1 for job in fleet._jobs.values())
+        assert all(len(job.deaths) == 1 for job in fleet.parts.jobs.by_id.values())
         worker = LoopbackWorker(fleet, "w0", last_epoch=worker.session.epoch)
-        assert not any(job.deaths for job in fleet._jobs.values())
+        assert not any(job.deaths for job in fleet.parts.jobs.by_id.values())
         assert len(worker.session.scheduler.request_ids) == 8
     await worker.run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
@@ -248,12 +248,12 @@ async def test_suspects_whose_worker_turns_out_to_live_are_suspects_no_more(cloc
     dead = LoopbackWorker(fleet, "w1")
     await dead.receive()
     dead.lose()
-    assert all(is_suspect(job) for job in fleet._jobs.values())
+    assert all(is_suspect(job) for job in fleet.parts.jobs.by_id.values())
     other = LoopbackWorker(fleet, "w2")
     await other.turn()
     assert len(other.session.scheduler.request_ids) == 4
     back = LoopbackWorker(fleet, "w0", last_epoch=stopped.session.epoch)
-    assert not any(is_suspect(job) for job in fleet._jobs.values())
+    assert not any(is_suspect(job) for job in fleet.parts.jobs.by_id.values())
     assert len(other.session.scheduler.request_ids) + len(back.session.scheduler.request_ids) == 8
     for _ in range(200):
         await other.turn()
@@ -265,24 +265,24 @@ async def test_suspects_whose_worker_turns_out_to_live_are_suspects_no_more(cloc
 async def test_a_fault_speaks_against_requests_although_the_process_lives(clock: FakeClock, kind: str) -> None:
     fleet = make_fleet(clock)
     fleet.submit(make_request(fleet, [1], 40))
-    [job] = fleet._jobs.values()
+    [job] = fleet.parts.jobs.by_id.values()
     worker = LoopbackWorker(fleet, "w0")
     await worker.receive()
     if kind == "fault":
         worker.session.receive(plan_pb2.AttachRequest(fault=plan_pb2.Fault(reason="it broke", step_id=1)))
     else:
         worker.session.receive(plan_pb2.AttachRequest(hello=plan_pb2.Hello()))
-    fleet._dispatcher.outlived("w0", worker.session.epoch)
+    fleet.parts.dispatcher.outlived("w0", worker.session.epoch)
     assert [death.worker_id for death in job.deaths] == ["w0"]
 
 
 # ---- convictions ----
 
 
-async def see_deaths_at(fleet: Fleet, names: list[str]) -> Job:
+async def see_deaths_at(fleet: InspectedFleet, names: list[str]) -> Job:
     """The record of a request that was computed alone when workers of these names died, one after the other."""
     fleet.submit(make_request(fleet, [1], 40))
-    [job] = fleet._jobs.values()
+    [job] = fleet.parts.jobs.by_id.values()
     for name in names:
         worker = LoopbackWorker(fleet, name)
         await worker.receive()
@@ -320,11 +320,11 @@ async def test_a_suspect_waits_for_the_worker_that_did_not_die_of_it(clock: Fake
     [reader] = submit(fleet, [make_request(fleet, [7] * 70, 30)])  # for the one that is large enough
     await sound.turn()
     fleet.submit(make_request(fleet, [1], 40))
-    *_, job = fleet._jobs.values()
+    *_, job = fleet.parts.jobs.by_id.values()
     assert job.session is not None
-    fleet._dispatcher._take_from(job.session, job)
+    fleet.parts.dispatcher._take_from(job.session, job)
     job.deaths = [Death(epoch, "sick", is_loss=True) for epoch in (1, 2)]
-    fleet._dispatcher._isolation._add([job])
+    fleet.parts.dispatcher._isolation._add([job])
     for _ in range(5):
         await sick.turn()
         fleet.tick()
@@ -367,7 +367,7 @@ async def test_planned_restarts_of_workers_never_use_a_request_up(clock: FakeClo
         if number % 2:
             worker.answer()
         worker.leave()
-    jobs = list(fleet._jobs.values())
+    jobs = list(fleet.parts.jobs.by_id.values())
     assert len(jobs) == 8 and not any(job.deaths or job.num_losses for job in jobs)
     await LoopbackWorker(fleet).run(lambda: all(reader.done() for reader in readers))
     assert [await reader for reader in readers] == [expected(request) for request in requests]
@@ -429,5 +429,5 @@ async def test_books_that_break_speak_against_requests_that_wait_too(clock: Fake
         fleet.submit(make_request(fleet, [i], 40))
     await worker.turn()
     worker.session.end(EndCause.BROKEN_BOOKS, "the books do not balance")
-    assert [len(job.deaths) for job in fleet._jobs.values()] == [1] * 4
+    assert [len(job.deaths) for job in fleet.parts.jobs.by_id.values()] == [1] * 4
     let_time_pass(clock, fleet, 1.0)

@@ -11,7 +11,7 @@ from control_plane.fleet.jobs import JobStream
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import Sampling
-from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, LoopbackWorker, expected, make_fleet, make_request
+from tests.fakes.fleet_rig import CAPACITIES, FakeClock, LoopbackWorker, expected, make_fleet, make_request
 
 TINY = replace(CAPACITIES, num_blocks=14, num_host_blocks=24, max_rows=6, num_slots=2)
 SWAP = SchedulerSettings(swap_us_per_block=0.0)
@@ -31,8 +31,7 @@ async def read_answers(stream: JobStream) -> dict[int, list[int]]:
 async def test_every_answer_is_the_oracles(policy: Policy, settings: SchedulerSettings, max_step_tokens: int) -> None:
     settings = replace(settings, policy=policy, max_step_tokens=max_step_tokens)
     fleet = make_fleet(FakeClock(), scheduler=settings)
-    assert isinstance(fleet._weights, FakeWeights)
-    adapters = [None, *(fleet._weights.add(f"a{idx}") for idx in range(3))]
+    adapters = [None, *(fleet.weights.add(f"a{idx}") for idx in range(3))]
     worker = LoopbackWorker(fleet, capacities=TINY)
     requests, readers = [], []
     for idx in range(12):

@@ -13,11 +13,10 @@ import pytest
 from contract.v1 import plan_pb2
 from control_plane.errors import StoreUnavailable
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.session import WorkerSession
 from data_plane.wire import encode_hello
-from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, make_fleet
+from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, InspectedFleet, make_fleet
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
@@ -47,7 +46,7 @@ class Context:
 
 
 @contextlib.asynccontextmanager
-async def attached(fleet: Fleet) -> AsyncIterator[tuple[WorkerSession, Context, asyncio.Task[None]]]:
+async def attached(fleet: InspectedFleet) -> AsyncIterator[tuple[WorkerSession, Context, asyncio.Task[None]]]:
     """A session, its worker's end, and its handler."""
     context = Context()
     context.requests.put_nowait(encode_hello(CAPACITIES, "w0"))
@@ -56,7 +55,7 @@ async def attached(fleet: Fleet) -> AsyncIterator[tuple[WorkerSession, Context, 
     async with asyncio.timeout(30):
         while not fleet.num_workers:
             await asyncio.sleep(0)
-        [session] = fleet._sessions.values()
+        [session] = fleet.parts.dispatcher.sessions.values()
         yield session, context, handler
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AbortError):
             await handler

@@ -79,7 +79,7 @@ async def test_among_many_workers_a_request_finds_the_one_with_its_adapter_and_o
     fleet = make_fleet(FakeClock(), placement=PlacementCosts(load_ms=1000.0))
     tiny = replace(CAPACITIES, num_blocks=4, max_rows=2)
     workers = {f"w{i:02d}": LoopbackWorker(fleet, f"w{i:02d}", capacities=tiny) for i in range(MAX_PRICED + 8)}
-    adapter = fleet._weights.add("a")  # type: ignore[attr-defined]  # FakeWeights
+    adapter = fleet.weights.add("a")
     placed = []
     for i in range(2):
         request = make_request(fleet, [i], 5, adapter)

@@ -10,11 +10,18 @@ import pytest
 from contract.v1 import plan_pb2
 from control_plane.errors import NotFinite, WorkerQuarantined
 from control_plane.fleet.endings import EndCause
-from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.second_opinion import MAX_OPINIONS
 from control_plane.fleet.session import MAX_NOT_FINITE
 from control_plane.scheduler.types import Sampling
-from tests.fakes.fleet_rig import FakeClock, LoopbackWorker, expected, make_fleet, make_request, read_all
+from tests.fakes.fleet_rig import (
+    FakeClock,
+    InspectedFleet,
+    LoopbackWorker,
+    expected,
+    make_fleet,
+    make_request,
+    read_all,
+)
 from tests.fakes.hash_engine import HashEngineFaults
 
 
@@ -38,7 +45,7 @@ class SickWorker(LoopbackWorker):
         super().answer(num_answers)
 
 
-async def turn_all(clock: FakeClock, fleet: Fleet, workers: list[LoopbackWorker]) -> None:
+async def turn_all(clock: FakeClock, fleet: InspectedFleet, workers: list[LoopbackWorker]) -> None:
     clock.advance(0.01)
     for worker in workers:
         if not worker.session.ended.is_set():
@@ -47,7 +54,7 @@ async def turn_all(clock: FakeClock, fleet: Fleet, workers: list[LoopbackWorker]
     fleet.tick()
 
 
-def heal(fleet: Fleet, workers: list[LoopbackWorker]) -> list[LoopbackWorker]:
+def heal(fleet: InspectedFleet, workers: list[LoopbackWorker]) -> list[LoopbackWorker]:
     """Those whose session ended attach again as the same process, if they may."""
     again: list[LoopbackWorker] = []
     for worker in workers:
@@ -176,7 +183,7 @@ async def test_several_answers_go_on_together(clock: FakeClock) -> None:
     sick, other = SickWorker(fleet, "a"), LoopbackWorker(fleet, "b")
     request = make_request(fleet, [3], 20, num_samples=3, sampling=Sampling(temperature=1.0, seed=5))
     stream = fleet.submit(request)
-    assert fleet._jobs[request.request_id].session is sick.session
+    assert fleet.parts.jobs.by_id[request.request_id].session is sick.session
     got: list[list[int]] = [[], [], []]
 
     async def read() -> None:
@@ -196,15 +203,15 @@ async def test_one_adapter_alone_does_not_make_its_worker_sick_but_two_do(clock:
     fleet = make_fleet(clock)
     sick, other = SickWorker(fleet, "a"), LoopbackWorker(fleet, "b")
     sick.is_sick = lambda slot: slot is not None  # type: ignore[method-assign]  # this worker's own
-    adapters = [fleet._weights.add(f"a{i}") for i in range(num_adapters)]  # type: ignore[attr-defined]  # FakeWeights
+    adapters = [fleet.weights.add(f"a{i}") for i in range(num_adapters)]  # type: ignore[attr-defined]  # FakeWeights
     readers, requests = [], []
     for number in range(6):
         request = make_request(fleet, [number], 20, adapters[number % num_adapters])
         requests.append(request)
         stream = fleet.submit(request)
-        job = fleet._jobs[request.request_id]
+        job = fleet.parts.jobs.by_id[request.request_id]
         if job.session is other.session:  # let it begin where it fails
-            fleet._dispatcher._move(job, other.session, sick.session) if not sick.session.ended.is_set() else None
+            fleet.parts.dispatcher._move(job, other.session, sick.session) if not sick.session.ended.is_set() else None
         readers.append(asyncio.create_task(read_all(stream)))
         for _ in range(20):
             await turn_all(clock, fleet, [sick, other])
@@ -250,7 +257,7 @@ async def test_a_poison_request_keeps_no_worker_out(clock: FakeClock) -> None:
         await worker.receive()
         worker.session.receive(plan_pb2.AttachRequest(fault=plan_pb2.Fault(reason="it broke", step_id=1)))
         try:
-            fleet._gate.quarantine.check("w0")
+            fleet.parts.gate.quarantine.check("w0")
             pauses.append(0.0)
         except WorkerQuarantined as error:
             pauses.append(error.retry_after_s)
@@ -260,5 +267,5 @@ async def test_a_poison_request_keeps_no_worker_out(clock: FakeClock) -> None:
     await worker.receive()
     worker.session.receive(plan_pb2.AttachRequest(fault=plan_pb2.Fault(reason="it broke", step_id=1)))
     with pytest.raises(WorkerQuarantined) as caught:
-        fleet._gate.quarantine.check("w0")
+        fleet.parts.gate.quarantine.check("w0")
     assert caught.value.retry_after_s == 1.0, "the first one that is its own"

@@ -1,0 +1,80 @@
+"""Builds the parts of a fleet and joins them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from control_plane.awake import AwakeClock
+from control_plane.fleet.attach import AttachedWorkers
+from control_plane.fleet.cache_warmer import WeightsLike
+from control_plane.fleet.delivery import Delivery
+from control_plane.fleet.dispatcher import Dispatcher
+from control_plane.fleet.fencing import WorkerGate
+from control_plane.fleet.hello import BaseModelLike
+from control_plane.fleet.intake import Intake
+from control_plane.fleet.quotas import TenantQuotas
+from control_plane.fleet.retirement import Retirement
+from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.slow_readers import SlowReaders
+from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.scheduler.fairness import VirtualCounters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetParts:
+    """What a fleet consists of. Each part owns its state; the others call its methods."""
+
+    settings: FleetSettings
+    clock: Callable[[], float]
+    quotas: TenantQuotas  # what each account uses
+    counters: VirtualCounters  # service of each account, over all sessions
+    jobs: UnfinishedJobs  # every unfinished request, and how one ends
+    dispatcher: Dispatcher  # the sessions, and which of them has which request
+    slow_readers: SlowReaders
+    delivery: Delivery  # tokens to streams
+    gate: WorkerGate  # which workers may attach
+    workers: AttachedWorkers  # sessions from Hello to end
+    retirement: Retirement  # adapters on their way out
+    intake: Intake  # which requests are taken on
+
+
+def assemble(
+    settings: FleetSettings,
+    base_model: BaseModelLike,
+    weights: WeightsLike,
+    incarnation: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> FleetParts:
+    """The parts of a new fleet. Call it inside a running event loop.
+
+    `incarnation` is the control plane's and counts up at every start.
+    """
+    awake = AwakeClock(clock)  # for everything that is judged by silence
+    quotas = TenantQuotas(settings.tenants, clock)
+    counters = VirtualCounters(
+        {tenant: limits.weight for tenant, limits in settings.tenants.named.items()},
+        default_weight=settings.tenants.default.weight,
+    )
+    jobs = UnfinishedJobs(quotas)
+    dispatcher = Dispatcher(settings, jobs, weights.is_cached, awake)
+    slow_readers = SlowReaders(settings.slow_reader_timeout_s, awake, jobs, dispatcher)
+    delivery = Delivery(jobs, dispatcher, slow_readers, quotas, weights.damage)
+    gate = WorkerGate(settings, base_model, incarnation, clock)
+    retirement = Retirement(dispatcher.sessions, jobs)
+    workers = AttachedWorkers(settings, gate, weights, counters, jobs, dispatcher, delivery, retirement, clock, awake)
+    return FleetParts(
+        settings=settings,
+        clock=clock,
+        quotas=quotas,
+        counters=counters,
+        jobs=jobs,
+        dispatcher=dispatcher,
+        slow_readers=slow_readers,
+        delivery=delivery,
+        gate=gate,
+        workers=workers,
+        retirement=retirement,
+        intake=Intake(settings, quotas, counters, jobs, dispatcher, delivery, workers),
+    )

@@ -1,0 +1,172 @@
+"""Workers come and go here: attaching one, what its session reports, and moving its requests when the session ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from contract.v1 import plan_pb2
+from control_plane.awake import AwakeClock
+from control_plane.errors import Draining
+from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
+from control_plane.fleet.delivery import Delivery
+from control_plane.fleet.dispatcher import Dispatcher
+from control_plane.fleet.endings import EndCause
+from control_plane.fleet.fencing import WorkerGate
+from control_plane.fleet.jobs import Job
+from control_plane.fleet.retirement import Retirement
+from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.registry.model.served_modules import WorkerReport
+from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.types import Outputs
+
+logger = logging.getLogger(__name__)
+
+
+class AttachedWorkers:
+    """Makes the sessions and is what they report to. The dispatcher keeps them while they last."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        gate: WorkerGate,
+        weights: WeightsLike,
+        counters: VirtualCounters,
+        jobs: UnfinishedJobs,
+        dispatcher: Dispatcher,
+        delivery: Delivery,
+        retirement: Retirement,
+        clock: Callable[[], float],
+        awake: AwakeClock,
+    ) -> None:
+        self._settings = settings
+        self._gate = gate
+        self._weights = weights
+        self._counters = counters  # of all sessions
+        self._jobs = jobs
+        self._dispatcher = dispatcher
+        self._delivery = delivery
+        self._retirement = retirement
+        self._clock = clock
+        self._awake = awake
+        self._cache_warmer = CacheWarmer(weights)
+        self._pinned: set[str] = set()  # digests
+        self._no_worker_since_s = awake()  # meaningful while there is no session
+        self._is_closed = False
+        self._when_changed: list[Callable[[], None]] = []
+
+    # ---- for the fleet ----
+
+    @property
+    def is_grace_over(self) -> bool:
+        """Whether no worker has been attached for so long that requests wait in vain."""
+        has_none = not self._dispatcher.sessions
+        return has_none and self._awake() - self._no_worker_since_s >= self._settings.worker_grace_s
+
+    def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
+        """A session for the worker that sent this Hello. An earlier session of the same process ends.
+
+        Raises Draining, or what WorkerGate.admit raises.
+        """
+        if self._is_closed:
+            raise Draining("the control plane is shutting down")
+        former = self._dispatcher.sessions.get(hello.worker_id)
+        epoch = self._gate.admit(hello, former)
+        session = WorkerSession(
+            hello, epoch, self._settings, self, self._weights.worker_url, self._clock, self._awake, self._counters
+        )
+        session.set_pinned(self._pinned)
+        self._dispatcher.open(session)
+        logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
+        if former is not None:
+            former.end(EndCause.CLOSED, "its worker attached anew")
+        if hello.last_epoch:
+            self._dispatcher.outlived(hello.worker_id, hello.last_epoch)
+        self._dispatcher.place_waiting()
+        self._report_change()
+        return session
+
+    def call_when_changed(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called after a worker attached or was lost."""
+        self._when_changed.append(callback)
+
+    def reports(self) -> list[WorkerReport]:
+        """What each attached worker serves."""
+        return [session.report for session in self._dispatcher.sessions.values()]
+
+    def pin(self, digest: str) -> None:
+        """Keep an adapter in its slot on every worker where it lies in one, those that attach later included."""
+        self._pinned.add(digest)
+        for session in self._dispatcher.sessions.values():
+            session.set_pinned(self._pinned)
+
+    def unpin(self, digest: str) -> None:
+        """Allow the eviction of an adapter again. It need not be pinned."""
+        self._pinned.discard(digest)
+        for session in self._dispatcher.sessions.values():
+            session.set_pinned(self._pinned)
+
+    def placements(self, digest: str) -> list[str]:
+        """Ids of the workers that hold the adapter's weights."""
+        sessions = self._dispatcher.sessions.values()
+        return sorted(s.worker_id for s in sessions if s.scheduler.adapter_use(digest).is_ready)
+
+    def tick(self) -> None:
+        """Let every session do what is due by time."""
+        for session in list(self._dispatcher.sessions.values()):
+            self._jobs.guard(session.tick)
+
+    async def close(self) -> None:
+        """End every session, and let no worker attach again."""
+        self._is_closed = True
+        for session in list(self._dispatcher.sessions.values()):
+            session.end(EndCause.CLOSED, "the control plane is shutting down")
+        await self._cache_warmer.close()
+
+    # ---- for the sessions ----
+
+    def on_outputs(self, session: WorkerSession, outputs: Outputs) -> None:
+        """Carry what a session's scheduler returned to the streams."""
+        self._delivery.on_outputs(session, outputs)
+
+    def on_load(self, digest: str) -> bool:
+        """Start filling the host cache with an adapter, without waiting for it. True if it is cached already."""
+        is_cached = self._weights.is_cached(digest)
+        self._cache_warmer.warm(digest)
+        return is_cached
+
+    def on_changed(self) -> None:
+        """See whether an adapter that is being unloaded is out of use."""
+        self._retirement.check_soon()
+
+    def on_ended(self, session: WorkerSession) -> None:
+        """Move the requests of a session that has ended."""
+        self._dispatcher.close(session)
+        # Accepted tokens reach their streams in any case: the requests go on from behind them.
+        self._jobs.guard(lambda: self._delivery.on_outputs(session, session.scheduler.take_outputs()))
+        jobs = [job for job in self._jobs.by_id.values() if job.session is session]
+        try:
+            verdict = self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
+            self._gate.note_end(session, verdict)
+        except Exception:  # no request may wait for a session that has ended
+            logger.exception("session not ended in order worker_id=%s epoch=%d", session.worker_id, session.epoch)
+            for job in jobs:
+                if self._is_stranded(job, session):
+                    self._jobs.fail_broken(job)
+            self._jobs.guard(self._dispatcher.place_waiting)
+        if not self._dispatcher.sessions:
+            self._no_worker_since_s = self._awake()
+        self._retirement.check_soon()
+        self._report_change()
+
+    def _is_stranded(self, job: Job, session: WorkerSession) -> bool:
+        """Whether nobody would bring this unfinished job of an ended session to its end."""
+        request_id = job.request.request_id
+        is_unfinished = request_id in self._jobs.by_id and request_id not in self._dispatcher.waiting
+        return is_unfinished and (job.session is None or job.session is session)
+
+    def _report_change(self) -> None:
+        for callback in self._when_changed:
+            callback()

@@ -1,0 +1,115 @@
+"""Carries what the schedulers return to the streams of the requests, and what readers cancel back to the sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from control_plane.errors import MotetError
+from control_plane.fleet.dispatcher import Dispatcher
+from control_plane.fleet.failures import error_of
+from control_plane.fleet.jobs import Job, JobStream
+from control_plane.fleet.quotas import TenantQuotas
+from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.slow_readers import SlowReaders
+from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.scheduler.types import FinishReason, Outputs, Request, RequestId, RequestOutput
+
+
+class Delivery:
+    """Between schedulers and streams. Keeps nothing itself."""
+
+    def __init__(
+        self,
+        jobs: UnfinishedJobs,
+        dispatcher: Dispatcher,
+        slow_readers: SlowReaders,
+        quotas: TenantQuotas,
+        damage: Callable[[str], MotetError | None],
+    ) -> None:
+        """`damage`: the error for an adapter, by digest, whose stored weights were found wrong."""
+        self._jobs = jobs
+        self._dispatcher = dispatcher
+        self._slow_readers = slow_readers
+        self._quotas = quotas
+        self._damage = damage
+
+    def stream_for(self, request: Request) -> JobStream:
+        """A stream for the request's tokens, which takes what its reader does back to the fleet."""
+        request_id = request.request_id
+        return JobStream(
+            lambda: self._slow_readers.on_read(request_id),
+            lambda: self._cancel(request_id),
+            lambda index: self._cancel_index(request_id, index),
+            num_indices=request.num_indices,
+        )
+
+    def on_outputs(self, session: WorkerSession, outputs: Outputs) -> None:
+        """Carry what a session's scheduler returned to the streams."""
+        jobs = self._jobs.by_id
+        for request_id, token_id in outputs.tokens:
+            job = jobs.get(request_id)
+            if job is None or job.session is not session:
+                continue  # cancelled meanwhile
+            try:
+                job.num_tokens_here += 1
+                job.num_generated += 1
+                if job.stream.push_token(token_id):
+                    self._slow_readers.pause(job)
+            except Exception:  # a mistake of ours costs one request, not all that follow
+                self._jobs.fail_broken(job)
+        for output in outputs.others:
+            job = jobs.get(output.request_id)
+            if job is not None and job.session is session:
+                try:
+                    self._deliver(job, output)
+                except Exception:  # as above
+                    self._jobs.fail_broken(job)
+        self._jobs.guard(self._dispatcher.judge)
+
+    def _deliver(self, job: Job, output: RequestOutput) -> None:
+        if not job.has_run and output.first_scheduled_s is not None:
+            job.has_run = True
+            job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
+            self._quotas.start(job.charge)
+        if job.not_finite_at and output.token_ids:
+            self._dispatcher.refute(job)
+        job.num_tokens_here += len(output.token_ids)
+        job.num_generated += len(output.token_ids)
+        job.num_searched = max(job.num_searched, output.num_searched)
+        stream, reason = job.stream, output.finish_reason
+        if reason is None or reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
+            if not stream.is_live(output.index):
+                return  # cancelled meanwhile
+            stream.push(output, reason)
+            if stream.has_ended:
+                self._jobs.finish(job)
+            elif stream.is_full:
+                self._slow_readers.pause(job)
+            return
+        if output.token_ids and stream.is_live(output.index):
+            stream.push(output, None)
+        if reason is FinishReason.ADAPTER_FAILED:
+            assert output.request is not None, "a load failed, and the request is not given back"
+            if self._dispatcher.try_elsewhere(job, output.request):
+                return
+        if reason is FinishReason.NOT_FINITE:
+            assert output.request is not None, "logits are not finite, and the request is not given back"
+            if self._dispatcher.ask_another(job, output.request):
+                return
+        self._jobs.fail(job, error_of(output, job.request, self._damage))
+
+    def _cancel(self, request_id: RequestId) -> None:
+        job = self._jobs.by_id.get(request_id)
+        if job is not None:
+            if job.session is not None:
+                job.num_searched = max(job.num_searched, job.session.scheduler.num_searched(request_id))
+                job.session.cancel(request_id)
+            self._jobs.finish(job)
+
+    def _cancel_index(self, request_id: RequestId, index: int) -> None:
+        job = self._jobs.by_id.get(request_id)
+        if job is not None:
+            if job.session is not None:
+                job.session.cancel(request_id, index)
+            else:
+                job.request = job.request.without_index(index)

@@ -1,0 +1,121 @@
+"""Whether the fleet takes a request on: draining, the grace without workers, shares of a full queue, quotas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from control_plane.errors import DeadlineExceeded, Draining, NoWorker, QueueFull
+from control_plane.fleet.attach import AttachedWorkers
+from control_plane.fleet.delivery import Delivery
+from control_plane.fleet.dispatcher import Dispatcher
+from control_plane.fleet.failures import no_worker_came
+from control_plane.fleet.jobs import Job, JobStream
+from control_plane.fleet.quotas import TenantQuotas
+from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.types import Request
+
+
+class Intake:
+    """Where requests come in."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        quotas: TenantQuotas,
+        counters: VirtualCounters,
+        jobs: UnfinishedJobs,
+        dispatcher: Dispatcher,
+        delivery: Delivery,
+        workers: AttachedWorkers,
+    ) -> None:
+        self._settings = settings
+        self._quotas = quotas
+        self._counters = counters  # of all sessions
+        self._jobs = jobs
+        self._dispatcher = dispatcher
+        self._delivery = delivery
+        self._workers = workers
+        self._is_draining = False
+        self.num_accepted = 0  # in all
+        self.num_rejected = 0  # for want of room in the queue, in all
+
+    def submit(self, request: Request) -> JobStream:
+        """Take a request on. Raises what `Fleet.submit` raises."""
+        self._check_admission(request.account)
+        stream = self._delivery.stream_for(request)
+        job = Job(request, stream, self._quotas.admit(request))
+        self._jobs.add(job)
+        try:
+            error = self._dispatcher.add(job)
+            if error is not None:
+                raise error
+        except BaseException:
+            self._jobs.withdraw(job)
+            raise
+        self.num_accepted += 1
+        return stream
+
+    def check_room(self, account: str, num_reserved_tokens: int) -> None:
+        """Raise what `submit` would raise at present for any request of the account that may generate this many."""
+        self._check_admission(account)
+        self._quotas.check(account, 1, num_reserved_tokens)
+
+    def start_draining(self) -> None:
+        """Take no further request."""
+        self._is_draining = True
+
+    def end_overdue(self, now_s: float) -> None:
+        """Fail the requests that wait for a worker beyond their deadline, or beyond the grace without workers."""
+        for job in list(self._dispatcher.waiting.values()):
+            if job.request.deadline_s is not None and now_s >= job.request.deadline_s:
+                error = DeadlineExceeded("the deadline passed before a worker could take the request")
+                self._jobs.guard(partial(self._jobs.fail, job, error), job)
+        if self._workers.is_grace_over:
+            for job in list(self._dispatcher.waiting.values()):
+                no_worker = no_worker_came(job, self._settings.worker_grace_s)
+                self._jobs.guard(partial(self._jobs.fail, job, no_worker), job)
+
+    @property
+    def num_waiting(self) -> int:
+        """Accepted requests that hold no row of a worker."""
+        num_placed = sum(s.scheduler.num_waiting for s in self._dispatcher.sessions.values())
+        return len(self._dispatcher.waiting) + num_placed
+
+    def _check_admission(self, account: str) -> None:
+        if self._is_draining:
+            raise Draining("the server is shutting down; try another one or try again in a moment")
+        if self._workers.is_grace_over:
+            raise NoWorker("no worker is attached; try again in a moment")
+        if not self._is_queue_full():
+            return
+        settings = self._settings
+        for session in list(self._dispatcher.sessions.values()):
+            session.pump_if_due()  # what arrived in this turn of the loop may run already
+        if self.num_waiting >= settings.max_waiting_requests:
+            waiting = Counter(self._counters.num_waiting_by_tenant)
+            waiting.update(job.request.account for job in self._dispatcher.waiting.values())
+            self._check_share(account, waiting, settings.max_waiting_requests, "requests")
+        if self._quotas.num_queued_tokens >= settings.max_waiting_tokens:
+            waiting = Counter(self._quotas.queued_tokens_by_tenant())
+            self._check_share(account, waiting, settings.max_waiting_tokens, "prompt tokens")
+
+    def _is_queue_full(self) -> bool:
+        has_many_tokens = self._quotas.num_queued_tokens >= self._settings.max_waiting_tokens
+        return has_many_tokens or self.num_waiting >= self._settings.max_waiting_requests
+
+    def _check_share(self, account: str, waiting: Counter[str], limit: int, what: str) -> None:
+        """Raise QueueFull if the account holds its share of the full queue: `limit` over the number of accounts.
+
+        So an account that keeps the queue full shuts nobody out. Shares shrink as accounts come, and are zero beyond
+        `limit` accounts. At the very most, limit x (1 + ln limit) wait, and what the last request of each is beyond it.
+        """
+        share = limit // len(waiting.keys() | {account})
+        if waiting[account] >= share:
+            self.num_rejected += 1
+            raise QueueFull(
+                f"{limit} {what} wait already, the most this server holds, and {waiting[account]} of them are tenant "
+                f"{account}'s, whose share is {share}; try again in a moment"
+            )
