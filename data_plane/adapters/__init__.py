@@ -1,1 +1,2 @@
-"""Adapters on a worker: `format` reads packed ones, `arena` keeps them on the device, `step` applies them in a step."""
+"""Adapters on a worker: `kinds` says what sorts there are, `format` reads packed adapters, `arena` keeps
+them on the device, `step` applies them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.devices import has_triton
-from kernels.lora.layout import PAGE_RANKS, Epilogue, ModuleGroup, PagedModule, page_values
+from kernels.lora.layout import PAGE_RANKS, VECTOR_TABLES, Epilogue, ModuleGroup, PagedModule, page_values
 from kernels.lora.ops import (
     add_lora_group,
     bgmv_expand,
@@ -32,6 +32,7 @@ from kernels.lora.segments import (
 
 __all__ = [
     "PAGE_RANKS",
+    "VECTOR_TABLES",
     "AdapterSegments",
     "Epilogue",
     "ModuleGroup",

@@ -82,6 +82,10 @@ class ModuleGroup:
         return PagedModule(self.pages, self.page_ids, *table, self.in_features, self.out_features[index])
 
 
+# The tables of Epilogue that say where vectors begin.
+VECTOR_TABLES = ("dora_scale", "lora_bias")
+
+
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """What an expand does beside adding s * (h @ B), for slots that have an adapter at the module.

@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.arena.base_weights import BaseWeights
 from data_plane.adapters.arena.module_groups import ModuleGroups
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement, place
-from data_plane.adapters.arena.slots import Load, ModuleWeights, ResidentAdapter, SlotTable
+from data_plane.adapters.arena.slots import Load, ModulePages, ResidentAdapter, SlotTable
 from data_plane.adapters.arena.writing import AdapterWriter
 from data_plane.adapters.format.manifest import Manifest, read_manifest
 from data_plane.adapters.format.packed import TORCH_DTYPES
+from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.errors import AdapterLoadError, AdapterMismatch, ArenaFull, StaleSlot
 from data_plane.plan import AdapterSource, TargetKind, TargetModule
-from kernels.lora import Epilogue, ModuleGroup, PagedModule
+from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup, PagedModule
 
 logger = logging.getLogger(__name__)
 
@@ -111,22 +111,22 @@ class AdapterArena:
         """Fill an empty slot with an adapter for warm-up: this rank on every target module, and it adds nothing.
 
         All modules share the same pages, so that the adapter takes no more than its largest module. With has_vectors
-        every module also has a LoRA bias and DoRA scales of 1, which share pages as well. Raises ArenaFull.
+        every module also has each kind of vector, all of them ones that share pages as well. Raises ArenaFull.
         """
-        at = 0 if has_vectors else None
+        vectors = dict.fromkeys(VECTOR_TABLES, 0) if has_vectors else {}
         num_values = max(target.out_features for target in self._targets.values()) if has_vectors else 0
         load = self._begin(slot, generation, f"zeros of rank {rank}")
         try:
-            weights = {}
+            modules = {}
             for name, target in self._targets.items():
                 a, b = (self._pool.num_pages_of(rank, width) for width in (target.in_features, target.out_features))
-                weights[name] = ModuleWeights(rank, 0.0, 0, a, b, dora_scale_at=at, lora_bias_at=at)
-            num_pages = max(entry.num_a_pages + entry.num_b_pages for entry in weights.values())
+                modules[name] = ModulePages(rank, 0.0, 0, a, b, vectors)
+            num_pages = max(entry.num_a_pages + entry.num_b_pages for entry in modules.values())
             page_ids = self._reserve(load, num_pages + -(-num_values // self._pool.values_per_page))
             self._pool.zero(page_ids)
             if has_vectors:
                 self._pool.write_values(page_ids[num_pages:], torch.ones(num_values))
-            placement = Placement(weights, num_values, num_pages, len(page_ids))
+            placement = Placement(modules, num_values, num_pages, len(page_ids))
             self._publish(load, page_ids, placement, len(page_ids) * self._pool.page_bytes)
         except BaseException:
             self._abandon(load)
@@ -176,7 +176,7 @@ class AdapterArena:
             load.digest,
             page_ids,
             on_device,
-            placement.weights,
+            placement.modules,
             placement.num_matrix_pages,
             size_bytes,
         )

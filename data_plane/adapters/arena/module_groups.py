@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from data_plane.adapters.arena.base_weights import BaseWeights
 from data_plane.adapters.arena.slots import SlotTable
+from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.plan import TargetModule
 from kernels.lora import Epilogue, ModuleGroup
 

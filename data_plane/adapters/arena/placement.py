@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from data_plane.adapters.arena.pages import PagePool
-from data_plane.adapters.arena.slots import ModuleWeights
+from data_plane.adapters.arena.slots import ModulePages
 from data_plane.adapters.format.manifest import Manifest, ModuleEntry
 from data_plane.errors import AdapterMismatch
 from data_plane.plan import TargetKind, TargetModule
@@ -16,7 +16,7 @@ from data_plane.plan import TargetKind, TargetModule
 class Placement:
     """Indices count within the adapter's own pages."""
 
-    weights: dict[str, ModuleWeights]  # by target module name
+    modules: dict[str, ModulePages]  # by target module name
     num_values: int  # float32 values of all vectors
     num_matrix_pages: int  # the vectors lie behind them
     num_pages: int
@@ -24,29 +24,25 @@ class Placement:
 
 def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePool) -> Placement:
     """Raises AdapterMismatch for a module that the model does not have so."""
-    weights: dict[str, ModuleWeights] = {}
+    modules: dict[str, ModulePages] = {}
     first = num_values = 0
     for module in (module for chunk in manifest.chunks for module in chunk.modules):
         _check(module, targets.get(module.name), manifest.digest)
         num_a_pages = pool.num_pages_of(module.rank, module.in_features)
         num_b_pages = pool.num_pages_of(module.rank, module.out_features)
-        begin = num_values if module.has_vector else None
-        weights[module.name] = ModuleWeights(
-            module.rank,
-            module.scaling,
-            first,
-            num_a_pages,
-            num_b_pages,
-            dora_scale_at=begin if module.magnitude_sha256 else None,
-            lora_bias_at=begin if module.bias_sha256 else None,
-        )
+        vectors: dict[str, int] = {}
+        for table in module.kind.tables:
+            vectors[table] = num_values
+            num_values += module.out_features
+        modules[module.name] = ModulePages(module.rank, module.scaling, first, num_a_pages, num_b_pages, vectors)
         first += num_a_pages + num_b_pages
-        num_values += module.out_features if module.has_vector else 0
     arena_bytes = manifest.arena_bytes()
     assert arena_bytes % pool.page_bytes == 0, "the columns of a page divide all widths but the vocabulary's"
     num_pages = arena_bytes // pool.page_bytes
-    assert first + -(-num_values // pool.values_per_page) <= num_pages, "an adapter outgrows the bytes it was told to"
-    return Placement(weights, num_values, first, num_pages)
+    assert first + -(-num_values // pool.values_per_page) <= num_pages, (
+        "an adapter needs more pages than its arena bytes"
+    )
+    return Placement(modules, num_values, first, num_pages)
 
 
 def _check(module: ModuleEntry, target: TargetModule | None, digest: str) -> None:

@@ -6,8 +6,8 @@ compute thread edits the table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,11 @@ import torch
 
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.plan import TargetModule
-from kernels.lora import Epilogue, ModuleGroup
+from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleWeights:
+class ModulePages:
     """Where one target module's weights of one adapter lie."""
 
     rank: int
@@ -27,8 +27,7 @@ class ModuleWeights:
     first: int  # index of A's first page within the adapter's pages
     num_a_pages: int
     num_b_pages: int  # they follow A's
-    dora_scale_at: int | None = None  # index of its DoRA scales within the adapter's vectors; None: it has none
-    lora_bias_at: int | None = None  # of its LoRA bias
+    vectors: Mapping[str, int] = field(default_factory=dict)  # by vector table: index within the adapter's vectors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +39,7 @@ class ResidentAdapter:
     digest: str
     page_ids: npt.NDArray[np.int64]
     page_ids_device: torch.Tensor  # int64, the same
-    weights: dict[str, ModuleWeights]  # by target module name
+    weights: dict[str, ModulePages]  # by target module name
     first_vector_page: int  # index within its pages: float32 vectors of all target modules, side by side
     size_bytes: int  # of all its matrices and vectors without page rounding
 
@@ -70,11 +69,10 @@ class SlotTable:
         self.first = torch.zeros(shape, dtype=torch.int32, device=device)
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scaling = torch.zeros(shape, dtype=torch.float32, device=device)
-        # Where vectors begin, as kernels.lora.Epilogue counts; -1: none.
-        self.dora_scale = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self.lora_bias = torch.full(shape, -1, dtype=torch.int64, device=device)
+        # By vector table: where vectors begin, as kernels.lora.Epilogue counts; -1: none.
+        self.vectors = {name: torch.full(shape, -1, dtype=torch.int64, device=device) for name in VECTOR_TABLES}
         self.generation = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: empty
-        # On the host, by slot and target module: the ranks, and whether there is a DoRA scale or a LoRA bias.
+        # On the host, by slot and target module: the ranks, and whether the module has a vector.
         self.host_rank = np.zeros((num_slots, len(targets)), dtype=np.int32)
         self.host_has_vectors = np.zeros((num_slots, len(targets)), dtype=np.bool_)
         self.version = 0  # counts what was entered and removed
@@ -94,7 +92,7 @@ class SlotTable:
         table = (self.first[rows], self.rank[rows], self.scaling[rows])
         out_features = tuple(target.out_features for target in targets)
         group = ModuleGroup(self._pool.pages, self.page_ids, *table, widths.pop(), out_features)
-        return group, Epilogue(self._pool.values, self.dora_scale[rows], self.lora_bias[rows])
+        return group, Epilogue(self._pool.values, **{name: table[rows] for name, table in self.vectors.items()})
 
     def put(self, adapter: ResidentAdapter) -> None:
         """Enter an adapter into its slot, which is empty."""
@@ -127,24 +125,23 @@ class SlotTable:
         rank = np.zeros(len(self._targets), dtype=np.int32)
         scaling = np.zeros(len(self._targets), dtype=np.float32)
         first = np.zeros(len(self._targets), dtype=np.int32)
-        vectors = np.full((2, len(self._targets)), -1, dtype=np.int64)
+        vectors = {name: np.full(len(self._targets), -1, dtype=np.int64) for name in self.vectors}
         begin = (start + adapter.first_vector_page) * self._pool.values_per_page
         for name, weights in adapter.weights.items():
             index = self._targets[name]
             first[index] = start + weights.first
             rank[index] = weights.rank
             scaling[index] = weights.scaling
-            for table, at in enumerate((weights.dora_scale_at, weights.lora_bias_at)):
-                if at is not None:
-                    vectors[table, index] = begin + at
+            for table, start_value in weights.vectors.items():
+                vectors[table][index] = begin + start_value
         slot = adapter.slot
         self.page_ids[start : start + len(adapter.page_ids)] = adapter.page_ids_device.to(torch.int32)
         self.first[:, slot] = torch.from_numpy(first).to(device)
         self.rank[:, slot] = torch.from_numpy(rank).to(device)
         self.scaling[:, slot] = torch.from_numpy(scaling).to(device)
-        self.dora_scale[:, slot] = torch.from_numpy(vectors[0]).to(device)
-        self.lora_bias[:, slot] = torch.from_numpy(vectors[1]).to(device)
+        for table, starts in vectors.items():
+            self.vectors[table][:, slot] = torch.from_numpy(starts).to(device)
         self.generation[slot] = adapter.generation
         self.host_rank[slot] = rank
-        self.host_has_vectors[slot] = (vectors >= 0).any(axis=0)
+        self.host_has_vectors[slot] = np.logical_or.reduce([starts >= 0 for starts in vectors.values()])
         self._rows[slot] = (start, adapter)

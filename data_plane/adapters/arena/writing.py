@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_plane.adapters.arena.base_weights import BaseWeights
-from data_plane.adapters.arena.dora import DoraScaleStream
 from data_plane.adapters.arena.pages import PagePool
 from data_plane.adapters.arena.placement import Placement
-from data_plane.adapters.arena.slots import Load, ModuleWeights
+from data_plane.adapters.arena.slots import Load
 from data_plane.adapters.format.manifest import Manifest
 from data_plane.adapters.format.packed import ModuleTensors, read_chunk
+from data_plane.adapters.kinds.adapter_kind import ArenaWeights, PackedModule
+from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.errors import AdapterLoadError, AdapterMismatch, AdapterUnavailable
 
 
 class AdapterWriter:
-    """Of one arena. Pages that a load has reserved are nobody else's, so that nothing is locked."""
+    """Writes into one arena. Only its load uses the pages that a load has reserved, so that nothing is locked."""
 
     def __init__(self, pool: PagePool, base: BaseWeights) -> None:
         self._pool = pool
         self._base = base
-        self._dora_scales = DoraScaleStream(pool.pages.device)
+        # Kinds compute beside the steps, so that no step waits for a load.
+        device = pool.pages.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stubs
 
     def write(
         self,
@@ -47,29 +50,26 @@ class AdapterWriter:
                 raise AdapterUnavailable(f"adapter {load.digest}: its source ended before chunk {chunk.name}")
             for part in read_chunk(manifest, chunk, data):
                 _check_wanted(load)  # a chunk may be all of the adapter, and DoRA scales take long
-                entry = placement.weights[part.module.name]
+                weights, entry = self._weights(part, manifest.digest), placement.modules[part.module.name]
                 middle = entry.first + entry.num_a_pages
-                self._pool.write(page_ids[entry.first : middle], part.a)
-                self._pool.write(page_ids[middle : middle + entry.num_b_pages], part.b)
-                self._put_vector(vectors, entry, part, manifest.digest)
-                size_bytes += part.a.nbytes + part.b.nbytes
+                self._pool.write(page_ids[entry.first : middle], weights.a)
+                self._pool.write(page_ids[middle : middle + entry.num_b_pages], weights.b)
+                for table, vector in weights.vectors.items():
+                    vectors[entry.vectors[table] :][: len(vector)] = vector
+                size_bytes += weights.a.nbytes + weights.b.nbytes
         if placement.num_values:
             self._pool.write_values(page_ids[placement.num_matrix_pages :], vectors)
         return size_bytes + vectors.nbytes
 
-    def _put_vector(self, vectors: torch.Tensor, entry: ModuleWeights, part: ModuleTensors, digest: str) -> None:
-        """The module's LoRA bias, or its DoRA scales, into its place among the adapter's vectors."""
-        if part.vector is None:
-            return
-        if entry.lora_bias_at is not None:
-            vectors[entry.lora_bias_at :][: len(part.vector)] = part.vector
-        if entry.dora_scale_at is not None:
-            try:
-                weight = self._base.weight(part.module.name)
-                dora_scale = self._dora_scales.dora_scale(weight, part.a, part.b, entry.scaling, part.vector)
-            except ValueError as error:
-                raise AdapterMismatch(f"adapter {digest}: {part.module.name}: {error}") from error
-            vectors[entry.dora_scale_at :][: len(dora_scale)] = dora_scale
+    def _weights(self, part: ModuleTensors, digest: str) -> ArenaWeights:
+        beside: AbstractContextManager[object] = nullcontext()
+        if self._stream is not None:
+            beside = torch.cuda.stream(self._stream)
+        try:
+            with beside, torch.inference_mode():
+                return part.module.kind.weights(PackedModule(part.module, part.tensors, self._base))
+        except ValueError as error:
+            raise AdapterMismatch(f"adapter {digest}: {part.module.name}: {error}") from error
 
 
 def _check_wanted(load: Load) -> None:

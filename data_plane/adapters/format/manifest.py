@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from contract.ids import DIGEST_FORM, is_digest
 from contract.packed_layout import FORMAT, ITEMSIZE, KINDS, REST, ModuleSize, arena_bytes
+from data_plane.adapters.kinds import kind_with
+from data_plane.adapters.kinds.adapter_kind import AdapterKind
 from data_plane.errors import AdapterCorrupt
 
 # A manifest has about 300 bytes per module; 10 000 modules are a very large model.
@@ -17,8 +20,8 @@ MAX_MANIFEST_BYTES = 16 << 20
 
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}
 _CHUNK_KEYS = {"modules", "name", "sha256", "size_bytes"}
-_MODULE_KEYS = {"a_sha256", "b_sha256", "in_features", "name", "out_features", "rank", "scaling"}
-_VECTOR_KEYS = {"bias_sha256", "magnitude_sha256"}  # at most one of them
+_MODULE_KEYS = {"in_features", "name", "out_features", "rank", "scaling"}  # and the hashes of its kind's parts
+_HASH = "_sha256"  # ends the key of a part's hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +33,12 @@ class ModuleEntry:
     scaling: float
     in_features: int
     out_features: int
-    a_sha256: str
-    b_sha256: str
-    bias_sha256: str | None = None  # of the LoRA bias, float32 [out_features]
-    magnitude_sha256: str | None = None  # of DoRA's magnitudes, float32 [out_features]
+    kind: AdapterKind
+    sha256: Mapping[str, str]  # of each of the kind's parts, by name
     is_embedding: bool = False
 
-    @property
-    def has_vector(self) -> bool:
-        return self.bias_sha256 is not None or self.magnitude_sha256 is not None
-
     def size(self, *, is_rest: bool) -> ModuleSize:
-        """What its size in an arena depends on. `is_rest`: the module is outside the decoder layers.
+        """What the module's size in an arena depends on. `is_rest`: the module is outside the decoder layers.
 
         Such a module has the vocabulary on one side, which does not count for the width of tiles.
         """
@@ -50,7 +47,8 @@ class ModuleEntry:
             widths = [self.out_features]
         elif is_rest:
             widths = [self.in_features]
-        return ModuleSize(self.rank, self.in_features, self.out_features, widths, self.has_vector)
+        has_vector = bool(self.kind.tables)
+        return ModuleSize(self.rank, self.in_features, self.out_features, widths, has_vector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +124,27 @@ def _chunk(raw: Any) -> ChunkEntry:
 
 def _module(raw: Any) -> ModuleEntry:
     given = set(raw) if isinstance(raw, dict) else set()
-    vectors = _VECTOR_KEYS & given
-    fields = _fields(raw, _MODULE_KEYS | vectors | ({"is_embedding"} & given), "module")
+    hashes = {key for key in given if key.endswith(_HASH)}
+    fields = _fields(raw, _MODULE_KEYS | hashes | ({"is_embedding"} & given), "module")
     if fields.get("is_embedding", True) is not True:
         raise ValueError(f"is_embedding is {fields['is_embedding']!r}, want true or no such key")
-    if len(vectors) > 1:
-        raise ValueError(f"{fields['name']!r} has a bias and magnitudes; PEFT knows no such adapter")
     scaling = fields["scaling"]
     if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not math.isfinite(scaling):
         raise ValueError(f"scaling is {scaling!r}, want a finite number")
+    sha256 = {key.removesuffix(_HASH): _hash(fields[key]) for key in hashes}
+    try:
+        kind = kind_with(sha256)
+    except ValueError as error:
+        raise ValueError(f"{fields['name']!r} {error}") from error
     return ModuleEntry(
         name=_text(fields["name"]),
         rank=_count(fields["rank"], "rank"),
         scaling=float(scaling),
         in_features=_count(fields["in_features"], "in_features"),
         out_features=_count(fields["out_features"], "out_features"),
-        a_sha256=_hash(fields["a_sha256"]),
-        b_sha256=_hash(fields["b_sha256"]),
+        kind=kind,
+        sha256=sha256,
         is_embedding="is_embedding" in fields,
-        **{key: _hash(fields[key]) for key in vectors},
     )
 
 

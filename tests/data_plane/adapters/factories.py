@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
-from data_plane.adapters.arena.base_weights import BaseWeights
+from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.errors import AdapterUnavailable
@@ -51,7 +51,7 @@ class Packed:
 
 
 class RandomBase:
-    """A base model of random weights; "q" alone has a bias (data_plane.adapters.arena.base_weights.BaseWeights)."""
+    """A base model of random weights; "q" alone has a bias (data_plane.adapters.kinds.base_weights.BaseWeights)."""
 
     def weight(self, target_name: str) -> torch.Tensor:
         target = next(target for target in TARGETS if target.name == target_name)

@@ -165,13 +165,13 @@ def test_wrong_vectors_are_refused() -> None:
     with pytest.raises(AdapterCorrupt, match=r"hashes to|has \d+ bytes|are missing or too many"):
         load(arena, 0, 1, Packed(good.digest, good.manifest, other.chunks, {}))
     both = good.manifest.replace(b'"in_features"', b'"magnitude_sha256":"' + b"0" * 64 + b'","in_features"')
-    with pytest.raises(AdapterCorrupt, match="a bias and magnitudes"):
+    with pytest.raises(AdapterCorrupt, match="no kind of adapter has those"):
         load(arena, 0, 1, Packed(hashlib.sha256(both).hexdigest(), both, good.chunks, {}))
     assert_nothing_left(arena)
 
 
 def test_the_norm_is_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_plane.adapters.arena.dora.SLICE_BYTES", 5 * 4 * 32)
+    monkeypatch.setattr("data_plane.adapters.kinds.dora.SLICE_BYTES", 5 * 4 * 32)
     packed = pack(7, vectors="magnitude")
     arena = make_arena()
     load(arena, 0, 1, packed)

@@ -20,7 +20,7 @@ FORMS = pytest.mark.usefixtures("lora_form")
 
 
 class Base:
-    """A base model of random weights (data_plane.adapters.arena.base_weights.BaseWeights)."""
+    """A base model of random weights (data_plane.adapters.kinds.base_weights.BaseWeights)."""
 
     def weight(self, target_name: str) -> torch.Tensor:
         target = next(target for target in TARGETS if target.name == target_name)

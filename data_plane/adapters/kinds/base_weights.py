@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class BaseWeights(Protocol):
-    """The base model's linears by target module name. Thread-safe; nobody writes what it gives."""
+    """The base model's linears by module name. Thread-safe; callers do not write the tensors."""
 
     def weight(self, target_name: str) -> torch.Tensor:
         """[out, in] in the model's dtype, where the model lies. A copy where the model keeps it in another layout."""

@@ -1,0 +1,24 @@
+"""The kinds of adapters that a worker serves, one file each. A new kind is its file, its line in KINDS and, where the
+arithmetic is new, its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from data_plane.adapters.kinds.adapter_kind import AdapterKind
+from data_plane.adapters.kinds.dora import Dora
+from data_plane.adapters.kinds.lora import Lora, LoraWithBias
+
+KINDS: tuple[AdapterKind, ...] = (Lora(), LoraWithBias(), Dora())
+
+_BY_PARTS = {frozenset(part.name for part in kind.parts): kind for kind in KINDS}
+assert len(_BY_PARTS) == len(KINDS), "two kinds have the same parts"
+
+
+def kind_with(part_names: Iterable[str]) -> AdapterKind:
+    """The kind whose modules have exactly these parts. Raises ValueError if there is none."""
+    names = frozenset(part_names)
+    if names not in _BY_PARTS:
+        known = "; ".join(", ".join(sorted(parts)) for parts in _BY_PARTS)
+        raise ValueError(f"has the tensors {', '.join(sorted(names))}: no kind of adapter has those, only {known}")
+    return _BY_PARTS[names]
