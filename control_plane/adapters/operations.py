@@ -13,7 +13,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
-from control_plane.errors import Exhausted, FieldViolation, InvalidRequest, MotetError, OperationNotFound
+from control_plane.checks import bad_page_token
+from control_plane.errors import Exhausted, MotetError, OperationNotFound
 from control_plane.registry.records import Registered
 
 logger = logging.getLogger(__name__)
@@ -151,9 +152,7 @@ class OperationStore:
         start = 0
         if page_token:
             if page_token not in self._operations:
-                raise InvalidRequest(
-                    FieldViolation("page_token", "is not a token of this list, or is too old; list from the start")
-                )
+                raise bad_page_token()
             start = ids.index(page_token)
         end = start + page_size
         return [self._operations[key] for key in ids[start:end]], ids[end] if end < len(ids) else ""

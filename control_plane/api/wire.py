@@ -12,6 +12,7 @@ from control_plane.adapters.life_cycle import Placements
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
 
+MAX_PAGE_BYTES = 2 * 2**20  # at which a page ends: a gRPC client takes messages of up to 4 MiB by default
 FINISH_REASONS = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,

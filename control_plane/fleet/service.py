@@ -9,10 +9,10 @@ from typing import Protocol
 
 import grpc
 
-from contract.ids import DIGEST_FORM, is_digest
 from contract.process_log import printable
 from contract.v1 import plan_pb2, plan_pb2_grpc
-from control_plane.errors import FieldViolation, InvalidRequest, MotetError, Unavailable, status_of
+from control_plane.checks import check_digest, require
+from control_plane.errors import MotetError, Unavailable, status_of
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.session import WorkerSession
@@ -107,10 +107,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         self, request: plan_pb2.FetchAdapterRequest, _context: _FetchContext
     ) -> AsyncIterator[plan_pb2.FetchAdapterResponse]:
         """The manifest, then the chunks in pieces."""
-        if not is_digest(request.digest):
-            raise InvalidRequest(
-                FieldViolation("digest", f"{request.digest[:80]!r} is not a valid digest: {DIGEST_FORM}")
-            )
+        require(check_digest, request.digest, "digest")
         worker_id = printable(request.worker_id, 63)
         try:
             packed = await self._weights.open_packed(request.digest)

@@ -15,12 +15,10 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from contract.cache_keys import PART_BYTES, num_parts
-from contract.ids import DIGEST_FORM, is_digest
+from control_plane.checks import check_digest, require
 from control_plane.errors import (
     AdapterDamaged,
     AdapterNotFound,
-    FieldViolation,
-    InvalidRequest,
     StoreUnavailable,
 )
 from control_plane.host_cache.base import HostCache, HostCacheStats
@@ -76,7 +74,7 @@ class AdapterWeights:
 
     async def open_packed(self, digest: str) -> PackedAdapter:
         """The adapter, from the cache if it is whole there, else from the store. Raises MotetError."""
-        _check_digest(digest)
+        require(check_digest, digest, "digest")
         layout = await self._cached_layout(digest)
         if layout is None:
             self._num_misses += 1
@@ -87,7 +85,7 @@ class AdapterWeights:
 
     async def ensure_cached(self, digest: str) -> None:
         """Have it in the cache, if the cache works and it fits."""
-        _check_digest(digest)
+        require(check_digest, digest, "digest")
         if self._cache.contains(digest):
             self._cache.touch(digest)
         elif self._cache.is_available:
@@ -108,7 +106,7 @@ class AdapterWeights:
 
     async def pin(self, digest: str) -> None:
         """Never evict it from the cache. Raises PinBudgetExceeded."""
-        _check_digest(digest)
+        require(check_digest, digest, "digest")
         layout = await self._stored_layout(digest)
         self._cache.pin(digest, layout.size_bytes)
         self._pinned.add(digest)
@@ -305,11 +303,6 @@ class AdapterWeights:
         for digest in sorted(self._pinned):
             if not self._cache.contains(digest):
                 self._start_fill(digest)
-
-
-def _check_digest(digest: str) -> None:
-    if not is_digest(digest):
-        raise InvalidRequest(FieldViolation("digest", f"is not a valid digest: {DIGEST_FORM}"))
 
 
 def _damaged_error(digest: str) -> AdapterDamaged:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from contract.ids import is_adapter_id
+from control_plane.checks import bad_page_token, check_adapter_id, check_digest, page_size_of, require
 from control_plane.errors import (
     AdapterNotActive,
     AdapterNotFound,
@@ -18,7 +19,6 @@ from control_plane.errors import (
     EtagMismatch,
     MotetError,
 )
-from control_plane.registry.limits import bad_page_token, check_adapter_id, check_digest, check_page_size
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.name_index import NameIndex
@@ -67,7 +67,7 @@ class Catalog:
         if record.state is AdapterState.DELETING:
             raise AdapterNotFound(f"adapter {adapter_id!r} is being deleted", resource=f"adapters/{adapter_id}")
         if digest:
-            check_digest(digest, "adapter.digest")
+            require(check_digest, digest, "adapter.digest")
         if record.state is AdapterState.FAILED and not (digest and record.versions):
             self.refuse_failed(record)
         version = self.version(record, digest or record.active_digest)
@@ -77,7 +77,7 @@ class Catalog:
 
     def get(self, adapter_id: str) -> AdapterRecord:
         """The record of a name. Raises AdapterNotFound, which suggests the nearest names."""
-        check_adapter_id(adapter_id)
+        require(check_adapter_id, adapter_id, "adapter_id")
         record = self.find(adapter_id)
         if record is None:
             nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
@@ -115,7 +115,7 @@ class Catalog:
         """One page of records by name, and the token of the next page ("": none). 0 takes the default size."""
         if page_token and not is_adapter_id(page_token):
             raise bad_page_token()
-        names, has_more = self._names.page(page_token, check_page_size(page_size))
+        names, has_more = self._names.page(page_token, page_size_of(page_size, page_token))
         return [self.judged(self._records[name]) for name in names], names[-1] if has_more else ""
 
     def versions_page(
@@ -129,7 +129,7 @@ class Catalog:
             if page_token not in digests:
                 raise bad_page_token()
             start = digests.index(page_token) + 1
-        page = list(versions[start : start + check_page_size(page_size)])
+        page = list(versions[start : start + page_size_of(page_size, page_token)])
         return page, page[-1].digest if start + len(page) < len(versions) else ""
 
     def pinned_digests(self) -> list[str]:

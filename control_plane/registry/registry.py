@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from control_plane.checks import Violations, check_adapter_id, check_digest, check_display_name, check_labels, require
 from control_plane.errors import AdapterNotActive, AdapterVersionActive, Exhausted, MotetError
 from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
-from control_plane.registry.limits import check_adapter_id, check_digest, check_display_name, check_labels
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft.ingest import PackedInfo
@@ -155,9 +155,11 @@ class Registry:
         The same bytes again change nothing, but that they are active again. Cancelled before the change begins,
         nothing is registered; cancelled later, the change is made to its end before this returns.
         """
-        check_adapter_id(adapter_id)
-        check_display_name(display_name)
-        check_labels(labels or {})
+        violations = Violations()
+        check_adapter_id(adapter_id, "adapter_id", violations)
+        check_display_name(display_name, "display_name", violations)
+        check_labels(labels or {}, "labels", violations)
+        violations.raise_if_any()
         self._registrable(adapter_id)
         is_abandoned = threading.Event()
         change = self._register(
@@ -175,9 +177,9 @@ class Registry:
     ) -> AdapterRecord:
         """Change the description; None leaves a field as it is."""
         if display_name is not None:
-            check_display_name(display_name)
+            require(check_display_name, display_name, "display_name")
         if labels is not None:
-            check_labels(labels)
+            require(check_labels, labels, "labels")
 
         def change(record: AdapterRecord) -> AdapterRecord:
             return replace(
@@ -190,7 +192,7 @@ class Registry:
 
     async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
         """Make a registered version the active one."""
-        check_digest(digest)
+        require(check_digest, digest, "digest")
 
         def change(record: AdapterRecord) -> AdapterRecord:
             version = self._catalog.version(record, digest)
@@ -218,7 +220,7 @@ class Registry:
 
     async def begin_delete_version(self, adapter_id: str, digest: str, etag: str = "") -> None:
         """Stop serving a version that is not the active one; its weights stay until finish_delete_version."""
-        check_digest(digest)
+        require(check_digest, digest, "digest")
         await self._changes.finish(self._begin_delete_version(adapter_id, digest, etag))
 
     async def finish_delete_version(self, digest: str) -> None:
@@ -351,7 +353,7 @@ class Registry:
     async def _change(
         self, adapter_id: str, etag: str, change: Callable[[AdapterRecord], AdapterRecord]
     ) -> AdapterRecord:
-        check_adapter_id(adapter_id)
+        require(check_adapter_id, adapter_id, "adapter_id")
         async with self._changes.locks.hold(f"name {adapter_id}"):
             record = self._changeable(adapter_id, etag)
             changed = change(record)
@@ -398,7 +400,7 @@ class Registry:
             logger.info("adapter deleted adapter_id=%s", adapter_id)
 
     async def _begin_delete_version(self, adapter_id: str, digest: str, etag: str) -> None:
-        check_adapter_id(adapter_id)
+        require(check_adapter_id, adapter_id, "adapter_id")
         async with self._changes.locks.hold(f"name {adapter_id}"):
             record = self._changeable(adapter_id, etag)
             self._catalog.version(record, digest)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from control_plane.api.admin.upload import FILE_NAMES
-from control_plane.api.validation import quoted, refuse
+from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
 from control_plane.store_calls import StoreCalls
 

@@ -18,13 +18,13 @@ from control_plane.adapters.operations import OperationStore
 from control_plane.api import wire
 from control_plane.api.admin.adapter_roots import AdapterRoots
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
-from control_plane.api.admin.operations import id_in, operation_message
+from control_plane.api.admin.operations import operation_message
+from control_plane.api.admin.resource_names import adapter_id_in, operation_id_in
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
-from control_plane.api.validation import (
-    MAX_PAGE_BYTES,
+from control_plane.caller import current_caller
+from control_plane.checks import (
     Violations,
-    adapter_id_of,
     check_adapter_id,
     check_digest,
     check_display_name,
@@ -32,8 +32,8 @@ from control_plane.api.validation import (
     check_request_id,
     page_size_of,
     refuse,
+    require,
 )
-from control_plane.caller import current_caller
 from control_plane.errors import Unavailable
 from control_plane.registry.registry import Registry
 
@@ -103,7 +103,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_adapter_id(request.adapter_id, "adapter_id", violations)
         check_display_name(request.display_name, "display_name", violations)
         check_labels(request.labels, "labels", violations)
-        check_request_id(request.request_id, violations)
+        check_request_id(request.request_id, "request_id", violations)
         violations.raise_if_any()
         files = await self._roots.files(request.source)
 
@@ -113,14 +113,14 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         begun = await self._idempotency.once(
             "CreateAdapter", request.request_id, request, start, operations_pb2.Operation
         )
-        operation = self._operations.find(id_in(begun.name))
+        operation = self._operations.find(operation_id_in(begun.name))
         return begun if operation is None else operation_message(operation)
 
     async def GetAdapter(
         self, request: adapters_pb2.GetAdapterRequest, _context: Context
     ) -> adapters_pb2.GetAdapterResponse:
         """One adapter with modules and placements."""
-        record = self._registry.get(adapter_id_of(request.name))
+        record = self._registry.get(adapter_id_in(request.name))
         return adapters_pb2.GetAdapterResponse(
             adapter=wire.adapter_message(record, with_modules=True, placements=self._life_cycle.placements(record))
         )
@@ -139,7 +139,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
                 num_bytes += message.ByteSize()
                 response.adapters.append(message)
             num_left -= len(records)
-            if not (token and num_left and num_bytes < MAX_PAGE_BYTES):
+            if not (token and num_left and num_bytes < wire.MAX_PAGE_BYTES):
                 response.next_page_token = token
                 return response
             await asyncio.sleep(0)
@@ -148,7 +148,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self, request: adapters_pb2.ListAdapterVersionsRequest, _context: Context
     ) -> adapters_pb2.ListAdapterVersionsResponse:
         """A page of one adapter's versions."""
-        adapter_id = adapter_id_of(request.name)
+        adapter_id = adapter_id_in(request.name)
         size = page_size_of(request.page_size, request.page_token)
         versions, next_token = self._registry.versions_page(adapter_id, size, request.page_token)
         return adapters_pb2.ListAdapterVersionsResponse(
@@ -161,7 +161,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         """Change labels, display name or both."""
         self._gate.check()
         adapter = request.adapter
-        adapter_id = adapter_id_of(adapter.name, "adapter.name")
+        adapter_id = adapter_id_in(adapter.name, "adapter.name")
         violations = Violations()
         if len(request.update_mask.paths) > MAX_MASK_PATHS:
             raise refuse("update_mask", f"{len(request.update_mask.paths)} paths; at most {MAX_MASK_PATHS}")
@@ -186,10 +186,8 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> adapters_pb2.ActivateAdapterVersionResponse:
         """Flip the name to another version."""
         self._gate.check()
-        adapter_id = adapter_id_of(request.name)
-        violations = Violations()
-        check_digest(request.digest, "digest", violations)
-        violations.raise_if_any()
+        adapter_id = adapter_id_in(request.name)
+        require(check_digest, request.digest, "digest")
         record = await self._life_cycle.activate(adapter_id, request.digest, request.etag)
         return adapters_pb2.ActivateAdapterVersionResponse(adapter=wire.adapter_message(record))
 
@@ -198,7 +196,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> adapters_pb2.PinAdapterResponse:
         """Keep it in the host cache."""
         self._gate.check()
-        adapter_id = adapter_id_of(request.name)
+        adapter_id = adapter_id_in(request.name)
         record = await self._life_cycle.pin(adapter_id)
         return adapters_pb2.PinAdapterResponse(
             adapter=wire.adapter_message(record, placements=self._life_cycle.placements(record))
@@ -209,7 +207,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> adapters_pb2.UnpinAdapterResponse:
         """Take the pin back."""
         self._gate.check()
-        adapter_id = adapter_id_of(request.name)
+        adapter_id = adapter_id_in(request.name)
         record = await self._life_cycle.unpin(adapter_id)
         return adapters_pb2.UnpinAdapterResponse(adapter=wire.adapter_message(record))
 
@@ -218,7 +216,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> operations_pb2.Operation:
         """Refuse new requests at once; the operation ends when every tier is clear. One deletion runs per name."""
         self._gate.check()
-        adapter_id = adapter_id_of(request.name)
+        adapter_id = adapter_id_in(request.name)
         return operation_message(await self._life_cycle.delete(adapter_id, request.etag))
 
     async def DeleteAdapterVersion(
@@ -226,10 +224,8 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> operations_pb2.Operation:
         """Refuse new requests of the version at once; the operation ends when every tier is clear of it."""
         self._gate.check()
-        adapter_id = adapter_id_of(request.name)
-        violations = Violations()
-        check_digest(request.digest, "digest", violations)
-        violations.raise_if_any()
+        adapter_id = adapter_id_in(request.name)
+        require(check_digest, request.digest, "digest")
         return operation_message(await self._life_cycle.delete_version(adapter_id, request.digest, request.etag))
 
 

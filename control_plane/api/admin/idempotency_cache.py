@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from control_plane.api.validation import refuse
+from control_plane.checks import refuse
 from control_plane.errors import Exhausted
 
 T = TypeVar("T", bound=Message)

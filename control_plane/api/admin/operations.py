@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
 import grpc
@@ -15,14 +14,14 @@ from google.protobuf import empty_pb2
 from motet.v1 import adapters_pb2
 
 from control_plane.adapters.operations import Operation, OperationStore
+from control_plane.api.admin.resource_names import operation_id_in
 from control_plane.api.rpc.error_status import internal_status, status_proto
-from control_plane.api.validation import MAX_PAGE_BYTES, page_size_of, quoted, refuse
-from control_plane.api.wire import registered_message, timestamp
+from control_plane.api.wire import MAX_PAGE_BYTES, registered_message, timestamp
+from control_plane.checks import page_size_of, refuse
 
 SERVICE_NAME = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
 MAX_WAIT_S = 300.0
 OPERATIONS_AT_ONCE = 32  # of a page, before other tasks get a turn of the event loop
-_NAME = re.compile(r"operations/([0-9a-f]{32})")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -33,7 +32,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
         self._store = store
 
     async def GetOperation(self, request: Any, _context: Context) -> Any:  # noqa: N802
-        return operation_message(self._store.get(id_in(request.name)))
+        return operation_message(self._store.get(operation_id_in(request.name)))
 
     async def ListOperations(self, request: Any, _context: Context) -> Any:  # noqa: N802
         """A page of operations, which ends before it is too large for a client."""
@@ -56,7 +55,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
 
     async def WaitOperation(self, request: Any, _context: Context) -> Any:  # noqa: N802
         """The operation when it is done, or as it is after the timeout."""
-        operation = self._store.get(id_in(request.name))
+        operation = self._store.get(operation_id_in(request.name))
         timeout_s = MAX_WAIT_S
         if request.HasField("timeout"):
             timeout_s = min(request.timeout.ToNanoseconds() / 1e9, MAX_WAIT_S)
@@ -67,20 +66,12 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
 
     async def CancelOperation(self, request: Any, _context: Context) -> empty_pb2.Empty:  # noqa: N802
         """Best effort: a deletion goes on."""
-        self._store.get(id_in(request.name)).cancel()
+        self._store.get(operation_id_in(request.name)).cancel()
         return empty_pb2.Empty()
 
     async def DeleteOperation(self, request: Any, _context: Context) -> empty_pb2.Empty:  # noqa: N802
-        self._store.forget(id_in(request.name))
+        self._store.forget(operation_id_in(request.name))
         return empty_pb2.Empty()
-
-
-def id_in(name: str) -> str:
-    """The id in a resource name "operations/{id}". Raises InvalidRequest."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise refuse("name", f"{quoted(name)} is not a resource name of the form operations/{{id}}")
-    return match[1]
 
 
 def operation_message(operation: Operation) -> Any:

@@ -20,7 +20,8 @@ from motet.v1 import adapters_pb2
 from contract.ids import DIGEST_FORM, is_digest
 from control_plane.api.admin.disk_space import DiskSpace, Reservation, free_bytes_of
 from control_plane.api.rpc.shared_limit import SharedLimit
-from control_plane.api.validation import (
+from control_plane.awake import AwakeClock, AwakeTimeout
+from control_plane.checks import (
     Violations,
     check_adapter_id,
     check_display_name,
@@ -28,7 +29,6 @@ from control_plane.api.validation import (
     check_request_id,
     refuse,
 )
-from control_plane.awake import AwakeClock, AwakeTimeout
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
@@ -203,7 +203,7 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_adapter_id(header.adapter_id, "header.adapter_id", violations)
     check_display_name(header.display_name, "header.display_name", violations)
     check_labels(header.labels, "header.labels", violations)
-    check_request_id(header.request_id, violations, "header.request_id")
+    check_request_id(header.request_id, "header.request_id", violations)
     expected = " and ".join(FILE_NAMES)
     if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
         violations.add("header.files", f"{len(header.files)} files; exactly {expected}, each once")

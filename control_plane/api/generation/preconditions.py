@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from motet.v1 import generation_pb2
 
-from control_plane.api.validation import Violations, check_digest
+from control_plane.checks import Violations, check_digest
 from control_plane.errors import PreconditionFailed
 
 

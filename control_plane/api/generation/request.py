@@ -15,15 +15,8 @@ from motet.v1 import generation_pb2, types_pb2
 
 from control_plane.api.generation.preconditions import check_preconditions
 from control_plane.api.generation.sampling_params import Decoding, check_decoding, check_sampling
-from control_plane.api.validation import (
-    Violations,
-    check_adapter_id,
-    check_digest,
-    check_request_id,
-    prompt_too_long,
-    quoted,
-    refuse,
-)
+from control_plane.api.text.length_bound import prompt_too_long
+from control_plane.checks import Violations, check_adapter_id, check_digest, check_request_id, quoted, refuse
 from control_plane.errors import ContextTooLong, FieldViolation
 from control_plane.scheduler.types import Sampling
 
@@ -76,7 +69,7 @@ def check_request(
     """
     _check_sizes(request, max_model_len)
     violations = Violations()
-    check_request_id(request.request_id, violations)
+    check_request_id(request.request_id, "request_id", violations)
     adapter_id = request.adapter.removeprefix("adapters/")
     if request.adapter:
         check_adapter_id(adapter_id, "adapter", violations)

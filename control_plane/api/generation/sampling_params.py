@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from motet.v1 import types_pb2
 
-from control_plane.api.validation import Violations
+from control_plane.checks import Violations
 from control_plane.scheduler.types import BeamSearch, Sampling
 
 MAX_TEMPERATURE = 100.0

@@ -30,8 +30,8 @@ from control_plane.api.generation.response_stream import GenerationEvents, parts
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
-from control_plane.api.validation import refuse
 from control_plane.caller import current_caller
+from control_plane.checks import refuse
 from control_plane.errors import AdapterNotFound, MotetError, NoWorker
 from control_plane.fleet.fleet import Fleet
 from control_plane.registry.model.worker_reports import WorkerReports

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.api.validation import quoted, refuse
 from control_plane.caller import DEFAULT_TENANT, Caller
+from control_plane.checks import quoted, refuse
 from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 
 TENANT_KEY = "motet-tenant"  # metadata

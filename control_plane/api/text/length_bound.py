@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
+from control_plane.errors import ContextTooLong, FieldViolation
+
 # Canonical composition makes one character of at most so many (U+1F82 is a letter and three marks).
 _MAX_COMPOSED_CHARS = 4
 _BYTES = [f"<0x{value:02X}>" for value in range(256)]
@@ -102,3 +104,14 @@ def _shrinkage(normalizer: dict[str, Any]) -> float | None:
         if pattern and content:
             return max(len(pattern) / len(content), 1.0)
     return None
+
+
+def prompt_too_long(field: str, num_tokens: str, max_model_len: int) -> ContextTooLong:
+    """The error for a prompt that leaves no room for a token. `num_tokens` in words: "5000 tokens"."""
+    return ContextTooLong(
+        FieldViolation(
+            field,
+            f"prompt of {num_tokens}; at most {max_model_len - 1}, "
+            f"one less than the context of {max_model_len} tokens; shorten the prompt",
+        )
+    )
