@@ -11,19 +11,19 @@ from motet import BeamSearch, Client
 
 prompt = sys.argv[1]
 with Client(os.environ.get("MOTET_SERVER", "127.0.0.1:50051")) as client:
-    print("three samples, each streamed as it is generated; chunk.index tells them apart")
+    print("three samples, each streamed as it is generated; chunk.index names the sample")
     samples = client.generate(prompt, n=3, temperature=0.8, seed=1, max_tokens=16)
     for chunk in samples:
         if chunk.finish_reason is not None:
             print(f"  sample {chunk.index} ended: {chunk.finish_reason}")
 
     print("the two most likely of six samples")
-    for answer in client.generate(prompt, n=2, best_of=6, temperature=0.8, seed=1, max_tokens=16).result().answers:
-        print(f"  {answer.text!r}")
+    for completion in client.generate(prompt, n=2, best_of=6, temperature=0.8, seed=1, max_tokens=16).result().answers:
+        print(f"  {completion.text!r}")
 
     print("the two best of four beams")
-    for answer in client.generate(prompt, n=2, beam_search=BeamSearch(width=4), max_tokens=16).result().answers:
-        print(f"  {answer.finished.score:.3f} {answer.text!r}")
+    for completion in client.generate(prompt, n=2, beam_search=BeamSearch(width=4), max_tokens=16).result().answers:
+        print(f"  {completion.finished.score:.3f} {completion.text!r}")
 
     print("log-probabilities of four tokens, with the two most likely candidates of each")
     for token in client.generate(prompt, logprobs=2, max_tokens=4).result().answers[0].logprobs:

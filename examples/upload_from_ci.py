@@ -1,6 +1,6 @@
-"""Uploads an adapter at the end of a CI pipeline: check it, try it, keep it or go back to the version before.
+"""Uploads an adapter at the end of a CI pipeline: check it, sample from it, keep it or go back to the last version.
 
-The exit status is 0 if the new version is active, 1 if the server refused it or the trial gave no text.
+The exit status is 0 if the new version is active, 1 if the server refused it or the sample has no text.
 Run: python examples/upload_from_ci.py legal path/to/peft-adapter "The party of the first part" --label commit=abc123
 """
 
@@ -13,7 +13,7 @@ from motet import Client, InvalidArgument
 parser = argparse.ArgumentParser()
 parser.add_argument("name")
 parser.add_argument("directory")
-parser.add_argument("prompt", help="the trial prompt")
+parser.add_argument("prompt", help="a prompt for a sample text")
 parser.add_argument("--label", action="append", default=[], help="KEY=VALUE, kept with the adapter")
 args = parser.parse_args()
 
@@ -29,7 +29,7 @@ with Client(os.environ.get("MOTET_SERVER", "127.0.0.1:50051")) as client:
     print(f"{adapter.registration.change}: version {adapter.active_version.number}, {adapter.active_version.digest}")
 
     text = client.generate(args.prompt, adapter=args.name, max_tokens=32).text()
-    print(f"trial: {text!r}")
+    print(f"sample: {text!r}")
     if text.strip():
         sys.exit(0)
     previous = adapter.registration.previous_version

@@ -43,11 +43,11 @@ def test_tenants_shows_what_each_used(examples: Examples) -> None:
     assert "batch: weight 1, 48 tokens generated" in printed
 
 
-def test_upload_from_ci_registers_a_version_and_tells_a_refusal(examples: Examples, tmp_path: Path) -> None:
+def test_upload_from_ci_registers_a_version_and_reports_a_refusal(examples: Examples, tmp_path: Path) -> None:
     printed = examples.run(
         "upload_from_ci.py", "from-ci", str(examples.adapter_dirs["legal"]), "The party", "--label", "commit=abc123"
     )
-    assert printed.startswith("created: version 1, ") and "trial: " in printed
+    assert printed.startswith("created: version 1, ") and "sample: " in printed
     assert examples.system.client().adapters.get("from-ci").labels == {"commit": "abc123"}
     printed = examples.run("upload_from_ci.py", "from-ci", str(examples.adapter_dirs["medical"]), "The party")
     assert printed.startswith("version_added: version 2, ")

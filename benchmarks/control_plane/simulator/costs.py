@@ -3,7 +3,7 @@
 A step reads the weights once, the KV of its decoding rows, the weights of its distinct adapters, and computes its
 tokens: the sum of bytes over the bandwidth plus prefill tokens over the compute rate, plus a constant. The defaults are
 an 8B model in bfloat16 with 8 KV heads on a GPU of 4 TB/s and 450 TFLOP/s, both assumed. It is the byte model of
-docs/design.md section 9.
+the targets in benchmarks/README.md.
 """
 
 from __future__ import annotations
