@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,6 @@ class ModuleEntry:
     in_features: int
     out_features: int
     kind: AdapterKind
-    sha256: Mapping[str, str]  # of each of the kind's parts, by name
     is_embedding: bool = False
 
     def size(self, *, is_rest: bool) -> ModuleSize:
@@ -104,7 +102,7 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
 
 
 def verify_chunk(chunk: ChunkEntry, data: bytes, digest: str) -> None:
-    """Raise AdapterCorrupt if the bytes are not the chunk's."""
+    """Raise AdapterCorrupt if the bytes are not the chunk's. Every source calls this for every chunk that it gives."""
     if len(data) != chunk.size_bytes:
         raise AdapterCorrupt(f"adapter {digest}: chunk {chunk.name} has {len(data)} bytes, want {chunk.size_bytes}")
     actual = hashlib.sha256(data).hexdigest()
@@ -131,9 +129,10 @@ def _module(raw: Any) -> ModuleEntry:
     scaling = fields["scaling"]
     if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not math.isfinite(scaling):
         raise ValueError(f"scaling is {scaling!r}, want a finite number")
-    sha256 = {key.removesuffix(_HASH): _hash(fields[key]) for key in hashes}
+    for key in hashes:
+        _hash(fields[key])
     try:
-        kind = kind_with(sha256)
+        kind = kind_with(key.removesuffix(_HASH) for key in hashes)
     except ValueError as error:
         raise ValueError(f"{fields['name']!r} {error}") from error
     return ModuleEntry(
@@ -143,7 +142,6 @@ def _module(raw: Any) -> ModuleEntry:
         in_features=_count(fields["in_features"], "in_features"),
         out_features=_count(fields["out_features"], "out_features"),
         kind=kind,
-        sha256=sha256,
         is_embedding="is_embedding" in fields,
     )
 

@@ -1,6 +1,6 @@
 """Where packed adapters come from: the host cache first, the control plane when that fails. No torch here.
 
-Every source verifies what it hands on, so a loader never sees bytes that are not the adapter's. Called from loader
+Every source verifies each chunk that it hands on. Nothing checks the bytes again after that. Called from loader
 threads; all calls block.
 """
 

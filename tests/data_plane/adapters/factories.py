@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save
 
 from data_plane.adapters.arena.adapter_arena import AdapterArena
+from data_plane.adapters.format.manifest import read_manifest, verify_chunk
 from data_plane.adapters.kinds.base_weights import BaseWeights
 from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.adapters.step.lora_step import LoraStep
@@ -63,7 +64,7 @@ class RandomBase:
 
 @dataclass
 class DictSource:
-    """An AdapterSource over a dictionary."""
+    """An AdapterSource over a dictionary, which verifies chunks as every source does."""
 
     adapters: dict[str, Packed] = field(default_factory=dict)
 
@@ -74,7 +75,13 @@ class DictSource:
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
         if digest not in self.adapters:
             raise AdapterUnavailable(f"adapter {digest} is nowhere")
-        return self.adapters[digest].manifest, iter(self.adapters[digest].chunks)
+        return self.adapters[digest].manifest, self._chunks(digest)
+
+    def _chunks(self, digest: str) -> Iterator[bytes]:
+        packed = self.adapters[digest]
+        for entry, chunk in zip(read_manifest(packed.manifest, digest).chunks, packed.chunks, strict=False):
+            verify_chunk(entry, chunk, digest)
+            yield chunk
 
 
 def sha256(data: bytes) -> str:

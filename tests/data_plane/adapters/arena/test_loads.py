@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,8 +77,24 @@ def test_source_that_ends_early_is_unavailable() -> None:
 def test_chunks_in_another_order_are_corrupt() -> None:
     packed = pack(8)
     arena = make_arena()
-    with pytest.raises(AdapterCorrupt, match="missing or too many"):
+    with pytest.raises(AdapterCorrupt, match=r"chunk layers\.0 hashes to"):
         arena.load(0, 1, packed.digest, changed(packed, chunks=packed.chunks[::-1]))
+    assert_nothing_left(arena)
+
+
+def test_chunks_whose_tensors_are_not_the_manifests_are_corrupt() -> None:
+    """Names, shapes and types are checked beside the hash: here by a source that verifies nothing."""
+
+    class Unverified(DictSource):
+        def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
+            return self.adapters[digest].manifest, iter(self.adapters[digest].chunks)
+
+    packed, other = pack(8), pack(9)
+    arena = make_arena()
+    for chunks, reason in ((packed.chunks[::-1], "missing or too many"), (other.chunks, r"want torch\.float32 \(8, ")):
+        source = Unverified({packed.digest: replace(packed, chunks=chunks)})
+        with pytest.raises(AdapterCorrupt, match=reason):
+            arena.load(0, 1, packed.digest, source)
     assert_nothing_left(arena)
 
 
