@@ -14,9 +14,14 @@ from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.fencing import WorkerGate
 from control_plane.fleet.hello import BaseModelLike
 from control_plane.fleet.intake import Intake
+from control_plane.fleet.isolation import Isolation
+from control_plane.fleet.migration import Migration
 from control_plane.fleet.quotas import TenantQuotas
+from control_plane.fleet.rebalance import Rebalancer
 from control_plane.fleet.retirement import Retirement
+from control_plane.fleet.sessions import SessionTable
 from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.shortlist import Shortlist
 from control_plane.fleet.slow_readers import SlowReaders
 from control_plane.fleet.unfinished import UnfinishedJobs
 from control_plane.scheduler.fairness import VirtualCounters
@@ -31,7 +36,11 @@ class FleetParts:
     quotas: TenantQuotas  # what each account uses
     counters: VirtualCounters  # service of each account, over all sessions
     jobs: UnfinishedJobs  # every unfinished request, and how one ends
-    dispatcher: Dispatcher  # the sessions, and which of them has which request
+    sessions: SessionTable  # which workers are attached
+    isolation: Isolation  # suspects of killing workers, and the workers that are closed for them
+    dispatcher: Dispatcher  # requests to workers
+    rebalancer: Rebalancer  # from busy workers to idle ones
+    migration: Migration  # from workers that are lost or fail
     slow_readers: SlowReaders
     delivery: Delivery  # tokens to streams
     gate: WorkerGate  # which workers may attach
@@ -58,23 +67,46 @@ def assemble(
         default_weight=settings.tenants.default.weight,
     )
     jobs = UnfinishedJobs(quotas)
-    dispatcher = Dispatcher(settings, jobs, weights.is_cached, awake)
+    sessions = SessionTable()
+    isolation = Isolation(sessions, jobs, settings, awake)
+    shortlist = Shortlist()
+    costs, is_cached = settings.placement, weights.is_cached
+    dispatcher = Dispatcher(costs, is_cached, jobs, sessions, isolation, shortlist)
+    rebalancer = Rebalancer(costs, is_cached, jobs, sessions, isolation, shortlist, dispatcher)
+    migration = Migration(jobs, sessions, isolation, dispatcher)
     slow_readers = SlowReaders(settings.slow_reader_timeout_s, awake, jobs, dispatcher)
-    delivery = Delivery(jobs, dispatcher, slow_readers, quotas, weights.damage)
+    delivery = Delivery(jobs, dispatcher, migration, slow_readers, quotas, weights.damage)
     gate = WorkerGate(settings, base_model, incarnation, clock)
-    retirement = Retirement(dispatcher.sessions, jobs)
-    workers = AttachedWorkers(settings, gate, weights, counters, jobs, dispatcher, delivery, retirement, clock, awake)
+    retirement = Retirement(sessions, jobs)
+    workers = AttachedWorkers(
+        settings=settings,
+        gate=gate,
+        weights=weights,
+        counters=counters,
+        jobs=jobs,
+        sessions=sessions,
+        dispatcher=dispatcher,
+        migration=migration,
+        delivery=delivery,
+        retirement=retirement,
+        clock=clock,
+        awake=awake,
+    )
     return FleetParts(
         settings=settings,
         clock=clock,
         quotas=quotas,
         counters=counters,
         jobs=jobs,
+        sessions=sessions,
+        isolation=isolation,
         dispatcher=dispatcher,
+        rebalancer=rebalancer,
+        migration=migration,
         slow_readers=slow_readers,
         delivery=delivery,
         gate=gate,
         workers=workers,
         retirement=retirement,
-        intake=Intake(settings, quotas, counters, jobs, dispatcher, delivery, workers),
+        intake=Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, workers),
     )

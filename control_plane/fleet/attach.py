@@ -14,8 +14,10 @@ from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fencing import WorkerGate
 from control_plane.fleet.jobs import Job
+from control_plane.fleet.migration import Migration
 from control_plane.fleet.retirement import Retirement
 from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.sessions import SessionTable
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.unfinished import UnfinishedJobs
 from control_plane.registry.model.served_modules import WorkerReport
@@ -26,16 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 class AttachedWorkers:
-    """Makes the sessions and is what they report to. The dispatcher keeps them while they last."""
+    """Opens and closes the sessions, and is what they report to."""
 
     def __init__(
         self,
+        *,
         settings: FleetSettings,
         gate: WorkerGate,
         weights: WeightsLike,
         counters: VirtualCounters,
         jobs: UnfinishedJobs,
+        sessions: SessionTable,
         dispatcher: Dispatcher,
+        migration: Migration,
         delivery: Delivery,
         retirement: Retirement,
         clock: Callable[[], float],
@@ -46,7 +51,9 @@ class AttachedWorkers:
         self._weights = weights
         self._counters = counters  # of all sessions
         self._jobs = jobs
+        self._sessions = sessions
         self._dispatcher = dispatcher
+        self._migration = migration
         self._delivery = delivery
         self._retirement = retirement
         self._clock = clock
@@ -62,7 +69,7 @@ class AttachedWorkers:
     @property
     def is_grace_over(self) -> bool:
         """Whether no worker has been attached for so long that requests wait in vain."""
-        has_none = not self._dispatcher.sessions
+        has_none = not self._sessions.by_id
         return has_none and self._awake() - self._no_worker_since_s >= self._settings.worker_grace_s
 
     def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
@@ -72,18 +79,18 @@ class AttachedWorkers:
         """
         if self._is_closed:
             raise Draining("the control plane is shutting down")
-        former = self._dispatcher.sessions.get(hello.worker_id)
+        former = self._sessions.by_id.get(hello.worker_id)
         epoch = self._gate.admit(hello, former)
         session = WorkerSession(
             hello, epoch, self._settings, self, self._weights.worker_url, self._clock, self._awake, self._counters
         )
         session.set_pinned(self._pinned)
-        self._dispatcher.open(session)
+        self._sessions.open(session)
         logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
         if former is not None:
             former.end(EndCause.CLOSED, "its worker attached anew")
         if hello.last_epoch:
-            self._dispatcher.outlived(hello.worker_id, hello.last_epoch)
+            self._migration.outlived(hello.worker_id, hello.last_epoch)
         self._dispatcher.place_waiting()
         self._report_change()
         return session
@@ -94,34 +101,34 @@ class AttachedWorkers:
 
     def reports(self) -> list[WorkerReport]:
         """What each attached worker serves."""
-        return [session.report for session in self._dispatcher.sessions.values()]
+        return [session.report for session in self._sessions.by_id.values()]
 
     def pin(self, digest: str) -> None:
         """Keep an adapter in its slot on every worker where it lies in one, those that attach later included."""
         self._pinned.add(digest)
-        for session in self._dispatcher.sessions.values():
+        for session in self._sessions.by_id.values():
             session.set_pinned(self._pinned)
 
     def unpin(self, digest: str) -> None:
         """Allow the eviction of an adapter again. It need not be pinned."""
         self._pinned.discard(digest)
-        for session in self._dispatcher.sessions.values():
+        for session in self._sessions.by_id.values():
             session.set_pinned(self._pinned)
 
     def placements(self, digest: str) -> list[str]:
         """Ids of the workers that hold the adapter's weights."""
-        sessions = self._dispatcher.sessions.values()
+        sessions = self._sessions.by_id.values()
         return sorted(s.worker_id for s in sessions if s.scheduler.adapter_use(digest).is_ready)
 
     def tick(self) -> None:
         """Let every session do what is due by time."""
-        for session in list(self._dispatcher.sessions.values()):
+        for session in list(self._sessions.by_id.values()):
             self._jobs.guard(session.tick)
 
     async def close(self) -> None:
         """End every session, and let no worker attach again."""
         self._is_closed = True
-        for session in list(self._dispatcher.sessions.values()):
+        for session in list(self._sessions.by_id.values()):
             session.end(EndCause.CLOSED, "the control plane is shutting down")
         await self._cache_warmer.close()
 
@@ -143,12 +150,12 @@ class AttachedWorkers:
 
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that has ended."""
-        self._dispatcher.close(session)
+        self._sessions.close(session)
         # Accepted tokens reach their streams in any case: the requests go on from behind them.
         self._jobs.guard(lambda: self._delivery.on_outputs(session, session.scheduler.take_outputs()))
         jobs = [job for job in self._jobs.by_id.values() if job.session is session]
         try:
-            verdict = self._dispatcher.take_back(session, jobs, is_final=self._is_closed)
+            verdict = self._migration.take_back(session, jobs, is_final=self._is_closed)
             self._gate.note_end(session, verdict)
         except Exception:  # no request may wait for a session that has ended
             logger.exception("session not ended in order worker_id=%s epoch=%d", session.worker_id, session.epoch)
@@ -156,7 +163,7 @@ class AttachedWorkers:
                 if self._is_stranded(job, session):
                     self._jobs.fail_broken(job)
             self._jobs.guard(self._dispatcher.place_waiting)
-        if not self._dispatcher.sessions:
+        if not self._sessions.by_id:
             self._no_worker_since_s = self._awake()
         self._retirement.check_soon()
         self._report_change()

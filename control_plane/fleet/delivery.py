@@ -8,6 +8,7 @@ from control_plane.errors import MotetError
 from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.failures import error_of
 from control_plane.fleet.jobs import Job, JobStream
+from control_plane.fleet.migration import Migration
 from control_plane.fleet.quotas import TenantQuotas
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.slow_readers import SlowReaders
@@ -22,6 +23,7 @@ class Delivery:
         self,
         jobs: UnfinishedJobs,
         dispatcher: Dispatcher,
+        migration: Migration,
         slow_readers: SlowReaders,
         quotas: TenantQuotas,
         damage: Callable[[str], MotetError | None],
@@ -29,6 +31,7 @@ class Delivery:
         """`damage`: the error for an adapter, by digest, whose stored weights were found wrong."""
         self._jobs = jobs
         self._dispatcher = dispatcher
+        self._migration = migration
         self._slow_readers = slow_readers
         self._quotas = quotas
         self._damage = damage
@@ -64,7 +67,7 @@ class Delivery:
                     self._deliver(job, output)
                 except Exception:  # as above
                     self._jobs.fail_broken(job)
-        self._jobs.guard(self._dispatcher.judge)
+        self._jobs.guard(self._dispatcher.clear_survivors)
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
         if not job.has_run and output.first_scheduled_s is not None:
@@ -72,7 +75,7 @@ class Delivery:
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
             self._quotas.start(job.charge)
         if job.not_finite_at and output.token_ids:
-            self._dispatcher.refute(job)
+            self._migration.refute(job)
         job.num_tokens_here += len(output.token_ids)
         job.num_generated += len(output.token_ids)
         job.num_searched = max(job.num_searched, output.num_searched)
@@ -90,11 +93,11 @@ class Delivery:
             stream.push(output, None)
         if reason is FinishReason.ADAPTER_FAILED:
             assert output.request is not None, "a load failed, and the request is not given back"
-            if self._dispatcher.try_elsewhere(job, output.request):
+            if self._migration.try_elsewhere(job, output.request):
                 return
         if reason is FinishReason.NOT_FINITE:
             assert output.request is not None, "logits are not finite, and the request is not given back"
-            if self._dispatcher.ask_another(job, output.request):
+            if self._migration.ask_another(job, output.request):
                 return
         self._jobs.fail(job, error_of(output, job.request, self._damage))
 

@@ -36,7 +36,10 @@ class Fleet:
         self._clock = parts.clock
         self._quotas = parts.quotas
         self._jobs = parts.jobs
+        self._sessions = parts.sessions.by_id
         self._dispatcher = parts.dispatcher
+        self._migration = parts.migration
+        self._rebalancer = parts.rebalancer
         self._slow_readers = parts.slow_readers
         self._workers = parts.workers
         self._retirement = parts.retirement
@@ -48,7 +51,7 @@ class Fleet:
             self._tick_later()
 
     def __repr__(self) -> str:
-        workers, num_waiting = sorted(self._dispatcher.sessions), len(self._dispatcher.waiting)
+        workers, num_waiting = sorted(self._sessions), len(self._dispatcher.waiting)
         return f"Fleet(workers={workers}, requests={len(self._jobs.by_id)}, waiting={num_waiting})"
 
     # ---- requests ----
@@ -80,7 +83,7 @@ class Fleet:
     @property
     def num_workers(self) -> int:
         """Workers attached. A worker that hangs or stalls is detached, so above 0 requests can be expected to run."""
-        return len(self._dispatcher.sessions)
+        return len(self._sessions)
 
     def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
         """A session for the worker that sent this Hello. An earlier session of the same process ends.
@@ -126,9 +129,9 @@ class Fleet:
         now_s = self._clock()
         self._workers.tick()
         guard = self._jobs.guard
-        guard(self._dispatcher.judge)  # a beam search gains tokens without an output
+        guard(self._dispatcher.clear_survivors)  # a beam search gains tokens without an output
         guard(self._dispatcher.empty_for_suspects)
-        guard(self._dispatcher.level)
+        guard(self._rebalancer.rebalance)
         self._intake.end_overdue(now_s)
         self._slow_readers.end_overdue()
         if self._drain_until_s is not None and now_s >= self._drain_until_s:
@@ -166,8 +169,7 @@ class Fleet:
 
     def worker_snapshots(self) -> list[WorkerSnapshot]:
         """Every attached worker, ordered by id."""
-        sessions = self._dispatcher.sessions
-        return [sessions[worker_id].snapshot() for worker_id in sorted(sessions)]
+        return [self._sessions[worker_id].snapshot() for worker_id in sorted(self._sessions)]
 
     @property
     def num_tenants(self) -> int:
@@ -183,9 +185,9 @@ class Fleet:
         return QueueSnapshot(
             num_requests=len(self._jobs.by_id),
             num_waiting=self._intake.num_waiting,
-            num_running=sum(s.scheduler.stats().num_running for s in self._dispatcher.sessions.values()),
+            num_running=sum(s.scheduler.stats().num_running for s in self._sessions.values()),
             num_accepted=self._intake.num_accepted,
             num_finished=self._jobs.num_finished,
             num_rejected=self._intake.num_rejected,
-            num_migrated=self._dispatcher.num_migrated,
+            num_migrated=self._migration.num_migrated,
         )

@@ -12,6 +12,7 @@ from control_plane.fleet.dispatcher import Dispatcher
 from control_plane.fleet.failures import no_worker_came
 from control_plane.fleet.jobs import Job, JobStream
 from control_plane.fleet.quotas import TenantQuotas
+from control_plane.fleet.sessions import SessionTable
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.unfinished import UnfinishedJobs
 from control_plane.scheduler.fairness import VirtualCounters
@@ -27,6 +28,7 @@ class Intake:
         quotas: TenantQuotas,
         counters: VirtualCounters,
         jobs: UnfinishedJobs,
+        sessions: SessionTable,
         dispatcher: Dispatcher,
         delivery: Delivery,
         workers: AttachedWorkers,
@@ -35,6 +37,7 @@ class Intake:
         self._quotas = quotas
         self._counters = counters  # of all sessions
         self._jobs = jobs
+        self._sessions = sessions.by_id
         self._dispatcher = dispatcher
         self._delivery = delivery
         self._workers = workers
@@ -81,7 +84,7 @@ class Intake:
     @property
     def num_waiting(self) -> int:
         """Accepted requests that hold no row of a worker."""
-        num_placed = sum(s.scheduler.num_waiting for s in self._dispatcher.sessions.values())
+        num_placed = sum(s.scheduler.num_waiting for s in self._sessions.values())
         return len(self._dispatcher.waiting) + num_placed
 
     def _check_admission(self, account: str) -> None:
@@ -92,7 +95,7 @@ class Intake:
         if not self._is_queue_full():
             return
         settings = self._settings
-        for session in list(self._dispatcher.sessions.values()):
+        for session in list(self._sessions.values()):
             session.pump_if_due()  # what arrived in this turn of the loop may run already
         if self.num_waiting >= settings.max_waiting_requests:
             waiting = Counter(self._counters.num_waiting_by_tenant)

@@ -32,7 +32,9 @@ from control_plane.fleet.endings import EndCause
 from control_plane.fleet.jobs import Death, Job
 from control_plane.fleet.placement import suited
 from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.sessions import SessionTable
 from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.unfinished import UnfinishedJobs
 from control_plane.scheduler.types import RequestId
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,16 @@ class Verdict:
     blames_suspects: bool = False  # rather than anything else that ran there
 
 
+@dataclass(frozen=True, slots=True)
+class IsolationStats:
+    """Groups of suspects at one moment."""
+
+    num_suspects: int
+    num_groups: int
+    num_running: int  # groups that have a worker
+    emptied_worker_id: str | None  # the worker that takes nothing until a group runs there
+
+
 class _Group:
     """Suspects that run together. `session`: where; None: they wait."""
 
@@ -62,17 +74,17 @@ class _Group:
 
 
 class Isolation:
-    """Groups of suspects, and which workers are closed for them. `sessions` and `jobs` are others', read only."""
+    """Groups of suspects, and which workers are closed for them. Only reads `sessions` and `jobs`."""
 
     def __init__(
         self,
-        sessions: Mapping[str, WorkerSession],
-        jobs: Mapping[RequestId, Job],
+        sessions: SessionTable,
+        jobs: UnfinishedJobs,
         settings: FleetSettings,
         awake: AwakeClock,
     ) -> None:
-        self._sessions = sessions
-        self._jobs = jobs
+        self._sessions = sessions.by_id
+        self._jobs = jobs.by_id
         self._settings = settings
         self._awake = awake
         # Invariant: an unfinished suspect is in exactly one group, and nobody else is in any.
@@ -122,7 +134,7 @@ class Isolation:
         """Whether suspects wait for a worker."""
         return any(group.due() for group in self._groups)
 
-    def to_empty(self) -> WorkerSession | None:
+    def worker_to_empty(self) -> WorkerSession | None:
         """The session that takes nothing more until a group runs there; to be asked at every tick.
 
         None where no group waits, or where one runs: its worker is next.
@@ -189,7 +201,7 @@ class Isolation:
             self._running[job.session.epoch] = group
             self._emptied = None
 
-    def clear_who_came_past(self) -> bool:
+    def clear_survivors(self) -> bool:
         """Clear the suspects that have come far enough; whether a group is over with that."""
         is_over = False
         for group in list(self._running.values()):
@@ -203,7 +215,7 @@ class Isolation:
     def separate(self, job: Job) -> bool:
         """A suspect cannot run where its group does, and makes one of its own; whether the group is over with that."""
         is_over = self._leave(job)
-        self._add([job])
+        self.add([job])
         return is_over
 
     def forget(self, job: Job) -> bool:
@@ -238,7 +250,7 @@ class Isolation:
             return Verdict(isolated[0], self._explain(isolated[0]), blames_suspects=True)
         for job in isolated:
             self._leave(job)
-        self._add([job for job in blamed if is_suspect(job) and job.request.request_id not in self._group_of])
+        self.add([job for job in blamed if is_suspect(job) and job.request.request_id not in self._group_of])
         return Verdict(blames_suspects=bool(isolated))
 
     def outlived(self, worker_id: str, epoch: int) -> bool:
@@ -250,6 +262,15 @@ class Isolation:
                 for job in self._jobs.values()
                 if any((d.epoch, d.worker_id, d.is_loss) == (epoch, worker_id, True) for d in job.deaths)
             ],
+        )
+
+    def stats(self) -> IsolationStats:
+        """What is isolated."""
+        return IsolationStats(
+            num_suspects=len(self._group_of),
+            num_groups=len(self._groups),
+            num_running=len(self._running),
+            emptied_worker_id=None if self._emptied is None else self._emptied.worker_id,
         )
 
     def check_invariants(self) -> None:
@@ -268,7 +289,7 @@ class Isolation:
 
     # ---- groups ----
 
-    def _add(self, jobs: list[Job]) -> None:
+    def add(self, jobs: list[Job]) -> None:
         """Have these run next, in halves. What they were computed beside at their last death is among them."""
         groups = [_Group(half) for half in self._halves(jobs) if half]
         for group in groups:

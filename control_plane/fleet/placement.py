@@ -16,10 +16,6 @@ kind keeps its row and its blocks:
 The cheapest worker is taken, the lower worker id among equal ones; of many workers, the cheapest on a shortlist
 (shortlist.py). Speed enters only where something waits or shares a batch: an idle worker is not judged by its steps of
 the time when it was full.
-
-**Levelling.** At every tick, requests that have not run and wait on one worker while another has nothing waiting are
-priced once more on both, the latest arrivals first, and moved where that is clearly faster. So a worker that attaches,
-or that is through with its work, takes over from those that are behind.
 """
 
 from __future__ import annotations
@@ -36,10 +32,6 @@ from control_plane.scheduler.scheduler import PrefixKeys, Scheduler, WorkerUtili
 from control_plane.scheduler.types import AdapterRef, AdapterTier, Request
 
 MAX_LOAD_TRIES = 4  # workers that may fail to load a request's adapter before it is given up
-# A request that waits is moved to another worker where it is expected to take less than this share of the time: moving
-# gives up its place in a queue, and prices are estimates.
-LEVEL_SHARE = 0.7
-MAX_LEVELLED = 16  # of one worker at a time
 
 
 @dataclass(slots=True)

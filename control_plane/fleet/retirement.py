@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
-from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.sessions import SessionTable
 from control_plane.fleet.unfinished import UnfinishedJobs
 
 
 class Retirement:
-    """Digests that are being retired. `sessions` and `jobs` are the fleet's own, read only."""
+    """Digests that are being retired. Only reads `sessions` and `jobs`."""
 
-    def __init__(self, sessions: Mapping[str, WorkerSession], jobs: UnfinishedJobs) -> None:
-        self._sessions = sessions
+    def __init__(self, sessions: SessionTable, jobs: UnfinishedJobs) -> None:
+        self._sessions = sessions.by_id
         self._jobs = jobs.by_id
         self._gone: dict[str, asyncio.Event] = {}  # digest -> set when nothing uses or holds it
         self._is_check_due = False

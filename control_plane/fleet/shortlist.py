@@ -29,6 +29,11 @@ class Shortlist:
         self._hints: OrderedDict[int, OrderedDict[str, None]] = OrderedDict()
         self._turn = 0
 
+    @property
+    def num_keys(self) -> int:
+        """Adapters and beginnings that are remembered, at most MAX_KEYS."""
+        return len(self._hints)
+
     def choose(self, sessions: Mapping[str, AnyCandidate], request: Request) -> list[AnyCandidate]:
         """Sessions to be priced, by worker id."""
         everybody = list(sessions.values())

@@ -40,7 +40,7 @@ def test_a_sound_engine_passes_and_is_empty_after_it() -> None:
     engine = Broken(first_step=10**6, kind="")
     check_engine(engine)
     check_engine(engine)
-    assert engine.num_steps == 4 * NUM_STEPS and not engine._rows
+    assert engine.num_steps == 4 * NUM_STEPS and not engine.rows
 
 
 @pytest.mark.parametrize("first_step", [1, NUM_STEPS, NUM_STEPS + 2])
@@ -49,7 +49,7 @@ def test_logits_that_are_not_finite_fail_it(first_step: int) -> None:
     step = (first_step - 1) % NUM_STEPS + 1
     with pytest.raises(SelfCheckFailed, match=f"not finite in step {step}.*fetch the checkpoint again"):
         check_engine(engine)
-    assert not engine._rows
+    assert not engine.rows
 
 
 def test_tokens_that_differ_the_second_time_fail_it() -> None:

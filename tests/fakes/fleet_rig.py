@@ -301,7 +301,7 @@ class LoopbackWorker:
                 self.answers.append(encode_output(output, self.session.epoch))
         elif kind == "load_adapter":
             load = message.load_adapter
-            answer = self._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY)
+            answer = self.slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY)
             try:
                 self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(self.fleet.weights.packed))
                 answer.slot_state.load_time_us = self.load_time_us
@@ -314,9 +314,9 @@ class LoopbackWorker:
         elif kind == "evict_adapter":
             evict = message.evict_adapter
             self.engine.slots.evict(evict.slot, evict.generation)
-            self.answers.append(self._slot_state(evict.slot, evict.generation, plan_pb2.SlotState.STATE_EMPTY))
+            self.answers.append(self.slot_state(evict.slot, evict.generation, plan_pb2.SlotState.STATE_EMPTY))
 
-    def _slot_state(self, slot: int, generation: int, state: plan_pb2.SlotState.State) -> plan_pb2.AttachRequest:
+    def slot_state(self, slot: int, generation: int, state: plan_pb2.SlotState.State) -> plan_pb2.AttachRequest:
         return plan_pb2.AttachRequest(
             slot_state=plan_pb2.SlotState(slot=slot, generation=generation, state=state, epoch=self.session.epoch)
         )

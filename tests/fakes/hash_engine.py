@@ -83,7 +83,7 @@ class HashEngine:
         self._blocks: list[list[bytes]] = []
         self._left: dict[int, list[bytes]] = {}  # block -> what it held when its row was freed, until it is another's
         self._host_blocks: list[list[bytes]] = []
-        self._rows: dict[int, _Row] = {}
+        self.rows: dict[int, _Row] = {}
         self._written: set[int] = set()  # places that this step wrote
         # Invariant: a row past its prefill is in exactly one of these.
         self._decoding: set[int] = set()
@@ -107,12 +107,12 @@ class HashEngine:
         if num_tokens > self.capacities.max_step_tokens:
             raise PlanRefused(f"{num_tokens} tokens in a step of at most {self.capacities.max_step_tokens}")
         prompt_logprobs: list[RowLogprobs] = []
-        sampled = [(row_id, self._decode(self._rows[row_id], plan.step_id)) for row_id in decoding]
+        sampled = [(row_id, self._decode(self.rows[row_id], plan.step_id)) for row_id in decoding]
         for row_id, num_new in plan.prefills.tolist():
             value = self._prefill(row_id, num_new, prompt_logprobs)
             if value is not None:
                 sampled.append((row_id, value))
-        tokens = [(row_id, value, self._sample(self._rows[row_id], value)) for row_id, value in sampled]
+        tokens = [(row_id, value, self._sample(self.rows[row_id], value)) for row_id, value in sampled]
         failed = [row_id for row_id, _, token in tokens if token == self.faults.non_finite_token]
         tokens = [item for item in tokens if item[0] not in failed]
         rest_s = self.faults.step_time_s - (time.perf_counter() - start_s)
@@ -125,9 +125,9 @@ class HashEngine:
             _int32(failed),
             int((time.perf_counter() - start_s) * 1e6),
             [
-                self._logprobs(row_id, self._rows[row_id].num_computed, [(value, token)], num_top)
+                self._logprobs(row_id, self.rows[row_id].num_computed, [(value, token)], num_top)
                 for row_id, value, token in tokens
-                if (num_top := self._rows[row_id].sampling.num_logprobs) is not None
+                if (num_top := self.rows[row_id].sampling.num_logprobs) is not None
             ],
             prompt_logprobs,
         )
@@ -143,7 +143,7 @@ class HashEngine:
         poisoned: list[int] = []  # they have a new owner
         # Blocks that are swapped out may be others' from this plan on, though the row is freed by a later one.
         swapped_out = set(plan.swap_outs[:, 0].tolist())
-        for row in self._rows.values() if swapped_out else ():
+        for row in self.rows.values() if swapped_out else ():
             row.given_away.update(swapped_out.intersection(row.block_ids))
         begun = [self._begin(new, poisoned) for new in plan.new_rows]
         for row_id, block_id in plan.appended_blocks.tolist():
@@ -173,7 +173,7 @@ class HashEngine:
             raise PlanRefused(f"fed_tokens names row {row_id}, which is no stepwise row past its prefill")
         if not 0 <= token < self.capacities.vocab_size:
             raise PlanRefused(f"fed_tokens gives row {row_id} token {token}")
-        self._rows[row_id].last_token = token
+        self.rows[row_id].last_token = token
         return row_id
 
     def _move_blocks(self, plan: StepPlan, poisoned: list[int], left: list[int]) -> None:
@@ -208,7 +208,7 @@ class HashEngine:
         return list(self._left.get(block_id) or self._blocks[self._checked_block(block_id)])
 
     def _begin(self, new: NewRow, poisoned: list[int]) -> _Row:
-        if new.row in self._rows or not 0 <= new.row < self.capacities.max_rows:
+        if new.row in self.rows or not 0 <= new.row < self.capacities.max_rows:
             raise PlanRefused(f"row {new.row} begins and is in use or out of range")
         tokens, block_ids, num_computed = new.token_ids.tolist(), new.block_ids.tolist(), new.num_computed_tokens
         if not 0 <= num_computed < len(tokens) or len(tokens) > self.capacities.max_model_len:
@@ -233,7 +233,7 @@ class HashEngine:
             num_answered=len(tokens) - new.num_prompt_tokens,
         )
         poisoned += [self._checked_block(block_id) for block_id in block_ids[num_held:]]
-        self._rows[new.row] = row
+        self.rows[new.row] = row
         return row
 
     def _check_computed(self, row: _Row) -> None:
@@ -250,7 +250,7 @@ class HashEngine:
     def _free(self, row_id: int) -> list[int]:
         """End a row. Its blocks that are in nobody else's table, since they are not full."""
         row = self._row(row_id)
-        del self._rows[row_id]
+        del self.rows[row_id]
         for rows in (self._decoding, self._paused, self._stepwise):
             rows.discard(row_id)
         kept = row.block_ids[row.num_computed // self.capacities.block_size :]
@@ -358,7 +358,7 @@ class HashEngine:
         return value
 
     def _row(self, row_id: int) -> _Row:
-        row = self._rows.get(row_id)
+        row = self.rows.get(row_id)
         if row is None:
             raise PlanRefused(f"row {row_id} is not in use")
         return row
@@ -367,7 +367,7 @@ class HashEngine:
         self._blocks = [self._poison() for _ in range(self.capacities.num_blocks)]
         self._host_blocks = [self._poison() for _ in range(self.capacities.num_host_blocks)]
         self._left.clear()
-        self._rows.clear()
+        self.rows.clear()
         self._decoding.clear()
         self._paused.clear()
         self._stepwise.clear()

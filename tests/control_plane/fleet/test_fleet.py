@@ -997,14 +997,18 @@ async def test_a_mistake_in_one_part_of_a_tick_skips_no_other(
     for _ in range(400):
         await worker.turn()
     large = [3] * 3000  # fits no worker that is attached, and waits for one
-    monkeypatch.setattr(fleet.parts.dispatcher, "_place", lambda _job: None)
+    monkeypatch.setattr(fleet.parts.dispatcher, "place", lambda _job: None)
     streams = [fleet.submit(make_request(fleet, large, 10, deadline_s=clock() + 1)) for _ in range(3)]
     break_stream(streams[0], monkeypatch, ("fail",))
 
     def fail() -> None:
         raise AssertionError("a mistake")
 
-    for owner, name in ((fleet.parts.dispatcher, "judge"), (fleet.parts.dispatcher, "level"), (worker.session, "tick")):
+    for owner, name in (
+        (fleet.parts.dispatcher, "clear_survivors"),
+        (fleet.parts.rebalancer, "rebalance"),
+        (worker.session, "tick"),
+    ):
         monkeypatch.setattr(owner, name, fail)
     drained = asyncio.create_task(fleet.drain(3.0))
     let_time_pass(clock, fleet, 1.1)
@@ -1021,13 +1025,13 @@ async def test_a_mistake_at_placing_one_request_loses_none_behind_it(
     fleet = make_fleet(clock)
     requests = [make_request(fleet, [i], 20) for i in range(4)]
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
-    place = fleet.parts.dispatcher._place
+    place = fleet.parts.dispatcher.place
 
     def break_at_the_second(job: Job) -> MotetError | None:
         assert job.request is not requests[1], "a mistake"
         return place(job)
 
-    monkeypatch.setattr(fleet.parts.dispatcher, "_place", break_at_the_second)
+    monkeypatch.setattr(fleet.parts.dispatcher, "place", break_at_the_second)
     worker = LoopbackWorker(fleet)
     await worker.run(lambda: all(reader.done() for reader in readers))
     with pytest.raises(MotetError, match="internal error"):
@@ -1091,7 +1095,7 @@ async def test_a_mistake_at_judging_suspects_keeps_no_request_of_a_lost_worker(
     def fail() -> None:
         raise AssertionError("a mistake")
 
-    monkeypatch.setattr(fleet.parts.dispatcher, "judge", fail)
+    monkeypatch.setattr(fleet.parts.dispatcher, "clear_survivors", fail)
     worker.lose()
     other = LoopbackWorker(fleet, "w1")
     await other.run(lambda: all(reader.done() for reader in readers))
@@ -1114,7 +1118,7 @@ async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
     stream = fleet.submit(make_request(fleet, [1], 3, fleet.weights.add("a")))
     loader.session.pump()
     [load] = [m.load_adapter for m in loader.session.take_outgoing() if m.WhichOneof("message") == "load_adapter"]
-    failed = loader._slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_FAILED)
+    failed = loader.slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_FAILED)
     failed.slot_state.reason, failed.slot_state.mismatch = text, True
     loader.session.receive(failed)
     with pytest.raises(AdapterNotServed) as caught:

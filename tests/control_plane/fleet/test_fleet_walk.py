@@ -105,9 +105,9 @@ class Walk:
             await self.rng.choice(actions if self.rng.random() < 0.9 else rare)()
             for worker in self.workers.values():
                 check_scheduler(worker.session.scheduler)
-            isolation = self.fleet.parts.dispatcher._isolation
+            isolation = self.fleet.parts.isolation
             isolation.check_invariants()
-            self.num_isolated += bool(isolation._running)
+            self.num_isolated += bool(isolation.stats().num_running)
             self.num_paused += any(worker.session.scheduler.stats().num_paused for worker in self.workers.values())
         if not self.workers:
             await self.attach()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from contract.v1 import plan_pb2
-from control_plane.errors import ContextTooLong, MotetError
+from control_plane.errors import ContextTooLong
 from control_plane.fleet import placement
 from control_plane.fleet.deaths import is_suspect
 from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Death, Job, JobStream
@@ -31,23 +31,20 @@ from tests.fakes.fleet_rig import (
 
 def submit_suspect(fleet: InspectedFleet, request: Request) -> JobStream:
     """Hand in a request as if it had come from elsewhere with two deaths; where no worker is empty, it waits."""
-    add = fleet.parts.dispatcher.add
-
-    def add_suspect(job: Job) -> MotetError | None:
-        make_suspect(fleet, job)
-        return add(job)
-
-    fleet.parts.dispatcher.add = add_suspect  # type: ignore[method-assign]
-    try:
-        return fleet.submit(request)
-    finally:
-        fleet.parts.dispatcher.add = add  # type: ignore[method-assign]
+    parts = fleet.parts
+    stream = parts.delivery.stream_for(request)
+    job = Job(request, stream, parts.quotas.admit(request))
+    parts.jobs.add(job)
+    make_suspect(fleet, job)
+    error = parts.dispatcher.add(job)
+    assert error is None, error
+    return stream
 
 
 def make_suspect(fleet: InspectedFleet, job: Job) -> None:
     """Let a waiting job be a suspect, as if workers that nobody knows had died of it."""
     job.deaths = [Death(epoch, f"elsewhere{epoch}", is_loss=True) for epoch in (1, 2)]
-    fleet.parts.dispatcher._isolation._add([job])
+    fleet.parts.isolation.add([job])
 
 
 def is_running(fleet: InspectedFleet, request: Request) -> bool:
@@ -57,7 +54,7 @@ def is_running(fleet: InspectedFleet, request: Request) -> bool:
 
 def is_open(fleet: InspectedFleet, worker: LoopbackWorker) -> bool:
     """Whether the worker takes requests that are no suspects."""
-    return fleet.parts.dispatcher._isolation.is_open(worker.session)
+    return fleet.parts.isolation.is_open(worker.session)
 
 
 def worker_of(fleet: InspectedFleet, request: Request) -> str | None:
@@ -181,7 +178,7 @@ async def test_a_busy_worker_is_emptied_for_a_suspect(clock: FakeClock) -> None:
     readers.append(asyncio.create_task(read_all(fleet.submit(suspect))))
     job = fleet.parts.jobs.by_id[suspect.request_id]
     assert job.session is not None
-    fleet.parts.dispatcher._take_from(job.session, job)
+    fleet.parts.dispatcher.take_from_worker(job)
     make_suspect(fleet, job)
     fleet.tick()
     assert worker_of(fleet, suspect) is None

@@ -33,7 +33,7 @@ LARGE = replace(CAPACITIES, num_blocks=4096, max_rows=64, max_step_tokens=1024)
 
 def computes_poison(worker: LoopbackWorker) -> bool:
     """Whether the worker was given a row that kills it."""
-    return any(row.tokens[:2] == POISON for row in worker.engine._rows.values())
+    return any(row.tokens[:2] == POISON for row in worker.engine.rows.values())
 
 
 class Fate:
@@ -272,7 +272,7 @@ async def test_a_fault_speaks_against_requests_although_the_process_lives(clock:
         worker.session.receive(plan_pb2.AttachRequest(fault=plan_pb2.Fault(reason="it broke", step_id=1)))
     else:
         worker.session.receive(plan_pb2.AttachRequest(hello=plan_pb2.Hello()))
-    fleet.parts.dispatcher.outlived("w0", worker.session.epoch)
+    fleet.parts.migration.outlived("w0", worker.session.epoch)
     assert [death.worker_id for death in job.deaths] == ["w0"]
 
 
@@ -322,9 +322,9 @@ async def test_a_suspect_waits_for_the_worker_that_did_not_die_of_it(clock: Fake
     fleet.submit(make_request(fleet, [1], 40))
     *_, job = fleet.parts.jobs.by_id.values()
     assert job.session is not None
-    fleet.parts.dispatcher._take_from(job.session, job)
+    fleet.parts.dispatcher.take_from_worker(job)
     job.deaths = [Death(epoch, "sick", is_loss=True) for epoch in (1, 2)]
-    fleet.parts.dispatcher._isolation._add([job])
+    fleet.parts.isolation.add([job])
     for _ in range(5):
         await sick.turn()
         fleet.tick()

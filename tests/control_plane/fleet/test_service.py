@@ -55,7 +55,7 @@ async def attached(fleet: InspectedFleet) -> AsyncIterator[tuple[WorkerSession, 
     async with asyncio.timeout(30):
         while not fleet.num_workers:
             await asyncio.sleep(0)
-        [session] = fleet.parts.dispatcher.sessions.values()
+        [session] = fleet.parts.sessions.by_id.values()
         yield session, context, handler
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AbortError):
             await handler

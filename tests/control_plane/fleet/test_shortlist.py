@@ -59,20 +59,19 @@ def test_workers_that_got_the_adapter_or_the_beginning_are_priced() -> None:
         replace(REQUEST, prompt_token_ids=(5, 6), adapter=AdapterRef("b" * 64, 1024)),
     ):
         assert not {"w0150", "w0160"} & set(choose(shortlist, sessions, stranger))
-        shortlist._turn = 0
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    shortlist = Shortlist()
+    shortlist, sessions = Shortlist(), make_sessions(1000)
     for i in range(2 * MAX_HINTS):
-        shortlist.placed(REQUEST, f"w{i}")
+        shortlist.placed(REQUEST, f"w{500 + i:04d}")
     for i in range(MAX_KEYS - 1):
-        shortlist.placed(replace(REQUEST, prompt_token_ids=(i,)), "w1")
-    assert len(shortlist._hints) == MAX_KEYS
-    [workers] = [workers for workers in shortlist._hints.values() if len(workers) > 1]
-    assert list(workers) == [f"w{i}" for i in range(MAX_HINTS, 2 * MAX_HINTS)]
-    shortlist.placed(replace(REQUEST, prompt_token_ids=(-1,)), "w1")
-    assert len(shortlist._hints) == MAX_KEYS and max(map(len, shortlist._hints.values())) == 1
+        shortlist.placed(replace(REQUEST, prompt_token_ids=(i,)), "w0001")
+    assert shortlist.num_keys == MAX_KEYS
+    remembered = [f"w{500 + i:04d}" for i in range(MAX_HINTS, 2 * MAX_HINTS)]
+    assert choose(shortlist, sessions)[:-NUM_IN_TURN] == remembered
+    shortlist.placed(replace(REQUEST, prompt_token_ids=(-1,)), "w0001")
+    assert shortlist.num_keys == MAX_KEYS and len(choose(shortlist, sessions)) == NUM_IN_TURN
 
 
 async def test_among_many_workers_a_request_finds_the_one_with_its_adapter_and_one_that_it_fits() -> None:

@@ -35,7 +35,7 @@ class SickWorker(LoopbackWorker):
             if message.WhichOneof("message") == "step_result":
                 result = message.step_result
                 rows = memoryview(result.rows).cast("i").tolist()
-                sick = [row for row in rows if row in self.engine._rows and self.is_sick(self.engine._rows[row].slot)]
+                sick = [row for row in rows if row in self.engine.rows and self.is_sick(self.engine.rows[row].slot)]
                 tokens = dict(zip(rows, memoryview(result.token_ids).cast("i").tolist(), strict=True))
                 sound = [row for row in rows if row not in sick]
                 result.rows = b"".join(row.to_bytes(4, "little") for row in sound)
@@ -211,7 +211,7 @@ async def test_one_adapter_alone_does_not_make_its_worker_sick_but_two_do(clock:
         stream = fleet.submit(request)
         job = fleet.parts.jobs.by_id[request.request_id]
         if job.session is other.session:  # let it begin where it fails
-            fleet.parts.dispatcher._move(job, other.session, sick.session) if not sick.session.ended.is_set() else None
+            fleet.parts.dispatcher.move(job, sick.session) if not sick.session.ended.is_set() else None
         readers.append(asyncio.create_task(read_all(stream)))
         for _ in range(20):
             await turn_all(clock, fleet, [sick, other])
