@@ -37,6 +37,18 @@ INLINE void dot_rows(const Linear *p, const char *x, const char *weight, int out
             continue;
         }
 #endif
+        if (dtype == FLOAT32) { /* half a pair at a time, which takes fewer registers */
+            for (int half = 0; half < 2; half++) {
+                const int64_t column = place + half * LANES;
+                vec some[TILE_ROWS];
+                for (int row = 0; row < rows; row++) some[row] = load((const float *)(x + row * x_bytes) + column);
+                _Pragma("GCC unroll 8") for (int output = 0; output < outputs; output++) {
+                    const vec weights = in_register(load((const float *)(weight + output * row_bytes) + column));
+                    for (int row = 0; row < rows; row++) sums[row][output] += some[row] * weights;
+                }
+            }
+            continue;
+        }
         vec first[TILE_ROWS], second[TILE_ROWS];
         for (int row = 0; row < rows; row++) load_pair(x + row * x_bytes, place, dtype, &first[row], &second[row]);
         _Pragma("GCC unroll 8") for (int output = 0; output < outputs; output++) {

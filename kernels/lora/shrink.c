@@ -20,14 +20,6 @@ INLINE float rounded_to(float value, int dtype) {
 #define EACH_ROW _Pragma("GCC unroll 3") for (int row = 0; row < rows; row++)
 #define EACH_RANK _Pragma("GCC unroll 8") for (int rank = 0; rank < PAGE_RANKS; rank++)
 
-/* Else GCC loads it again for every product, and the loads take longer than the products. */
-INLINE vec in_register(vec value) {
-#ifdef __AVX2__
-    __asm__("" : "+v"(value));
-#endif
-    return value;
-}
-
 /* sums[row][rank] += x[row] . page[rank] over `count` columns. Meanwhile the page `next` is fetched, if any. */
 INLINE void dot_page(const char *const *x, int64_t begin, int64_t count, const char *page, int64_t row_bytes,
                      const char *next, vec sums[TILE_ROWS][PAGE_RANKS], int rows, int dtype) {

@@ -44,6 +44,14 @@ INLINE vec load(const float *from) {
 
 INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
+/* For a vector that several products share: GCC would load it again for each, and then the loads are the bound. */
+INLINE vec in_register(vec value) {
+#ifdef __AVX2__
+    __asm__("" : "+v"(value));
+#endif
+    return value;
+}
+
 INLINE vec all(float value) { return value - (vec){0}; }
 
 INLINE vec choose(mask where, vec yes, vec no) { return (vec)(((bits)yes & (bits)where) | ((bits)no & ~(bits)where)); }
