@@ -56,6 +56,17 @@ INLINE vec all(float value) { return value - (vec){0}; }
 
 INLINE vec choose(mask where, vec yes, vec no) { return (vec)(((bits)yes & (bits)where) | ((bits)no & ~(bits)where)); }
 
+/* The larger lanes; those of `other` where one of both is NaN. */
+INLINE vec larger_lanes(vec some, vec other) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)some, (__m512)other);
+#elif defined(__AVX__) && defined(__F16C__)
+    return (vec)_mm256_max_ps((__m256)some, (__m256)other);
+#else
+    return choose(some > other, some, other);
+#endif
+}
+
 /* The bfloat16 codes of a vector, in the high halves: to the nearest, ties to even; NaN stays one. */
 INLINE bits rounded(vec value) {
     const bits code = (bits)value;

@@ -166,6 +166,10 @@ INLINE void lay_values(const Tile *tile, int64_t count, int cache_dtype, int pai
 static void find_scales(const Tile *tile, int64_t count) {
     const Attention *p = tile->p;
     const float scale = p->scale * scale_of_codes(p);
+    if (!p->key_scales && !p->value_scales) {
+        for (int64_t key = 0; key < count; key += LANES) store(tile->scales + key, all(scale));
+        return;
+    }
     for (int64_t key = 0; key < count; key++) {
         const int64_t slot = tile->slots[key], place = slot * p->num_kv_heads + tile->kv_head;
         tile->scales[key] = p->key_scales && slot >= 0 ? scale * p->key_scales[place] : scale;

@@ -196,7 +196,7 @@ static float weigh(const Task *task, int64_t head, int64_t start, int64_t end) {
     vec lanes = all(task->part.highest[head]);
     for (int64_t idx = 0; idx < padded; idx += LANES) {
         const vec some = load(scores + idx);
-        lanes = choose(some > lanes, some, lanes);
+        lanes = larger_lanes(some, lanes);
     }
     const float highest = highest_of(lanes);
     /* With scores of -inf alone all weights are 0, not NaN. */

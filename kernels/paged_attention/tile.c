@@ -133,23 +133,26 @@ static void adjust(const Attention *p, int64_t head, float *scores, int64_t coun
         }
 }
 
-/* A row's scores of the keys [begin, end) of the tile, whole panels, to weights; [first, last) are those that it sees.
- * Returns what the row's sums so far are to be multiplied by. */
-INLINE float weigh_row(const Tile *tile, int64_t row, float *scores, int64_t begin, int64_t end, int64_t first, int64_t last,
-                   int paired) {
+/* The largest of a row's scores of the keys [begin, end) of the tile, whole panels, and of those before; the row sees the
+ * keys [first, last), and the scores of all others become -inf. */
+INLINE float highest_of_row(const Tile *tile, int64_t row, float *scores, int64_t begin, int64_t end, int64_t first,
+                            int64_t last) {
     if (first > begin || last < end)
         for (int64_t idx = begin; idx < end; idx += LANES) {
             const mask places = lane_numbers() + (int32_t)idx;
             store(scores + idx, choose((places >= (int32_t)first) & (places < (int32_t)last), load(scores + idx), all(-INFINITE)));
         }
     vec lanes = all(tile->highest[row]);
-    for (int64_t idx = begin; idx < end; idx += LANES) {
-        const vec some = load(scores + idx);
-        lanes = choose(some > lanes, some, lanes);
-    }
-    const float highest = highest_of(lanes);
-    /* With scores of -inf alone all weights are 0, not NaN. */
-    const float shift = highest == -INFINITE ? 0.0f : highest;
+    for (int64_t idx = begin; idx < end; idx += LANES) lanes = larger_lanes(load(scores + idx), lanes);
+    return highest_of(lanes);
+}
+
+/* With scores of -inf alone all weights are 0, not NaN. */
+INLINE vec shift_of(vec highest) { return choose(highest == -INFINITE, (vec){0}, highest); }
+
+/* A row's scores of the keys [begin, end) of the tile to weights. The row's sums so far are multiplied by `decay`. */
+INLINE void weigh_row(const Tile *tile, int64_t row, float *scores, int64_t begin, int64_t end, float shift, float decay,
+                      int paired) {
     const int is_scaled = tile->p->value_scales != NULL;
     vec total = {0};
     for (int64_t idx = begin; idx < end; idx += PAIR) {
@@ -170,11 +173,8 @@ INLINE float weigh_row(const Tile *tile, int64_t row, float *scores, int64_t beg
         store(scores + idx + LANES, other);
     }
     (void)paired;
-    const float decay = exponential_of(tile->highest[row] - shift);
     float *sums = tile->total + row * LANES;
     store(sums, load(sums) * decay + total);
-    tile->highest[row] = highest;
-    return decay;
 }
 
 #define EACH_COUNT(call)                                                                                       \
@@ -294,14 +294,21 @@ INLINE void attend_group(const Tile *tile, Keys *keys, int64_t first_row, int64_
         else
             score_floats(x, turns, panel, tile->scales + key, tile->scores + key, rows);
     }
-    float decays[ROWS];
+    float before[LANES] = {0}, highest[LANES] = {0}, shifts[LANES], decays[LANES]; /* of up to ROWS rows */
+    memcpy(before, tile->highest + first_row, sizeof(float) * (size_t)rows);
     for (int64_t row = 0; row < rows; row++) {
         float *scores = tile->scores + row * TILE_KEYS;
         const int64_t query = (first_row + row) / tile->heads, head = tile->first_head + (first_row + row) % tile->heads;
         if (p->softcap != 0 || p->slopes)
             adjust(p, head, scores + begin, end - begin, start + begin - tile->position - query);
-        decays[row] = weigh_row(tile, first_row + row, scores, begin, end, first[row], last[row], paired);
+        highest[row] = highest_of_row(tile, first_row + row, scores, begin, end, first[row], last[row]);
     }
+    const vec shift = shift_of(load(highest));
+    store(shifts, shift);
+    store(decays, exponential(load(before) - shift));
+    memcpy(tile->highest + first_row, highest, sizeof(float) * (size_t)rows);
+    for (int64_t row = 0; row < rows; row++)
+        weigh_row(tile, first_row + row, tile->scores + row * TILE_KEYS, begin, end, shifts[row], decays[row], paired);
     float *mixed = tile->mixed + first_row * tile->value_width;
     const int is_cut = first[rows - 1] > first[0] || last[0] < last_of_all;
     if (is_cut && keys->is_infinite < 0) keys->is_infinite = look_for_infinite(tile, keys, paired);
