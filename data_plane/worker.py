@@ -21,9 +21,9 @@ from data_plane import build_native
 from data_plane.config import WorkerConfig, add_arguments, from_args
 from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine
-from data_plane.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
 from data_plane.profile import Record, StepProfile
 from data_plane.self_check import check_engine
+from data_plane.stream.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
 
 logger = logging.getLogger(__name__)
 

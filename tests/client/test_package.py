@@ -92,7 +92,7 @@ def test_servers_load_none_of_the_clients_code() -> None:
     """Nor what it needs: they use the stubs, the version and the form of a command line."""
     program = """
 import sys
-import data_plane.plan_client, data_plane.config, data_plane.adapters.format.sources
+import data_plane.stream.plan_client, data_plane.config, data_plane.adapters.format.sources
 assert not {"google.rpc", "google.longrunning"} & set(sys.modules)
 import control_plane.server
 print(*sorted(name for name in sys.modules if name.startswith("motet.") and not name.startswith("motet.v1")))

@@ -36,8 +36,9 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
-from data_plane import config, plan_client
+from data_plane import config
 from data_plane.errors import PlanRefused
+from data_plane.stream import plan_client
 from data_plane.wire import decode_plan
 
 VOCAB_SIZE = 128_256

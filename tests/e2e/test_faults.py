@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from motet import Aborted, Client, ServerStatus
 
-from data_plane.session_watch import EXIT_STUCK
+from data_plane.stream.session_watch import EXIT_STUCK
 from tests.e2e.harness import ROOT, System, wait_until
 from tests.e2e.traffic import Answer, Job, ask, prompts
 from tests.fakes.hash_engine import oracle

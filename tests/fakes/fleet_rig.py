@@ -30,7 +30,7 @@ from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.types import AdapterRef, Request, sample_seed
 from data_plane.errors import AdapterLoadError, AdapterMismatch
 from data_plane.plan import Capacities, StepOutput
-from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
+from data_plane.stream.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.wire import decode_steps, encode_hello, encode_output
 from data_plane.worker import source_factory
 from tests.fakes.hash_engine import HashEngine, HashEngineFaults, oracle

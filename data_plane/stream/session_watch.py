@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from contract.v1 import plan_pb2
-from data_plane.plan_stream import Leave, PlanStream
+from data_plane.stream.plan_stream import Leave, PlanStream
 
 logger = logging.getLogger(__name__)
 

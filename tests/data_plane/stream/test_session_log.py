@@ -7,8 +7,8 @@ import logging
 import grpc
 import pytest
 
-from data_plane.plan_stream import Ended
-from data_plane.session_log import AWAY_S, REPEAT_S, SessionLog
+from data_plane.stream.plan_stream import Ended
+from data_plane.stream.session_log import AWAY_S, REPEAT_S, SessionLog
 from tests.fakes.fleet_rig import FakeClock
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from contract.v1 import plan_pb2
-from data_plane.plan_stream import Ended, InboxItem, PlanStream
+from data_plane.stream.plan_stream import Ended, InboxItem, PlanStream
 from tests.fakes.fleet_rig import FakeClock
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc
 
 from contract.process_log import shown
-from data_plane.plan_stream import Ended
+from data_plane.stream.plan_stream import Ended
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ import pytest
 
 from contract import PROTOCOL
 from contract.v1 import plan_pb2, plan_pb2_grpc
-from data_plane import plan_client
 from data_plane.errors import AdapterMismatch, SelfCheckFailed
 from data_plane.plan import AdapterSource
-from data_plane.plan_client import PlanClient, PlanClientSettings, SourceFactory
-from data_plane.plan_stream import Ended
+from data_plane.stream import plan_client
+from data_plane.stream.plan_client import PlanClient, PlanClientSettings, SourceFactory
+from data_plane.stream.plan_stream import Ended
 from data_plane.worker import source_factory
 from tests.fakes.fleet_rig import CAPACITIES, PackedSource, ThreadedWorker, make_packed
 from tests.fakes.hash_engine import HashEngine

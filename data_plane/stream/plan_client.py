@@ -24,10 +24,10 @@ from contract import PROTOCOL
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, SelfCheckFailed, WorkerError
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
-from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
-from data_plane.session_log import SessionLog
-from data_plane.session_watch import SessionWatch, WatchTimes, WorkInHand
 from data_plane.spans import span
+from data_plane.stream.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
+from data_plane.stream.session_log import SessionLog
+from data_plane.stream.session_watch import SessionWatch, WatchTimes, WorkInHand
 from data_plane.wire import decode_steps, encode_hello, encode_output
 
 logger = logging.getLogger(__name__)

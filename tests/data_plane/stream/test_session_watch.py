@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from contract.v1 import plan_pb2
-from data_plane.plan_stream import Ended, InboxItem, Leave, PlanStream
-from data_plane.session_watch import EXIT_STUCK, HUNG_GRACE_S, SessionWatch, WatchTimes, WorkInHand
+from data_plane.stream.plan_stream import Ended, InboxItem, Leave, PlanStream
+from data_plane.stream.session_watch import EXIT_STUCK, HUNG_GRACE_S, SessionWatch, WatchTimes, WorkInHand
 from tests.fakes.fleet_rig import FakeClock
 
 TIMES = WatchTimes(heartbeat_interval_s=0.5, leave_after_s=10.0, stuck_after_s=60.0)
