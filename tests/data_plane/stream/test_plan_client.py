@@ -19,7 +19,7 @@ from contract import PROTOCOL
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.errors import AdapterMismatch, SelfCheckFailed
 from data_plane.plan import AdapterSource
-from data_plane.stream import plan_client
+from data_plane.stream import plan_client, session
 from data_plane.stream.plan_client import PlanClient, PlanClientSettings, SourceFactory
 from data_plane.stream.plan_stream import Ended
 from data_plane.worker import source_factory
@@ -343,7 +343,7 @@ async def test_a_wait_for_a_plan_ends_now_and_then_so_that_a_signal_is_seen(monk
             return super().get(block, timeout)
 
     monkeypatch.setattr(plan_client, "SimpleQueue", Inbox)
-    monkeypatch.setattr(plan_client, "SIGNAL_DELAY_S", 0.01)
+    monkeypatch.setattr(session, "SIGNAL_DELAY_S", 0.01)
 
     async def script(peer: Peer) -> None:
         await peer.welcome(9)
@@ -429,3 +429,8 @@ def _run_interrupted(client: PlanClient, interrupted_line: int) -> None:
 
 def _no_source(*_: object) -> AdapterSource:
     raise AssertionError("nothing is loaded")
+
+
+def test_every_status_code_is_fatal_or_retryable() -> None:
+    assert not plan_client.FATAL_CODES & plan_client.RETRYABLE_CODES
+    assert set(grpc.StatusCode) == plan_client.FATAL_CODES | plan_client.RETRYABLE_CODES
