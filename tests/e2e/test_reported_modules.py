@@ -48,7 +48,7 @@ def test_an_adapter_on_all_that_is_reported_registers_and_loads(arch: str, tmp_p
     base_model, engine = BaseModel.load(checkpoint), build_engine(worker_config(checkpoint))
     modules = told(engine, base_model)
     served = {name for name, module in modules.items() if not module.reason}
-    assert served == base_model.linear_shapes.keys() | base_model.outer_modules.keys()
+    assert served == base_model.linear_shapes.keys() | base_model.embedding_modules.keys()
     adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=3)
     info, chunks = register(adapter, base_model, modules)
     assert info.digest == register(adapter, base_model, {})[0].digest

@@ -77,9 +77,9 @@ def target_modules(checkpoint: Path, unserved: Sequence[str] = ()) -> tuple[Targ
         TargetModule(name, TargetKind.LINEAR, in_features, out_features)
         for name, (out_features, in_features) in base_model.linear_shapes.items()
     ]
-    for name, outer in base_model.outer_modules.items():
-        out_features, in_features = outer.linear_shape
-        kind = TargetKind.EMBEDDING if outer.is_embedding else TargetKind.HEAD
+    for name, module in base_model.embedding_modules.items():
+        out_features, in_features = module.linear_shape
+        kind = TargetKind.EMBEDDING if module.is_input else TargetKind.HEAD
         found.append(TargetModule(name, kind, in_features, out_features))
     return tuple(
         replace(module, reason=UNSERVED_REASON) if module.name.endswith(tuple(unserved)) else module for module in found

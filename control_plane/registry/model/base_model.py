@@ -16,7 +16,7 @@ from typing import Any
 
 from contract.context_length import config_context_length
 from contract.fingerprint import checkpoint_fingerprint
-from control_plane.registry.model.embedding_modules import CheckpointTensor, OuterModule, find_outer_modules
+from control_plane.registry.model.embedding_modules import CheckpointTensor, EmbeddingModule, find_embedding_modules
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class BaseModel:
     max_model_len: int | None  # longest context by the checkpoint or the operator, tokens; None: neither names one
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else of config.json
     linear_shapes: dict[str, tuple[int, int]]  # of the decoder layers: module path -> (out_features, in_features)
-    outer_modules: dict[str, OuterModule]  # the embedding and the head, by module path
+    embedding_modules: dict[str, EmbeddingModule]  # the embedding and the head, by module path
     num_layers: int  # decoder layers
     model_dir: Path
     tensors: dict[str, CheckpointTensor] = field(default_factory=dict, repr=False)  # the floating-point ones
@@ -87,7 +87,7 @@ class BaseModel:
             max_model_len=_max_model_len(config, max_model_len),
             eos_token_ids=_eos_token_ids(config, _read_json(model_dir / "generation_config.json", is_required=False)),
             linear_shapes=linear_shapes,
-            outer_modules=find_outer_modules(config, tensors, layers_path(config)) if linear_shapes else {},
+            embedding_modules=find_embedding_modules(config, tensors, layers_path(config)) if linear_shapes else {},
             num_layers=num_layers,
             model_dir=model_dir,
             tensors=tensors,

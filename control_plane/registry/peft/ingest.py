@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from contract.packed_layout import FORMAT, arena_bytes, chunk_name
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.model.embedding_modules import is_same_weight
 from control_plane.registry.model.served_modules import NOTHING_TOLD, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
+from control_plane.registry.peft.base_weights import check_base_weights
 from control_plane.registry.peft.chunk_writer import PackedTensor, write_chunk
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
@@ -85,27 +85,8 @@ def ingest(
         max_tensors = 4 * max(len(targets.served), len(targets.told)) + 64
         entries = read_header(file, size, max_tensors=max_tensors)
         modules = plan_modules(config, entries, targets)
-        _check_base_weights(file, modules, targets)
+        check_base_weights(file, modules, targets)
         return _pack(file, config, modules, base_model, directory, check)
-
-
-def _check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules) -> None:
-    """PEFT puts a saved weight or bias in the place of the base's: nothing may come of that."""
-    for plan in modules:
-        outer = targets.own(plan.name)
-        if outer is None and plan.base_weight is not None:
-            raise refuse(
-                f"{plan.name}.base_layer.weight",
-                "cannot be compared with the base model's own; save with save_embedding_layers=False",
-            )
-        if outer is None:
-            continue
-        for part, entry, own in (("weight", plan.base_weight, outer.weight), ("bias", plan.base_bias, outer.bias)):
-            if entry is not None and (own is None or not is_same_weight(file, entry, own, targets.base_model.dtype)):
-                raise refuse(
-                    f"{plan.name}.base_layer.{part}",
-                    "is not the base model's own; an embedding or head that was trained or resized is not served",
-                )
 
 
 def _pack(

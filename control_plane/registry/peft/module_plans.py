@@ -18,7 +18,7 @@ from control_plane.registry.peft.tensor_names import split_key
 _LINEAR = ("lora_A", "lora_B")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 # Last parts of the names of embeddings and heads, over all models.
-_OUTER_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte")
+_EMBEDDING_MODULE_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +60,26 @@ def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], targ
         module, part = split_key(entry.name, targets)
         parts = found.setdefault(module, {})
         if part in parts:
-            raise refuse(shorten(entry.name), f"is there a second time, as {shorten(parts[part].name)}; remove one")
+            raise refuse(shorten(entry.name), f"appears twice (also as {shorten(parts[part].name)}); remove one")
         parts[part] = entry
-    if config.ties_weights and targets.are_tied and (adapted := sorted(filter(targets.is_outer, found))):
+    if config.ties_weights and targets.are_tied and (adapted := sorted(filter(targets.is_embedding_module, found))):
         raise refuse(
             "ensure_weight_tying",
             f"is true, the base model ties embedding and head, and the adapter changes {adapted[0]}; tied adapters are "
             "not served: train without ensure_weight_tying, or leave embedding and head out",
         )
-    targeted = {name for name in served if config.is_targeted(name, is_linear=not targets.is_outer(name))}
+    targeted = {name for name in served if config.is_targeted(name, is_linear=not targets.is_embedding_module(name))}
     for name in sorted(found):
-        _check_parts(name, found[name], config, is_embedding=targets.is_embedding(name))
+        _check_parts(name, found[name], config, is_embedding=targets.is_input_embedding(name))
         if name not in targeted:
             raise refuse("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
-    outer = [name for name in served if targets.is_outer(name)]
-    outer_targets = [name for name in config.target_modules or () if name.rsplit(".", 1)[-1] in _OUTER_NAMES]
-    for target in sorted(outer_targets):
-        if not any(name == target or name.endswith("." + target) for name in outer):
+    embedding_modules = [name for name in served if targets.is_embedding_module(name)]
+    named = [name for name in config.target_modules or () if name.rsplit(".", 1)[-1] in _EMBEDDING_MODULE_NAMES]
+    for target in sorted(named):
+        if not any(name == target or name.endswith("." + target) for name in embedding_modules):
             raise refuse("target_modules", f"names {target}; this base model has no such embedding or head")
     for name in sorted(targeted - found.keys()):
-        part = (_EMBEDDING if targets.is_embedding(name) else _LINEAR)[0]
+        part = (_EMBEDDING if targets.is_input_embedding(name) else _LINEAR)[0]
         raise refuse(f"{name}.{part}", "is missing, target_modules names the module; save the adapter again")
     return [_plan_module(name, found[name], config, targets) for name in sorted(found)]
 
@@ -115,7 +115,7 @@ def _plan_module(
     module = targets.served[name]
     out_features, in_features = module.out_features, module.in_features
     rank = config.rank_of(name)
-    is_embedding = targets.is_embedding(name)
+    is_embedding = targets.is_input_embedding(name)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("lora_A", "lora_embedding_A"), (rank, in_features)),
         **dict.fromkeys(("lora_B", "lora_embedding_B"), (out_features, rank)),
@@ -141,7 +141,7 @@ def _plan_module(
         check_scaling(name, config.scaling_of(name)),
         in_features,
         out_features,
-        None if targets.is_outer(name) else layer_of(name),
+        None if targets.is_embedding_module(name) else layer_of(name),
         module.kind,
         parts.get("lora_B.bias"),
         parts.get("lora_magnitude_vector"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.model.embedding_modules import OuterModule, find_own
+from control_plane.registry.model.embedding_modules import EmbeddingModule, find_own
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule
 from control_plane.registry.peft.safetensors_header import CHECK_BASE
 
@@ -31,32 +31,32 @@ class TargetModules:
             name: ServedModule(ModuleKind.LINEAR, in_features, out_features)
             for name, (out_features, in_features) in base_model.linear_shapes.items()
         }
-        for name, outer in base_model.outer_modules.items():
-            out_features, in_features = outer.linear_shape
-            kind = ModuleKind.EMBEDDING if outer.is_embedding else ModuleKind.HEAD
+        for name, module in base_model.embedding_modules.items():
+            out_features, in_features = module.linear_shape
+            kind = ModuleKind.EMBEDDING if module.is_input else ModuleKind.HEAD
             served[name] = ServedModule(kind, in_features, out_features)
         return cls(base_model, served, {})
 
-    def is_outer(self, name: str) -> bool:
-        """Whether a module that takes adapters is the head or the embedding."""
+    def is_embedding_module(self, name: str) -> bool:
+        """Whether a module that takes adapters is the embedding or lm_head."""
         return self.served[name].kind is not ModuleKind.LINEAR
 
-    def is_embedding(self, name: str) -> bool:
+    def is_input_embedding(self, name: str) -> bool:
         """Whether a module that takes adapters is the embedding."""
         return self.served[name].kind is ModuleKind.EMBEDDING
 
-    def own(self, name: str) -> OuterModule | None:
+    def own(self, name: str) -> EmbeddingModule | None:
         """The checkpoint's tensors of the head or the embedding; None for other modules, or if they are not found."""
-        if not self.is_outer(name):
+        if not self.is_embedding_module(name):
             return None
-        known = self.base_model.outer_modules.get(name)
+        known = self.base_model.embedding_modules.get(name)
         return known or find_own(self.base_model.tensors, name, self.served[name])
 
     @property
     def are_tied(self) -> bool:
         """Whether embedding and head have one weight. A head whose weight is not found has the embedding's."""
-        outer = [self.own(name) for name in self.served if self.is_outer(name)]
-        return len(outer) > 1 and len({module.weight for module in outer if module is not None}) <= 1
+        own = [self.own(name) for name in self.served if self.is_embedding_module(name)]
+        return len(own) > 1 and len({module.weight for module in own if module is not None}) <= 1
 
     def refusal(self, name: str) -> str:
         """Why a module that is not among `served` takes no adapters."""

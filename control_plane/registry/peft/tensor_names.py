@@ -47,7 +47,7 @@ def split_key(key: str, targets: TargetModules) -> tuple[str, str]:
     suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
     if suffix is not None and key.startswith(_KEY_PREFIX):
         module = key[len(_KEY_PREFIX) : -len(suffix)]
-        if module in targets.served and (targets.is_outer(module) or suffix not in _BASE_PARTS):
+        if module in targets.served and (targets.is_embedding_module(module) or suffix not in _BASE_PARTS):
             return module, _PARTS[suffix]
     raise refuse(shorten(key), _trouble(key, suffix, targets))
 

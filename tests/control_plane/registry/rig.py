@@ -49,7 +49,7 @@ def base_model(dtype: str = "float32", fingerprint: str = "ab" * 32) -> BaseMode
         max_model_len=128,
         eos_token_ids=(0,),
         linear_shapes=SHAPES,
-        outer_modules={},
+        embedding_modules={},
         num_layers=2,
         model_dir=Path("/nowhere"),
     )

@@ -21,8 +21,8 @@ def test_linears_are_those_that_peft_targets_and_its_adapters_are_read(tmp_path:
     checkpoint = make_checkpoint(tmp_path / "base", arch)
     base_model = BaseModel.load(checkpoint)
     assert base_model.linear_shapes == _linears_of_the_module_tree(checkpoint)
-    outer = {name: module.linear_shape for name, module in base_model.outer_modules.items()}
-    assert outer == _linears_of_the_module_tree(checkpoint, is_outer=True)
+    outer = {name: module.linear_shape for name, module in base_model.embedding_modules.items()}
+    assert outer == _linears_of_the_module_tree(checkpoint, is_embedding_module=True)
     assert (base_model.vocab_size, base_model.max_model_len, base_model.num_layers) == (256, 512, 2)
     assert (base_model.eos_token_ids, base_model.dtype) == ((0,), "float32")
     adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=3, alpha=6)
@@ -31,7 +31,7 @@ def test_linears_are_those_that_peft_targets_and_its_adapters_are_read(tmp_path:
     assert set(info.target_modules) == set(base_model.linear_shapes)
 
 
-def _linears_of_the_module_tree(checkpoint: Path, *, is_outer: bool = False) -> dict[str, tuple[int, int]]:
+def _linears_of_the_module_tree(checkpoint: Path, *, is_embedding_module: bool = False) -> dict[str, tuple[int, int]]:
     """(out, in) of the decoder layers' linears, or of what lies outside of them, embedding included."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -41,11 +41,11 @@ def _linears_of_the_module_tree(checkpoint: Path, *, is_outer: bool = False) -> 
     linears = {
         name: (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and (layer_of(name) is None) == is_outer
+        if isinstance(module, torch.nn.Linear | Conv1D) and (layer_of(name) is None) == is_embedding_module
     }
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)
-    return linears | ({name: (embedding.embedding_dim, embedding.num_embeddings)} if is_outer else {})
+    return linears | ({name: (embedding.embedding_dim, embedding.num_embeddings)} if is_embedding_module else {})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -54,7 +54,7 @@ def test_a_sharded_checkpoint_reads_the_same(tmp_path: Path) -> None:
     sharded = BaseModel.load(make_checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB"))
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     assert sharded.linear_shapes == whole.linear_shapes
-    assert sharded.outer_modules.keys() == whole.outer_modules.keys() == {"model.embed_tokens", "lm_head"}
+    assert sharded.embedding_modules.keys() == whole.embedding_modules.keys() == {"model.embed_tokens", "lm_head"}
 
 
 def _write(directory: Path, names: dict[str, tuple[int, int]], **config: object) -> Path:
@@ -91,7 +91,7 @@ def test_layers_that_predict_further_tokens_are_not_the_decoders(tmp_path: Path)
 
 def test_layers_of_an_unknown_name_leave_the_modules_to_the_workers(tmp_path: Path) -> None:
     base_model = BaseModel.load(_write(tmp_path / "m", {"encoder.layer.0.query.weight": (2, 2)}, num_hidden_layers=1))
-    assert (base_model.linear_shapes, base_model.outer_modules, base_model.num_layers) == ({}, {}, 0)
+    assert (base_model.linear_shapes, base_model.embedding_modules, base_model.num_layers) == ({}, {}, 0)
 
 
 def test_a_decoder_within_a_larger_model_leaves_the_modules_to_the_workers(tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def test_a_bad_vector_is_refused_by_name(tmp_path: Path, key: str, kind: str, te
         (_vectors_bent(kind, lambda content: content.pop(name)), f"{MODULES[0]}.{tensor}", f"{key} is true"),
     ]
     if kind == "magnitude":
-        cases.append((_vectors_bent(kind, _put(name + ".weight", BIAS)), name + ".weight", "a second time"))
+        cases.append((_vectors_bent(kind, _put(name + ".weight", BIAS)), name + ".weight", "appears twice"))
     for weights, field, words in cases:
         told, description = refused(write_adapter(tmp_path, weights=weights, **{key: True}))
         assert told == field

@@ -11,7 +11,8 @@ import pytest
 
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.model.embedding_modules import CheckpointTensor, is_same_weight
+from control_plane.registry.model.embedding_modules import CheckpointTensor
+from control_plane.registry.peft.base_weights import is_same_weight
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.peft.safetensors_header import TensorEntry
 from tests.control_plane.registry.rig import pack, safetensors_bytes, write_adapter
@@ -176,5 +177,5 @@ def test_what_peft_would_not_load_is_refused(tmp_path: Path, checkpoint: Tensors
 def test_a_base_whose_embedding_is_not_known_for_certain_takes_none(tmp_path: Path, checkpoint: Tensors) -> None:
     checkpoint["model.other.embed_tokens.weight"] = checkpoint["model.embed_tokens.weight"]
     base = base_model(tmp_path, checkpoint)
-    assert base.outer_modules == {}
+    assert base.embedding_modules == {}
     assert refusal(tmp_path, base, adapter())[1].startswith("the base model has no such linear")

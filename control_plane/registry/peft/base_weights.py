@@ -1,0 +1,69 @@
+"""Compares the base tensors that PEFT saves beside adapters on embedding and lm_head with those of the base model.
+
+Called by ingest.py. Reads a few MiB of both files at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import BinaryIO
+
+from control_plane.registry.model.embedding_modules import CheckpointTensor
+from control_plane.registry.peft.module_plans import ModulePlan
+from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry, refuse
+from control_plane.registry.peft.target_modules import TargetModules
+from control_plane.registry.peft.tensor_codec import decode, encode
+
+_SLICE_VALUES = 4 << 20  # compared at a time
+
+
+def check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules) -> None:
+    """Refuse saved base tensors that differ from the base model's own: PEFT would load them in place of those."""
+    for plan in modules:
+        base = targets.own(plan.name)
+        if base is None and plan.base_weight is not None:
+            raise refuse(
+                f"{plan.name}.base_layer.weight",
+                "cannot be compared with the base model's own; save with save_embedding_layers=False",
+            )
+        if base is None:
+            continue
+        for part, entry, own in (
+            ("weight", plan.base_weight, base.weight),
+            ("bias", plan.base_bias, base.bias),
+        ):
+            if entry is not None and (own is None or not is_same_weight(file, entry, own, targets.base_model.dtype)):
+                raise refuse(
+                    f"{plan.name}.base_layer.{part}",
+                    "is not the base model's own; an embedding or head that was trained or resized is not served",
+                )
+
+
+def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor, dtype: str) -> bool:
+    """Whether a tensor of an adapter's file is the base model's own, both as they would be served in `dtype`.
+
+    Equal bytes of one type are, whatever they hold; only where they differ are values looked at.
+    """
+    if entry.shape != weight.shape or weight.dtype not in ITEMSIZE:
+        return False
+    num_values = math.prod(weight.shape)
+    with weight.path.open("rb") as own:
+        for begin in range(0, num_values, _SLICE_VALUES):
+            count = min(_SLICE_VALUES, num_values - begin)
+            ours = _read_slice(file, entry.start, entry.dtype, begin, count)
+            theirs = _read_slice(own, weight.start, weight.dtype, begin, count)
+            if ours is None or theirs is None:
+                return False
+            if entry.dtype == weight.dtype and ours == theirs:
+                continue
+            served = encode(decode(ours, entry.dtype, (count,)), dtype)
+            if served is None or served != encode(decode(theirs, weight.dtype, (count,)), dtype):
+                return False
+    return True
+
+
+def _read_slice(file: BinaryIO, start: int, dtype: str, begin: int, count: int) -> bytes | None:
+    """The bytes of `count` values from the `begin`th, or None if the file ends before."""
+    file.seek(start + begin * ITEMSIZE[dtype])
+    raw = file.read(count * ITEMSIZE[dtype])
+    return raw if len(raw) == count * ITEMSIZE[dtype] else None
