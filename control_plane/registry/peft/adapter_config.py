@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from control_plane.registry.peft.config_fields import check_fields, show
+from control_plane.registry.peft.kinds import FLAGS, kind_with
+from control_plane.registry.peft.kinds.adapter_kind import AdapterKind
 from control_plane.registry.peft.safetensors_header import parse_json_object, refuse, refuse_lfs_pointer
 
 _T = TypeVar("_T")
@@ -44,11 +46,10 @@ class NamePattern(Generic[_T]):
 class AdapterConfig:
     """What an adapter_config.json says, checked against itself only."""
 
+    kind: AdapterKind
     rank: int
     alpha: float
     is_rslora: bool
-    is_dora: bool
-    has_lora_bias: bool  # never of a DoRA adapter: PEFT has no such one
     rank_pattern: NamePattern[int]
     alpha_pattern: NamePattern[float]
     target_modules: frozenset[str] | None  # names or suffixes; None: all linears
@@ -56,9 +57,9 @@ class AdapterConfig:
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
 
     @property
-    def kind(self) -> str:
-        """The manifest's word for it."""
-        return ("rs" if self.is_rslora else "") + ("dora" if self.is_dora else "lora")
+    def manifest_kind(self) -> str:
+        """The manifest's word for kind and scaling."""
+        return ("rs" if self.is_rslora else "") + self.kind.name
 
     def is_targeted(self, module: str, *, is_linear: bool = True) -> bool:
         """Whether PEFT would put an adapter on `module`. is_linear: of "all-linear", which leaves the head out."""
@@ -91,14 +92,10 @@ def read_adapter_config(raw: bytes) -> AdapterConfig:
     rank = config.get("r", 8)
     if type(rank) is not int or rank < 1:
         raise refuse("r", f"is {show(rank)}; a rank of at least 1 is expected")
-    is_dora, has_lora_bias = _flag(config, "use_dora"), _flag(config, "lora_bias")
-    if is_dora and has_lora_bias:
-        raise refuse("lora_bias", "is true beside use_dora, which PEFT does not read; train one of the two")
     return AdapterConfig(
+        kind=kind_with([flag for flag in FLAGS if _flag(config, flag)]),
         rank=rank,
         alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
-        is_dora=is_dora,
-        has_lora_bias=has_lora_bias,
         is_rslora=_flag(config, "use_rslora"),
         rank_pattern=NamePattern(_pattern(config, "rank_pattern", _rank)),
         alpha_pattern=NamePattern(_pattern(config, "alpha_pattern", _number)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from control_plane.registry.peft.kinds import FLAGS
 from control_plane.registry.peft.safetensors_header import refuse, shorten
 
 # Read by adapter_config.py.
@@ -20,14 +21,13 @@ READ = {
     "fan_in_fan_out",
     "init_lora_weights",
     "lora_alpha",
-    "lora_bias",
     "peft_type",
     "r",
     "rank_pattern",
     "target_modules",
     "task_type",
-    "use_dora",
     "use_rslora",
+    *FLAGS,
 }
 # These change nothing about what a trained adapter computes, whatever they hold.
 INERT = {

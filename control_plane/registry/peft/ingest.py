@@ -21,7 +21,7 @@ from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, Adapter
 from control_plane.registry.peft.base_weights import check_base_weights
 from control_plane.registry.peft.chunk_writer import PackedTensor, write_chunk
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
-from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
+from control_plane.registry.peft.safetensors_header import read_header, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
 
 CONFIG_FILE = "adapter_config.json"
@@ -122,14 +122,14 @@ def _pack(
         "chunks": described,
         "dtype": base_model.dtype,
         "format": FORMAT,
-        "kind": config.kind,
+        "kind": config.manifest_kind,
     }
     manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     return PackedInfo(
         digest=hashlib.sha256(manifest).hexdigest(),
         manifest=manifest,
         chunks=tuple(chunks),
-        kind=config.kind,
+        kind=config.manifest_kind,
         max_rank=max(plan.rank for plan in modules),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
         arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype),
@@ -137,23 +137,19 @@ def _pack(
     )
 
 
-def _sides(plan: ModulePlan) -> list[tuple[str, TensorEntry]]:
-    """The tensors of a module by their names in the packed layout, in the order in which they are stored."""
-    sides = (("a", plan.a), ("b", plan.b), ("bias", plan.bias), ("magnitude", plan.magnitude))
-    return [(side, entry) for side, entry in sides if entry is not None]
-
-
 def _tensors(plan: ModulePlan, dtype: str) -> list[PackedTensor]:
     return [
-        PackedTensor(f"{plan.name}.{side}", entry, dtype if side in ("a", "b") else "float32", side == "b")
-        for side, entry in _sides(plan)
+        PackedTensor(
+            f"{plan.name}.{part.packed_name}", entry, "float32" if part.is_vector else dtype, part.is_transposed
+        )
+        for part, entry in plan.tensors
     ]
 
 
 def _described(plan: ModulePlan, hashes: Mapping[str, str]) -> dict[str, Any]:
     """The manifest's words for a module."""
     return {
-        **{f"{side}_sha256": hashes[f"{plan.name}.{side}"] for side, _ in _sides(plan)},
+        **{f"{part.packed_name}_sha256": hashes[f"{plan.name}.{part.packed_name}"] for part, _ in plan.tensors},
         **({"is_embedding": True} if plan.is_embedding else {}),
         "in_features": plan.in_features,
         "name": plan.name,

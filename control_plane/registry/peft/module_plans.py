@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from contract.packed_layout import ModuleSize
 from control_plane.registry.model.served_modules import ModuleKind
 from control_plane.registry.peft.adapter_config import AdapterConfig, check_scaling
+from control_plane.registry.peft.kinds import parts_of_all_kinds
+from control_plane.registry.peft.kinds.adapter_kind import AdapterKind, Part
 from control_plane.registry.peft.safetensors_header import CHECK_BASE, TensorEntry, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules, layer_of
-from control_plane.registry.peft.tensor_names import split_key
+from control_plane.registry.peft.tensor_names import BASE_BIAS, BASE_WEIGHT, split_key
 
-_LINEAR = ("lora_A", "lora_B")
-_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 # Last parts of the names of embeddings and heads, over all models.
 _EMBEDDING_MODULE_NAMES = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte")
 
@@ -26,17 +26,14 @@ class ModulePlan:
     """One linear that the adapter changes, or the embedding, which leads from the vocabulary."""
 
     name: str
-    a: TensorEntry
-    b: TensorEntry
+    tensors: tuple[tuple[Part, TensorEntry], ...]  # in the order in which they are packed
     rank: int
     scaling: float
     in_features: int
     out_features: int
     layer: int | None  # the decoder layer that holds it; None: outside of them
     kind: ModuleKind
-    bias: TensorEntry | None  # LoRA bias
-    magnitude: TensorEntry | None  # DoRA
-    base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and head
+    base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and lm_head
     base_bias: TensorEntry | None  # and its bias, which some heads have
 
     @property
@@ -44,7 +41,7 @@ class ModulePlan:
         """What the module's size in an arena depends on."""
         sides = {ModuleKind.EMBEDDING: [self.out_features], ModuleKind.HEAD: [self.in_features]}
         widths = sides.get(self.kind, [self.in_features, self.out_features])
-        has_vector = self.bias is not None or self.magnitude is not None
+        has_vector = any(part.is_vector for part, _ in self.tensors)
         return ModuleSize(self.rank, self.in_features, self.out_features, widths, has_vector)
 
     @property
@@ -70,7 +67,7 @@ def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], targ
         )
     targeted = {name for name in served if config.is_targeted(name, is_linear=not targets.is_embedding_module(name))}
     for name in sorted(found):
-        _check_parts(name, found[name], config, is_embedding=targets.is_input_embedding(name))
+        _check_parts(name, found[name], config.kind, is_embedding=targets.is_input_embedding(name))
         if name not in targeted:
             raise refuse("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
     embedding_modules = [name for name in served if targets.is_embedding_module(name)]
@@ -79,34 +76,35 @@ def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], targ
         if not any(name == target or name.endswith("." + target) for name in embedding_modules):
             raise refuse("target_modules", f"names {target}; this base model has no such embedding or head")
     for name in sorted(targeted - found.keys()):
-        part = (_EMBEDDING if targets.is_input_embedding(name) else _LINEAR)[0]
+        part = next(iter(parts_of_all_kinds(is_embedding=targets.is_input_embedding(name))))
         raise refuse(f"{name}.{part}", "is missing, target_modules names the module; save the adapter again")
     return [_plan_module(name, found[name], config, targets) for name in sorted(found)]
 
 
-def _check_parts(name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, *, is_embedding: bool) -> None:
-    """Every tensor of a module that the configuration asks for, and no other."""
-    sides, others = (_EMBEDDING, _LINEAR) if is_embedding else (_LINEAR, _EMBEDDING)
-    for part in others:
-        if part in parts:
+def _check_parts(name: str, found: Mapping[str, TensorEntry], kind: AdapterKind, *, is_embedding: bool) -> None:
+    """Refuse a target module that lacks a part of its kind, or has a part that is not of its kind."""
+    possible = parts_of_all_kinds(is_embedding=is_embedding)
+    # 1. Parts that only the other sort of module can have.
+    for part_name in sorted(parts_of_all_kinds(is_embedding=not is_embedding).keys() - possible.keys()):
+        if part_name in found:
+            expected = " and ".join(part.name for part in possible.values() if not part.is_vector)
+            sort = "an embedding" if is_embedding else "a linear"
+            raise refuse(f"{name}.{part_name}", f"does not belong to {sort}, which has {expected}; {CHECK_BASE}")
+    # 2. A kind that the module cannot have.
+    wanted = {part.name: part for part in kind.parts_of(is_embedding=is_embedding)}
+    if not wanted:
+        raise refuse(kind.flag, f"is true and target_modules names {name}; PEFT has no {kind.flag} on embeddings")
+    # 3. Parts that are missing, then parts that PEFT would not read.
+    for part in wanted.values():
+        if part.name not in found:
+            reason = f"{part.flag} is true" if part.flag else f"{min(found)} is in the file"
+            raise refuse(f"{name}.{part.name}", f"is missing, but {reason}; save the adapter again")
+    for part in possible.values():
+        if part.name in found and part.name not in wanted:
             raise refuse(
-                f"{name}.{part}",
-                f"is there, of {'an embedding' if is_embedding else 'a linear'} "
-                f"{sides[0]} and {sides[1]} are expected; {CHECK_BASE}",
+                f"{name}.{part.name}",
+                f"is in the file, but {part.flag} is not true, and PEFT would drop it; save the adapter again",
             )
-    if is_embedding and config.has_lora_bias:
-        raise refuse("lora_bias", f"is true and target_modules names {name}; PEFT knows no LoRA bias on embeddings")
-    for side in sides:
-        if side not in parts:
-            raise refuse(f"{name}.{side}", f"is missing, {min(parts)} is there; save the adapter again")
-    for part, key, is_wanted in (
-        ("lora_B.bias", "lora_bias", config.has_lora_bias),
-        ("lora_magnitude_vector", "use_dora", config.is_dora),
-    ):
-        if is_wanted and part not in parts:
-            raise refuse(f"{name}.{part}", f"is missing, {key} is true; save the adapter again")
-        if part in parts and not is_wanted:
-            raise refuse(f"{name}.{part}", f"is there, {key} is not true; PEFT would drop it: save the adapter again")
 
 
 def _plan_module(
@@ -116,35 +114,31 @@ def _plan_module(
     out_features, in_features = module.out_features, module.in_features
     rank = config.rank_of(name)
     is_embedding = targets.is_input_embedding(name)
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("lora_A", "lora_embedding_A"), (rank, in_features)),
-        **dict.fromkeys(("lora_B", "lora_embedding_B"), (out_features, rank)),
-        **dict.fromkeys(("lora_B.bias", "lora_magnitude_vector", "base_layer.bias"), (out_features,)),
-        "base_layer.weight": (in_features, out_features) if is_embedding else (out_features, in_features),
+    tensors = tuple((part, parts[part.name]) for part in config.kind.parts_of(is_embedding=is_embedding))
+    shapes = {
+        part.name: part.shape(rank=rank, in_features=in_features, out_features=out_features) for part, _ in tensors
     }
+    shapes[BASE_WEIGHT] = (in_features, out_features) if is_embedding else (out_features, in_features)
+    shapes[BASE_BIAS] = (out_features,)
     own = targets.own(name)
-    if "base_layer.bias" in parts and (own is None or own.bias is None):
-        raise refuse(f"{name}.base_layer.bias", f"is there, the base model has no such bias; {CHECK_BASE}")
-    for part, entry in parts.items():
-        if entry.shape != shapes[part]:
+    if BASE_BIAS in parts and (own is None or own.bias is None):
+        raise refuse(f"{name}.{BASE_BIAS}", f"is in the file, but the base model has no such bias; {CHECK_BASE}")
+    for part_name, entry in parts.items():
+        if entry.shape != shapes[part_name]:
             raise refuse(
-                f"{name}.{part}",
-                f"shape {list(entry.shape)}, expected {list(shapes[part])} (rank {rank} by the config, {out_features} "
-                f"x {in_features} of the base model)",
+                f"{name}.{part_name}",
+                f"shape {list(entry.shape)}, expected {list(shapes[part_name])} (rank {rank} by the config, "
+                f"{out_features} x {in_features} of the base model)",
             )
-    a, b = _EMBEDDING if is_embedding else _LINEAR
     return ModulePlan(
-        name,
-        parts[a],
-        parts[b],
-        rank,
-        check_scaling(name, config.scaling_of(name)),
-        in_features,
-        out_features,
-        None if targets.is_embedding_module(name) else layer_of(name),
-        module.kind,
-        parts.get("lora_B.bias"),
-        parts.get("lora_magnitude_vector"),
-        parts.get("base_layer.weight"),
-        parts.get("base_layer.bias"),
+        name=name,
+        tensors=tensors,
+        rank=rank,
+        scaling=check_scaling(name, config.scaling_of(name)),
+        in_features=in_features,
+        out_features=out_features,
+        layer=None if targets.is_embedding_module(name) else layer_of(name),
+        kind=module.kind,
+        base_weight=parts.get(BASE_WEIGHT),
+        base_bias=parts.get(BASE_BIAS),
     )

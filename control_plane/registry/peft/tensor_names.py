@@ -5,23 +5,22 @@ Called by module_plans.py.
 
 from __future__ import annotations
 
+from control_plane.registry.peft.kinds import parts_of_all_kinds
 from control_plane.registry.peft.safetensors_header import refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
 
 _KEY_PREFIX = "base_model.model."
+# PEFT saves these beside adapters on embedding and lm_head.
+BASE_WEIGHT, BASE_BIAS = "base_layer.weight", "base_layer.bias"
+_BASE_PARTS = {f".{BASE_WEIGHT}": BASE_WEIGHT, f".{BASE_BIAS}": BASE_BIAS}
 # How the name of a tensor ends, and which part of a module it is.
-_PARTS = {
-    ".lora_A.weight": "lora_A",
-    ".lora_B.weight": "lora_B",
-    ".lora_B.bias": "lora_B.bias",
-    ".lora_embedding_A": "lora_embedding_A",
-    ".lora_embedding_B": "lora_embedding_B",
-    ".lora_magnitude_vector": "lora_magnitude_vector",
-    ".lora_magnitude_vector.weight": "lora_magnitude_vector",  # as PEFT reads it too
-    ".base_layer.weight": "base_layer.weight",
-    ".base_layer.bias": "base_layer.bias",
+_ADAPTER_PARTS = {
+    suffix: part.name
+    for is_embedding in (False, True)
+    for part in parts_of_all_kinds(is_embedding=is_embedding).values()
+    for suffix in part.suffixes
 }
-_BASE_PARTS = (".base_layer.weight", ".base_layer.bias")  # PEFT saves these beside adapters on embedding and head
+_PARTS = _ADAPTER_PARTS | _BASE_PARTS
 _OTHER_TASK = "belongs to the head of another task, and Motet generates text only; save the adapter without that head"
 # Parts of tensor names that belong to kinds of adapters that are not served.
 _OTHER_KINDS = {
@@ -59,7 +58,7 @@ def _trouble(key: str, suffix: str | None, targets: TargetModules) -> str:
         if part in parts:
             return words
     # 1. The base model's own biases, trained.
-    if parts[-1] == "bias" and suffix != ".lora_B.bias":
+    if parts[-1] == "bias" and suffix not in _ADAPTER_PARTS:
         return 'is a trained bias of the base model, which is not served; train with bias="none"'
     # 2. LoRA on stacked parameters: PEFT wraps the module once for each of them.
     module = key.removeprefix(_KEY_PREFIX)[: -len(suffix)] if suffix else key

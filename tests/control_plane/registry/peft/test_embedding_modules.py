@@ -157,8 +157,13 @@ def test_what_peft_would_not_load_is_refused(tmp_path: Path, checkpoint: Tensors
     base = base_model(tmp_path, checkpoint)
     a, b = np.zeros((RANK, VOCAB), "<f4"), np.zeros((HIDDEN, RANK), "<f4")
     cases: list[tuple[Tensors, dict[str, Any], str, str]] = [
-        (adapter(lm_head__lora_embedding_A=a), {}, "lm_head.lora_embedding_A", "of a linear lora_A"),
-        (adapter(model__embed_tokens__lora_B__weight=b), {}, "model.embed_tokens.lora_B", "of an embedding"),
+        (adapter(lm_head__lora_embedding_A=a), {}, "lm_head.lora_embedding_A", "to a linear, which has lora_A"),
+        (
+            adapter(model__embed_tokens__lora_B__weight=b),
+            {},
+            "model.embed_tokens.lora_B",
+            "to an embedding, which has lora_embedding_A",
+        ),
         (adapter(model__embed_tokens__lora_embedding_A=a[:, 1:]), {}, "model.embed_tokens.lora_embedding_A", "[3, 36]"),
         (adapter(), {"lora_bias": True}, "lm_head.lora_B.bias", "is missing"),
         (adapter(lm_head__lora_B__bias=a[0]), {"lora_bias": True}, "lora_bias", "names model.embed_tokens"),

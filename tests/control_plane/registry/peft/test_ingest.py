@@ -103,7 +103,7 @@ def test_ranks_and_scalings_are_pefts(is_rslora: bool) -> None:
         alpha = alphas.get(get_pattern_key(list(alphas), module), 8)
         assert config.rank_of(module) == rank
         assert config.scaling_of(module) == (alpha / rank**0.5 if is_rslora else alpha / rank)
-    assert config.kind == ("rslora" if is_rslora else "lora")
+    assert config.manifest_kind == ("rslora" if is_rslora else "lora")
 
 
 def test_excluded_modules_are_not_targeted(tmp_path: Path) -> None:

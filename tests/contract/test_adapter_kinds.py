@@ -1,0 +1,32 @@
+"""What can be registered is what a worker serves: both halves of every adapter kind name the same tensors."""
+
+from __future__ import annotations
+
+from contract.packed_layout import KINDS as MANIFEST_KINDS
+from control_plane.registry.peft import kinds as registered
+from data_plane.adapters import kinds as served
+
+
+def test_every_kind_has_its_half_on_the_worker() -> None:
+    packed = {frozenset(part.packed_name for part in kind.linear_parts) for kind in registered.KINDS}
+    assert packed == {frozenset(part.name for part in kind.parts) for kind in served.KINDS}
+
+
+def test_parts_have_the_same_shape_and_type_on_both_sides() -> None:
+    sizes = {"rank": 4, "in_features": 24, "out_features": 40}
+
+    class Module:
+        name, scaling = "m", 1.0
+        rank, in_features, out_features = sizes.values()
+
+    for kind in registered.KINDS:
+        for parts in filter(None, (kind.linear_parts, kind.embedding_parts)):
+            other = {part.name: part for part in served.kind_with(part.packed_name for part in parts).parts}
+            for part in parts:
+                shape = part.shape(**sizes)
+                assert other[part.packed_name].shape(Module) == (shape[::-1] if part.is_transposed else shape)
+                assert other[part.packed_name].dtype == ("float32" if part.is_vector else None)
+
+
+def test_a_manifest_knows_every_kind() -> None:
+    assert set(MANIFEST_KINDS) == {prefix + kind.name for kind in registered.KINDS for prefix in ("", "rs")}
