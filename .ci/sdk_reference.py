@@ -46,35 +46,40 @@ def exported_names() -> dict[str, str]:
 def reference() -> str:
     """The whole document."""
     modules = exported_names()
-    sources = {module: (PACKAGE / f"{module}.py").read_text("utf-8") for module in set(modules.values())}
     classes = {
-        node.name: (node, sources[module].splitlines())
-        for module in sources
-        for node in ast.parse(sources[module]).body
-        if isinstance(node, ast.ClassDef) and modules.get(node.name) == module
+        node.name: (node, source.splitlines())
+        for path in [*sorted(PACKAGE.glob("*.py")), *sorted((PACKAGE / "v1").glob("*.py"))]
+        if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
+        for source in [path.read_text("utf-8")]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
     }
-    assert classes.keys() == modules.keys(), "every exported name is a class"
+    assert modules.keys() <= classes.keys(), "every exported name is a class"
     placed = {name for names in SECTIONS.values() for name in names}
     lines = [HEAD]
     for heading, names in SECTIONS.items():
         if not names:
-            rest = [name for name in classes if name not in placed]
+            rest = [name for name in classes if name in modules and name not in placed]
             names = tuple(name for name in rest if (modules[name] == "errors") == (heading == "Errors"))
         lines.append(f"## {heading}\n")
         if heading == "Errors":
             lines.append("[errors.md](errors.md) lists the reasons.\n")
         for name in names:
-            lines += _describe(*classes[name])
+            lines += _describe(name, classes)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _describe(node: ast.ClassDef, source: list[str]) -> Iterator[str]:
+Classes = dict[str, tuple[ast.ClassDef, list[str]]]  # by name; the lines of the file that each is from
+
+
+def _describe(name: str, classes: Classes) -> Iterator[str]:
+    node = classes[name][0]
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     yield f"### {node.name}\n"
     if bases in ("MotetError", "enum.StrEnum"):
         yield f"`{node.name}({bases})`\n"
     yield f"{_text(node)}\n"
-    fields = [row for part in node.body for row in _field(part, source)]
+    fields = list(_fields(name, classes))
     if fields:
         yield "\n".join(["| name | type | meaning |", "|---|---|---|", *fields]) + "\n"
     for part in node.body:
@@ -82,6 +87,16 @@ def _describe(node: ast.ClassDef, source: list[str]) -> Iterator[str]:
             yield f"```text\n{_signature(node.name, part)}\n```\n"
             if text := _text(part):
                 yield f"{text}\n"
+
+
+def _fields(name: str, classes: Classes) -> Iterator[str]:
+    """Rows for the fields of the class and, before them, of those that it extends."""
+    node, source = classes[name]
+    for base in node.bases:
+        if ast.unparse(base) in classes and ast.unparse(base) != "MotetError":
+            yield from _fields(ast.unparse(base), classes)
+    for part in node.body:
+        yield from _field(part, source)
 
 
 def _is_described(part: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
