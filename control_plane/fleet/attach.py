@@ -156,7 +156,7 @@ class AttachedWorkers:
         jobs = [job for job in self._jobs.by_id.values() if job.session is session]
         try:
             verdict = self._migration.take_back(session, jobs, is_final=self._is_closed)
-            self._gate.note_end(session, verdict)
+            self._gate.note_end(session, verdict.explained, is_requests_fault=verdict.blames_suspects)
         except Exception:  # no request may wait for a session that has ended
             logger.exception("session not ended in order worker_id=%s epoch=%d", session.worker_id, session.epoch)
             for job in jobs:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from contract.v1 import plan_pb2
 from control_plane.errors import StaleControlPlane, WorkerIdTaken
 from control_plane.fleet.hello import BaseModelLike, check_hello
-from control_plane.fleet.isolation import Verdict
 from control_plane.fleet.quarantine import Quarantine
 from control_plane.fleet.session import WorkerSession
 from control_plane.fleet.settings import FleetSettings
@@ -46,10 +45,13 @@ class WorkerGate:
         check_epochs(hello, epoch, former)
         return epoch
 
-    def note_end(self, session: WorkerSession, verdict: Verdict) -> None:
-        """Hold the end of a session against its worker, unless requests are the reason."""
-        self.quarantine.forgive(verdict.explained)
-        if not verdict.blames_suspects:
+    def note_end(self, session: WorkerSession, explained: Set[int], *, is_requests_fault: bool) -> None:
+        """Count the end of a session against its worker, unless requests are the reason.
+
+        `explained`: epochs of sessions whose ends a request explains; they no longer count either.
+        """
+        self.quarantine.forgive(explained)
+        if not is_requests_fault:
             assert session.end_cause is not None, "a session without a cause has not ended"
             self.quarantine.note_end(
                 session.worker_id,
