@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from contract.v1 import plan_pb2
-from control_plane.fleet.wire import PlanEncoder
+from control_plane.fleet.workers.wire import PlanEncoder
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import (
     AdapterRef,

@@ -14,10 +14,10 @@ import time
 
 from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
-from control_plane.fleet import placement
-from control_plane.fleet.session import SessionOwner, WorkerSession
+from control_plane.fleet.placement import placement
+from control_plane.fleet.placement.shortlist import Shortlist
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
-from control_plane.fleet.shortlist import Shortlist
+from control_plane.fleet.workers.session import SessionOwner, WorkerSession
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.types import AdapterRef, LoadSlot, Request, RequestId, SlotReady, StepResult

@@ -11,7 +11,7 @@ from motet import __version__
 from motet.v1 import status_pb2, status_pb2_grpc
 
 from control_plane.fleet.fleet import Fleet
-from control_plane.fleet.quotas import TenantUse
+from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.worker_reports import WorkerReports

@@ -7,23 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from control_plane.awake import AwakeClock
+from control_plane.fleet.adapters.cache_warmer import WeightsLike
+from control_plane.fleet.adapters.retirement import Retirement
 from control_plane.fleet.attach import AttachedWorkers
-from control_plane.fleet.cache_warmer import WeightsLike
 from control_plane.fleet.delivery import Delivery
-from control_plane.fleet.dispatcher import Dispatcher
-from control_plane.fleet.fencing import WorkerGate
-from control_plane.fleet.hello import BaseModelLike
 from control_plane.fleet.intake import Intake
-from control_plane.fleet.isolation import Isolation
-from control_plane.fleet.migration import Migration
-from control_plane.fleet.quotas import TenantQuotas
-from control_plane.fleet.rebalance import Rebalancer
-from control_plane.fleet.retirement import Retirement
-from control_plane.fleet.sessions import SessionTable
+from control_plane.fleet.placement.dispatcher import Dispatcher
+from control_plane.fleet.placement.isolation import Isolation
+from control_plane.fleet.placement.migration import Migration
+from control_plane.fleet.placement.rebalance import Rebalancer
+from control_plane.fleet.placement.shortlist import Shortlist
+from control_plane.fleet.requests.quotas import TenantQuotas
+from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
-from control_plane.fleet.shortlist import Shortlist
 from control_plane.fleet.slow_readers import SlowReaders
-from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.fleet.workers.fencing import WorkerGate
+from control_plane.fleet.workers.hello import BaseModelLike
+from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.scheduler.fairness import VirtualCounters
 
 

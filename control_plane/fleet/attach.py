@@ -8,18 +8,18 @@ from collections.abc import Callable
 from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
 from control_plane.errors import Draining
-from control_plane.fleet.cache_warmer import CacheWarmer, WeightsLike
+from control_plane.fleet.adapters.cache_warmer import CacheWarmer, WeightsLike
+from control_plane.fleet.adapters.retirement import Retirement
 from control_plane.fleet.delivery import Delivery
-from control_plane.fleet.dispatcher import Dispatcher
-from control_plane.fleet.endings import EndCause
-from control_plane.fleet.fencing import WorkerGate
-from control_plane.fleet.jobs import Job
-from control_plane.fleet.migration import Migration
-from control_plane.fleet.retirement import Retirement
-from control_plane.fleet.session import WorkerSession
-from control_plane.fleet.sessions import SessionTable
+from control_plane.fleet.placement.dispatcher import Dispatcher
+from control_plane.fleet.placement.migration import Migration
+from control_plane.fleet.requests.jobs import Job
+from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
-from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.fleet.workers.endings import EndCause
+from control_plane.fleet.workers.fencing import WorkerGate
+from control_plane.fleet.workers.session import WorkerSession
+from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import Outputs

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from control_plane.errors import MotetError
-from control_plane.fleet.dispatcher import Dispatcher
-from control_plane.fleet.failures import error_of
-from control_plane.fleet.jobs import Job, JobStream
-from control_plane.fleet.migration import Migration
-from control_plane.fleet.quotas import TenantQuotas
-from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.placement.dispatcher import Dispatcher
+from control_plane.fleet.placement.migration import Migration
+from control_plane.fleet.requests.failures import error_of
+from control_plane.fleet.requests.jobs import Job, JobStream
+from control_plane.fleet.requests.quotas import TenantQuotas
+from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.slow_readers import SlowReaders
-from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.fleet.workers.session import WorkerSession
 from control_plane.scheduler.types import FinishReason, Outputs, Request, RequestId, RequestOutput
 
 

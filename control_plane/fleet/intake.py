@@ -8,13 +8,13 @@ from functools import partial
 from control_plane.errors import DeadlineExceeded, Draining, NoWorker, QueueFull
 from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
-from control_plane.fleet.dispatcher import Dispatcher
-from control_plane.fleet.failures import no_worker_came
-from control_plane.fleet.jobs import Job, JobStream
-from control_plane.fleet.quotas import TenantQuotas
-from control_plane.fleet.sessions import SessionTable
+from control_plane.fleet.placement.dispatcher import Dispatcher
+from control_plane.fleet.requests.failures import no_worker_came
+from control_plane.fleet.requests.jobs import Job, JobStream
+from control_plane.fleet.requests.quotas import TenantQuotas
+from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
-from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.types import Request
 

@@ -13,9 +13,9 @@ from contract.process_log import printable
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.checks import check_digest, require
 from control_plane.errors import MotetError, Unavailable, status_of
-from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import Fleet
-from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.workers.endings import EndCause
+from control_plane.fleet.workers.session import WorkerSession
 
 logger = logging.getLogger(__name__)
 

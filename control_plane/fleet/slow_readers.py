@@ -6,9 +6,9 @@ from functools import partial
 
 from control_plane.awake import AwakeClock
 from control_plane.errors import SlowConsumer
-from control_plane.fleet.dispatcher import Dispatcher
-from control_plane.fleet.jobs import MAX_UNREAD_TOKENS, Job
-from control_plane.fleet.unfinished import UnfinishedJobs
+from control_plane.fleet.placement.dispatcher import Dispatcher
+from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS, Job
+from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.scheduler.types import RequestId
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.v1 import plan_pb2
-from control_plane.fleet.errors import GarbageResult
-from control_plane.fleet.wire import PlanEncoder
+from control_plane.fleet.workers.errors import GarbageResult
+from control_plane.fleet.workers.wire import PlanEncoder
 from control_plane.scheduler.types import (
     EvictSlot,
     LoadSlot,

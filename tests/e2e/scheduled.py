@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contract.v1 import plan_pb2
-from control_plane.fleet.wire import PlanEncoder, limits_of
+from control_plane.fleet.workers.wire import PlanEncoder, limits_of
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo
 from control_plane.scheduler.invariants import check_scheduler

@@ -21,11 +21,11 @@ from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.api.rpc import listeners
 from control_plane.errors import AdapterDamaged, StoreUnavailable
 from control_plane.fleet.assembly import assemble
-from control_plane.fleet.endings import EndCause
 from control_plane.fleet.fleet import TICK_S, Fleet
-from control_plane.fleet.jobs import JobStream
+from control_plane.fleet.requests.jobs import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
+from control_plane.fleet.workers.endings import EndCause
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.types import AdapterRef, Request, sample_seed
 from data_plane.errors import AdapterLoadError, AdapterMismatch

@@ -16,9 +16,9 @@ from functools import partial
 
 from benchmarks.control_plane.simulator.costs import Costs
 from benchmarks.control_plane.simulator.worker import HostCache, SimulatedWorker, answer_key, token_at
-from control_plane.fleet import placement
+from control_plane.fleet.placement import placement
+from control_plane.fleet.placement.shortlist import Shortlist
 from control_plane.fleet.settings import PlacementCosts
-from control_plane.fleet.shortlist import Shortlist
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import (
     LoadSlot,

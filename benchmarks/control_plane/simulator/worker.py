@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.control_plane.simulator.costs import Costs
-from control_plane.fleet.round_trip import MIN_STEPS, RoundTrip
+from control_plane.fleet.workers.round_trip import MIN_STEPS, RoundTrip
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import EvictSlot, LoadSlot, SlotCommand, StepPlan, StepResult
 

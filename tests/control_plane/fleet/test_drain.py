@@ -9,7 +9,7 @@ import pytest
 from control_plane.errors import (
     Draining,
 )
-from control_plane.fleet.endings import EndCause
+from control_plane.fleet.workers.endings import EndCause
 from tests.fakes.fleet_rig import (
     FakeClock,
     LoopbackWorker,

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from control_plane.errors import DeadlineExceeded, MotetError, QueueFull
-from control_plane.fleet import jobs
-from control_plane.fleet.endings import EndCause
-from control_plane.fleet.jobs import JobStream
+from control_plane.fleet.requests import jobs
+from control_plane.fleet.requests.jobs import JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
+from control_plane.fleet.workers.endings import EndCause
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.types import BeamSearch, Request, Sampling

@@ -11,7 +11,7 @@ from control_plane.errors import (
     MotetError,
     status_of,
 )
-from control_plane.fleet.jobs import Job, JobStream
+from control_plane.fleet.requests.jobs import Job, JobStream
 from tests.fakes.fleet_rig import (
     FakeClock,
     LoopbackWorker,

@@ -12,9 +12,9 @@ import pytest
 
 from contract.v1 import plan_pb2
 from control_plane.errors import StoreUnavailable
-from control_plane.fleet.endings import EndCause
 from control_plane.fleet.service import WorkerService
-from control_plane.fleet.session import WorkerSession
+from control_plane.fleet.workers.endings import EndCause
+from control_plane.fleet.workers.session import WorkerSession
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, InspectedFleet, make_fleet
 

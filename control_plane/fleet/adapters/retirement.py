@@ -1,0 +1,53 @@
+"""Adapters on their way out: asks every worker to forget one, and knows when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+from control_plane.fleet.requests.unfinished import UnfinishedJobs
+from control_plane.fleet.workers.sessions import SessionTable
+
+
+class Retirement:
+    """Digests that are being retired. Only reads `sessions` and `jobs`."""
+
+    def __init__(self, sessions: SessionTable, jobs: UnfinishedJobs) -> None:
+        self._sessions = sessions.by_id
+        self._jobs = jobs.by_id
+        self._gone: dict[str, asyncio.Event] = {}  # digest -> set when nothing uses or holds it
+        self._is_check_due = False
+        jobs.call_when_over(lambda _job: self.check_soon())
+
+    async def retire(self, digest: str) -> None:
+        """Return once no request uses the adapter and no worker holds it, or it is kept after all.
+
+        Several callers may wait for one digest.
+        """
+        gone = self._gone.setdefault(digest, asyncio.Event())
+        self._check()
+        await gone.wait()
+
+    def keep(self, digest: str) -> None:
+        """Let who waits for the digest go: it is wanted again. A worker that forgets it loads it at its next use."""
+        if digest in self._gone:
+            self._gone.pop(digest).set()
+
+    def check_soon(self) -> None:
+        """Look again after this turn of the loop: something ended."""
+        if self._gone and not self._is_check_due:
+            self._is_check_due = True
+            asyncio.get_running_loop().call_soon(self._check)
+
+    def _check(self) -> None:
+        self._is_check_due = False
+        for digest in list(self._gone):
+            for session in self._sessions.values():
+                session.purge_digest(digest)
+            if not self._is_used(digest):
+                self._gone.pop(digest).set()
+
+    def _is_used(self, digest: str) -> bool:
+        # Sessions first: a look-up each, and as long as a request runs or waits on one there is no need for more.
+        return any(session.scheduler.adapter_use(digest).is_held for session in self._sessions.values()) or any(
+            job.request.adapter is not None and job.request.adapter.digest == digest for job in self._jobs.values()
+        )

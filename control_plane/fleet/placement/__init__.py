@@ -1,0 +1,1 @@
+"""Which worker runs which request: prices, isolation of poison requests, rebalancing, migration."""

@@ -1,0 +1,137 @@
+"""Which worker a request goes to. Policy only, no state.
+
+**Placement.** Every worker is priced in milliseconds: how long the request is expected to take there. With T the
+worker's decode step, n the tokens that the request is expected to generate, and n * T the time that a request of its
+kind keeps its row and its blocks:
+
+    cost    = max(wait, adapter) + prefill + decode
+    wait    = max(rows short / rows, blocks short / blocks) * n * T     until others have ended
+    adapter = 0 in a slot, half a load while it is loading, else a load; n * T / 2 more where every slot is leased
+    load    = load_ms + MiB * slot_ms_per_mib, as a share of that for the worker's usual load times what that takes,
+              and MiB * store_ms_per_mib beside it unless the host cache has the adapter
+    prefill = (tokens that are not in the worker's prefix cache
+               + the same number for each request that waits there) * time of a prefill token
+    decode  = n * T * full_batch_slowdown * utilization          utilization: unfinished requests over rows
+
+The cheapest worker is taken, the lower worker id among equal ones; of many workers, the cheapest on a shortlist
+(shortlist.py). Speed enters only where something waits or shares a batch: an idle worker is not judged by its steps of
+the time when it was full.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from control_plane.fleet.requests.jobs import Job
+from control_plane.fleet.settings import PlacementCosts
+from control_plane.fleet.workers.session import WorkerSession
+from control_plane.scheduler.scheduler import PrefixKeys, Scheduler, WorkerUtilization
+from control_plane.scheduler.types import AdapterRef, AdapterTier, Request
+
+MAX_LOAD_TRIES = 4  # workers that may fail to load a request's adapter before it is given up
+
+
+@dataclass(slots=True)
+class Need:
+    """What one request asks of a worker."""
+
+    adapter: AdapterRef | None
+    is_in_host_cache: bool  # its adapter
+    num_known_tokens: int  # prompt and what was generated elsewhere
+    num_new_tokens: int  # expected to be generated, of each answer
+    num_rows: int  # answers
+    prefix: PrefixKeys
+
+
+def cost_ms(worker: WorkerUtilization, need: Need, costs: PlacementCosts) -> float:
+    """Milliseconds that the request is expected to take on the worker; the formula stands above."""
+    service_ms = need.num_new_tokens * worker.step_us / 1000
+    num_prefill_tokens = need.num_known_tokens - worker.num_hit_tokens
+    row_tokens = need.num_known_tokens + need.num_rows * need.num_new_tokens
+    num_blocks = -(-row_tokens // worker.block_size) * (1 + worker.num_waiting)
+    rows_short = max(0, worker.num_rows_requested + need.num_rows - worker.num_rows) / worker.num_rows
+    blocks_short = max(0, num_blocks - worker.num_free_blocks) / worker.num_blocks
+    wait_ms = max(rows_short, blocks_short) * service_ms
+    adapter_ms = 0.0
+    if need.adapter is not None and worker.tier is not AdapterTier.READY:
+        adapter_ms = _load_ms(worker, need.adapter.arena_bytes, costs)
+        if not need.is_in_host_cache:
+            adapter_ms += need.adapter.arena_bytes / 2**20 * costs.store_ms_per_mib
+        if worker.tier is AdapterTier.LOADING:
+            adapter_ms /= 2
+        elif worker.tier is AdapterTier.NO_ROOM:
+            adapter_ms += service_ms / 2
+    prefill_ms = (num_prefill_tokens + worker.num_waiting * need.num_known_tokens) * worker.prefill_us_per_token / 1000
+    utilization = worker.num_rows_requested / worker.num_rows
+    return max(wait_ms, adapter_ms) + prefill_ms + service_ms * costs.full_batch_slowdown * utilization
+
+
+def _load_ms(worker: WorkerUtilization, num_bytes: float, costs: PlacementCosts) -> float:
+    """Of an adapter of this size from the host cache."""
+    stated, stated_of_usual = (
+        costs.load_ms + size / 2**20 * costs.slot_ms_per_mib for size in (num_bytes, worker.load_bytes)
+    )
+    if worker.load_us == 0:
+        return stated
+    return worker.load_us / 1000 * (stated / stated_of_usual if stated_of_usual > 0 else 1.0)
+
+
+def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], bool]) -> Need:
+    """What the request asks; `is_cached` tells whether the host cache has an adapter."""
+    num_generated = max((len(answer.token_ids) for answer in request.answers), default=len(request.generated_token_ids))
+    return Need(
+        adapter=request.adapter,
+        is_in_host_cache=request.adapter is not None and is_cached(request.adapter.digest),
+        num_known_tokens=len(request.prompt_token_ids) + num_generated,
+        num_new_tokens=min(costs.expected_tokens, max(1, request.max_tokens - num_generated)),
+        num_rows=request.num_indices,
+        prefix=PrefixKeys(request),
+    )
+
+
+class Candidate(Protocol):
+    """A worker as far as it is priced."""
+
+    worker_id: str
+    scheduler: Scheduler
+
+
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
+
+
+def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
+    """Sessions that the job fits; only those where nothing of it failed yet, if there are any.
+
+    Where its logits were not finite, of those only the ones that gave tokens lately, if there are any: a sick worker
+    has nothing to do, and would else be the first to be asked.
+    """
+    fitting = [session for session in sessions if session.refusal(job.request) is None]
+    untried = [session for session in fitting if not _has_failed_at(session, job)] or fitting
+    return [session for session in untried if job.not_finite_at and session.gives_tokens] or untried
+
+
+def has_failed_anywhere(job: Job) -> bool:
+    """Whether it matters which worker the job goes to."""
+    return bool(job.failed_load_epochs) or bool(job.not_finite_at)
+
+
+def _has_failed_at(session: WorkerSession, job: Job) -> bool:
+    """Whether the worker could not load the job's adapter, or its logits were not finite there."""
+    was_not_finite = any(seen.worker_id == session.worker_id for seen in job.not_finite_at)
+    return was_not_finite or session.epoch in job.failed_load_epochs
+
+
+def price(session: Candidate, need: Need, costs: PlacementCosts) -> float:
+    """Milliseconds that the request is expected to take on this worker."""
+    return cost_ms(session.scheduler.utilization(need.prefix), need, costs)
+
+
+def by_preference(sessions: Iterable[AnyCandidate], need: Need, costs: PlacementCosts) -> Iterator[AnyCandidate]:
+    """The sessions, best first."""
+    heap = [(price(session, need, costs), session.worker_id, session) for session in sessions]
+    heapq.heapify(heap)  # mostly only the first is asked for
+    while heap:
+        yield heapq.heappop(heap)[2]

@@ -1,0 +1,98 @@
+"""What a client is told when the fleet could not bring its request to an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from control_plane.errors import (
+    AdapterLoadFailed,
+    AdapterNotServed,
+    AdapterTooLarge,
+    ContextTooLong,
+    DeadlineExceeded,
+    FieldViolation,
+    InvalidRequest,
+    MotetError,
+    NotFinite,
+    NoWorker,
+    PoisonedRequest,
+    WorkerLost,
+)
+from control_plane.fleet.requests.deaths import open_deaths
+from control_plane.fleet.requests.jobs import Job
+from control_plane.scheduler.errors import AdapterNeverFits, RequestNeverFits, RowsNeverFit
+from control_plane.scheduler.types import FinishReason, Request, RequestOutput
+
+MAX_MISMATCH_CHARS = 500
+
+
+def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
+    """The request is larger than every worker that is attached."""
+    if isinstance(refusal, AdapterNeverFits):
+        assert request.adapter is not None, "no adapter, and it does not fit"
+        return AdapterTooLarge(
+            f"adapter {_digest(request)} takes {request.adapter.arena_bytes} bytes, more than the adapter memory of "
+            "every worker; lower its rank, or start a worker with a larger --arena-bytes"
+        )
+    if isinstance(refusal, RowsNeverFit):
+        field = "decoding.best_of" if request.beam is None else "decoding.beam_search.width"
+        return InvalidRequest(FieldViolation(field, str(refusal)))
+    num_prompt, num_answers = len(request.prompt_token_ids), request.num_indices
+    answers = f" for each of {num_answers} answers at once" if num_answers > 1 else ""
+    return ContextTooLong(
+        FieldViolation(
+            "stopping.max_tokens",
+            f"prompt of {num_prompt} tokens and max_tokens {request.max_tokens}{answers}: {refusal}",
+        )
+    )
+
+
+def error_of(output: RequestOutput, request: Request, damage: Callable[[str], MotetError | None]) -> MotetError:
+    """The error for an output that ended without reaching its length or a stop token.
+
+    What a worker said about a failed load stays in the log: it may name paths and addresses. Only why an adapter does
+    not fit the model is told: it names modules and sizes. `damage` gives what the control plane itself found wrong with
+    the stored weights of a digest, if anything.
+    """
+    if output.finish_reason is FinishReason.DEADLINE:
+        return DeadlineExceeded("the request's deadline passed")
+    if output.finish_reason is FinishReason.ADAPTER_FAILED and output.is_mismatch:
+        reason = output.message[:MAX_MISMATCH_CHARS]
+        return AdapterNotServed(f"the workers cannot serve adapter {_digest(request)}: {reason}")
+    if output.finish_reason is FinishReason.ADAPTER_FAILED:
+        assert request.adapter is not None, "no adapter, and its load failed"
+        return damage(request.adapter.digest) or adapter_failed(request)
+    assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is no error"
+    return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
+
+
+def adapter_failed(request: Request) -> MotetError:
+    """No worker that was told to could load the request's adapter."""
+    return AdapterLoadFailed(f"adapter {_digest(request)} could not be loaded by any worker that was asked; try again")
+
+
+def broken() -> MotetError:
+    """A mistake of ours ended the request; what it was stands in the log."""
+    return MotetError("the request met an internal error")
+
+
+def lost(job: Job) -> MotetError:
+    """The request lost its worker too often."""
+    return WorkerLost(f"the request lost its worker {job.num_losses} times; send it again")
+
+
+def no_worker_came(job: Job, grace_s: float) -> MotetError:
+    """No worker attached in time to begin with the request, or to go on with it."""
+    if job.has_run:
+        return WorkerLost(f"no worker attached within {grace_s:g} s to go on with the request; send it again")
+    return NoWorker(f"no worker attached within {grace_s:g} s; try again in a moment")
+
+
+def poisoned(job: Job) -> MotetError:
+    """The request is what its workers died of."""
+    num_deaths = len(open_deaths(job))
+    return PoisonedRequest(f"{num_deaths} workers died while they computed this request; do not send it again")
+
+
+def _digest(request: Request) -> str:
+    return request.adapter.digest[:12] if request.adapter else "none"

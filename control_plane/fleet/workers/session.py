@@ -1,0 +1,424 @@
+"""One attached worker: its scheduler, its half of the plan stream, its heartbeats.
+
+Driven by events alone: a received message, a change by the fleet, a tick. It does no I/O: messages to be sent pile
+up in `outgoing`, which the service writes to the stream. Every result is applied and answered by the next plan before
+`receive` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Set
+from typing import Protocol
+
+from contract import PROTOCOL
+from contract.process_log import printable
+from contract.v1 import plan_pb2
+from control_plane.awake import AwakeClock
+from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
+from control_plane.fleet.workers.endings import EndCause
+from control_plane.fleet.workers.errors import GarbageResult
+from control_plane.fleet.workers.overdue import WorkWatch
+from control_plane.fleet.workers.progress import ProgressWatch
+from control_plane.fleet.workers.reports import report_of
+from control_plane.fleet.workers.round_trip import RoundTrip
+from control_plane.fleet.workers.wire import PlanEncoder, limits_of
+from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
+from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.types import (
+    LoadSlot,
+    Outputs,
+    Request,
+    RequestId,
+    SlotEmptied,
+    SlotLoadFailed,
+    SlotReady,
+    SlotReport,
+)
+
+logger = logging.getLogger(__name__)
+
+_NUM_STEP_TIMES = 32
+MAX_NOT_FINITE = 4  # rows, the latest and all of them not finite: so many are hardly the requests' own fault
+_SlotStateKind = plan_pb2.SlotState.State
+
+
+class SessionOwner(Protocol):
+    """What a session reports to."""
+
+    def on_outputs(self, session: WorkerSession, outputs: Outputs) -> None:
+        """Requests of the session gained tokens or ended."""
+
+    def on_load(self, digest: str) -> bool:
+        """The worker is told to load this adapter; whether the host cache has it."""
+
+    def on_changed(self) -> None:
+        """A slot changed or a step was answered."""
+
+    def on_ended(self, session: WorkerSession) -> None:
+        """The session is over; its requests are to be moved. Called once."""
+
+
+class WorkerSession:
+    """The control plane's view of one connection to a worker."""
+
+    def __init__(
+        self,
+        hello: plan_pb2.Hello,
+        epoch: int,
+        settings: FleetSettings,
+        owner: SessionOwner,
+        host_cache_url: str,
+        clock: Callable[[], float],
+        awake: AwakeClock,
+        counters: VirtualCounters,
+    ) -> None:
+        self.worker_id = hello.worker_id
+        self.epoch = epoch
+        self.max_rows = hello.max_rows
+        self.limits = limits_of(hello, settings.plan_depth)
+        self.scheduler = Scheduler(self.limits, settings.scheduler, counters)
+        self.report = report_of(hello)
+        self._device = hello.device
+        self._settings = settings
+        self._owner = owner
+        self._clock = clock
+        self._awake = awake
+        self._encoder = PlanEncoder(epoch, hello.vocab_size)
+        self._request_by_row: dict[int, RequestId] = {}
+        self._is_pump_due = False
+        self._progress = ProgressWatch()
+        self._work = WorkWatch(settings)
+        self.hung_digest: str | None = None  # the adapter whose load did not end, where that ended the session
+
+        self._outgoing: list[plan_pb2.AttachResponse] = []
+        self._wake = asyncio.Event()  # outgoing is not empty, or the session ended
+        self.ended = asyncio.Event()
+        self.end_cause: EndCause | None = None
+        self.end_reason = ""
+
+        self._begun_s = clock()
+        self._last_heard_s = awake()
+        self._round_trip = RoundTrip(settings.plan_depth)
+        self._num_plans = 0
+        self.num_steps = 0  # answered
+        self._has_given_tokens = False
+        self._num_not_finite = 0  # rows since it gave a token
+        self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
+        self._resident_bytes = 0
+        self._cached_loads: set[tuple[int, int]] = set()  # (slot, generation) that load from the host cache
+        self._send(
+            plan_pb2.AttachResponse(
+                welcome=plan_pb2.Welcome(
+                    protocol=PROTOCOL,
+                    epoch=epoch,
+                    heartbeat_interval_ms=settings.heartbeat_interval_ms,
+                    dead_after_ms=settings.dead_after_ms,
+                    leave_after_ms=settings.leave_after_ms,
+                    stuck_after_ms=round(settings.first_step_timeout_s * 1000),
+                    plan_depth=settings.plan_depth,
+                    host_cache_url=host_cache_url,
+                )
+            )
+        )
+        self._ping(clock())
+
+    def __repr__(self) -> str:
+        return f"WorkerSession(worker_id={self.worker_id}, epoch={self.epoch}, end={self.end_reason or None})"
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._begun_s
+
+    @property
+    def is_death(self) -> bool:
+        """Whether it ended so that a request may be the reason."""
+        return self.end_cause is not None and self.end_cause.is_death
+
+    @property
+    def gives_tokens(self) -> bool:
+        """Whether it computes soundly, as far as can be seen: it gave a token, and few rows were not finite since."""
+        return self._has_given_tokens and self._num_not_finite < MAX_NOT_FINITE
+
+    # ---- the fleet's side ----
+
+    def add(self, request: Request) -> None:
+        """Take a request on. Raises RequestNeverFits."""
+        self.scheduler.add(request, self._clock())
+        self._pump_soon()
+
+    def refusal(self, request: Request) -> RequestNeverFits | None:
+        """What `add` would raise."""
+        return self.scheduler.refusal(request)
+
+    def cancel(self, request_id: RequestId, index: int | None = None) -> None:
+        """Drop a request, or one of its answers; its blocks and slot are free once no plan in flight uses them."""
+        self.scheduler.cancel(request_id, self._clock(), index)
+        self._pump_soon()
+
+    def withdraw(self, request_id: RequestId) -> Request | None:
+        """Take back a request that waits for a row or its reader, with every accepted token; None if it does not."""
+        request = self.scheduler.withdraw(request_id)
+        self._pump_soon()
+        return request
+
+    def pause(self, request_id: RequestId) -> None:
+        """Schedule it no more until `resume`."""
+        if not self.ended.is_set():  # its books may be broken
+            self.scheduler.pause(request_id)
+
+    def resume(self, request_id: RequestId) -> None:
+        """Schedule it again."""
+        self.scheduler.resume(request_id)
+        self._pump_soon()
+
+    def set_pinned(self, digests: Set[str]) -> None:
+        """Keep exactly these adapters from eviction, from when they are in a slot."""
+        self.scheduler.set_pinned(digests)
+        self._pump_soon()
+
+    def purge_digest(self, digest: str) -> None:
+        """Forget an adapter as far as no live request uses it."""
+        if self.scheduler.purge_digest(digest):
+            self._pump_soon()
+
+    def running_request_ids(self) -> set[RequestId]:
+        """Requests that hold a row of the worker, just ended ones included."""
+        return set(self._request_by_row.values())
+
+    def tick(self) -> None:
+        """Send a ping that is due, do what else is due by time, notice a silent worker."""
+        now_s, awake_s = self._clock(), self._awake()
+        silent_s = awake_s - self._last_heard_s
+        if silent_s >= self._settings.dead_after_ms / 1000:
+            self.end(EndCause.LOST, f"silent for {silent_s:.1f} s")
+            return
+        if now_s - self._last_ping_s >= self._settings.heartbeat_interval_ms / 1000:
+            self._ping(now_s)
+        with self._edge():
+            self._deliver_ends()  # deadlines, and loads that are to be tried again, need no message to come up
+            self._pump()
+            if self._progress.has_stalled(self.scheduler, awake_s):
+                logger.error("scheduler stalled worker_id=%s %s", self.worker_id, self.scheduler.stats())
+                self.end(EndCause.BROKEN_BOOKS, "the scheduler stalled: requests wait, nothing is under way")
+            elif (overdue := self._work.overdue(awake_s)) is not None:
+                self.hung_digest = overdue.digest
+                self.end(EndCause.HUNG_LOAD if overdue.digest else EndCause.HUNG_STEP, overdue.reason)
+
+    def end(self, cause: EndCause, reason: str) -> None:
+        """End the session, once."""
+        if self.ended.is_set():
+            return
+        self.end_cause, self.end_reason = cause, reason
+        self.ended.set()
+        self._wake.set()
+        logger.info("worker session ended worker_id=%s epoch=%d: %s", self.worker_id, self.epoch, reason)
+        self._owner.on_ended(self)
+
+    # ---- the stream's side ----
+
+    async def outgoing(self) -> list[plan_pb2.AttachResponse]:
+        """Everything to be sent, in order; waits for it. Empty once the session ended."""
+        while not self._outgoing and not self.ended.is_set():
+            self._wake.clear()
+            await self._wake.wait()
+        return self.take_outgoing()
+
+    def take_outgoing(self) -> list[plan_pb2.AttachResponse]:
+        """What is to be sent by now; nothing once the session ended."""
+        messages, self._outgoing = self._outgoing, []
+        return [] if self.ended.is_set() else messages
+
+    def receive(self, message: plan_pb2.AttachRequest) -> None:
+        """Take one message of the worker; whatever follows from it is in `outgoing` on return."""
+        if self.ended.is_set():
+            return
+        self._last_heard_s = self._awake()
+        with self._edge():
+            self._handle(message)
+
+    def _handle(self, message: plan_pb2.AttachRequest) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "step_result":
+            self._on_result(message.step_result)
+        elif kind == "slot_state":
+            self._on_slot_state(message.slot_state)
+        elif kind == "heartbeat":
+            self._resident_bytes = message.heartbeat.resident_bytes
+            self._work.heartbeat(message.heartbeat, self._last_heard_s)
+        elif kind == "pong":
+            if not self._round_trip.pong(message.pong.sequence, self._clock()):
+                raise GarbageResult(f"pong {message.pong.sequence} answers no ping")
+        elif kind == "fault":
+            fault, reason = message.fault, printable(message.fault.reason)
+            logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, reason)
+            self.end(EndCause.FAULT, f"fault in step {fault.step_id}: {reason}")
+        elif kind == "leave":
+            self.end(EndCause.LEFT, f"the worker left: {printable(message.leave.reason)}")
+        else:
+            raise GarbageResult(f"unexpected message {kind}")
+
+    def _on_result(self, message: plan_pb2.StepResult) -> None:
+        received_s = self._clock()
+        result = self._encoder.decode_result(message)
+        if result is None:
+            return
+        self.num_steps += 1
+        self._work.step_answered(message.step_time_us, self._last_heard_s)
+        self._step_times_us.append(message.step_time_us)
+        self._note_rows(num_sampled=len(result.rows), num_not_finite=len(result.failed_rows))
+        outputs = self.scheduler.apply(result, received_s)
+        try:
+            self._pump()  # before delivering: the worker waits, the readers are woken later anyway
+            self._round_trip.step(message.step_time_us, self._clock() - received_s)
+        finally:
+            # Accepted tokens reach their streams in any case: the requests move on from behind them.
+            if outputs:
+                self._owner.on_outputs(self, outputs)
+        self._deliver_ends()
+        self._owner.on_changed()
+
+    def _note_rows(self, *, num_sampled: int, num_not_finite: int) -> None:
+        if num_sampled:
+            self._has_given_tokens, self._num_not_finite = True, 0
+        else:
+            self._num_not_finite += num_not_finite
+
+    def _on_slot_state(self, message: plan_pb2.SlotState) -> None:
+        if message.epoch != self.epoch:
+            return
+        slot, generation = message.slot, message.generation
+        is_from_cache = (slot, generation) in self._cached_loads
+        self._cached_loads.discard((slot, generation))
+        self._work.load_answered(slot, generation)
+        report: SlotReport
+        if message.state == _SlotStateKind.STATE_READY:
+            report = SlotReady(slot, generation, message.load_time_us if is_from_cache else 0)
+        elif message.state == _SlotStateKind.STATE_EMPTY:
+            report = SlotEmptied(slot, generation)
+        elif message.state == _SlotStateKind.STATE_FAILED:
+            reason = printable(message.reason)
+            logger.warning("adapter load failed worker_id=%s slot=%d: %s", self.worker_id, slot, reason)
+            report = SlotLoadFailed(
+                slot, generation, reason, is_retryable=message.retryable, is_mismatch=message.mismatch
+            )
+        else:
+            raise GarbageResult(f"slot {slot}: state {message.state}")
+        if outputs := self.scheduler.apply_slot_report(report, self._clock()):
+            self._owner.on_outputs(self, outputs)
+        self._pump()
+        self._deliver_ends()
+        self._owner.on_changed()
+
+    # ---- plans ----
+
+    def pump(self) -> None:
+        """Send every slot command and every plan that the credits allow."""
+        with self._edge():
+            self._pump()
+            self._deliver_ends()
+
+    def _pump(self) -> None:
+        self._is_pump_due = False
+        if self.ended.is_set():
+            return
+        now_s = self._clock()
+        self._send_commands()
+        while (plan := self.scheduler.plan(now_s, self._round_trip.max_steps)) is not None:
+            self._send_commands()
+            for row in plan.freed_rows:
+                self._request_by_row.pop(row, None)
+            for new in plan.new_rows:
+                self._request_by_row[new.row] = new.request_id
+            self._num_plans += 1
+            num_decodes = len(plan.decode_rows)
+            num_tokens = num_decodes + sum(num for _, num in plan.prefills)
+            self._work.plan_sent(plan.num_steps, num_tokens, num_decodes, self._awake())
+            self._send(self._encoder.encode(plan))
+
+    def _deliver_ends(self) -> None:
+        """Tell of requests that ended without an answer of the worker, a plan's and a slot command's included."""
+        if not self.ended.is_set() and (outputs := self.scheduler.expire(self._clock())):
+            self._owner.on_outputs(self, outputs)
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        """Pump once after everything that happens in this turn of the loop: a burst of requests makes one plan."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            asyncio.get_running_loop().call_soon(self.pump_if_due)
+
+    def pump_if_due(self) -> None:
+        """What `_pump_soon` put off, at once; nothing where nothing changed since the last plan."""
+        if self._is_pump_due:
+            self.pump()
+
+    @contextlib.contextmanager
+    def _edge(self) -> Iterator[None]:
+        """Whatever goes wrong within ends this session alone: its requests move on, the other workers live."""
+        try:
+            yield
+        except (GarbageResult, ResultMismatch, SlotReportMismatch) as error:
+            self.end(EndCause.GARBAGE, f"garbage from the worker: {error}")
+        except Exception:
+            logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
+            self.end(EndCause.BROKEN_BOOKS, "the control plane's books of this session broke")
+
+    def _send_commands(self) -> None:
+        for command in self.scheduler.slot_commands():
+            if isinstance(command, LoadSlot):
+                slot, generation = command.slot, command.generation
+                self._work.load_sent(slot, generation, command.digest, command.arena_bytes)
+                if self._owner.on_load(command.digest):
+                    self._cached_loads.add((slot, generation))
+            self._send(self._encoder.encode_command(command))
+
+    def _ping(self, now_s: float) -> None:
+        self._last_ping_s = now_s
+        self._send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._round_trip.ping(now_s))))
+
+    def _send(self, message: plan_pb2.AttachResponse) -> None:
+        self._outgoing.append(message)
+        self._wake.set()
+
+    # ---- numbers ----
+
+    def snapshot(self) -> WorkerSnapshot:
+        """The worker at this moment."""
+        stats = self.scheduler.stats()
+        step_times = self._step_times_us
+        return WorkerSnapshot(
+            worker_id=self.worker_id,
+            device=self._device,
+            epoch=self.epoch,
+            num_steps=self.num_steps,
+            num_plans_in_flight=stats.num_plans_in_flight,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_blocks=stats.num_blocks,
+            num_blocks_held=stats.num_blocks_held,
+            num_blocks_cached=stats.num_blocks_cached,
+            block_size=self.limits.block_size,
+            arena_bytes=self.limits.arena_bytes,
+            arena_used_bytes=stats.arena_used_bytes,
+            num_adapters_loaded=stats.num_adapters_loaded,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_swapped=stats.num_swapped,
+            num_swapped_out=stats.num_swapped_out,
+            num_host_blocks=stats.num_host_blocks,
+            num_host_blocks_held=stats.num_host_blocks_held,
+            num_tokens_sampled=stats.num_tokens_sampled,
+            num_plans=self._num_plans,
+            max_plan_steps=self._round_trip.max_steps,
+            round_trip_ms=self._round_trip.round_trip_s * 1000,
+            step_time_ms=sum(step_times) / len(step_times) / 1000 if step_times else 0.0,
+            resident_bytes=self._resident_bytes,
+            max_model_len=self.limits.max_model_len,
+        )

@@ -1,0 +1,266 @@
+"""The control plane's end of the plan stream's encoding: scheduler data to protobuf and back.
+
+The scheduler lists every scheduled row of a step; what travels is the difference to what the worker knows. The
+encoder keeps a mirror of the worker's rows for that, and of what each unanswered step must answer. Both are pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from contract.v1 import plan_pb2
+from control_plane.fleet.workers.errors import GarbageResult
+from control_plane.fleet.workers.told_logprobs import ToldLogprobs, num_logprobs
+from control_plane.scheduler.types import (
+    LoadSlot,
+    NewRow,
+    SlotCommand,
+    StepPlan,
+    StepResult,
+    WorkerLimits,
+)
+
+_INT32 = np.dtype("<i4")
+_UINT32 = np.dtype("<u4")
+_FLOAT32 = np.dtype("<f4")
+
+
+class PlanEncoder:
+    """Turns the plans of one session into differences, and checks the results against them."""
+
+    def __init__(self, epoch: int, vocab_size: int) -> None:
+        self._epoch = epoch
+        self._vocab_size = vocab_size
+        # Invariant: a row the worker knows is in exactly one of these four.
+        self._tokens_left: dict[int, int] = {}  # row in prefill -> known tokens not yet computed
+        self._decoding: set[int] = set()
+        self._paused: set[int] = set()
+        self._stepwise: set[int] = set()  # past its prefill, and decodes only where it is fed
+        self._is_stepwise: set[int] = set()  # rows that were begun so, those in prefill included
+        self._logprobs = ToldLogprobs(vocab_size)
+        # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
+        # name the same.
+        self._steady: tuple[list[int], bytes] | None = None
+        # Per unanswered step: rows that sample, in order, as they are and packed.
+        self._expected: deque[tuple[list[int], bytes]] = deque()
+        self._num_answered = 0  # steps; they count up from 1, so this is also the last answered step's id
+
+    def encode(self, plan: StepPlan) -> plan_pb2.AttachResponse:
+        """The message that carries `plan`, which must follow the plans encoded before."""
+        next_step_id = self._num_answered + len(self._expected) + 1
+        assert plan.step_id == next_step_id, f"step {plan.step_id} where {next_step_id} is next"
+        for row in plan.freed_rows:
+            self._forget(row)
+        for new in plan.new_rows:
+            assert not self._is_known(new.row), f"row {new.row} begins and was not freed"
+            self._tokens_left[new.row] = new.num_tokens - new.num_computed_tokens
+            if new.is_stepwise:
+                self._is_stepwise.add(new.row)
+            self._logprobs.begin(new.row, new.sampling, self._tokens_left[new.row] + new.num_computed_tokens)
+
+        paused, resumed, packed_rows = self._decode(plan)
+        ended = self._prefill(plan)
+        self._expected.append((plan.decode_rows + ended, packed_rows + _packed(ended)))
+        if plan.num_steps > 1:
+            is_repeatable = not plan.fed_tokens and not self._tokens_left
+            assert is_repeatable, f"step {plan.step_id} is no plan to be repeated"
+            rows = sorted(self._decoding)
+            self._expected.extend([(rows, _packed(rows))] * (plan.num_steps - 1))
+        prompts = _shared_prompts(plan.new_rows)
+        return plan_pb2.AttachResponse(
+            step_plan=plan_pb2.StepPlan(
+                step_id=plan.step_id,
+                epoch=self._epoch,
+                freed_rows=_packed(plan.freed_rows),
+                prompts=[_packed(prompt) for prompt in prompts.values()],
+                new_rows=[_encode_new_row(row, self._vocab_size, list(prompts)) for row in plan.new_rows],
+                appended_blocks=_packed_pairs(plan.appended_blocks),
+                paused_rows=_packed(paused),
+                resumed_rows=_packed(resumed),
+                prefills=_packed_pairs(plan.prefills),
+                block_copies=_packed_pairs(plan.block_copies),
+                fed_tokens=_packed_pairs(plan.fed_tokens),
+                swap_outs=_packed_pairs(plan.swap_outs),
+                swap_ins=_packed_pairs(plan.swap_ins),
+                num_steps=plan.num_steps if plan.num_steps > 1 else 0,
+            )
+        )
+
+    def _decode(self, plan: StepPlan) -> tuple[list[int], list[int], bytes]:
+        """Follow the plan's decoding rows; those that the worker is to pause and to resume, and all of them packed."""
+        if self._steady is not None and self._steady[0] == plan.decode_rows and not plan.fed_tokens:
+            return [], [], self._steady[1]
+        fed = {row for row, _ in plan.fed_tokens}
+        assert fed <= self._stepwise, f"step {plan.step_id} feeds rows {sorted(fed - self._stepwise)}"
+        scheduled = set(plan.decode_rows) - fed
+        paused = sorted(self._decoding - scheduled)
+        resumed = sorted(scheduled & self._paused)
+        unknown = scheduled - self._decoding - self._paused
+        assert not unknown, f"step {plan.step_id} decodes rows {sorted(unknown)}, which have not finished their prefill"
+        self._paused.update(paused)
+        self._paused.difference_update(resumed)
+        self._decoding = scheduled
+        packed = _packed(plan.decode_rows)
+        self._steady = None if fed else (plan.decode_rows, packed)
+        return paused, resumed, packed
+
+    def _prefill(self, plan: StepPlan) -> list[int]:
+        """Follow the plan's prefills; the rows where one ends, which sample and decode from the next plan on."""
+        ended: list[int] = []
+        for row, num_tokens in plan.prefills:
+            left = self._tokens_left[row] - num_tokens
+            assert left >= 0, f"step {plan.step_id} prefills {-left} tokens too many of row {row}"
+            self._tokens_left[row] = left
+            if left == 0:
+                del self._tokens_left[row]
+                (self._stepwise if row in self._is_stepwise else self._decoding).add(row)
+                ended.append(row)
+        if ended:
+            self._steady = None
+        return ended
+
+    def decode_result(self, message: plan_pb2.StepResult) -> StepResult | None:
+        """The result of the oldest unanswered step, or None if it is of another epoch or was answered before.
+
+        Raises GarbageResult if it answers a step that was not sent, leaves out or makes up a row, or names a token
+        outside the vocabulary.
+        """
+        if message.epoch != self._epoch or message.step_id <= self._num_answered:
+            return None
+        if not self._expected or message.step_id != self._num_answered + 1:
+            raise GarbageResult(f"result of step {message.step_id} after that of step {self._num_answered}")
+        rows = message.rows
+        if len(message.token_ids) != len(rows) or len(rows) % 4 or len(message.failed_rows) % 4:
+            raise GarbageResult(
+                f"step {message.step_id}: {len(rows)} bytes of rows, {len(message.token_ids)} of tokens, "
+                f"{len(message.failed_rows)} of failed rows"
+            )
+        failed_rows = np.frombuffer(message.failed_rows, dtype=_INT32).tolist()
+        row_ids, packed_rows = self._expected[0]
+        if failed_rows:
+            row_ids = _without(row_ids, failed_rows)
+            packed_rows = _packed(row_ids)
+        if rows != packed_rows:
+            raise GarbageResult(f"step {message.step_id}: rows other than those that sample in it")
+        tokens = np.frombuffer(message.token_ids, dtype=_UINT32)  # a token below zero is above every vocabulary
+        if len(tokens) and tokens.max() >= self._vocab_size:
+            raise GarbageResult(f"step {message.step_id}: token outside 0..{self._vocab_size - 1}")
+        result = StepResult(
+            message.step_id,
+            row_ids,
+            tokens.tolist(),
+            failed_rows,
+            message.step_time_us,
+            num_moved_blocks=message.num_moved_blocks,
+            move_time_us=message.move_time_us,
+        )
+        sampled = dict(zip(row_ids, result.token_ids, strict=True)) if message.sampled_logprobs else {}
+        for told in message.sampled_logprobs:
+            logprobs = self._logprobs.sampled(
+                message.step_id, told, sampled.get(told.row), is_sorted=told.row in self._is_stepwise
+            )
+            result.logprobs[told.row] = logprobs[0]
+        for told in message.prompt_logprobs:
+            result.prompt_logprobs[told.row] = self._logprobs.of_prompt(message.step_id, told)
+        self._expected.popleft()
+        self._num_answered += 1
+        return result
+
+    def encode_command(self, command: SlotCommand) -> plan_pb2.AttachResponse:
+        """The message that carries a slot command."""
+        if isinstance(command, LoadSlot):
+            load = plan_pb2.LoadAdapter(
+                slot=command.slot, generation=command.generation, digest=command.digest, epoch=self._epoch
+            )
+            return plan_pb2.AttachResponse(load_adapter=load)
+        evict = plan_pb2.EvictAdapter(slot=command.slot, generation=command.generation, epoch=self._epoch)
+        return plan_pb2.AttachResponse(evict_adapter=evict)
+
+    def _is_known(self, row: int) -> bool:
+        return row in self._tokens_left or row in self._decoding or row in self._paused or row in self._stepwise
+
+    def _forget(self, row: int) -> None:
+        assert self._is_known(row), f"row {row} is freed and was not in use"
+        self._steady = None
+        self._tokens_left.pop(row, None)
+        self._decoding.discard(row)
+        self._paused.discard(row)
+        self._stepwise.discard(row)
+        self._is_stepwise.discard(row)
+        self._logprobs.forget(row)
+
+
+def limits_of(hello: plan_pb2.Hello, plan_depth: int) -> WorkerLimits:
+    """What the scheduler of a session may use."""
+    return WorkerLimits(
+        num_blocks=hello.num_blocks,
+        block_size=hello.block_size,
+        max_rows=hello.max_rows,
+        max_step_tokens=hello.max_step_tokens,
+        num_slots=hello.num_slots,
+        arena_bytes=hello.arena_bytes,
+        max_model_len=hello.max_model_len,
+        plan_depth=plan_depth,
+        num_host_blocks=hello.num_host_blocks,
+    )
+
+
+def _shared_prompts(rows: list[NewRow]) -> dict[int, tuple[int, ...]]:
+    """By id, the prompts that several of the rows have in common: those of one request are one object."""
+    if len(rows) < 2:
+        return {}
+    counts = Counter(id(row.prompt_token_ids) for row in rows)
+    prompts = {id(row.prompt_token_ids): row.prompt_token_ids for row in rows}
+    return {key: prompt for key, prompt in prompts.items() if counts[key] > 1}
+
+
+def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> plan_pb2.NewRow:
+    sampling, prompt = row.sampling, id(row.prompt_token_ids)
+    is_shared = prompt in shared_prompts
+    return plan_pb2.NewRow(
+        row=row.row,
+        prompt=shared_prompts.index(prompt) if is_shared else None,
+        token_ids=_packed(row.generated_token_ids if is_shared else row.token_ids),
+        num_prompt_tokens=len(row.prompt_token_ids),
+        num_computed_tokens=row.num_computed_tokens,
+        block_ids=_packed(row.block_ids),
+        slot=row.slot,
+        slot_generation=row.slot_generation,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        min_p=sampling.min_p,
+        repetition_penalty=None if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        biased_token_ids=_packed([token_id for token_id, _ in sampling.logit_bias]),
+        biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
+        min_tokens=sampling.min_tokens,
+        banned_token_ids=_packed(list(row.banned_token_ids)),
+        num_logprobs=num_logprobs(sampling, vocab_size),
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
+        is_stepwise=row.is_stepwise,
+    )
+
+
+def _packed(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype=_INT32).tobytes() if values else b""
+
+
+def _packed_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
+    return _packed(list(chain.from_iterable(pairs)))
+
+
+def _without(rows: list[int], failed_rows: list[int]) -> list[int]:
+    """`rows` without the failed ones, which must be among them."""
+    remaining = list(rows)
+    for row in failed_rows:
+        if row not in remaining:
+            raise GarbageResult(f"row {row} failed and was not to sample")
+        remaining.remove(row)
+    return remaining

@@ -1,0 +1,144 @@
+"""Which workers may attach, and what a session takes from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tracemalloc
+
+import grpc
+import pytest
+
+from contract.v1 import plan_pb2
+from control_plane.errors import (
+    AdapterNotServed,
+    MotetError,
+    StaleControlPlane,
+    WorkerIdTaken,
+    status_of,
+)
+from control_plane.fleet.workers.endings import EndCause
+from control_plane.fleet.workers.hello import BOUNDS
+from data_plane.wire import encode_hello
+from tests.fakes.fleet_rig import (
+    CAPACITIES,
+    FakeClock,
+    LoopbackWorker,
+    expected,
+    let_time_pass,
+    make_fleet,
+    make_request,
+    read_all,
+)
+
+
+async def test_a_second_worker_of_one_id_waits_while_the_first_is_alive(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    first = LoopbackWorker(fleet, "w0")
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await first.turn()
+    for last_epoch in (0, first.session.epoch - 1):  # a new process, and one with a session before
+        with pytest.raises(WorkerIdTaken, match=r"attached as w0 and alive.*--worker-id of its own"):
+            LoopbackWorker(fleet, "w0", last_epoch=last_epoch)
+    assert not first.session.ended.is_set()
+    await first.run(reader.done)
+    assert await reader == expected(request)
+    let_time_pass(clock, fleet, 2.1)  # nothing is heard of the first any more
+    second = LoopbackWorker(fleet, "w0")
+    assert fleet.num_workers == 1 and first.session.ended.is_set() and not second.session.ended.is_set()
+
+
+async def test_a_process_that_attaches_anew_takes_the_place_of_its_own_session(clock: FakeClock) -> None:
+    """Its old stream was cut on its side alone."""
+    fleet = make_fleet(clock)
+    before = LoopbackWorker(fleet, "w0")
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    await before.turn()
+    again = LoopbackWorker(fleet, "w0", last_epoch=before.session.epoch)
+    assert before.session.end_cause is EndCause.CLOSED
+    await again.run(reader.done)
+    assert await reader == expected(request)
+    assert fleet.num_workers == 1
+
+
+async def test_a_worker_that_served_a_later_epoch_is_refused_before_it_is_given_a_request(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    request = make_request(fleet, [3], 20)
+    reader = asyncio.create_task(read_all(fleet.submit(request)))
+    with pytest.raises(StaleControlPlane, match="its store was replaced; restart the worker") as caught:
+        LoopbackWorker(fleet, "w0", last_epoch=(7 << 32) | 1)
+    assert status_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION  # which the worker does not try again
+    assert fleet.num_workers == 0 and fleet.queue_snapshot().num_waiting == 1
+    await LoopbackWorker(fleet, "w0").run(reader.done)
+    assert await reader == expected(request)
+
+
+async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fleet = make_fleet(clock)
+    text = "it broke\nERROR forged line \x1b[31m" + "x" * 10_000
+    for kind in ("fault", "leave"):
+        worker = LoopbackWorker(fleet, kind)
+        message = plan_pb2.AttachRequest()
+        getattr(message, kind).reason = text
+        worker.session.receive(message)
+    loader = LoopbackWorker(fleet, "loader")
+    stream = fleet.submit(make_request(fleet, [1], 3, fleet.weights.add("a")))
+    loader.session.pump()
+    [load] = [m.load_adapter for m in loader.session.take_outgoing() if m.WhichOneof("message") == "load_adapter"]
+    failed = loader.slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_FAILED)
+    failed.slot_state.reason, failed.slot_state.mismatch = text, True
+    loader.session.receive(failed)
+    with pytest.raises(AdapterNotServed) as caught:
+        await read_all(stream)
+    lines = [record.getMessage() for record in caplog.records]
+    for told in ("fault in step 0", "the worker left", "adapter load failed"):
+        assert any(told in line and "it broke\\nERROR forged line \\x1b[31mxxx" in line for line in lines), told
+    assert all("\n" not in line and len(line) < 600 for line in [*lines, str(caught.value)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("model_fingerprint", "0" * 64, "checkpoint"),
+        ("dtype", "bfloat16", "dtype"),
+        ("vocab_size", 255, "logits"),
+        ("num_blocks", 0, "num_blocks"),
+        ("num_blocks", 2**24 + 1, "16777217 is not in 1..16777216"),
+        ("max_rows", 2**16 + 1, "65537 is not in 1..65536"),
+        ("max_step_tokens", 2**20 + 1, "1048577 is not in 1..1048576"),
+        ("num_slots", 2**16 + 1, "65537 is not in 1..65536"),
+        ("num_host_blocks", 2**21 + 1, "2097153 is not in 0..2097152"),
+        ("device", "x" * 129, "129 characters; at most 128"),
+        ("protocol_min", 3, "protocol"),
+        ("worker_id", "../w", "worker_id"),
+    ],
+)
+async def test_worker_that_does_not_match_is_refused(clock: FakeClock, field: str, value: object, match: str) -> None:
+    fleet = make_fleet(clock)
+    hello = encode_hello(CAPACITIES, "w0").hello
+    setattr(hello, field, value)
+    if field == "protocol_min":
+        hello.protocol_max = 3
+    with pytest.raises(MotetError, match=match):
+        fleet.attach(hello)
+    assert fleet.num_workers == 0
+
+
+async def test_a_session_takes_no_memory_for_what_its_worker_only_claims(clock: FakeClock) -> None:
+    fleet = make_fleet(clock)
+    hello = encode_hello(CAPACITIES, "w0").hello
+    for name, (_, highest) in BOUNDS.items():
+        setattr(hello, name, highest)
+    hello.vocab_size = CAPACITIES.vocab_size
+    tracemalloc.start()
+    try:
+        fleet.attach(hello)
+        size = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size < 300_000
