@@ -57,7 +57,7 @@ def _store(model: Model, count: int, device: torch.device, dtype: torch.dtype) -
             value_cache.view(-1, *shape).index_copy_(0, slots, value)
 
         arguments: dict[str, Any] = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
-        arguments |= {"slot_mapping": slots}
+        arguments |= {"kv_positions": slots}
         return Made(lambda: store_kv(**arguments), arguments, {"index_copy": peer}, (key_cache, value_cache))
 
     return Work("store_kv", f"{count} tokens", 4 * count * model.num_kv_heads * model.dim * dtype.itemsize, 0, make)
@@ -72,7 +72,7 @@ def _store_fp8(model: Model, count: int, device: torch.device, dtype: torch.dtyp
         slots = torch.randperm(2 * count, device=device)[:count]
         scales = [torch.ones(key_cache.shape[:3], device=device) if per_token_head else 0.02 for _ in range(2)]
         arguments: dict[str, Any] = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
-        arguments |= {"slot_mapping": slots, "key_scale": scales[0], "value_scale": scales[1]}
+        arguments |= {"kv_positions": slots, "key_scale": scales[0], "value_scale": scales[1]}
         return Made(lambda: store_kv(**arguments), arguments, outputs=(key_cache, value_cache))
 
     num_bytes = 2 * count * model.num_kv_heads * (model.dim * (dtype.itemsize + 1) + 4 * per_token_head)
@@ -99,7 +99,7 @@ def _rope(model: Model, count: int, device: torch.device, dtype: torch.dtype, *,
             "sin": angles.sin(),
             "key_cache": key_cache,
             "value_cache": value_cache,
-            "slot_mapping": torch.randperm(2 * count, device=device)[:count],
+            "kv_positions": torch.randperm(2 * count, device=device)[:count],
             "norm": HeadNorm(weights[0], weights[1], 1e-5) if has_norm else None,
         }
         return Made(lambda: apply_rope_and_store_kv(**arguments), arguments, outputs=(query, key_cache, value_cache))

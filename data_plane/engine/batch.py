@@ -23,7 +23,7 @@ class StepBatch:
     num_tokens: Int64Array  # [num_seqs] tokens of each
     input_ids: torch.Tensor  # int64 [T] on the device
     position_ids: torch.Tensor  # int64 [T] on the device
-    slot_mapping: torch.Tensor  # int64 [T] on the device: place of each token's KV in the cache
+    kv_positions: torch.Tensor  # int64 [T] on the device: place of each token's KV in the cache
     attention: AttentionBatch
     token_slots: torch.Tensor  # int32 [T] on the host: adapter slot of each token, -1 for none
     slots: list[int]  # adapter slots in the step
@@ -81,7 +81,7 @@ def build_batch(
         num_tokens=counts,
         input_ids=_input_ids(rows, prefills, decoding, last_tokens),
         position_ids=upload(positions, device),
-        slot_mapping=upload(places, device),
+        kv_positions=upload(places, device),
         attention=AttentionBatch.build(
             torch.from_numpy(rows.block_table[step_rows, :num_table_blocks]), start.tolist(), ends.tolist()
         ),

@@ -156,7 +156,7 @@ class TorchEngine:
         lora = self.adapter_steps.begin(batch.token_slots, batch.slots) if batch.slots else None
         head_lora = self.adapter_steps.begin_head(batch.kept_slots) if lora is not None else None
         context = self.model.context
-        context.begin(batch.attention, batch.slot_mapping, lora, head_lora)
+        context.begin(batch.attention, batch.kv_positions, lora, head_lora)
         try:
             logits = self.model.logits(batch.input_ids, batch.position_ids, batch.kept)
         finally:

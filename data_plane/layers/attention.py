@@ -95,7 +95,7 @@ class PagedAttention:
         """See Attends."""
         tables = (None, rotation.cos, rotation.sin)  # a row for each token
         if self.key_cache.dtype == key.dtype:
-            caches = (self.key_cache, self.value_cache, self._slots())
+            caches = (self.key_cache, self.value_cache, self._kv_positions())
             apply_rope_and_store_kv(query, key, value, *tables, *caches, norm=rotation.norm)
         else:
             apply_rope(query, key, *tables, norm=rotation.norm)
@@ -103,13 +103,13 @@ class PagedAttention:
         return self._attend(query, settings)
 
     def _store(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write key and value [num_tokens, kv heads, size] to the step's slots."""
+        """Write key and value [num_tokens, kv heads, size] to the step's KV positions."""
         caches = (self.key_cache, self.value_cache)
-        store_kv(key, value, *caches, self._slots(), self.key_scale, self.value_scale)
+        store_kv(key, value, *caches, self._kv_positions(), self.key_scale, self.value_scale)
 
-    def _slots(self) -> torch.Tensor:
-        assert self.context.slot_mapping is not None, "no step was begun"
-        return self.context.slot_mapping
+    def _kv_positions(self) -> torch.Tensor:
+        assert self.context.kv_positions is not None, "no step was begun"
+        return self.context.kv_positions
 
     def _attend(self, query: torch.Tensor, settings: AttentionSettings) -> torch.Tensor:
         assert self.context.attention is not None, "no step was begun"

@@ -16,26 +16,26 @@ class StepContext:
 
     def __init__(self) -> None:
         self.attention: AttentionBatch | None = None
-        self.slot_mapping: torch.Tensor | None = None  # int64 [num_tokens]: where each token's KV goes
+        self.kv_positions: torch.Tensor | None = None  # int64 [num_tokens]: where each token's KV goes
         self.lora: LoraStep | None = None  # None: no token of the step has an adapter
         self.head_lora: LoraStep | None = None  # of the rows that the head sees; None: none that targets the head
 
     def begin(
         self,
         attention: AttentionBatch,
-        slot_mapping: torch.Tensor,
+        kv_positions: torch.Tensor,
         lora: LoraStep | None,
         head_lora: LoraStep | None = None,
     ) -> None:
         """Set the step for the forward pass that follows."""
         self.attention = attention
-        self.slot_mapping = slot_mapping
+        self.kv_positions = kv_positions
         self.lora = lora
         self.head_lora = head_lora
 
     def end(self) -> None:
         """Forget the step."""
         self.attention = None
-        self.slot_mapping = None
+        self.kv_positions = None
         self.lora = None
         self.head_lora = None

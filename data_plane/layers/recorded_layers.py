@@ -87,7 +87,7 @@ class RecordedLayers:
         context = self._context
         assert context.attention is not None, "no step was begun"
         attention = attentions.attention_step(context.attention, self._block_size)
-        turned = rotations.rotation(cos, sin, context.slot_mapping)
+        turned = rotations.rotation(cos, sin, context.kv_positions)
         step = Step(num_tokens=num_tokens, rotation=turned.address, attention=ctypes.addressof(attention))
         if context.lora is not None:
             tokens = context.lora.native_tokens(self._lora_modules)

@@ -51,16 +51,16 @@ def apply_rope_and_store_kv(
     sin: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv_positions: torch.Tensor,
     *,
     norm: HeadNorm | None = None,
 ) -> None:
-    """As apply_rope, then write key and value to their slots as store_kv does without scales."""
+    """As apply_rope, then write key and value to their KV positions as store_kv does without scales."""
     _check(query, key, positions, cos, sin, norm)
-    check_store(key, value, key_cache, value_cache, slot_mapping)
-    store = (value, key_cache, value_cache, slot_mapping)
+    check_store(key, value, key_cache, value_cache, kv_positions)
+    store = (value, key_cache, value_cache, kv_positions)
     is_one_launch = _runs_triton(query, key, positions, cos, sin, norm) and runs_triton(key_cache)
-    if is_one_launch and value.stride(2) == 1 and slot_mapping.is_contiguous():
+    if is_one_launch and value.stride(2) == 1 and kv_positions.is_contiguous():
         from kernels.rope import triton_kernel
 
         triton_kernel.apply_rope(query, key, positions, cos, sin, norm, store)
@@ -68,7 +68,7 @@ def apply_rope_and_store_kv(
         native.apply_rope(query, key, positions, cos, sin, norm, store)
     else:
         apply_rope(query, key, positions, cos, sin, norm=norm)
-        store_kv(key, value, key_cache, value_cache, slot_mapping)
+        store_kv(key, value, key_cache, value_cache, kv_positions)
 
 
 def _runs_triton(

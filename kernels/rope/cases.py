@@ -20,7 +20,7 @@ class Case:
     dim: int = 16
     value_dim: int = 16
     rotary_dim: int = 16
-    num_skipped: int = 0  # tokens of slot -1
+    num_skipped: int = 0  # tokens at KV position -1
     is_strided: bool = False  # query, key and value are slices of one fused projection
     has_norm: bool = False
     weight_offset: float = 0.0
@@ -51,12 +51,12 @@ class Inputs:
     sin: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
-    slot_mapping: torch.Tensor
+    kv_positions: torch.Tensor
     norm: HeadNorm | None
 
     def store(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Value, caches and slots."""
-        return self.value, self.key_cache, self.value_cache, self.slot_mapping
+        """Value, caches and kv_positions."""
+        return self.value, self.key_cache, self.value_cache, self.kv_positions
 
     def changed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """What apply_rope_and_store_kv writes."""
@@ -77,8 +77,8 @@ def make(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) 
         parts = [part.contiguous() for part in parts]
     half = case.rotary_dim // 2
     angles = torch.arange(100)[:, None] * 100.0 ** -(torch.arange(half) / half)
-    slots = torch.randperm(32, generator=generator)[: case.num_tokens]
-    slots[: case.num_skipped] = -1
+    kv_positions = torch.randperm(32, generator=generator)[: case.num_tokens]
+    kv_positions[: case.num_skipped] = -1
     caches = [
         torch.full((4, 8, case.num_kv_heads, dim), float("nan"), dtype=dtype, device=device)
         for dim in (case.dim, case.value_dim)
@@ -98,6 +98,6 @@ def make(case: Case, dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) 
         tables[1],
         caches[0],
         caches[1],
-        slots.to(device),
+        kv_positions.to(device),
         HeadNorm(weights[0], weights[1], 1e-5, case.weight_offset) if case.has_norm else None,
     )

@@ -13,14 +13,14 @@ from kernels.store_kv import native as stores
 
 _SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
-# What a rotation is followed by: value, key_cache, value_cache, slot_mapping.
+# What a rotation is followed by: value, key_cache, value_cache, kv_positions.
 StoreTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Rotation(ctypes.Structure):
     """What a step turns heads by; rotation.h says what the fields are."""
 
-    _fields_ = [*pointers("cos", "sin", "slots"), *integers("cos_stride", "sin_stride", "dtype")]
+    _fields_ = [*pointers("cos", "sin", "kv_positions"), *integers("cos_stride", "sin_stride", "dtype")]
 
 
 class RotateStore(ctypes.Structure):
@@ -38,16 +38,16 @@ class RotateStore(ctypes.Structure):
 class Rotations:
     """A step's rotations, one for every way in which layers rotate, and the tensors that they point to."""
 
-    def __init__(self, slots: torch.Tensor | None, *tables: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """slots are int64 [T], -1 for a token that is not stored; tables are cos and sin [T, n], dense rows."""
-        self._kept = (slots, tables)
-        self._array = (Rotation * len(tables))(*(_rotation(cos, sin, slots) for cos, sin in tables))
+    def __init__(self, kv_positions: torch.Tensor | None, *tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """kv_positions are int64 [T], -1 for a token that is not stored; tables are cos and sin [T, n], dense rows."""
+        self._kept = (kv_positions, tables)
+        self._array = (Rotation * len(tables))(*(_rotation(cos, sin, kv_positions) for cos, sin in tables))
         self.address = ctypes.addressof(self._array)  # for Step.rotation
 
 
-def rotation(cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor | None) -> Rotations:
+def rotation(cos: torch.Tensor, sin: torch.Tensor, kv_positions: torch.Tensor | None) -> Rotations:
     """The Rotations of a model whose layers all rotate alike."""
-    return Rotations(slots, (cos, sin))
+    return Rotations(kv_positions, (cos, sin))
 
 
 def can_serve(
@@ -111,23 +111,23 @@ def apply_rope(
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
     half = cos.shape[1]
-    slots = None
+    kv_positions = None
     if store is None:
         of = problem(query, key, half, norm=norm)
     else:
-        value, key_cache, value_cache, slots = store
-        slots = slots.contiguous()
-        stores.check_slots(slots, key_cache)
+        value, key_cache, value_cache, kv_positions = store
+        kv_positions = kv_positions.contiguous()
+        stores.check_kv_positions(kv_positions, key_cache)
         of = problem(query, key, half, value=value, key_cache=key_cache, value_cache=value_cache, norm=norm)
-    rotations = rotation(cos, sin, slots)
+    rotations = rotation(cos, sin, kv_positions)
     run_one("rotate_store", of, Step(num_tokens=len(query), rotation=rotations.address))
 
 
-def _rotation(cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor | None) -> Rotation:
+def _rotation(cos: torch.Tensor, sin: torch.Tensor, kv_positions: torch.Tensor | None) -> Rotation:
     return Rotation(
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
-        slots=None if slots is None else slots.data_ptr(),
+        kv_positions=None if kv_positions is None else kv_positions.data_ptr(),
         cos_stride=cos.stride(0),
         sin_stride=sin.stride(0),
         dtype=DTYPES[cos.dtype],

@@ -69,7 +69,7 @@ def _rope_kernel(
     # pointers
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, Hkv, D]
-    value_ptr,  # [T, Hkv, Dv]; as the caches and slot_mapping read only if HAS_CACHE
+    value_ptr,  # [T, Hkv, Dv]; as the caches and kv_positions read only if HAS_CACHE
     query_weight_ptr,  # [D]; as key_weight read only if HAS_NORM
     key_weight_ptr,
     positions_ptr,  # int64 [T], read only if HAS_POSITIONS
@@ -77,7 +77,7 @@ def _rope_kernel(
     sin_ptr,
     key_cache_ptr,  # contiguous
     value_cache_ptr,
-    slot_mapping_ptr,  # int64 [T]
+    kv_positions_ptr,  # int64 [T]
     # numbers
     eps,
     weight_offset,
@@ -133,10 +133,10 @@ def _rope_kernel(
             DIM, HALF, BLOCK_HALF, BLOCK_REST, HAS_NORM,
         )  # fmt: skip
         if HAS_CACHE:
-            slot = tl.load(slot_mapping_ptr + token)
-            if slot >= 0:
+            kv_position = tl.load(kv_positions_ptr + token)
+            if kv_position >= 0:
                 is_half = is_head & (offs < HALF)
-                place = key_cache_ptr + (slot * NUM_KV_HEADS + heads) * DIM
+                place = key_cache_ptr + (kv_position * NUM_KV_HEADS + heads) * DIM
                 tl.store(place + offs, turned_a.to(key_cache_ptr.dtype.element_ty), mask=is_half)
                 tl.store(place + HALF + offs, turned_b.to(key_cache_ptr.dtype.element_ty), mask=is_half)
                 if 2 * HALF < DIM:
@@ -146,7 +146,7 @@ def _rope_kernel(
                 offs_dv = tl.arange(0, BLOCK_DV)[None, :]
                 is_value = is_head & (offs_dv < VALUE_DIM)
                 values = tl.load(value_ptr + token * stride_vt + heads * stride_vh + offs_dv, mask=is_value)
-                place = value_cache_ptr + (slot * NUM_KV_HEADS + heads) * VALUE_DIM
+                place = value_cache_ptr + (kv_position * NUM_KV_HEADS + heads) * VALUE_DIM
                 tl.store(place + offs_dv, values.to(value_cache_ptr.dtype.element_ty), mask=is_value)
 
 
@@ -159,13 +159,13 @@ def apply_rope(
     norm: HeadNorm | None,
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """See the package. The last dimension of every tensor is dense; store is value, both caches and slot_mapping."""
+    """See the package. The last dimension of every tensor is dense; store is value, both caches and kv_positions."""
     num_tokens, num_heads, dim = query.shape
     if num_tokens == 0:
         return
     num_kv_heads, half = key.shape[1], cos.shape[1]
     # What is not there is given as some other pointer, which is read by nobody.
-    value, key_cache, value_cache, slot_mapping = store or (key, key, key, key)
+    value, key_cache, value_cache, kv_positions = store or (key, key, key, key)
     query_tiles = ceil_div(num_heads, BLOCK_HEADS)
     _rope_kernel[(num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS))](
         query,
@@ -178,7 +178,7 @@ def apply_rope(
         sin,
         key_cache,
         value_cache,
-        slot_mapping,
+        kv_positions,
         0.0 if norm is None else norm.eps,
         0.0 if norm is None else norm.weight_offset,
         query.stride(0),

@@ -20,7 +20,7 @@ class Case:
     value_dim: int
     num_blocks: int
     block_size: int
-    num_skipped: int  # tokens of slot -1
+    num_skipped: int  # tokens at KV position -1
     is_strided: bool = False  # key and value are slices of one wider tensor, as a fused projection leaves them
 
 
@@ -30,13 +30,13 @@ CASES = (
     Case("one skipped token", 1, 2, 16, 16, 4, 16, 1),
     Case("odd sizes", 13, 3, 7, 5, 9, 3, 4),
     Case("strided", 33, 4, 32, 32, 8, 16, 2, is_strided=True),
-    Case("every slot", 64, 1, 8, 8, 4, 16, 0),
+    Case("every kv_position", 64, 1, 8, 8, 4, 16, 0),
     Case("decode of 256 rows", 256, 8, 64, 64, 64, 16, 0),
 )
 
 
 def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Key, value and slot mapping of the case."""
+    """Key, value and KV positions of the case."""
     generator = torch.Generator().manual_seed(seed)
     width = case.num_kv_heads * (case.key_dim + case.value_dim)
     fused = torch.randn(case.num_tokens, width + 3, generator=generator).to(dtype)
@@ -45,9 +45,9 @@ def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> tuple[torch.Tensor
     value = fused[:, split:width].view(case.num_tokens, case.num_kv_heads, case.value_dim)
     if not case.is_strided:
         key, value = key.contiguous(), value.contiguous()
-    slots = torch.randperm(case.num_blocks * case.block_size, generator=generator)[: case.num_tokens]
-    slots[torch.randperm(case.num_tokens, generator=generator)[: case.num_skipped]] = -1
-    return key, value, slots
+    kv_positions = torch.randperm(case.num_blocks * case.block_size, generator=generator)[: case.num_tokens]
+    kv_positions[torch.randperm(case.num_tokens, generator=generator)[: case.num_skipped]] = -1
+    return key, value, kv_positions
 
 
 def make_fp8_caches(

@@ -12,29 +12,29 @@ def store_kv(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv_positions: torch.Tensor,
     key_scale: KVScale = 1.0,
     value_scale: KVScale = 1.0,
 ) -> None:
     """See the package. On CUDA it waits for the device once: how many tokens are skipped is data."""
-    kept = slot_mapping >= 0
+    kept = kv_positions >= 0
     if not bool(kept.all()):
         rows = kept.nonzero().squeeze(1)
-        key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
+        key, value, kv_positions = key[rows], value[rows], kv_positions[rows]
     for tokens, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
         flat = cache.view(-1, *cache.shape[2:])
         if cache.dtype == FP8:
-            codes = _quantize(tokens.float(), scale, slot_mapping)
-            flat.view(torch.uint8).index_copy_(0, slot_mapping, codes.view(torch.uint8))
+            codes = _quantize(tokens.float(), scale, kv_positions)
+            flat.view(torch.uint8).index_copy_(0, kv_positions, codes.view(torch.uint8))
         else:
-            flat.index_copy_(0, slot_mapping, tokens.to(cache.dtype))
+            flat.index_copy_(0, kv_positions, tokens.to(cache.dtype))
 
 
-def _quantize(tokens: torch.Tensor, scale: KVScale, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """FP8 [T, Hkv, D] of float32 tokens; a scale per token and head is chosen here and written to its slot."""
+def _quantize(tokens: torch.Tensor, scale: KVScale, kv_positions: torch.Tensor) -> torch.Tensor:
+    """FP8 [T, Hkv, D] of float32 tokens; a scale per token and head is chosen here and written to the token's KV position."""
     if isinstance(scale, torch.Tensor):
         chosen = tokens.abs().amax(dim=-1).mul_(1 / FP8_MAX).clamp_(min=MIN_SCALE)
-        scale.view(-1, scale.shape[2]).index_copy_(0, slot_mapping, chosen)
+        scale.view(-1, scale.shape[2]).index_copy_(0, kv_positions, chosen)
         scaled = tokens * chosen.reciprocal_().unsqueeze(-1)
     else:
         scaled = tokens * (1 / scale)

@@ -28,14 +28,14 @@ class Store(ctypes.Structure):
     _fields_ = [  # ctypes wants a list
         ("key", Part),
         ("value", Part),
-        *integers("num_heads", "num_slots", "dtype", "cache_dtype"),
+        *integers("num_heads", "num_kv_positions", "dtype", "cache_dtype"),
     ]
 
 
 class StoreKv(ctypes.Structure):
     """The source's argument; store_kv.c says what the fields are."""
 
-    _fields_ = [("store", Store), *pointers("slots")]
+    _fields_ = [("store", Store), *pointers("kv_positions")]
 
 
 def can_serve(
@@ -60,7 +60,7 @@ def store_of(
         key=_part(key, key_cache, key_scale),
         value=_part(value, value_cache, value_scale),
         num_heads=key.shape[1],
-        num_slots=key_cache.shape[0] * key_cache.shape[1],
+        num_kv_positions=key_cache.shape[0] * key_cache.shape[1],
         dtype=DTYPES[key.dtype],
         cache_dtype=DTYPES[key_cache.dtype],
     )
@@ -71,22 +71,22 @@ def store_kv(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv_positions: torch.Tensor,
     key_scale: KVScale = 1.0,
     value_scale: KVScale = 1.0,
 ) -> None:
     """See the package."""
-    slots = slot_mapping.contiguous()
-    check_slots(slots, key_cache)
+    kv_positions = kv_positions.contiguous()
+    check_kv_positions(kv_positions, key_cache)
     store = store_of(key, value, key_cache, value_cache, key_scale, value_scale)
-    run_one("store_kv", StoreKv(store, slots.data_ptr()), Step(num_tokens=len(key)))
+    run_one("store_kv", StoreKv(store, kv_positions.data_ptr()), Step(num_tokens=len(key)))
 
 
-def check_slots(slots: torch.Tensor, cache: torch.Tensor) -> None:
-    """Raise IndexError for slots that the cache does not have. Native code passes over them."""
-    num_slots = cache.shape[0] * cache.shape[1]
-    if len(slots) and int(slots.numpy().max()) >= num_slots:
-        raise IndexError(f"slot_mapping has {int(slots.max())}, the caches have {num_slots} slots")
+def check_kv_positions(kv_positions: torch.Tensor, cache: torch.Tensor) -> None:
+    """Raise IndexError for KV positions outside the cache. Native code skips them."""
+    num_kv_positions = cache.shape[0] * cache.shape[1]
+    if len(kv_positions) and int(kv_positions.numpy().max()) >= num_kv_positions:
+        raise IndexError(f"kv_positions has {int(kv_positions.max())}, the caches have {num_kv_positions} positions")
 
 
 def _part(tokens: torch.Tensor, cache: torch.Tensor, scale: KVScale) -> Part:

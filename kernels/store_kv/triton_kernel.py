@@ -27,7 +27,7 @@ def _store_one(
     tokens_ptr,
     cache_ptr,
     token,
-    slot,
+    kv_position,
     inverse_scale,
     stride_token,
     stride_head,
@@ -37,7 +37,7 @@ def _store_one(
     DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Copy the elements offs of one token [NUM_HEADS, DIM] to its slot; offsets past the token are masked."""
+    """Copy the elements offs of one token [NUM_HEADS, DIM] to its KV position; offsets past the token are masked."""
     heads = offs // DIM
     dims = offs - heads * DIM
     is_inside = offs < NUM_HEADS * DIM
@@ -45,8 +45,8 @@ def _store_one(
     values = tl.load(tokens_ptr + source, mask=is_inside)
     if IS_FP8:
         values = _saturate(values.to(tl.float32) * inverse_scale)
-    # The caches are contiguous: slot * NUM_HEADS * DIM is where block slot // block_size, offset slot % block_size is.
-    target = slot * (NUM_HEADS * DIM) + offs
+    # The caches are contiguous: position p, in block p // block_size, begins at p * NUM_HEADS * DIM.
+    target = kv_position * (NUM_HEADS * DIM) + offs
     tl.store(cache_ptr + target, values.to(cache_ptr.dtype.element_ty), mask=is_inside)
 
 
@@ -57,12 +57,12 @@ def _store_kv_kernel(
     value_ptr,  # [T, Hkv, Dv]
     key_cache_ptr,  # [num_blocks, block_size, Hkv, D], contiguous
     value_cache_ptr,
-    slot_mapping_ptr,  # int64 [T]
+    kv_positions_ptr,  # int64 [T]
     # read only if IS_FP8
     inverse_key_scale,
     inverse_value_scale,
     # strides, in elements
-    stride_slot,
+    stride_kv_position,
     stride_kt,
     stride_kh,
     stride_kd,
@@ -76,17 +76,17 @@ def _store_kv_kernel(
     CHUNK: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """key_cache[slot[t]] = key[t] and value_cache[slot[t]] = value[t] where slot[t] >= 0."""
+    """key_cache[kv_positions[t]] = key[t] and value_cache[kv_positions[t]] = value[t] where kv_positions[t] >= 0."""
     token = tl.program_id(0)
-    slot = tl.load(slot_mapping_ptr + token.to(tl.int64) * stride_slot)
-    if slot >= 0:
+    kv_position = tl.load(kv_positions_ptr + token.to(tl.int64) * stride_kv_position)
+    if kv_position >= 0:
         offs = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         _store_one(
-            key_ptr, key_cache_ptr, token, slot, inverse_key_scale, stride_kt, stride_kh, stride_kd, offs, NUM_HEADS,
-            KEY_DIM, IS_FP8,
+            key_ptr, key_cache_ptr, token, kv_position, inverse_key_scale, stride_kt, stride_kh, stride_kd, offs,
+            NUM_HEADS, KEY_DIM, IS_FP8,
         )  # fmt: skip
         _store_one(
-            value_ptr, value_cache_ptr, token, slot, inverse_value_scale, stride_vt, stride_vh, stride_vd, offs,
+            value_ptr, value_cache_ptr, token, kv_position, inverse_value_scale, stride_vt, stride_vh, stride_vd, offs,
             NUM_HEADS, VALUE_DIM, IS_FP8,
         )  # fmt: skip
 
@@ -95,8 +95,8 @@ def _store_kv_kernel(
 def _store_head(
     tokens_ptr,  # at the token's head
     cache_ptr,
-    scale_ptr,  # float32 [slots, NUM_HEADS]
-    place,  # int64: slot * NUM_HEADS + head
+    scale_ptr,  # float32 [kv_positions, NUM_HEADS]
+    place,  # int64: kv_position * NUM_HEADS + head
     stride_dim,
     MIN_SCALE: tl.constexpr,
     DIM: tl.constexpr,
@@ -120,9 +120,9 @@ def _store_scaled_kernel(
     value_cache_ptr,
     key_scale_ptr,  # float32 [num_blocks, block_size, Hkv], contiguous
     value_scale_ptr,
-    slot_mapping_ptr,
+    kv_positions_ptr,
     # strides, in elements
-    stride_slot,
+    stride_kv_position,
     stride_kt,
     stride_kh,
     stride_kd,
@@ -139,9 +139,9 @@ def _store_scaled_kernel(
     """scale = max(max |x|, 448 MIN_SCALE) / 448 over one head's x, cache = x / scale. Grid: (T, Hkv)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token * stride_slot)
-    if slot >= 0:
-        place = slot * tl.num_programs(1) + head
+    kv_position = tl.load(kv_positions_ptr + token * stride_kv_position)
+    if kv_position >= 0:
+        place = kv_position * tl.num_programs(1) + head
         _store_head(
             key_ptr + token * stride_kt + head * stride_kh, key_cache_ptr, key_scale_ptr, place, stride_kd, MIN_SCALE,
             KEY_DIM, BLOCK_D,
@@ -157,7 +157,7 @@ def store_kv(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv_positions: torch.Tensor,
     key_scale: KVScale = 1.0,
     value_scale: KVScale = 1.0,
 ) -> None:
@@ -175,8 +175,8 @@ def store_kv(
             value_cache,
             key_scale,
             value_scale,
-            slot_mapping,
-            slot_mapping.stride(0),
+            kv_positions,
+            kv_positions.stride(0),
             *key.stride(),
             *value.stride(),
             MIN_SCALE=MIN_SCALE,
@@ -194,10 +194,10 @@ def store_kv(
         value,
         key_cache,
         value_cache,
-        slot_mapping,
+        kv_positions,
         1 / key_scale,
         1 / value_scale,
-        slot_mapping.stride(0),
+        kv_positions.stride(0),
         *key.stride(),
         *value.stride(),
         NUM_HEADS=num_heads,

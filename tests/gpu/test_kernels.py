@@ -135,12 +135,12 @@ def test_norm_gate_and_rotation_replay_in_a_cuda_graph() -> None:
 
 @pytest.mark.parametrize("case", store_cases.CASES, **by_name)
 def test_store_kv(case: store_cases.Case) -> None:
-    key, value, slot_mapping = store_cases.make(case, torch.bfloat16)
+    key, value, kv_positions = store_cases.make(case, torch.bfloat16)
     shape = (case.num_blocks, case.block_size, case.num_kv_heads)
     caches = [torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (case.key_dim, case.value_dim)]
     on_gpu = [cache.to(CUDA) for cache in caches]
-    store_kv(key, value, *caches, slot_mapping)
-    store_kv(to_device(key, CUDA), to_device(value, CUDA), *on_gpu, slot_mapping.to(CUDA))
+    store_kv(key, value, *caches, kv_positions)
+    store_kv(to_device(key, CUDA), to_device(value, CUDA), *on_gpu, kv_positions.to(CUDA))
     for cache, other in zip(caches, on_gpu, strict=True):
         assert torch.equal(cache, other.cpu())
 

@@ -95,10 +95,10 @@ def rotated(rows: slice) -> torch.Tensor:
     case = rope_cases.Case("all", 32, 32, 8, 128, 128, 128, has_norm=True)
     inputs = to_device(rope_cases.make(case, torch.bfloat16), CUDA)
     assert inputs.positions is not None
-    of_tokens = ("query", "key", "value", "positions", "slot_mapping")
+    of_tokens = ("query", "key", "value", "positions", "kv_positions")
     inputs = replace(inputs, **{name: getattr(inputs, name)[rows] for name in of_tokens})
     apply_rope_and_store_kv(**{item.name: getattr(inputs, item.name) for item in fields(inputs)})
-    cached = [cache.flatten(0, 1)[inputs.slot_mapping] for cache in (inputs.key_cache, inputs.value_cache)]
+    cached = [cache.flatten(0, 1)[inputs.kv_positions] for cache in (inputs.key_cache, inputs.value_cache)]
     return torch.cat([tensor.flatten(1) for tensor in (inputs.query, inputs.key, *cached)], dim=1)
 
 

@@ -48,7 +48,7 @@ def compile_rope(dim: int, rotary_dim: int, *, has_norm: bool, has_positions: bo
         "HAS_POSITIONS": has_positions,
         "HAS_CACHE": True,
     }
-    kinds = {"positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    kinds = {"positions_ptr": "*i64", "kv_positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     compile_kernel(_rope_kernel, constants, kinds | {"eps": "fp32", "weight_offset": "fp32"}, 1)
 
 

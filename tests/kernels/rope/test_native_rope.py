@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def run_reference(inputs: Inputs) -> None:
     reference.apply_rope(inputs.query, inputs.key, inputs.positions, inputs.cos, inputs.sin, inputs.norm)
-    stores.store_kv(inputs.key, inputs.value, inputs.key_cache, inputs.value_cache, inputs.slot_mapping)
+    stores.store_kv(inputs.key, inputs.value, inputs.key_cache, inputs.value_cache, inputs.kv_positions)
 
 
 def run_native(inputs: Inputs) -> None:
@@ -31,7 +31,7 @@ def run_native(inputs: Inputs) -> None:
 
 
 def check(case: Case, dtype: torch.dtype, seed: int = 0, *, table_dtype: torch.dtype = torch.float32) -> None:
-    """Rotation and caches; what lies beside the heads and slots that nobody writes stay."""
+    """Rotation and caches; what lies beside the heads and KV positions that no token has stay."""
     ours, theirs = make(case, dtype, seed=seed), make(case, dtype, seed=seed)
     for inputs in (ours, theirs):
         inputs.cos, inputs.sin = inputs.cos.to(table_dtype), inputs.sin.to(table_dtype)
@@ -40,10 +40,10 @@ def check(case: Case, dtype: torch.dtype, seed: int = 0, *, table_dtype: torch.d
     for mine, other in zip((*ours.changed(), ours.value), (*theirs.changed(), theirs.value), strict=True):
         assert torch.equal(mine.isnan(), other.isnan())
         assert_close(mine.nan_to_num(), other.nan_to_num(), magnitude=4.0 if case.has_norm else 1.0)
-    kept = ours.slot_mapping >= 0
-    slots = ours.slot_mapping[kept]
-    assert torch.equal(ours.key_cache.flatten(0, 1)[slots], ours.key[kept])
-    assert torch.equal(ours.value_cache.flatten(0, 1)[slots], ours.value[kept])
+    kept = ours.kv_positions >= 0
+    kv_positions = ours.kv_positions[kept]
+    assert torch.equal(ours.key_cache.flatten(0, 1)[kv_positions], ours.key[kept])
+    assert torch.equal(ours.value_cache.flatten(0, 1)[kv_positions], ours.value[kept])
 
 
 @pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
@@ -127,9 +127,9 @@ def test_fp8_caches_take_the_bits_that_the_reference_makes_of_the_rotated_keys(
         value_scale=scales[0][1],
         norm=inputs.norm,
     )
-    rotation = native.rotation(*tables, inputs.slot_mapping)
+    rotation = native.rotation(*tables, inputs.kv_positions)
     run_one("rotate_store", of, Step(num_tokens=7, rotation=rotation.address))
-    stores.store_kv(inputs.key, inputs.value, *theirs, inputs.slot_mapping, *scales[1])
+    stores.store_kv(inputs.key, inputs.value, *theirs, inputs.kv_positions, *scales[1])
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
     for mine, other in zip(*scales, strict=True):
@@ -157,7 +157,7 @@ def test_bits_do_not_depend_on_the_threads_or_the_batch(dtype: torch.dtype) -> N
         key=whole.key[11:12],
         value=whole.value[11:12],
         positions=whole.positions[11:12],
-        slot_mapping=whole.slot_mapping[11:12],
+        kv_positions=whole.kv_positions[11:12],
     )
     run_native(alone)
     assert torch.equal(alone.query[0], one.query[11])

@@ -52,9 +52,9 @@ def test_norm_and_rotation_equal_transformers(norm_class: Any, weight_offset: fl
     call(inputs)
     for ours, theirs in zip((inputs.query, inputs.key), expected, strict=True):
         assert_close(ours, theirs, magnitude=2.0)
-    kept = inputs.slot_mapping >= 0
-    assert torch.equal(inputs.key_cache.flatten(0, 1)[inputs.slot_mapping[kept]], inputs.key[kept])
-    assert torch.equal(inputs.value_cache.flatten(0, 1)[inputs.slot_mapping[kept]], inputs.value[kept])
+    kept = inputs.kv_positions >= 0
+    assert torch.equal(inputs.key_cache.flatten(0, 1)[inputs.kv_positions[kept]], inputs.key[kept])
+    assert torch.equal(inputs.value_cache.flatten(0, 1)[inputs.kv_positions[kept]], inputs.value[kept])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,7 +81,7 @@ def test_a_cache_of_another_dtype_takes_rounded_values() -> None:
     inputs = make(CASES[1], torch.float32)
     inputs.key_cache, inputs.value_cache = inputs.key_cache.bfloat16(), inputs.value_cache.bfloat16()
     call(inputs)
-    assert torch.equal(inputs.key_cache.flatten(0, 1)[inputs.slot_mapping], inputs.key.bfloat16())
+    assert torch.equal(inputs.key_cache.flatten(0, 1)[inputs.kv_positions], inputs.key.bfloat16())
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -15,7 +15,7 @@ from tests.kernels.tolerances import assert_close
 
 def run_reference(inputs: Inputs) -> None:
     reference.apply_rope(inputs.query, inputs.key, inputs.positions, inputs.cos, inputs.sin, inputs.norm)
-    store_kv(inputs.key, inputs.value, inputs.key_cache, inputs.value_cache, inputs.slot_mapping)
+    store_kv(inputs.key, inputs.value, inputs.key_cache, inputs.value_cache, inputs.kv_positions)
 
 
 def run_kernel(inputs: Inputs, *, has_cache: bool = True) -> None:
@@ -24,7 +24,7 @@ def run_kernel(inputs: Inputs, *, has_cache: bool = True) -> None:
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-    """Rotation and caches; slots that nobody writes keep their NaN."""
+    """Rotation and caches; KV positions that no token has keep their NaN."""
     ours, theirs = make(case, dtype, device=device.type, seed=seed), make(case, dtype, seed=seed)
     run_reference(theirs)
     run_kernel(ours)

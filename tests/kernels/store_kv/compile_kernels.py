@@ -8,9 +8,9 @@ from kernels.fp8 import MIN_SCALE
 from kernels.store_kv import triton_kernel
 from tests.kernels.compiling import compile_for_h200
 
-TOKENS = {"key_ptr": "*bf16", "value_ptr": "*bf16", "slot_mapping_ptr": "*i64"}
+TOKENS = {"key_ptr": "*bf16", "value_ptr": "*bf16", "kv_positions_ptr": "*i64"}
 SCALES = {"inverse_key_scale": "fp32", "inverse_value_scale": "fp32", "key_scale_ptr": "*fp32"}
-SIZES = {"KEY_DIM": 128, "VALUE_DIM": 128, "stride_kd": 1, "stride_vd": 1, "stride_slot": 1}
+SIZES = {"KEY_DIM": 128, "VALUE_DIM": 128, "stride_kd": 1, "stride_vd": 1, "stride_kv_position": 1}
 
 
 def main() -> None:

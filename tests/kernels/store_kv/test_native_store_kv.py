@@ -15,8 +15,8 @@ def codes_of(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """FP8 codes of tokens with one head, values [T, D]."""
     count, dim = values.shape
     cache = torch.zeros(count, 1, 1, dim).to(FP8)
-    tokens, slots = values[:, None], torch.arange(count)
-    native.store_kv(tokens, tokens, cache, cache.clone(), slots, scale, scale)
+    tokens, kv_positions = values[:, None], torch.arange(count)
+    native.store_kv(tokens, tokens, cache, cache.clone(), kv_positions, scale, scale)
     return cache.view(torch.uint8)[:, 0, 0]
 
 
@@ -44,12 +44,12 @@ def test_heads_that_are_not_finite_are_stored_as_torch_stores_them(dim: int) -> 
 
 def test_bits_do_not_depend_on_the_threads() -> None:
     case = Case("many", 700, 4, 32, 24, 60, 16, 5)
-    key, value, slots = make(case, torch.bfloat16)
+    key, value, kv_positions = make(case, torch.bfloat16)
 
     def run() -> list[torch.Tensor]:
         keys, values, key_scale, value_scale = make_fp8_caches(case, has_token_scales=True)
         assert isinstance(key_scale, torch.Tensor) and isinstance(value_scale, torch.Tensor)
-        native.store_kv(key, value, keys, values, slots, key_scale, value_scale)
+        native.store_kv(key, value, keys, values, kv_positions, key_scale, value_scale)
         return [keys.view(torch.uint8), values.view(torch.uint8), key_scale, value_scale]
 
     one, *others = in_threads(run)
@@ -57,12 +57,12 @@ def test_bits_do_not_depend_on_the_threads() -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, one, strict=True))
 
 
-def test_slots_behind_the_cache_are_refused() -> None:
-    key, value, slots = make(CASES[3], torch.float32)
+def test_kv_positions_behind_the_cache_are_refused() -> None:
+    key, value, kv_positions = make(CASES[3], torch.float32)
     caches = torch.zeros(9, 3, 3, 7), torch.zeros(9, 3, 3, 5)
-    slots[4] = 27
-    with pytest.raises(IndexError, match="slot_mapping has 27, the caches have 27 slots"):
-        native.store_kv(key, value, *caches, slots)
+    kv_positions[4] = 27
+    with pytest.raises(IndexError, match="kv_positions has 27, the caches have 27 positions"):
+        native.store_kv(key, value, *caches, kv_positions)
 
 
 def test_what_the_op_does_not_serve_is_left_to_torch() -> None:

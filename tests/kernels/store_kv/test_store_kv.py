@@ -23,13 +23,13 @@ def caches(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_reference_bit_for_bit(case: Case, dtype: torch.dtype, run: Callable[..., None]) -> None:
     """Slots that nobody writes keep their NaN."""
-    key, value, slots = make(case, torch.float32)
+    key, value, kv_positions = make(case, torch.float32)
     actual, expected = caches(case, dtype), caches(case, dtype)
-    run(key, value, *actual, slots)
-    reference.store_kv(key, value, *expected, slots)
+    run(key, value, *actual, kv_positions)
+    reference.store_kv(key, value, *expected, kv_positions)
     for ours, theirs in zip(actual, expected, strict=True):
         assert torch.equal(ours.nan_to_num(nan=1e4), theirs.nan_to_num(nan=1e4))
-    written = int((slots >= 0).sum()) * case.num_kv_heads * case.key_dim
+    written = int((kv_positions >= 0).sum()) * case.num_kv_heads * case.key_dim
     assert int(actual[0].isfinite().sum()) == written
 
 
@@ -41,10 +41,10 @@ def test_fp8_equals_the_reference_bit_for_bit(
     case: Case, dtype: torch.dtype, run: Callable[..., None], *, has_token_scales: bool
 ) -> None:
     """Slots that nobody writes keep what they held."""
-    key, value, slots = make(case, dtype)
+    key, value, kv_positions = make(case, dtype)
     actual, expected = (make_fp8_caches(case, has_token_scales=has_token_scales) for _ in range(2))
-    run(key, value, *actual[:2], slots, *actual[2:])
-    reference.store_kv(key, value, *expected[:2], slots, *expected[2:])
+    run(key, value, *actual[:2], kv_positions, *actual[2:])
+    reference.store_kv(key, value, *expected[:2], kv_positions, *expected[2:])
     for ours, theirs in zip(actual, expected, strict=True):
         if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
             assert torch.equal(ours.float(), theirs.float())
@@ -84,19 +84,19 @@ def test_every_fp8_code_is_widened_as_torch_does(dtype: torch.dtype) -> None:
 
 def test_wrong_scales_are_refused() -> None:
     case = CASES[3]
-    key, value, slots = make(case, torch.float32)
+    key, value, kv_positions = make(case, torch.float32)
     keys, values, key_scale, _ = make_fp8_caches(case, has_token_scales=True)
     assert isinstance(key_scale, torch.Tensor)
     with pytest.raises(ValueError, match="of two kinds"):
-        store_kv(key, value, keys, values, slots, key_scale, 1.0)
+        store_kv(key, value, keys, values, kv_positions, key_scale, 1.0)
     with pytest.raises(ValueError, match=r"value_scale is torch\.float32 \(3,\)"):
-        store_kv(key, value, keys, values, slots, key_scale, torch.ones(3))
+        store_kv(key, value, keys, values, kv_positions, key_scale, torch.ones(3))
     with pytest.raises(ValueError, match=r"key_scale is 0\.0, want a positive number"):
-        store_kv(key, value, keys, values, slots, 0.0, 1.0)
+        store_kv(key, value, keys, values, kv_positions, 0.0, 1.0)
     with pytest.raises(ValueError, match=r"only torch\.float8_e4m3fn caches have scales"):
-        store_kv(key, value, *caches(case, torch.bfloat16), slots, 1.0, 2.0)
+        store_kv(key, value, *caches(case, torch.bfloat16), kv_positions, 1.0, 2.0)
     with pytest.raises(ValueError, match=r"want both torch\.float8_e4m3fn or neither"):
-        store_kv(key, value, keys, values.float(), slots)
+        store_kv(key, value, keys, values.float(), kv_positions)
 
 
 def test_an_old_gpu_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,16 +111,16 @@ def test_an_old_gpu_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_wrong_shapes_are_refused() -> None:
     case = CASES[3]
-    key, value, slots = make(case, torch.float32)
+    key, value, kv_positions = make(case, torch.float32)
     key_cache, value_cache = caches(case, torch.float32)
     with pytest.raises(ValueError, match=r"key .* does not fit key_cache"):
-        store_kv(value, value, key_cache, value_cache, slots)
+        store_kv(value, value, key_cache, value_cache, kv_positions)
     with pytest.raises(ValueError, match="want int64"):
-        store_kv(key, value, key_cache, value_cache, slots.int())
+        store_kv(key, value, key_cache, value_cache, kv_positions.int())
     with pytest.raises(ValueError, match="must be contiguous"):
-        store_kv(key, value, key_cache.transpose(0, 1).contiguous().transpose(0, 1), value_cache, slots)
+        store_kv(key, value, key_cache.transpose(0, 1).contiguous().transpose(0, 1), value_cache, kv_positions)
     with pytest.raises(ValueError, match="disagree"):
-        store_kv(key, value, key_cache[1:], value_cache, slots)
+        store_kv(key, value, key_cache[1:], value_cache, kv_positions)
 
 
 def test_codes_that_do_not_lie_in_pairs_are_widened_too() -> None:

@@ -29,7 +29,7 @@ def test_equals_the_reference_bit_for_bit(
     case: Case, from_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Slots that nobody writes keep their NaN."""
-    key, value, slots = make(case, from_dtype)
+    key, value, kv_positions = make(case, from_dtype)
     if device.type == "cpu" and dtype == torch.float16:
         # The interpreter cuts digits off where a GPU rounds: values that need neither.
         for tensor in (key, value):
@@ -37,9 +37,9 @@ def test_equals_the_reference_bit_for_bit(
     shape = (case.num_blocks, case.block_size, case.num_kv_heads)
     expected = [torch.full((*shape, dim), NAN, dtype=dtype) for dim in (case.key_dim, case.value_dim)]
     actual = [cache.to(device, copy=True) for cache in expected]
-    reference.store_kv(key, value, expected[0], expected[1], slots)
+    reference.store_kv(key, value, expected[0], expected[1], kv_positions)
     there = [to_device(tensor, device) for tensor in (key, value)]
-    triton_kernel.store_kv(there[0], there[1], actual[0], actual[1], slots.to(device))
+    triton_kernel.store_kv(there[0], there[1], actual[0], actual[1], kv_positions.to(device))
     for ours, theirs in zip(actual, expected, strict=True):
         assert equal_bits(ours, theirs)
 
@@ -51,13 +51,13 @@ def test_fp8_equals_the_reference_bit_for_bit(
     case: Case, dtype: torch.dtype, device: torch.device, *, has_token_scales: bool
 ) -> None:
     """Sizes from 1e-4 to 1e4, so that both ends of the range are met. Slots that nobody writes keep their ones."""
-    key, value, slots = make(case, torch.float32)
+    key, value, kv_positions = make(case, torch.float32)
     key, value = ((tensor * 10**tensor).to(dtype) for tensor in (key, value))
     expected = make_fp8_caches(case, has_token_scales=has_token_scales)
     actual = make_fp8_caches(case, has_token_scales=has_token_scales, device=device)
-    reference.store_kv(key, value, *expected[:2], slots, *expected[2:])
+    reference.store_kv(key, value, *expected[:2], kv_positions, *expected[2:])
     there = [to_device(tensor, device) for tensor in (key, value)]
-    triton_kernel.store_kv(there[0], there[1], *actual[:2], slots.to(device), *actual[2:])
+    triton_kernel.store_kv(there[0], there[1], *actual[:2], kv_positions.to(device), *actual[2:])
     for ours, theirs in zip(actual, expected, strict=True):
         if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
             assert torch.equal(ours.cpu().float(), theirs.float())
@@ -80,13 +80,13 @@ def test_random_cases_equal_the_reference_bit_for_bit(data: st.DataObject, devic
     )
     order = data.draw(st.permutations(range(3)))
     step = data.draw(st.integers(1, 2))
-    key, value, slots = make(case, torch.float32)
+    key, value, kv_positions = make(case, torch.float32)
     key, value = (permuted(tensor.bfloat16(), order, step) for tensor in (key, value))
     kind = data.draw(st.sampled_from(("bfloat16", "fp8", "fp8 per token and head")))
     expected, actual = (caches_of(case, kind, place) for place in (torch.device("cpu"), device))
-    reference.store_kv(key, value, *expected[:2], slots, *expected[2:])
+    reference.store_kv(key, value, *expected[:2], kv_positions, *expected[2:])
     there = [to_device(tensor, device) for tensor in (key, value)]
-    triton_kernel.store_kv(there[0], there[1], *actual[:2], slots.to(device), *actual[2:])
+    triton_kernel.store_kv(there[0], there[1], *actual[:2], kv_positions.to(device), *actual[2:])
     for ours, theirs in zip(actual, expected, strict=True):
         if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
             assert equal_bits(ours.float(), theirs.float())
@@ -129,25 +129,25 @@ def test_a_token_wider_than_one_chunk_is_written_whole(device: torch.device, mon
 
 
 def test_slices_of_a_fused_projection_are_read_by_their_strides(device: torch.device) -> None:
-    key, value, slots = make(Case("strided", 5, 2, 16, 16, 2, 16, 1, is_strided=True), torch.float32)
+    key, value, kv_positions = make(Case("strided", 5, 2, 16, 16, 2, 16, 1, is_strided=True), torch.float32)
     fused = torch.empty_strided((5, 2, 16), key.stride(), device=device)
     caches = [torch.zeros(2, 16, 2, 16, device=device) for _ in range(2)]
     expected = [cache.cpu().clone() for cache in caches]
-    reference.store_kv(key, value, expected[0], expected[1], slots)
-    triton_kernel.store_kv(fused.copy_(key), value.to(device), caches[0], caches[1], slots.to(device))
+    reference.store_kv(key, value, expected[0], expected[1], kv_positions)
+    triton_kernel.store_kv(fused.copy_(key), value.to(device), caches[0], caches[1], kv_positions.to(device))
     assert torch.equal(caches[0].cpu(), expected[0])
     assert torch.equal(caches[1].cpu(), expected[1])
 
 
-def test_a_slot_past_2_to_the_31_values_is_found(device: torch.device) -> None:
-    """Its offset needs 64 bits. Of the 4 GiB cache only the pages of two slots are ever touched."""
+def test_a_kv_position_past_2_to_the_31_values_is_found(device: torch.device) -> None:
+    """Its offset needs 64 bits. Of the 4 GiB cache only the pages of two KV positions are ever touched."""
     width = 64
-    slot = (1 << 31) // width + 1
-    cache = torch.empty(1, slot + 1, 1, width, dtype=torch.float16, device=device)
-    cache[0, [1, slot]] = 0
+    kv_position = (1 << 31) // width + 1
+    cache = torch.empty(1, kv_position + 1, 1, width, dtype=torch.float16, device=device)
+    cache[0, [1, kv_position]] = 0
     key = torch.ones(1, 1, width, dtype=torch.float16, device=device)
-    triton_kernel.store_kv(key, key, cache, cache, torch.tensor([slot], device=device))
-    assert cache[0, slot].eq(1).all()
+    triton_kernel.store_kv(key, key, cache, cache, torch.tensor([kv_position], device=device))
+    assert cache[0, kv_position].eq(1).all()
     assert cache[0, 1].eq(0).all()
 
 
@@ -160,7 +160,7 @@ def test_a_token_past_2_to_the_31_values_is_read(device: torch.device) -> None:
     for has_token_scales in (False, True):
         caches = make_fp8_caches(Case("far", 2, 1, 8, 8, 1, 2, 0), has_token_scales=has_token_scales, device=device)
         expected = make_fp8_caches(Case("far", 2, 1, 8, 8, 1, 2, 0), has_token_scales=has_token_scales)
-        slots = torch.tensor([1, 0], device=device)
-        triton_kernel.store_kv(tokens, tokens, *caches[:2], slots, *caches[2:])
-        reference.store_kv(tokens.cpu(), tokens.cpu(), *expected[:2], slots.cpu(), *expected[2:])
+        kv_positions = torch.tensor([1, 0], device=device)
+        triton_kernel.store_kv(tokens, tokens, *caches[:2], kv_positions, *caches[2:])
+        reference.store_kv(tokens.cpu(), tokens.cpu(), *expected[:2], kv_positions.cpu(), *expected[2:])
         assert torch.equal(caches[0].cpu().float(), expected[0].float())
