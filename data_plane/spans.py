@@ -6,11 +6,12 @@ Where nobody collects, a span costs a call. Called by the plan client and the en
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
+
+from kernels.native import clock_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,6 @@ def collecting(keep: Callable[[Span], None]) -> Iterator[None]:
         yield
     finally:
         _keep = None
-
-
-def clock_ns() -> int:
-    """The clock of spans, nanoseconds."""
-    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 class _Open(AbstractContextManager[None]):

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kernels.native.build import library, library_name, prebuild, turn_off, use_cache_folder
+from kernels.native.clock import clock_ns
 from kernels.native.compiler import find_compiler
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
         Program,
         Run,
         Step,
-        clock_ns,
         get_num_threads,
         has_native,
         integers,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.native.build import library
+from kernels.native.clock import clock_ns
 
 # Element types, as kernels/native/ops.h numbers them.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
@@ -108,11 +108,6 @@ def recording() -> Iterator[list[Run]]:
         yield runs
     finally:
         _recorded = None
-
-
-def clock_ns() -> int:
-    """The clock that runs are timed by, nanoseconds."""
-    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -31,7 +31,7 @@ def store_kv(
 
 
 def _quantize(tokens: torch.Tensor, scale: KVScale, kv_positions: torch.Tensor) -> torch.Tensor:
-    """FP8 [T, Hkv, D] of float32 tokens; a scale per token and head is chosen here and written to the token's KV position."""
+    """FP8 [T, Hkv, D] of float32 tokens. A scale per token and head is chosen here and written at its KV position."""
     if isinstance(scale, torch.Tensor):
         chosen = tokens.abs().amax(dim=-1).mul_(1 / FP8_MAX).clamp_(min=MIN_SCALE)
         scale.view(-1, scale.shape[2]).index_copy_(0, kv_positions, chosen)

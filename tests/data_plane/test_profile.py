@@ -16,8 +16,8 @@ import pytest
 from data_plane.engine.engine import TorchEngine
 from data_plane.plan import NewRow, StepOutput
 from data_plane.profile import NativeRun, StepProfile, trace_events
-from data_plane.spans import Span, clock_ns, span
-from kernels.native import Run, recording
+from data_plane.spans import Span, span
+from kernels.native import Run, clock_ns, recording
 from tests.data_plane.engine.conftest import checkpoint, engine, shared_engine
 from tests.data_plane.engine.planner import GREEDY, array, make_plan
 
