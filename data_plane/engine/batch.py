@@ -1,4 +1,4 @@
-"""Lays the rows of one step out as the packed tensors that the model takes. Vector operations, no loop over rows."""
+"""Builds the packed tensors of one step from its rows. Vector operations, no loop over rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data_plane.engine.logprobs import Asked
+from data_plane.engine.logprobs import LogprobsRequest
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.errors import PlanRefused
 from data_plane.plan import Int32Array
@@ -23,17 +23,17 @@ class StepBatch:
     num_tokens: Int64Array  # [num_seqs] tokens of each
     input_ids: torch.Tensor  # int64 [T] on the device
     position_ids: torch.Tensor  # int64 [T] on the device
-    kv_positions: torch.Tensor  # int64 [T] on the device: place of each token's KV in the cache
+    kv_positions: torch.Tensor  # int64 [T] on the device: where in the cache each token's KV goes
     attention: AttentionBatch
     token_slots: torch.Tensor  # int32 [T] on the host: adapter slot of each token, -1 for none
     slots: list[int]  # adapter slots in the step
-    kept_slots: torch.Tensor  # int32 on the host: those of the tokens that `kept` names
+    kept_slots: torch.Tensor  # int32 on the host: adapter slots of the tokens in `kept`
     sampled_rows: Int64Array  # [n] rows that sample, in the step's order
     written_blocks: Int64Array  # blocks that get a token's KV
-    # int64 on the device, places among the T whose logits are wanted: the n sampled rows' last tokens, then the tokens
-    # before those whose log-probabilities are asked for.
+    # int64 on the device: indices of the tokens whose logits are kept. First the last token of each sampled row,
+    # then, for prompt log-probabilities, the token before each requested token.
     kept: torch.Tensor
-    prompt_asked: list[Asked]
+    prompt_requests: list[LogprobsRequest]
 
 
 def build_batch(
@@ -47,7 +47,7 @@ def build_batch(
     """The pass that the decoding rows and the prefills (row, number of tokens) make, None if it has no token.
 
     last_tokens int64 [max_rows] on the device holds what each row feeds next; num_prompt_logprobs [max_rows] is -1 for
-    rows that want none. Raises PlanRefused where a row lacks blocks, or two tokens would be written to one place.
+    rows that want none. Raises PlanRefused where a row lacks blocks, or two tokens have one KV position.
     """
     prefilled = prefills[:, 0].astype(np.int64)
     step_rows = np.concatenate([decoding, prefilled])
@@ -64,24 +64,26 @@ def build_batch(
     token_rows = np.repeat(step_rows, counts)
     positions = np.arange(num_tokens) - np.repeat(start[:-1] - computed, counts)
     block_index, offset = np.divmod(positions, rows.block_size)
-    places = rows.block_table[token_rows, block_index].astype(np.int64) * rows.block_size + offset
-    _check_distinct(places)
+    kv_positions = rows.block_table[token_rows, block_index].astype(np.int64) * rows.block_size + offset
+    _check_distinct(kv_positions)
     device = last_tokens.device
     token_slots = rows.slot[token_rows]
     is_sampling = ends == rows.num_known[step_rows]
     sampled_rows = step_rows[is_sampling]
     kept = start[1:][is_sampling] - 1
-    prompt_asked: list[Asked] = []
+    prompt_requests: list[LogprobsRequest] = []
     if (num_prompt_logprobs[prefilled] >= 0).any():
-        prompt_asked, at = _prompt_asked(rows, prefills, start[len(decoding) :], num_prompt_logprobs)
-        kept = np.concatenate([kept, at])
+        prompt_requests, indices = _requested_prompt_logprobs(
+            rows, prefills, start[len(decoding) :], num_prompt_logprobs
+        )
+        kept = np.concatenate([kept, indices])
     num_table_blocks = int(-(-ends.max() // rows.block_size))
     return StepBatch(
         rows=step_rows,
         num_tokens=counts,
         input_ids=_input_ids(rows, prefills, decoding, last_tokens),
         position_ids=upload(positions, device),
-        kv_positions=upload(places, device),
+        kv_positions=upload(kv_positions, device),
         attention=AttentionBatch.build(
             torch.from_numpy(rows.block_table[step_rows, :num_table_blocks]), start.tolist(), ends.tolist()
         ),
@@ -89,24 +91,26 @@ def build_batch(
         slots=np.unique(token_slots[token_slots >= 0]).tolist(),
         kept_slots=torch.from_numpy(token_slots[kept]),
         sampled_rows=sampled_rows,
-        written_blocks=places // rows.block_size,
+        written_blocks=kv_positions // rows.block_size,
         kept=upload(kept, device),
-        prompt_asked=prompt_asked,
+        prompt_requests=prompt_requests,
     )
 
 
-def split_prefills(prefills: Int32Array, asks: BoolArray, *, most: int) -> tuple[list[Int32Array], Int32Array]:
-    """Prefills to be computed before the step's own pass, each a pass of its own, and what is left for that.
+def split_prefills(
+    prefills: Int32Array, wants_logprobs: BoolArray, *, most: int
+) -> tuple[list[Int32Array], Int32Array]:
+    """Prefills to compute before the step's own pass, each in a pass of its own, and what is left for the step's pass.
 
-    So that a pass keeps logits of at most `most` prompt tokens, the longer prefills that ask for them (asks [n]) leave
-    no more than their share of it to the last pass. With most=4, [(0, 9), (1, 3)] of which both ask: row 0 in passes of
-    4 and 3, row 1 in one of 1, and [(0, 2), (1, 2)] are left.
+    No pass keeps the logits of more than `most` prompt tokens. Each prefill that wants log-probabilities
+    (wants_logprobs [n]) leaves an equal share of `most` to the last pass. With most=4 and [(0, 9), (1, 3)], both of
+    which want them: row 0 gets passes of 4 and 3 tokens, row 1 one of 1, and [(0, 2), (1, 2)] are left.
     """
-    if int(prefills[asks, 1].sum()) <= most:
+    if int(prefills[wants_logprobs, 1].sum()) <= most:
         return [], prefills
-    share = max(most // int(asks.sum()), 1)
+    share = max(most // int(wants_logprobs.sum()), 1)
     left = prefills.copy()
-    left[asks, 1] = np.minimum(prefills[asks, 1], share)
+    left[wants_logprobs, 1] = np.minimum(prefills[wants_logprobs, 1], share)
     pieces = [
         np.array([[row, min(most, count - begin)]], dtype=np.int32)
         for row, count in np.stack([prefills[:, 0], prefills[:, 1] - left[:, 1]], axis=1).tolist()
@@ -128,32 +132,32 @@ def _input_ids(rows: Rows, prefills: Int32Array, decoding: Int64Array, last_toke
     return torch.cat([fed_back, known])
 
 
-def _prompt_asked(
+def _requested_prompt_logprobs(
     rows: Rows, prefills: Int32Array, start: Int64Array, num_prompt_logprobs: Int64Array
-) -> tuple[list[Asked], Int64Array]:
-    """The prompt tokens that follow computed ones, of the rows that want them told, and the places of the computed.
+) -> tuple[list[LogprobsRequest], Int64Array]:
+    """The prompt tokens whose log-probabilities are requested, and the indices of the tokens before them.
 
-    start is where each prefill begins among the step's tokens. Of a prompt of 5 tokens, 2 computed: a chunk of 3 is
-    followed by the prompt's tokens 3 and 4; what follows its last token is sampled.
+    start is where each prefill begins among the step's tokens. A prompt of 5 tokens with 2 computed, in a chunk of 3:
+    the logits of tokens 2 and 3 give the log-probabilities of tokens 3 and 4; the token after the last is sampled.
     """
-    asked, at = [], []
+    requests, indices = [], []
     for (row, count), begin in zip(prefills.tolist(), start.tolist(), strict=False):
         first = int(rows.num_computed[row]) + 1
         token_ids = rows.token_ids[row][first : min(first + count, int(rows.num_prompt[row]))]
         if num_prompt_logprobs[row] >= 0 and len(token_ids):
-            asked.append(Asked(row, first, token_ids, int(num_prompt_logprobs[row])))
-            at.append(np.arange(begin, begin + len(token_ids)))
-    return asked, np.concatenate(at) if at else np.zeros(0, dtype=np.int64)
+            requests.append(LogprobsRequest(row, first, token_ids, int(num_prompt_logprobs[row])))
+            indices.append(np.arange(begin, begin + len(token_ids)))
+    return requests, np.concatenate(indices) if indices else np.zeros(0, dtype=np.int64)
 
 
 def _check_room(rows: Rows, step_rows: Int64Array, ends: Int64Array) -> None:
     room = rows.num_row_blocks[step_rows] * rows.block_size
     if (ends > room).any():
-        at = int((ends > room).argmax())
-        raise PlanRefused(f"row {step_rows[at]} needs room for {ends[at]} tokens, its blocks hold {room[at]}")
+        index = int((ends > room).argmax())
+        raise PlanRefused(f"row {step_rows[index]} needs room for {ends[index]} tokens, its blocks hold {room[index]}")
 
 
-def _check_distinct(places: Int64Array) -> None:
-    in_order = np.sort(places)
+def _check_distinct(kv_positions: Int64Array) -> None:
+    in_order = np.sort(kv_positions)
     if (in_order[1:] == in_order[:-1]).any():
-        raise PlanRefused("two tokens of the step would be written to one place: a block has two writers")
+        raise PlanRefused("two tokens of the step have one KV position: a block has two writers")

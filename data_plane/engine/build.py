@@ -23,7 +23,7 @@ from data_plane.engine.warm_up import warm_up
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import PagedAttention
 from data_plane.models.limits import model_length
-from data_plane.models.load_progress import telling_progress
+from data_plane.models.load_progress import logging_progress
 from data_plane.models.loader import LoadedModel, load_model
 from data_plane.plan import Capacities, TargetModule
 from kernels import native
@@ -134,7 +134,7 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
     logger.info("loading weights size_bytes=%d device=%s", weights_bytes, device, extra=shown(sentence))
     kv_tokens = config.num_blocks * config.block_size if config.num_blocks is not None else None
     started_s = time.perf_counter()
-    with telling_progress(logger):
+    with logging_progress(logger):
         loaded = load_model(
             config.model_dir,
             config.dtype,

@@ -13,7 +13,7 @@ from data_plane.adapters.step.adapter_steps import AdapterSteps
 from data_plane.engine.batch import StepBatch, build_batch, split_prefills
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
-from data_plane.engine.logprobs import Asked, joined, tell_logprobs
+from data_plane.engine.logprobs import LogprobsRequest, compute_logprobs, joined
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
 from data_plane.engine.sampler import Sampler
 from data_plane.errors import PlanRefused
@@ -24,13 +24,13 @@ from kernels.devices import upload
 
 logger = logging.getLogger(__name__)
 
-# Logits of prompt tokens whose log-probabilities are asked for, float32, that one forward pass makes at most.
+# One forward pass keeps at most so many bytes of float32 logits for log-probabilities of prompts.
 _PROMPT_LOGITS_BYTES = 256 << 20
 _NO_ROWS = np.zeros(0, dtype=np.int32)
 
 
 class TorchEngine:
-    """Executes step plans on a loaded model. Keeps rows, KV and the last sampled tokens; decides nothing."""
+    """Executes step plans on a loaded model. Keeps rows, KV and the last sampled tokens; plans make all decisions."""
 
     def __init__(
         self,
@@ -69,21 +69,23 @@ class TorchEngine:
         num_tokens, most = len(decoding) + int(plan.prefills[:, 1].sum()), self.capacities.max_step_tokens
         if num_tokens > most:
             raise PlanRefused(f"the step has {num_tokens} tokens, at most {most} are allowed")
-        asks = self._sampler.num_prompt_logprobs[plan.prefills[:, 0]] >= 0
-        pieces, prefills = split_prefills(plan.prefills, asks, most=self._most_prompt_logits)
-        prompt_told: list[RowLogprobs] = []
+        wants_logprobs = self._sampler.num_prompt_logprobs[plan.prefills[:, 0]] >= 0
+        pieces, prefills = split_prefills(plan.prefills, wants_logprobs, most=self._most_prompt_logits)
+        prompt_logprobs: list[RowLogprobs] = []
         with torch.inference_mode():
             for piece in pieces:
-                self._pass(decoding[:0], piece, prompt_told)
-            rows, tokens, failed, told = self._pass(decoding, prefills, prompt_told)
+                self._pass(decoding[:0], piece, prompt_logprobs)
+            rows, tokens, failed, logprobs = self._pass(decoding, prefills, prompt_logprobs)
         moved = (0, 0) if self._host_blocks is None else self._host_blocks.take_moved()
-        return StepOutput(plan.step_id, rows, tokens, failed, _microseconds(started), told, joined(prompt_told), *moved)
+        return StepOutput(
+            plan.step_id, rows, tokens, failed, _microseconds(started), logprobs, joined(prompt_logprobs), *moved
+        )
 
     def reset(self) -> None:
-        """Forget all rows, slots and KV. Raises where the device is lost: such a worker must not attach again."""
+        """Forget all rows, slots and KV. Raises if the device is lost: such a worker must not attach again."""
         if self._last_tokens.is_cuda:
             torch.cuda.synchronize()
-        self._mark_dirty(np.flatnonzero(self._rows.is_used & self._rows.is_suspect).astype(np.int32))
+        self._mark_dirty(np.flatnonzero(self._rows.is_used & self._rows.maybe_non_finite).astype(np.int32))
         self._rows.clear()
         self._sampler.clear()
         self.arena.clear()
@@ -93,7 +95,7 @@ class TorchEngine:
         rows = self._rows
         if len(freed := plan.freed_rows):
             in_range = freed[(freed >= 0) & (freed < rows.max_rows)]
-            self._mark_dirty(in_range[rows.is_used[in_range] & rows.is_suspect[in_range]])
+            self._mark_dirty(in_range[rows.is_used[in_range] & rows.maybe_non_finite[in_range]])
             rows.free(freed)
             self._sampler.free(freed)
         for new in plan.new_rows:
@@ -127,9 +129,9 @@ class TorchEngine:
             self._clean_fresh_blocks(plan)
 
     def _pass(
-        self, decoding: Int64Array, prefills: Int32Array, prompt_told: list[RowLogprobs]
+        self, decoding: Int64Array, prefills: Int32Array, prompt_logprobs: list[RowLogprobs]
     ) -> tuple[Int32Array, Int32Array, Int32Array, list[RowLogprobs]]:
-        """One forward pass and its tokens (see _sample); adds to prompt_told what is asked of prompts."""
+        """One forward pass and its tokens (see _sample). Appends to prompt_logprobs those of the pass's prompts."""
         with span("build the batch"):
             batch = build_batch(
                 self._rows,
@@ -144,7 +146,7 @@ class TorchEngine:
             logits = self._forward(batch)
         num_sampled = len(batch.sampled_rows)
         with span("sample"):
-            prompt_told += tell_logprobs(logits[num_sampled:], batch.prompt_asked)
+            prompt_logprobs += compute_logprobs(logits[num_sampled:], batch.prompt_requests)
             return self._sample(batch, logits[:num_sampled])
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
@@ -167,41 +169,44 @@ class TorchEngine:
     def _sample(
         self, batch: StepBatch, logits: torch.Tensor
     ) -> tuple[Int32Array, Int32Array, Int32Array, list[RowLogprobs]]:
-        """A token for each row that samples. Returns rows, tokens, failed rows, and the log-probabilities asked for."""
+        """A token for each row that samples. Returns rows, tokens, failed rows and log-probabilities."""
         rows, sampled = self._rows, batch.sampled_rows
         if len(sampled) == 0:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
         # The token to be sampled is the one behind all known ones.
         positions = rows.num_known[sampled] - rows.num_prompt[sampled]
-        # Both ends count a token for a row that is not finite, so that they agree on what decodes; it is never told.
+        # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
+        # token itself is not returned.
         tokens, finite = self._sampler.sample(logits, sampled, positions)
         self._last_tokens[upload(sampled, tokens.device)] = tokens
         on_host, is_finite = _fetch(tokens, finite)
         rows.num_known[sampled] += 1
         rows.is_decoding[sampled] = True
-        rows.is_suspect[sampled] = ~is_finite
+        rows.maybe_non_finite[sampled] = ~is_finite
         if rows.token_ids:  # prefills, of which some may have ended
             for row in sampled.tolist():
                 rows.token_ids.pop(row, None)
         numbers = sampled.astype(np.int32)
-        told: list[RowLogprobs] = []
+        logprobs: list[RowLogprobs] = []
         num_top = self._sampler.num_logprobs[sampled]
-        at = np.flatnonzero((num_top >= 0) & is_finite)
-        if len(at):
-            asked = [
-                Asked(int(sampled[i]), int(rows.num_known[sampled[i]]) - 1, on_host[i : i + 1], int(num_top[i]))
-                for i in at
+        indices = np.flatnonzero((num_top >= 0) & is_finite)
+        if len(indices):
+            requests = [
+                LogprobsRequest(
+                    int(sampled[i]), int(rows.num_known[sampled[i]]) - 1, on_host[i : i + 1], int(num_top[i])
+                )
+                for i in indices
             ]
-            told = tell_logprobs(logits[upload(at, logits.device)], asked)
-        return numbers[is_finite], on_host[is_finite], numbers[~is_finite], told
+            logprobs = compute_logprobs(logits[upload(indices, logits.device)], requests)
+        return numbers[is_finite], on_host[is_finite], numbers[~is_finite], logprobs
 
-    def _mark_dirty(self, suspects: Int32Array) -> None:
-        """Remember which blocks rows leave that end, and whose KV may not be finite."""
-        for row in suspects.tolist():
+    def _mark_dirty(self, rows: Int32Array) -> None:
+        """Remember the blocks that these rows filled: the rows end, and their KV may not be finite."""
+        for row in rows.tolist():
             self._cache.mark_dirty(self._rows.own_blocks_of(row))
 
     def _clean_fresh_blocks(self, plan: StepPlan) -> None:
-        """Make blocks finite that rows begin to fill: those of new rows without computed tokens, and appended ones."""
+        """Make blocks finite before rows fill them: appended blocks, and new rows' blocks behind computed tokens."""
         size = self.capacities.block_size
         fresh = [plan.appended_blocks[:, 1]]
         fresh += [new.block_ids[-(-new.num_computed_tokens // size) :] for new in plan.new_rows]
@@ -214,7 +219,7 @@ class TorchEngine:
 
 
 def _fetch(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[Int32Array, BoolArray]:
-    """Both, [n] each, on the host by one copy."""
+    """Copy tokens [n] and finite [n] to the host in one transfer."""
     both = torch.stack([tokens, finite.to(tokens.dtype)]).cpu().numpy()
     return both[0].astype(np.int32), both[1].astype(np.bool_)
 

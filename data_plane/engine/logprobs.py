@@ -1,4 +1,4 @@
-"""Log-probabilities of a step as they are told: of sampled tokens, and of prompts where a request asks for theirs."""
+"""Log-probabilities that a step returns: of sampled tokens and of prompt tokens, where requests want them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch
 from data_plane.plan import Int32Array, RowLogprobs
 from kernels.sampling import token_logprobs
 
-# Positions whose logits are looked at together: bounds the memory beside the logits.
+# Positions computed together; this bounds the memory beside the logits.
 _SLICE = 256
-# What is told of a token that is less likely than float32 can say: finite, for JSON has no infinity.
+# Returned for a token that is less likely than float32 can express: finite, because JSON has no infinity.
 LEAST_LOGPROB = np.finfo(np.float32).min
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Consecutive tokens of one row, and how much is wanted of them."""
+class LogprobsRequest:
+    """Consecutive tokens of one row whose log-probabilities are requested."""
 
     row: int
     first_position: int  # tokens of the row before the first of these
     token_ids: Int32Array  # [n]
-    num_top: int
+    num_top: int  # most likely tokens to return beside each
 
 
-def tell_logprobs(logits: torch.Tensor, asked: Sequence[Asked]) -> list[RowLogprobs]:
-    """What was asked, in that order, from the raw logits [sum of n, vocab]: a row of logits for each token.
+def compute_logprobs(logits: torch.Tensor, requests: Sequence[LogprobsRequest]) -> list[RowLogprobs]:
+    """The log-probabilities of each request in order, from raw logits [sum of n, vocab]: a row for each token.
 
-    Left out is whose logits are not finite: its row fails. Where finite ones lie further apart than float32 reaches,
-    LEAST_LOGPROB is told.
+    A request with logits that are not finite is left out: its row fails. Where finite logits differ by more than
+    float32 can hold, LEAST_LOGPROB is returned.
     """
-    if not asked:
+    if not requests:
         return []
-    counts = [len(part.token_ids) for part in asked]
-    num_top = max(part.num_top for part in asked)
-    token_ids = torch.from_numpy(np.concatenate([part.token_ids for part in asked]).astype(np.int64))
+    counts = [len(part.token_ids) for part in requests]
+    num_top = max(part.num_top for part in requests)
+    token_ids = torch.from_numpy(np.concatenate([part.token_ids for part in requests]).astype(np.int64))
     slices = [
         token_logprobs(logits[begin : begin + _SLICE], token_ids[begin : begin + _SLICE].to(logits.device), num_top)
         for begin in range(0, len(logits), _SLICE)
@@ -48,12 +48,12 @@ def tell_logprobs(logits: torch.Tensor, asked: Sequence[Asked]) -> list[RowLogpr
     )
     logprobs, top_logprobs = np.maximum(logprobs, LEAST_LOGPROB), np.maximum(top_logprobs, LEAST_LOGPROB)
     finite = torch.isfinite(logits).all(dim=-1).cpu().numpy()
-    told = []
+    found = []
     end = 0
-    for part, count in zip(asked, counts, strict=True):
+    for part, count in zip(requests, counts, strict=True):
         begin, end = end, end + count
         if finite[begin:end].all():
-            told.append(
+            found.append(
                 RowLogprobs(
                     part.row,
                     part.first_position,
@@ -64,13 +64,13 @@ def tell_logprobs(logits: torch.Tensor, asked: Sequence[Asked]) -> list[RowLogpr
                     top_logprobs[begin:end, : part.num_top],
                 )
             )
-    return told
+    return found
 
 
-def joined(told: Sequence[RowLogprobs]) -> list[RowLogprobs]:
-    """The same with one entry for each row: of consecutive pieces of its tokens, given in order."""
+def joined(logprobs: Sequence[RowLogprobs]) -> list[RowLogprobs]:
+    """One entry for each row, from consecutive pieces of its tokens in order."""
     by_row: dict[int, list[RowLogprobs]] = {}
-    for part in told:
+    for part in logprobs:
         by_row.setdefault(part.row, []).append(part)
     return [
         parts[0]

@@ -1,7 +1,7 @@
-"""The rows of a worker: what it keeps of each request between steps, as arrays, and how plans change it.
+"""The rows of a worker: the state of each request between steps, as arrays, and how plans change it.
 
-Everything a plan says is checked here before anything of it reaches the model; what contradicts the rows is a
-PlanRefused. No torch: values live on the host, the last sampled tokens alone are kept beside the model.
+Every part of a plan is checked here before the model uses it; a plan that contradicts the rows raises PlanRefused. No
+torch: values are on the host. Only the last sampled tokens are kept on the device, by the engine.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ class Rows:
         self.is_decoding = np.zeros(max_rows, dtype=np.bool_)
         self.num_known = np.zeros(max_rows, dtype=np.int64)  # tokens given or sampled
         self.num_computed = np.zeros(max_rows, dtype=np.int64)  # leading tokens whose KV is in the cache
-        self.num_given = np.zeros(max_rows, dtype=np.int64)  # of those, tokens whose KV was there when the row began
+        self.num_given = np.zeros(
+            max_rows, dtype=np.int64
+        )  # leading tokens whose KV was in the cache when the row began
         self.num_prompt = np.zeros(max_rows, dtype=np.int64)  # tokens of the prompt; the rest was generated
         self.block_table = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_row_blocks = np.zeros(max_rows, dtype=np.int64)
         self.slot = np.full(max_rows, -1, dtype=np.int32)  # adapter slot, -1 for none
         self.slot_generation = np.zeros(max_rows, dtype=np.int64)
         self.is_stepwise = np.zeros(max_rows, dtype=np.bool_)  # decodes only in steps that feed it
-        # KV of such a row may hold values that are not finite: nothing finite was sampled from it.
-        self.is_suspect = np.zeros(max_rows, dtype=np.bool_)
+        # The row's KV may hold values that are not finite: no finite logits came from it yet.
+        self.maybe_non_finite = np.zeros(max_rows, dtype=np.bool_)
         self.token_ids: dict[int, Int32Array] = {}  # given tokens of rows whose prefill has not ended
 
     def clear(self) -> None:
@@ -50,11 +52,11 @@ class Rows:
         self.is_used[:] = False
         self.is_paused[:] = False
         self.is_decoding[:] = False
-        self.is_suspect[:] = False
+        self.maybe_non_finite[:] = False
         self.token_ids.clear()
 
     def own_blocks_of(self, row: int) -> Int32Array:
-        """Those of the row's blocks that it began to fill, or had a copy of another's in."""
+        """The row's blocks that the row itself fills, copies of other rows' blocks included."""
         return self.block_table[row, self.num_given[row] // self.block_size : self.num_row_blocks[row]]
 
     def free(self, rows: Int32Array) -> None:
@@ -63,7 +65,7 @@ class Rows:
         for row in rows.tolist():
             if not self.is_used[row]:
                 raise PlanRefused(f"freed_rows names row {row}, which is not used")
-            self.is_used[row] = self.is_paused[row] = self.is_decoding[row] = self.is_suspect[row] = False
+            self.is_used[row] = self.is_paused[row] = self.is_decoding[row] = self.maybe_non_finite[row] = False
             self.token_ids.pop(row, None)
 
     def add(self, new: NewRow) -> None:
@@ -87,7 +89,7 @@ class Rows:
         if new.token_ids.min() < 0 or new.token_ids.max() >= self.vocab_size:
             raise PlanRefused(f"new row {row} has a token id outside [0, {self.vocab_size})")
         self._check_blocks(f"new row {row}", new.block_ids)
-        self.is_used[row] = self.is_suspect[row] = True
+        self.is_used[row] = self.maybe_non_finite[row] = True
         self.is_paused[row] = self.is_decoding[row] = False
         self.num_known[row] = num_tokens
         self.num_computed[row] = self.num_given[row] = new.num_computed_tokens
@@ -168,10 +170,11 @@ class Rows:
         left = self.num_known[rows] - self.num_computed[rows]
         wrong = (counts < 1) | (counts > left) | self.is_decoding[rows]
         if wrong.any():
-            at = int(wrong.argmax())
+            index = int(wrong.argmax())
+            row = rows[index]
             raise PlanRefused(
-                f"prefills gives row {rows[at]} {counts[at]} tokens; {left[at]} of its known tokens are not computed"
-                f"{' and it is decoding' if self.is_decoding[rows[at]] else ''}"
+                f"prefills gives row {row} {counts[index]} tokens; {left[index]} of its known tokens are not computed"
+                f"{' and it is decoding' if self.is_decoding[row] else ''}"
             )
 
     def _check_rows(self, name: str, rows: Int32Array) -> None:

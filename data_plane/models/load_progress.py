@@ -15,7 +15,7 @@ _WEIGHTS = "Loading weights"  # the bar of from_pretrained over the tensors of a
 
 
 @contextlib.contextmanager
-def telling_progress(logger: logging.Logger) -> Iterator[None]:
+def logging_progress(logger: logging.Logger) -> Iterator[None]:
     """While the block runs, tell `logger` how many tensors of the checkpoint were read. No bar is drawn."""
 
     def make_bar(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

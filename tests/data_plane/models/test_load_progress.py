@@ -8,7 +8,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from contract import process_log
-from data_plane.models.load_progress import telling_progress
+from data_plane.models.load_progress import logging_progress
 
 logger = logging.getLogger("motet.test_load_progress")
 
@@ -18,7 +18,7 @@ def test_tensors_of_a_checkpoint_are_told_and_other_bars_stay_silent(
 ) -> None:
     monkeypatch.setattr(process_log, "PROGRESS_EVERY_S", 0.0)
     items = {f"weight{index}": index for index in range(4)}
-    with caplog.at_level(logging.INFO), telling_progress(logger):
+    with caplog.at_level(logging.INFO), logging_progress(logger):
         assert list(transformers_logging.tqdm(items.items(), desc="Loading weights")) == list(items.items())
         assert list(transformers_logging.tqdm(range(3), desc="Fetching")) == [0, 1, 2]
         bar = transformers_logging.tqdm(items.items(), desc="Loading weights")
