@@ -253,8 +253,11 @@ INLINE void expand_strip(const Work *work, char *const *y, int64_t first_row, in
                          int pairs, int dtype) {
     const Strip here = {work->part->tile, (work->part->offset + place) * item_bytes(dtype)};
     vec sums[MIX_ROWS][MOST_PAIRS][2];
-    /* For many rows this costs more than it saves. */
-    if (rows <= MIX_ROWS / 2) EACH_ROW fetch(y[row] + place * item_bytes(dtype), pairs * PAIR * item_bytes(dtype));
+    /* Many rows of 16-bit numbers mostly lie in a cache: fetching them costs more than it saves. Of float32 the strip
+     * behind this one is fetched. */
+    const int is_many = rows > MIX_ROWS / 2;
+    const int64_t item = item_bytes(dtype), fetched = (place + (is_many ? pairs * PAIR : 0)) * item;
+    if (!is_many || dtype == FLOAT32) EACH_ROW fetch(y[row] + fetched, pairs * PAIR * item);
     mix_strip(work->b, work->h, first_row, here, next, sums, rows, pairs, dtype);
     if (work->finish->gain || work->finish->lora_bias) {
         vec mixed[2 * MOST_SUMS], *to = mixed;
