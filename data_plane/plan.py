@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from contract.v1.sampling import SamplingValues
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
@@ -29,23 +31,13 @@ def no_rows() -> Int32Array:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSampling:
+class RowSampling(SamplingValues):
     """How one row's tokens are chosen."""
 
-    temperature: float  # softmax temperature, no unit; 0 is greedy
-    top_k: int  # most likely tokens kept; 0 keeps all
-    top_p: float  # nucleus, no unit, in (0, 1]
-    seed: int  # 64-bit unsigned
-    min_p: float = 0.0  # least probability over the largest one, no unit, in [0, 1]
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits, no unit, > 0
-    presence_penalty: float = 0.0  # subtracted from logits of generated tokens
-    frequency_penalty: float = 0.0  # the same for each time that a token was generated
     biased_token_ids: Int32Array | None = None  # [n]; None: no bias
     biases: Float32Array | None = None  # [n] added to their logits
     min_tokens: int = 0  # generated tokens before which no banned token is sampled
     banned_token_ids: Int32Array | None = None  # [n]; set where min_tokens is
-    num_logprobs: int | None = None  # most likely tokens told beside each sampled one; None: no log-probabilities
-    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens from the second on
 
 
 @dataclass(frozen=True, slots=True)

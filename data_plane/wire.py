@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from contract import PROTOCOL
+from contract import sampling as sampling_params
 from contract.v1 import plan_pb2
 from data_plane.errors import PlanRefused
 from data_plane.plan import (
@@ -163,20 +164,11 @@ def _decode_sampling(message: plan_pb2.NewRow) -> RowSampling:
     if len(biased) != len(biases):
         raise PlanRefused(f"new row {message.row} has {len(biased)} biased_token_ids and {len(biases)} biases")
     return RowSampling(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        seed=message.seed,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
+        **sampling_params.from_message(message.sampling),
         biased_token_ids=biased if len(biased) else None,
         biases=biases if len(biases) else None,
         min_tokens=message.min_tokens,
         banned_token_ids=_ints(message.banned_token_ids, "banned_token_ids") if message.banned_token_ids else None,
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
     )
 
 

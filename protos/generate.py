@@ -19,6 +19,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import grpc_tools.protoc
+import sampling_classes
 
 PROTOS = Path(__file__).resolve().parent
 ROOT = PROTOS.parent
@@ -61,6 +62,11 @@ def generate(out: Path) -> list[tuple[Path, Path]]:
             imported = f"from {folder.replace('/', '.')} import"
             path.write_text(source.replace(imported, f"from {package} import"), encoding="utf-8")
             stubs.append((path, directory / path.name))
+    sys.path.insert(0, str(out))  # for the options of fields
+    for name, text in sampling_classes.sources().items():
+        source = out / name.replace("/", "_")
+        source.write_text(text, encoding="utf-8")
+        stubs.append((source, ROOT / name))
     return stubs
 
 

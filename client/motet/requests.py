@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from motet.errors import invalid_field
 from motet.types import BeamSearch, ChatMessage
 from motet.v1 import generation_pb2, types_pb2
+from motet.v1.sampling import SamplingOptions
 
 ChatTurn: TypeAlias = ChatMessage | Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
@@ -22,28 +24,21 @@ TENANT_KEY = "motet-tenant"  # metadata
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _INT32_MAX = 2**31 - 1
+_UINT_MAX = {FieldDescriptor.TYPE_UINT32: _UINT32_MAX, FieldDescriptor.TYPE_UINT64: _UINT64_MAX}
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of generate(). Left out or None: the server's default, told back in `started`."""
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of generate(), sampling parameters among them. Left out or None: the server's default.
+
+    The values in effect are reported in `started`.
+    """
 
     adapter: str  # name of the adapter; empty for the base model
     adapter_digest: str  # pins one version of it; empty for the active one
     max_tokens: int | None  # most tokens to generate
-    temperature: float | None  # 0 is greedy, the default
-    top_k: int | None  # keep the k most likely tokens
-    top_p: float | None  # keep the smallest set of tokens whose probability reaches top_p
-    min_p: float | None  # keep tokens at least min_p times as likely as the most likely one
-    repetition_penalty: float | None  # above 1 makes tokens of prompt and answer less likely; 1 changes nothing
-    presence_penalty: float | None  # subtracted from the logits of tokens that were generated
-    frequency_penalty: float | None  # the same for each time that a token was generated
-    logit_bias: Mapping[int, float]  # added to the logits of these token ids
-    logprobs: int | None  # tell log-probabilities of the tokens, and of so many most likely ones
-    prompt_logprobs: int | None  # the same for the prompt's tokens from the second on
     n: int | None  # answers to return, each with its own index
     best_of: int | None  # answers to sample; the n most likely ones are returned at the end
     beam_search: BeamSearch | None  # instead of sampling; the n best answers are returned at the end
-    seed: int | None  # the same seed gives the same tokens, whatever else is in the batch
     stop: str | Sequence[str]  # end before one of these strings
     stop_token_ids: Sequence[int]  # end after one of these tokens
     min_tokens: int | None  # generate so many before any of these, or the end-of-sequence token, may end it
@@ -67,22 +62,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         adapter=_text("adapter", options.get("adapter", "")),
         adapter_digest=_text("adapter_digest", options.get("adapter_digest", "")),
         cache_salt=_text("cache_salt", options.get("cache_salt", "")),
-        sampling=types_pb2.SamplingParams(
-            temperature=options.get("temperature"),
-            top_k=_optional_uint("sampling.top_k", options.get("top_k"), _UINT32_MAX),
-            top_p=options.get("top_p"),
-            seed=_optional_uint("sampling.seed", options.get("seed"), _UINT64_MAX),
-            min_p=options.get("min_p"),
-            repetition_penalty=options.get("repetition_penalty"),
-            presence_penalty=options.get("presence_penalty"),
-            frequency_penalty=options.get("frequency_penalty"),
-            logit_bias={
-                _uint("sampling.logit_bias", token, _UINT32_MAX): bias
-                for token, bias in options.get("logit_bias", {}).items()
-            },
-            logprobs=_optional_uint("sampling.logprobs", options.get("logprobs"), _UINT32_MAX),
-            prompt_logprobs=_optional_uint("sampling.prompt_logprobs", options.get("prompt_logprobs"), _UINT32_MAX),
-        ),
+        sampling=_sampling(options),
         stopping=types_pb2.StoppingParams(
             max_tokens=_optional_uint("stopping.max_tokens", options.get("max_tokens"), _UINT32_MAX),
             stop=[_text("stopping.stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
@@ -170,6 +150,21 @@ def _pin_unset(settings: Message, effective: Message) -> None:
             continue
         if effective.HasField(field.name):
             setattr(settings, field.name, getattr(effective, field.name))
+
+
+def _sampling(options: GenerateOptions) -> types_pb2.SamplingParams:
+    given: dict[str, Any] = {}
+    for field in types_pb2.SamplingParams.DESCRIPTOR.fields:
+        value: Any = options.get(field.name)
+        path = f"sampling.{field.name}"
+        if value is None:
+            continue
+        if field.name == "logit_bias":
+            value = {_uint(path, token, _UINT32_MAX): bias for token, bias in value.items()}
+        elif field.type in _UINT_MAX:
+            value = _uint(path, value, _UINT_MAX[field.type])
+        given[field.name] = value
+    return types_pb2.SamplingParams(**given)
 
 
 def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOptions) -> None:

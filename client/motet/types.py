@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from motet.v1.sampling import SamplingInEffect
+
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
@@ -73,9 +75,12 @@ class Timings:
     total_time_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """What the server made of the request. Known from the first chunk on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(SamplingInEffect):
+    """What the server made of the request. Known from the first chunk on.
+
+    The sampling parameters are those in effect; `top_k` is None, or the vocabulary size, where all tokens are kept.
+    """
 
     request_id: str
     adapter: str  # "adapters/{id}"; empty for the base model
@@ -83,15 +88,7 @@ class Started:
     prompt_tokens: int
     cached_tokens: int  # prompt tokens taken from the prefix cache
     queue_time_s: float
-    temperature: float  # in effect, no unit; 0 is greedy
-    top_k: int | None  # in effect; None or the vocabulary size keeps all
-    top_p: float  # in effect, no unit
-    seed: int  # in effect
     max_tokens: int  # in effect
-    min_p: float = 0.0  # in effect, like those below
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     min_tokens: int = 0
     n: int = 1  # answers that are returned
     best_of: int = 1  # answers that are sampled

@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from motet import types
 from motet.v1 import adapters_pb2, generation_pb2, status_pb2, types_pb2
+from motet.v1.sampling import SamplingInEffect
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,6 +43,9 @@ _TIERS = {
 }
 
 
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingInEffect))
+
+
 def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
     """What the server made of a request."""
     sampling, decoding = message.sampling, message.decoding
@@ -53,15 +57,7 @@ def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
         queue_time_s=_seconds(message.queue_time),
-        temperature=sampling.temperature,
-        top_k=sampling.top_k or None,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        seed=sampling.seed,
         max_tokens=message.stopping.max_tokens,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         min_tokens=message.stopping.min_tokens,
         n=decoding.n or 1,
         best_of=decoding.best_of or 1,
@@ -75,6 +71,7 @@ def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
         prompt_sha256=message.prompt_sha256,
         render_time=_time(message.render_time),
         prompt_logprobs=logprobs_from(message.prompt_logprobs),
+        **{name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)},
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
+from contract.v1.sampling import SamplingValues
 from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
 from control_plane.scheduler.logprobs import TokenLogprobs as TokenLogprobs
 
@@ -44,21 +45,11 @@ class AdapterTier(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(SamplingValues):
     """How tokens are chosen; every value in effect, validated."""
 
-    temperature: float = 0.0  # softmax temperature, no unit; 0 is greedy
-    top_k: int = 0  # most likely tokens kept; 0 keeps all
-    top_p: float = 1.0  # nucleus, no unit, in (0, 1]
-    seed: int = 0  # 64-bit unsigned
-    min_p: float = 0.0  # least probability over the largest one, no unit, in [0, 1]
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits, no unit, > 0
-    presence_penalty: float = 0.0  # subtracted from logits of generated tokens
-    frequency_penalty: float = 0.0  # the same for each time that a token was generated
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), by token id
     min_tokens: int = 0  # generated tokens before which no stop token is sampled
-    num_logprobs: int | None = None  # most likely tokens told beside each sampled one; None: no log-probabilities
-    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens from the second on
 
 
 @dataclass(frozen=True, slots=True)

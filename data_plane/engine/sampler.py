@@ -1,8 +1,10 @@
 """How every row of a worker samples: settings by row number, checked when a row begins, as the tensors that the
-sampling kernels take. A row costs per step only what it asks for."""
+sampling kernels take. Options that no row uses cost nothing."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +12,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.sampling import PARAMETERS, Parameter
 from data_plane.engine.rows import Int64Array
 from data_plane.engine.token_history import TokenHistory
 from data_plane.errors import PlanRefused
 from data_plane.plan import Float32Array, Int32Array, NewRow, RowSampling
 from kernels.devices import upload
-from kernels.sampling import Adjustments, SamplingRows, sample_and_check
+from kernels.sampling import (
+    DRAW_PARAMETERS,
+    FILTERS,
+    PENALTIES,
+    Adjustments,
+    RowParameter,
+    SamplingRows,
+    sample_and_check,
+)
 
 # Token ids and what is added to their logits; -inf bans.
 _Biases = tuple[Int64Array, Float32Array]
@@ -28,14 +39,9 @@ class Sampler:
     def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._temperature = np.zeros(max_rows, dtype=np.float32)
-        self._top_k = np.zeros(max_rows, dtype=np.int64)
-        self._top_p = np.ones(max_rows, dtype=np.float32)
-        self._min_p = np.zeros(max_rows, dtype=np.float32)
-        self._seed = np.zeros(max_rows, dtype=np.int64)  # the unsigned seed's 64 bits
-        self._repetition = np.ones(max_rows, dtype=np.float32)
-        self._presence = np.zeros(max_rows, dtype=np.float32)
-        self._frequency = np.zeros(max_rows, dtype=np.float32)
+        # What each row draws by, and its penalties: [max_rows] by the names that the kernels have for them.
+        self._draw = _arrays(DRAW_PARAMETERS, max_rows)
+        self._penalties = _arrays(PENALTIES, max_rows)
         self._min_tokens = np.zeros(max_rows, dtype=np.int64)
         self._is_adjusted = np.zeros(max_rows, dtype=np.bool_)  # logits are changed in some step
         self._history_place = np.full(max_rows, -1, dtype=np.int64)  # -1: no penalties
@@ -53,14 +59,11 @@ class Sampler:
         row, sampling = new.row, new.sampling
         _check(new, self._vocab_size)
         self._last_draws = None
-        self._temperature[row] = sampling.temperature
-        self._top_k[row] = min(sampling.top_k, self._vocab_size)
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
-        self._seed[row] = np.uint64(sampling.seed).astype(np.int64)
-        self._repetition[row] = sampling.repetition_penalty
-        self._presence[row] = sampling.presence_penalty
-        self._frequency[row] = sampling.frequency_penalty
+        for name, values in self._draw.items():
+            values[row] = getattr(sampling, name) if name != "seed" else np.uint64(sampling.seed).astype(np.int64)
+        self._draw["top_k"][row] = min(sampling.top_k, self._vocab_size)
+        for name, values in self._penalties.items():
+            values[row] = getattr(sampling, f"{name}_penalty")
         self._min_tokens[row] = sampling.min_tokens
         self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self.num_prompt_logprobs[row] = -1 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs
@@ -72,6 +75,12 @@ class Sampler:
             after = _biases(sampling)
             self._biases[row] = (after if banned is None else _ban(after, banned), after)
         self._is_adjusted[row] = self._history_place[row] >= 0 or row in self._biases
+
+    def inspect(self, row: int) -> dict[str, float]:
+        """What a row draws by, for tests: its numbers by the kernels' names, and its counts of log-probabilities."""
+        numbers = {name: values[row].item() for name, values in (*self._draw.items(), *self._penalties.items())}
+        counts = {"num_logprobs": self.num_logprobs, "num_prompt_logprobs": self.num_prompt_logprobs}
+        return numbers | {name: values[row].item() for name, values in counts.items()}
 
     def free(self, rows: Int32Array) -> None:
         """End rows."""
@@ -112,22 +121,14 @@ class Sampler:
         return None if settings is None else replace(settings, position=self._tensor(positions))
 
     def _settings(self, rows: Int64Array) -> SamplingRows | None:
-        """Of rows at position 0; None if all are greedy."""
-        temperature = self._temperature[rows]
-        if not temperature.any():
+        """Sampling settings of `rows`, with every position set to 0. None if all rows are greedy."""
+        if not self._draw["temperature"][rows].any():
             return None
-        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
-        return SamplingRows(
-            temperature=self._tensor(temperature),
-            top_k=self._tensor(top_k),
-            top_p=self._tensor(top_p),
-            min_p=self._tensor(min_p),
-            seed=self._tensor(self._seed[rows]),
-            position=self._tensor(np.zeros_like(rows)),
-            has_top_k=bool(top_k.any()),
-            has_top_p=bool((top_p < 1).any()),
-            has_min_p=bool(min_p.any()),
-        )
+        values = {name: array[rows] for name, array in self._draw.items()}
+        settings: dict[str, Any] = {name: self._tensor(array) for name, array in values.items()}
+        for name in FILTERS:
+            settings[f"has_{name}"] = bool((values[name] != DRAW_PARAMETERS[name].neutral).any())
+        return SamplingRows(**settings, position=self._tensor(np.zeros_like(rows)))
 
     def _adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
         """Of the rows whose logits change in this step; None if there is none."""
@@ -145,9 +146,7 @@ class Sampler:
         counts = [len(token_ids) for token_ids, _ in biases]
         return Adjustments(
             rows=self._tensor(at),
-            repetition=self._tensor(self._repetition[adjusted]),
-            presence=self._tensor(self._presence[adjusted]),
-            frequency=self._tensor(self._frequency[adjusted]),
+            **{name: self._tensor(values[adjusted]) for name, values in self._penalties.items()},
             history_row=self._tensor(self._history_place[adjusted]),
             history=self._history.table,
             bias_row=self._tensor(np.repeat(np.arange(len(at)), counts)),
@@ -166,8 +165,16 @@ class Sampler:
         return upload(values, self._device)
 
 
+def _arrays(parameters: Mapping[str, RowParameter], max_rows: int) -> dict[str, npt.NDArray[Any]]:
+    """By name, the neutral value of each row."""
+    return {
+        name: np.full(max_rows, parameter.neutral, dtype=np.float32 if parameter.dtype.is_floating_point else np.int64)
+        for name, parameter in parameters.items()
+    }
+
+
 def _has_penalties(sampling: RowSampling) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
+    return any(getattr(sampling, f"{name}_penalty") != penalty.neutral for name, penalty in PENALTIES.items())
 
 
 def _biases(sampling: RowSampling) -> _Biases:
@@ -190,24 +197,12 @@ def _ban(biases: _Biases, banned: Int32Array) -> _Biases:
 def _check(new: NewRow, vocab_size: int) -> None:
     """Refuse settings out of range, by name."""
     sampling = new.sampling
-    for name, is_right in (
-        ("temperature", sampling.temperature >= 0),
-        ("top_k", sampling.top_k >= 0),
-        ("top_p", 0 < sampling.top_p <= 1),
-        ("min_p", 0 <= sampling.min_p <= 1),
-        ("repetition_penalty", sampling.repetition_penalty > 0),
-        ("presence_penalty", True),
-        ("frequency_penalty", True),
-        ("min_tokens", sampling.min_tokens >= 0),
-        ("num_logprobs", sampling.num_logprobs is None or 0 <= sampling.num_logprobs <= vocab_size),
-        (
-            "num_prompt_logprobs",
-            sampling.num_prompt_logprobs is None or 0 <= sampling.num_prompt_logprobs <= vocab_size,
-        ),
-    ):
-        value = getattr(sampling, name)
-        if not is_right or not np.isfinite(0 if value is None else value):
-            raise PlanRefused(f"new row {new.row} has {name} {value}")
+    for parameter in PARAMETERS:
+        value = getattr(sampling, parameter.attribute)
+        if value != parameter.default and not _has_meaning(parameter, value, vocab_size):
+            raise PlanRefused(f"new row {new.row} has {parameter.attribute} {value}")
+    if sampling.min_tokens < 0:
+        raise PlanRefused(f"new row {new.row} has min_tokens {sampling.min_tokens}")
     if sampling.num_prompt_logprobs is not None and new.num_computed_tokens:
         raise PlanRefused(
             f"new row {new.row} asks for log-probabilities of its prompt, of which {new.num_computed_tokens} tokens "
@@ -216,6 +211,16 @@ def _check(new: NewRow, vocab_size: int) -> None:
     if new.is_stepwise and _has_penalties(sampling):
         raise PlanRefused(f"new row {new.row} is stepwise and has penalties: what it is fed is not counted")
     _check_biases(new, vocab_size)
+
+
+def _has_meaning(parameter: Parameter, value: float, vocab_size: int) -> bool:
+    """Whether the kernels can use the value. They take more than clients may request: any temperature and penalty."""
+    if not parameter.is_float:  # beam search requests more log-probabilities than clients may
+        return value >= 0 and (parameter.default is not None or value <= vocab_size)
+    may_be_negative = parameter.lowest is not None and parameter.lowest < 0
+    is_probability = parameter.highest == 1
+    is_low = (value < 0 and not may_be_negative) or (value == 0 and not parameter.is_valid(0.0))
+    return math.isfinite(value) and not is_low and not (is_probability and value > 1)
 
 
 def _check_biases(new: NewRow, vocab_size: int) -> None:

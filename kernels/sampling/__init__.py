@@ -12,12 +12,31 @@ import torch
 from kernels.devices import runs_triton
 from kernels.sampling import cpu, native, reference
 from kernels.sampling.logprobs import TokenLogprobs, token_logprobs
-from kernels.sampling.rows import IN_ANSWER, IN_PROMPT, Adjustments, SamplingRows, check_adjustments, check_rows
+from kernels.sampling.rows import (
+    DRAW_PARAMETERS,
+    FILTERS,
+    IN_ANSWER,
+    IN_PROMPT,
+    PENALTIES,
+    Adjustments,
+    RowParameter,
+    SamplingRows,
+    check_adjustments,
+    check_rows,
+)
+
+# Filters that native code, the Triton kernels and cpu.py know. Rows that use another one take the definition.
+COMPILED_FILTERS = frozenset({"top_k", "top_p", "min_p"})
 
 __all__ = [
+    "COMPILED_FILTERS",
+    "DRAW_PARAMETERS",
+    "FILTERS",
     "IN_ANSWER",
     "IN_PROMPT",
+    "PENALTIES",
     "Adjustments",
+    "RowParameter",
     "SamplingRows",
     "TokenLogprobs",
     "sample",
@@ -32,7 +51,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustm
     On a GPU nothing waits for the device, and the launches depend on shapes and on the `has_` fields alone.
     """
     adjustments = _checked(logits, rows, adjustments)
-    if len(logits) and native.can_serve(logits):
+    if len(logits) and native.can_serve(logits) and not _needs_definition(rows):
         return native.sample(logits, rows, adjustments)[0]
     return _sample(logits, rows, adjustments)
 
@@ -45,7 +64,7 @@ def sample_and_check(
     The token of a row that is not finite means nothing. With native code both are found in one pass.
     """
     adjustments = _checked(logits, rows, adjustments)
-    if len(logits) and native.can_serve(logits):
+    if len(logits) and native.can_serve(logits) and not _needs_definition(rows):
         return native.sample(logits, rows, adjustments)
     is_finite = torch.isfinite(logits).all(dim=-1)
     # A GPU is not asked: the host waits once, when everything of the step is queued.
@@ -66,9 +85,15 @@ def _checked(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjus
     return adjustments if len(adjustments.rows) else None
 
 
+def _needs_definition(rows: SamplingRows | None) -> bool:
+    return rows is not None and any(getattr(rows, f"has_{name}") for name in FILTERS if name not in COMPILED_FILTERS)
+
+
 def _sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None) -> torch.Tensor:
     if (rows is None and adjustments is None) or len(logits) == 0:
         return logits.argmax(dim=-1)
+    if _needs_definition(rows):
+        return reference.sample(logits, rows, adjustments)
     if runs_triton(logits):
         from kernels.sampling import triton_kernel
 

@@ -48,19 +48,35 @@ class Adjustments:
 IN_PROMPT = 1
 IN_ANSWER = 2
 
-_ROW_DTYPES = {
-    "temperature": torch.float32,
-    "top_k": torch.int64,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "seed": torch.int64,
-    "position": torch.int64,
+
+@dataclass(frozen=True, slots=True)
+class RowParameter:
+    """One number of each row: its dtype on the device, and the value that changes nothing."""
+
+    dtype: torch.dtype
+    neutral: float
+
+
+# By the fields of SamplingRows, but for the position.
+DRAW_PARAMETERS = {
+    "temperature": RowParameter(torch.float32, 0.0),
+    "top_k": RowParameter(torch.int64, 0),
+    "top_p": RowParameter(torch.float32, 1.0),
+    "min_p": RowParameter(torch.float32, 0.0),
+    "seed": RowParameter(torch.int64, 0),
 }
+# Those that SamplingRows says of, in has_NAME, whether a row uses them.
+FILTERS = tuple(name for name in DRAW_PARAMETERS if f"has_{name}" in SamplingRows.__dataclass_fields__)
+# By the fields of Adjustments.
+PENALTIES = {
+    "repetition": RowParameter(torch.float32, 1.0),
+    "presence": RowParameter(torch.float32, 0.0),
+    "frequency": RowParameter(torch.float32, 0.0),
+}
+_ROW_DTYPES = {**{name: parameter.dtype for name, parameter in DRAW_PARAMETERS.items()}, "position": torch.int64}
 _ADJUSTMENT_DTYPES = {
+    **{name: parameter.dtype for name, parameter in PENALTIES.items()},
     "rows": torch.int64,
-    "repetition": torch.float32,
-    "presence": torch.float32,
-    "frequency": torch.float32,
     "history_row": torch.int64,
 }
 _BIAS_DTYPES = {"bias_row": torch.int64, "bias_token": torch.int64, "bias": torch.float32}

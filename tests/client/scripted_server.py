@@ -53,7 +53,7 @@ def started(*, digest: str = DIGEST, seed: int = SEED, max_tokens: int = 8, n: i
             request_id="req-1",
             adapter="adapters/pirate" if digest else "",
             adapter_digest=digest,
-            sampling=types_pb2.SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=seed),
+            sampling=types_pb2.SamplingParams(temperature=0.0, top_p=1.0, seed=seed),
             stopping=types_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=False),
             prompt_tokens=4,
             cached_tokens=2,

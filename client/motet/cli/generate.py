@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
+from typing import Any, cast
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from motet.cli import exits
 from motet.cli.context import Subparsers, connect, seconds, server_option
@@ -15,6 +17,11 @@ from motet.client import GenerationStream
 from motet.errors import invalid_field
 from motet.requests import GenerateOptions, Prompt
 from motet.types import Answer, BeamSearch, ChatMessage, Chunk
+from motet.v1 import types_pb2
+from motet.v1.sampling import DESCRIPTIONS
+
+_SAMPLING = types_pb2.SamplingParams.DESCRIPTOR.fields
+_JSON_ONLY = ("logprobs", "prompt_logprobs")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -41,16 +48,9 @@ def add_parser(commands: Subparsers) -> None:
     what.add_argument("--chat", action="store_true", help="take PROMPT as a user's turn in the chat template")
     what.add_argument("--token-ids", action="store_true", help="take PROMPT as token ids, apart by spaces or commas")
     parser.add_argument("--system", metavar="TEXT", help="system message before PROMPT; implies --chat")
-    sampling = parser.add_argument_group("sampling")
+    _add_sampling(parser.add_argument_group("sampling"))
+    sampling = parser.add_argument_group("stopping")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate, a count (default: 128)")
-    sampling.add_argument(
-        "--temperature", type=float, metavar="T", help="0 is greedy, no unit, at most 100 (default: 0)"
-    )
-    sampling.add_argument(
-        "--top-k", type=int, metavar="K", help="keep the K most likely tokens, a count (default: all)"
-    )
-    sampling.add_argument("--top-p", type=float, metavar="P", help="nucleus, no unit, in (0, 1] (default: 1)")
-    sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens (default: drawn)")
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated (default: none)"
     )
@@ -66,7 +66,6 @@ def add_parser(commands: Subparsers) -> None:
     sampling.add_argument(
         "--min-tokens", type=int, metavar="N", help="tokens before anything may end it, a count (default: 0)"
     )
-    _add_more_sampling(sampling)
     _add_decoding(parser.add_argument_group("several answers"))
     parser.add_argument(
         "--priority", type=int, metavar="N", help="higher runs first within the tenant, from -100 to 100 (default: 0)"
@@ -90,42 +89,19 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=_generate)
 
 
-def _add_more_sampling(group: Any) -> None:
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="keep tokens at least P times as likely as the first (default: 0)"
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="R",
-        help="above 1 repeats less, no unit, in [0.01, 10] (default: 1)",
-    )
-    group.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="taken off logits of used tokens, in [-2, 2] (default: 0)"
-    )
-    group.add_argument(
-        "--frequency-penalty", type=float, metavar="X", help="the same for every use, in [-2, 2] (default: 0)"
-    )
-    group.add_argument(
-        "--logit-bias",
-        action="append",
-        default=[],
-        type=_bias,
-        metavar="ID=X",
-        help="add X, in [-100, 100], to the logit of a token; may be repeated (default: none)",
-    )
-    group.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="K",
-        help="log-probabilities of the tokens and of the K likeliest; needs --json (default: none)",
-    )
-    group.add_argument(
-        "--prompt-logprobs",
-        type=int,
-        metavar="K",
-        help="the same for the tokens of the prompt; needs --json (default: none)",
-    )
+def _add_sampling(group: Any) -> None:
+    """A flag for every sampling parameter of the protocol."""
+    for field in _SAMPLING:
+        flag, about = f"--{field.name.replace('_', '-')}", DESCRIPTIONS[field.name]
+        if field.name == "logit_bias":
+            group.add_argument(
+                flag, action="append", default=[], type=_bias, metavar="ID=X", help=f"{about}; may be repeated"
+            )
+        elif field.type == FieldDescriptor.TYPE_FLOAT:
+            group.add_argument(flag, type=float, metavar="X", help=about)
+        else:
+            about += "; needs --json" if field.name in _JSON_ONLY else ""
+            group.add_argument(flag, type=int, metavar="N", help=about)
 
 
 def _add_decoding(group: Any) -> None:
@@ -174,9 +150,9 @@ def _beam_search(arguments: argparse.Namespace) -> BeamSearch | None:
 
 
 def _refuse_what_has_no_effect(arguments: argparse.Namespace) -> None:
-    for flag, value in (("--logprobs", arguments.logprobs), ("--prompt-logprobs", arguments.prompt_logprobs)):
-        if value is not None and not arguments.json:
-            raise invalid_field(flag, "is printed as JSON only; add --json")
+    for name in _JSON_ONLY:
+        if getattr(arguments, name) is not None and not arguments.json:
+            raise invalid_field(f"--{name.replace('_', '-')}", "is printed as JSON only; add --json")
     if arguments.beams is not None or (arguments.temperature or 0) != 0:
         return
     for flag, value in (("--best-of", arguments.best_of), ("--n", arguments.n)):
@@ -193,29 +169,20 @@ def _generate(arguments: argparse.Namespace) -> int:
         "adapter": arguments.adapter,
         "adapter_digest": arguments.adapter_digest,
         "max_tokens": arguments.max_tokens,
-        "temperature": arguments.temperature,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "seed": arguments.seed,
         "stop": arguments.stop,
         "stop_token_ids": arguments.stop_token_id,
         "ignore_eos": True if arguments.ignore_eos else None,
         "cache_salt": arguments.cache_salt,
         "request_id": arguments.request_id,
         "min_tokens": arguments.min_tokens,
-        "min_p": arguments.min_p,
-        "repetition_penalty": arguments.repetition_penalty,
-        "presence_penalty": arguments.presence_penalty,
-        "frequency_penalty": arguments.frequency_penalty,
-        "logit_bias": _logit_bias(arguments),
-        "logprobs": arguments.logprobs,
-        "prompt_logprobs": arguments.prompt_logprobs,
         "n": arguments.n,
         "best_of": arguments.best_of,
         "beam_search": _beam_search(arguments),
         "priority": arguments.priority,
         "tenant": arguments.tenant,
     }
+    given = {field.name: getattr(arguments, field.name) for field in _SAMPLING} | {"logit_bias": _logit_bias(arguments)}
+    options.update(cast(GenerateOptions, given))
     with connect(arguments) as client:
         if arguments.adapter_digest and arguments.adapter:
             options["adapter_digest"] = full_digest(

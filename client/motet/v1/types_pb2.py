@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14motet/v1/types.proto\x12\x08motet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"h\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.motet.v1.ChatMessage\x12/\n\x0brender_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x97\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.motet.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"y\n\x0e\x44\x65\x63odingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x02 \x01(\rH\x01\x88\x01\x01\x12/\n\x0b\x62\x65\x61m_search\x18\x03 \x01(\x0b\x32\x1a.motet.v1.BeamSearchParamsB\x04\n\x02_nB\n\n\x08_best_of\"\x81\x01\n\x10\x42\x65\x61mSearchParams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"e\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.motet.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xae\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x9f\x01\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14motet/v1/types.proto\x12\x08motet.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"h\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.motet.v1.ChatMessage\x12/\n\x0brender_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x86\x02\n\tParameter\x12\x0c\n\x04help\x18\x01 \x01(\t\x12\x1a\n\rdefault_value\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05unset\x18\x03 \x01(\t\x12\x13\n\x06lowest\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x17\n\x0fis_above_lowest\x18\x05 \x01(\x08\x12\x14\n\x07highest\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x1d\n\x15is_at_most_vocabulary\x18\x07 \x01(\x08\x12\x13\n\x0bis_reported\x18\x08 \x01(\x08\x12\x0c\n\x04note\x18\n \x01(\t\x12\x11\n\tattribute\x18\t \x01(\tB\x10\n\x0e_default_valueB\t\n\x07_lowestB\n\n\x08_highest\"\x91\x0b\n\x0eSamplingParams\x12Z\n\x0btemperature\x18\x01 \x01(\x02\x42@\xc2\xda\x18<\n\x1csoftmax temperature, no unit\x15\x00\x00\x00\x00%\x00\x00\x00\x00\x35\x00\x00\xc8\x42@\x01R\x0b\x30 is greedyH\x00\x88\x01\x01\x12U\n\x05top_k\x18\x02 \x01(\rBA\xc2\xda\x18=\n(keep this many of the most likely tokens\x15\x00\x00\x00\x00\x1a\x03\x61ll%\x00\x00\x80?8\x01@\x01H\x01\x88\x01\x01\x12m\n\x05top_p\x18\x03 \x01(\x02\x42Y\xc2\xda\x18U\n@keep the most likely tokens that together reach this probability\x15\x00\x00\x80?%\x00\x00\x00\x00(\x01\x35\x00\x00\x80?@\x01H\x02\x88\x01\x01\x12\\\n\x04seed\x18\x04 \x01(\x04\x42I\xc2\xda\x18\x45\n5same seed, same tokens, whatever else is in the batch\x15\x00\x00\x00\x00\x1a\x05\x64rawn@\x01H\x03\x88\x01\x01\x12p\n\x05min_p\x18\x05 \x01(\x02\x42\\\xc2\xda\x18X\nEkeep tokens at least this many times as likely as the most likely one\x15\x00\x00\x00\x00%\x00\x00\x00\x00\x35\x00\x00\x80?@\x01H\x04\x88\x01\x01\x12k\n\x12repetition_penalty\x18\x06 \x01(\x02\x42J\xc2\xda\x18\x46\n3above 1 repeats prompt and completion less, no unit\x15\x00\x00\x80?%\n\xd7#<5\x00\x00 A@\x01H\x05\x88\x01\x01\x12n\n\x10presence_penalty\x18\x07 \x01(\x02\x42O\xc2\xda\x18K\n8subtracted from the logits of tokens that were generated\x15\x00\x00\x00\x00%\x00\x00\x00\xc0\x35\x00\x00\x00@@\x01H\x06\x88\x01\x01\x12h\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x42H\xc2\xda\x18\x44\n1the same for each time that a token was generated\x15\x00\x00\x00\x00%\x00\x00\x00\xc0\x35\x00\x00\x00@@\x01H\x07\x88\x01\x01\x12v\n\nlogit_bias\x18\t \x03(\x0b\x32\'.motet.v1.SamplingParams.LogitBiasEntryB9\xc2\xda\x18\x35\n#added to the logits of these tokens\x1a\x04none%\x00\x00\xc8\xc2\x35\x00\x00\xc8\x42\x12\x81\x01\n\x08logprobs\x18\n \x01(\rBj\xc2\xda\x18\x66\nIreport log-probabilities of the tokens, and of this many most likely ones\x1a\x04none5\x00\x00\xa0\x41\x38\x01J\x0cnum_logprobsH\x08\x88\x01\x01\x12~\n\x0fprompt_logprobs\x18\x0b \x01(\rB`\xc2\xda\x18\\\n8the same for the tokens of the prompt from the second on\x1a\x04none5\x00\x00\xa0\x41\x38\x01J\x13num_prompt_logprobsH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"y\n\x0e\x44\x65\x63odingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x02 \x01(\rH\x01\x88\x01\x01\x12/\n\x0b\x62\x65\x61m_search\x18\x03 \x01(\x0b\x32\x1a.motet.v1.BeamSearchParamsB\x04\n\x02_nB\n\n\x08_best_of\"\x81\x01\n\x10\x42\x65\x61mSearchParams\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"e\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.motet.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xae\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x9f\x01\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03:G\n\tparameter\x12\x1d.google.protobuf.FieldOptions\x18\xa8\x8b\x03 \x01(\x0b\x32\x13.motet.v1.Parameterb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,30 +36,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1645
-  _globals['_FINISHREASON']._serialized_end=1777
-  _globals['_TOKENIDS']._serialized_start=99
-  _globals['_TOKENIDS']._serialized_end=122
-  _globals['_CHATMESSAGE']._serialized_start=124
-  _globals['_CHATMESSAGE']._serialized_end=168
-  _globals['_CHATMESSAGES']._serialized_start=170
-  _globals['_CHATMESSAGES']._serialized_end=274
-  _globals['_SAMPLINGPARAMS']._serialized_start=277
-  _globals['_SAMPLINGPARAMS']._serialized_end=812
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=610
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=658
-  _globals['_DECODINGPARAMS']._serialized_start=814
-  _globals['_DECODINGPARAMS']._serialized_end=935
-  _globals['_BEAMSEARCHPARAMS']._serialized_start=938
-  _globals['_BEAMSEARCHPARAMS']._serialized_end=1067
-  _globals['_TOKENLOGPROBS']._serialized_start=1069
-  _globals['_TOKENLOGPROBS']._serialized_end=1170
-  _globals['_TOKENLOGPROB']._serialized_start=1172
-  _globals['_TOKENLOGPROB']._serialized_end=1221
-  _globals['_STOPPINGPARAMS']._serialized_start=1224
-  _globals['_STOPPINGPARAMS']._serialized_end=1398
-  _globals['_USAGE']._serialized_start=1400
-  _globals['_USAGE']._serialized_end=1480
-  _globals['_TIMINGS']._serialized_start=1483
-  _globals['_TIMINGS']._serialized_end=1642
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._serialized_options = b'\302\332\030<\n\034softmax temperature, no unit\025\000\000\000\000%\000\000\000\0005\000\000\310B@\001R\0130 is greedy'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_k']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_k']._serialized_options = b'\302\332\030=\n(keep this many of the most likely tokens\025\000\000\000\000\032\003all%\000\000\200?8\001@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._serialized_options = b'\302\332\030U\n@keep the most likely tokens that together reach this probability\025\000\000\200?%\000\000\000\000(\0015\000\000\200?@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['seed']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['seed']._serialized_options = b'\302\332\030E\n5same seed, same tokens, whatever else is in the batch\025\000\000\000\000\032\005drawn@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_p']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_p']._serialized_options = b'\302\332\030X\nEkeep tokens at least this many times as likely as the most likely one\025\000\000\000\000%\000\000\000\0005\000\000\200?@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['repetition_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['repetition_penalty']._serialized_options = b'\302\332\030F\n3above 1 repeats prompt and completion less, no unit\025\000\000\200?%\n\327#<5\000\000 A@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['presence_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['presence_penalty']._serialized_options = b'\302\332\030K\n8subtracted from the logits of tokens that were generated\025\000\000\000\000%\000\000\000\3005\000\000\000@@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['frequency_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['frequency_penalty']._serialized_options = b'\302\332\030D\n1the same for each time that a token was generated\025\000\000\000\000%\000\000\000\3005\000\000\000@@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logit_bias']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logit_bias']._serialized_options = b'\302\332\0305\n#added to the logits of these tokens\032\004none%\000\000\310\3025\000\000\310B'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logprobs']._serialized_options = b'\302\332\030f\nIreport log-probabilities of the tokens, and of this many most likely ones\032\004none5\000\000\240A8\001J\014num_logprobs'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['prompt_logprobs']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['prompt_logprobs']._serialized_options = b'\302\332\030\\\n8the same for the tokens of the prompt from the second on\032\004none5\000\000\240A8\001J\023num_prompt_logprobs'
+  _globals['_FINISHREASON']._serialized_start=2834
+  _globals['_FINISHREASON']._serialized_end=2966
+  _globals['_TOKENIDS']._serialized_start=133
+  _globals['_TOKENIDS']._serialized_end=156
+  _globals['_CHATMESSAGE']._serialized_start=158
+  _globals['_CHATMESSAGE']._serialized_end=202
+  _globals['_CHATMESSAGES']._serialized_start=204
+  _globals['_CHATMESSAGES']._serialized_end=308
+  _globals['_PARAMETER']._serialized_start=311
+  _globals['_PARAMETER']._serialized_end=573
+  _globals['_SAMPLINGPARAMS']._serialized_start=576
+  _globals['_SAMPLINGPARAMS']._serialized_end=2001
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1799
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1847
+  _globals['_DECODINGPARAMS']._serialized_start=2003
+  _globals['_DECODINGPARAMS']._serialized_end=2124
+  _globals['_BEAMSEARCHPARAMS']._serialized_start=2127
+  _globals['_BEAMSEARCHPARAMS']._serialized_end=2256
+  _globals['_TOKENLOGPROBS']._serialized_start=2258
+  _globals['_TOKENLOGPROBS']._serialized_end=2359
+  _globals['_TOKENLOGPROB']._serialized_start=2361
+  _globals['_TOKENLOGPROB']._serialized_end=2410
+  _globals['_STOPPINGPARAMS']._serialized_start=2413
+  _globals['_STOPPINGPARAMS']._serialized_end=2587
+  _globals['_USAGE']._serialized_start=2589
+  _globals['_USAGE']._serialized_end=2669
+  _globals['_TIMINGS']._serialized_start=2672
+  _globals['_TIMINGS']._serialized_end=2831
 # @@protoc_insertion_point(module_scope)

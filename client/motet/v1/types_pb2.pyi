@@ -1,5 +1,6 @@
 import datetime
 
+from google.protobuf import descriptor_pb2 as _descriptor_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -21,6 +22,8 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
+PARAMETER_FIELD_NUMBER: _ClassVar[int]
+parameter: _descriptor.FieldDescriptor
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -43,6 +46,30 @@ class ChatMessages(_message.Message):
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     render_time: _timestamp_pb2.Timestamp
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., render_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class Parameter(_message.Message):
+    __slots__ = ("help", "default_value", "unset", "lowest", "is_above_lowest", "highest", "is_at_most_vocabulary", "is_reported", "note", "attribute")
+    HELP_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_VALUE_FIELD_NUMBER: _ClassVar[int]
+    UNSET_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_FIELD_NUMBER: _ClassVar[int]
+    IS_ABOVE_LOWEST_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_FIELD_NUMBER: _ClassVar[int]
+    IS_AT_MOST_VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    IS_REPORTED_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTE_FIELD_NUMBER: _ClassVar[int]
+    help: str
+    default_value: float
+    unset: str
+    lowest: float
+    is_above_lowest: bool
+    highest: float
+    is_at_most_vocabulary: bool
+    is_reported: bool
+    note: str
+    attribute: str
+    def __init__(self, help: _Optional[str] = ..., default_value: _Optional[float] = ..., unset: _Optional[str] = ..., lowest: _Optional[float] = ..., is_above_lowest: bool = ..., highest: _Optional[float] = ..., is_at_most_vocabulary: bool = ..., is_reported: bool = ..., note: _Optional[str] = ..., attribute: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs")

@@ -7,21 +7,16 @@ Every number is checked after parsing: protobuf truncates integers silently and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from motet.v1 import types_pb2
 
+from contract.sampling import MAX_BIAS, MIN_BIAS, PARAMETERS, Parameter
 from control_plane.checks import Violations
 from control_plane.scheduler.types import BeamSearch, Sampling
 
-MAX_TEMPERATURE = 100.0
-# 0.01 as float32. Divided by far less, a logit exceeds float32, and the token with the lowest id gets all probability.
-MIN_REPETITION_PENALTY = 0.009999999776482582
-MAX_REPETITION_PENALTY = 10.0
-MAX_PENALTY = 2.0  # of presence and frequency, either sign
-MAX_BIAS = 100.0  # either sign
 MAX_BIASES = 1024
-MAX_LOGPROBS = 20
 MAX_ANSWERS = 1024  # far above the rows of any worker, whose own limit is told when the request is placed
 MIN_BEAMS, MAX_BEAMS = 2, 16
 MAX_LENGTH_PENALTY = 10.0  # either sign
@@ -50,32 +45,14 @@ def check_sampling(
     params: types_pb2.SamplingParams, vocab_size: int, draw_seed: Callable[[], int], violations: Violations
 ) -> Sampling:
     """The sampling values in effect, without those that other messages hold."""
-    checks = _NumberChecks(params, "sampling", violations)
-    top_k = 0
-    if params.HasField("top_k"):
-        top_k = params.top_k
-        if not 1 <= top_k <= vocab_size:
-            violations.add(
-                "sampling.top_k",
-                f"is {top_k}; give a count from 1 to the vocabulary size {vocab_size}, or leave it unset to keep all",
-            )
-        elif top_k == vocab_size:
-            top_k = 0
-    return Sampling(
-        temperature=checks.number("temperature", 0.0, lowest=0.0, highest=MAX_TEMPERATURE, note="; 0 is greedy"),
-        top_k=top_k,
-        top_p=checks.number("top_p", 1.0, above=0.0, highest=1.0),
-        seed=params.seed if params.HasField("seed") else draw_seed(),
-        min_p=checks.number("min_p", 0.0, lowest=0.0, highest=1.0),
-        repetition_penalty=checks.number(
-            "repetition_penalty", 1.0, lowest=MIN_REPETITION_PENALTY, highest=MAX_REPETITION_PENALTY
-        ),
-        presence_penalty=checks.number("presence_penalty", 0.0, lowest=-MAX_PENALTY, highest=MAX_PENALTY),
-        frequency_penalty=checks.number("frequency_penalty", 0.0, lowest=-MAX_PENALTY, highest=MAX_PENALTY),
-        logit_bias=_checked_logit_bias(params.logit_bias, vocab_size, violations),
-        num_logprobs=checks.count("logprobs", min(MAX_LOGPROBS, vocab_size)),
-        num_prompt_logprobs=checks.count("prompt_logprobs", min(MAX_LOGPROBS, vocab_size)),
-    )
+    values = {
+        parameter.attribute: _checked_number(params, parameter, vocab_size, violations) for parameter in PARAMETERS
+    }
+    if not params.HasField("seed"):
+        values["seed"] = draw_seed()
+    if values["top_k"] == vocab_size:
+        values["top_k"] = 0
+    return Sampling(**values, logit_bias=_checked_logit_bias(params.logit_bias, vocab_size, violations))
 
 
 def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violations: Violations) -> Decoding:
@@ -104,20 +81,10 @@ def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violati
 
 def sampling_message(sampling: Sampling, vocab_size: int) -> types_pb2.SamplingParams:
     """Sampling values in effect, every field set but log-probabilities that were not asked for."""
-    return types_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        # Keeping all is keeping as many as there are: a value that a client may send back.
-        top_k=sampling.top_k or vocab_size,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        logprobs=sampling.num_logprobs,
-        prompt_logprobs=sampling.num_prompt_logprobs,
-    )
+    values = {parameter.name: getattr(sampling, parameter.attribute) for parameter in PARAMETERS}
+    # Keeping all is keeping as many as there are: a value that a client may send back.
+    values["top_k"] = sampling.top_k or vocab_size
+    return types_pb2.SamplingParams(**values, logit_bias=dict(sampling.logit_bias))
 
 
 def decoding_message(decoding: Decoding) -> types_pb2.DecodingParams:
@@ -131,50 +98,31 @@ def decoding_message(decoding: Decoding) -> types_pb2.DecodingParams:
     return message
 
 
-class _NumberChecks:
-    """Reads optional numbers of one message: the default where unset, a violation where out of range."""
+def _checked_number(
+    params: types_pb2.SamplingParams, parameter: Parameter, vocab_size: int, violations: Violations
+) -> Any:
+    """The parameter's value, the default where it is unset; a violation where it is out of bounds."""
+    if not params.HasField(parameter.name):
+        return parameter.default
+    value = getattr(params, parameter.name)
+    is_too_many = parameter.is_at_most_vocabulary and value > vocab_size
+    if is_too_many or not parameter.is_valid(value):
+        violations.add(f"sampling.{parameter.name}", f"is {value}; {_bounds(parameter, vocab_size)}")
+    return value
 
-    def __init__(
-        self, params: types_pb2.SamplingParams | types_pb2.BeamSearchParams, path: str, violations: Violations
-    ) -> None:
-        self._params = params
-        self._path = path
-        self._violations = violations
 
-    def number(
-        self,
-        name: str,
-        default: float,
-        *,
-        highest: float,
-        lowest: float | None = None,
-        above: float | None = None,
-        note: str = "",
-    ) -> float:
-        """One of `lowest` (allowed) and `above` (not allowed) bounds it from below."""
-        if not self._params.HasField(name):
-            return default
-        value: float = getattr(self._params, name)
-        # Written so that NaN fails.
-        is_low_enough = value <= highest
-        if lowest is not None and not (is_low_enough and value >= lowest):
-            self._violations.add(
-                f"{self._path}.{name}", f"is {value}; give a value from {lowest:g} to {highest:g}{note}"
-            )
-        elif above is not None and not (is_low_enough and value > above):
-            self._violations.add(
-                f"{self._path}.{name}", f"is {value}; give a value above {above:g} and at most {highest:g}{note}"
-            )
-        return value
-
-    def count(self, name: str, highest: int) -> int | None:
-        """None where unset."""
-        if not self._params.HasField(name):
-            return None
-        value: int = getattr(self._params, name)
-        if value > highest:
-            self._violations.add(f"{self._path}.{name}", f"is {value}; give a count from 0 to {highest}")
-        return value
+def _bounds(parameter: Parameter, vocab_size: int) -> str:
+    """What to give instead of a value that is out of bounds."""
+    if parameter.is_float:
+        lowest = f"{parameter.lowest:g}"
+        lowest = f"above {lowest} and at most" if parameter.is_above_lowest else f"from {lowest} to"
+        note = f"; {parameter.note}" if parameter.note else ""
+        return f"give a value {lowest} {parameter.highest:g}{note}"
+    if parameter.highest is None:
+        highest = f"the vocabulary size {vocab_size}"
+    else:
+        highest = str(min(int(parameter.highest), vocab_size))
+    return f"give a count from {parameter.lowest or 0:g} to {highest}, or leave it unset for {parameter.unset}"
 
 
 def _checked_logit_bias(
@@ -188,9 +136,9 @@ def _checked_logit_bias(
             violations.add(
                 f"sampling.logit_bias[{token_id}]", f"{token_id} is not below the vocabulary size {vocab_size}"
             )
-        if not -MAX_BIAS <= bias <= MAX_BIAS:
+        if not MIN_BIAS <= bias <= MAX_BIAS:
             violations.add(
-                f"sampling.logit_bias[{token_id}]", f"is {bias}; give a value from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+                f"sampling.logit_bias[{token_id}]", f"is {bias}; give a value from {MIN_BIAS:g} to {MAX_BIAS:g}"
             )
     return tuple(sorted(biases.items()))
 
@@ -198,20 +146,19 @@ def _checked_logit_bias(
 def _checked_beam_search(params: types_pb2.BeamSearchParams, violations: Violations) -> BeamSearch:
     if not MIN_BEAMS <= params.width <= MAX_BEAMS:
         violations.add("decoding.beam_search.width", f"is {params.width}; give a count from {MIN_BEAMS} to {MAX_BEAMS}")
-    length_penalty = _NumberChecks(params, "decoding.beam_search", violations).number(
-        "length_penalty", 1.0, lowest=-MAX_LENGTH_PENALTY, highest=MAX_LENGTH_PENALTY
-    )
+    length_penalty = params.length_penalty if params.HasField("length_penalty") else 1.0
+    if not -MAX_LENGTH_PENALTY <= length_penalty <= MAX_LENGTH_PENALTY:  # NaN is not either
+        violations.add(
+            "decoding.beam_search.length_penalty",
+            f"is {length_penalty}; give a value from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
+        )
     return BeamSearch(params.width, length_penalty, params.early_stopping)
-
-
-_FIELD_BY_SAMPLING = {"num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs"}
 
 
 def _refuse_sampling_with_beams(sampling: Sampling, violations: Violations) -> None:
     """A beam search takes the most likely continuations: whatever changes the choice of a token has no meaning."""
-    neutral = Sampling()
-    for item in fields(Sampling):
-        # The seed has no effect, as in greedy decoding; min_tokens is a matter of stopping.
-        if item.name not in ("seed", "min_tokens") and getattr(sampling, item.name) != getattr(neutral, item.name):
-            name = _FIELD_BY_SAMPLING.get(item.name, item.name)
+    given = [item.name for item in PARAMETERS if getattr(sampling, item.attribute) != item.default]
+    given += ["logit_bias"] if sampling.logit_bias else []
+    for name in given:
+        if name != "seed":  # it has no effect, as in greedy decoding
             violations.add(f"sampling.{name}", "set with decoding.beam_search, which does not sample; leave it unset")

@@ -11,13 +11,16 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
+from motet.v1 import types_pb2
 
+from contract import sampling as sampling_params
 from contract.v1 import plan_pb2
 from control_plane.fleet.workers.errors import GarbageResult
 from control_plane.fleet.workers.told_logprobs import ToldLogprobs, num_logprobs
 from control_plane.scheduler.types import (
     LoadSlot,
     NewRow,
+    Sampling,
     SlotCommand,
     StepPlan,
     StepResult,
@@ -230,22 +233,21 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         block_ids=_packed(row.block_ids),
         slot=row.slot,
         slot_generation=row.slot_generation,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        min_p=sampling.min_p,
-        repetition_penalty=None if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         biased_token_ids=_packed([token_id for token_id, _ in sampling.logit_bias]),
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
         min_tokens=sampling.min_tokens,
         banned_token_ids=_packed(list(row.banned_token_ids)),
-        num_logprobs=num_logprobs(sampling, vocab_size),
-        num_prompt_logprobs=sampling.num_prompt_logprobs,
         is_stepwise=row.is_stepwise,
+        sampling=_encode_sampling(sampling, vocab_size),
     )
+
+
+def _encode_sampling(sampling: Sampling, vocab_size: int) -> types_pb2.SamplingParams:
+    message = sampling_params.to_message(sampling)
+    num_top = num_logprobs(sampling, vocab_size)
+    if num_top is not None:
+        message.logprobs = num_top
+    return message
 
 
 def _packed(values: Sequence[int]) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 import pytest
 import torch
 
+from kernels import sampling
 from kernels.sampling import SamplingRows, cpu, reference, sample
 from kernels.sampling.cases import CASES, Case, make_adjustments
 from kernels.sampling.reference import gumbel
@@ -167,3 +169,22 @@ def test_bad_arguments_are_named() -> None:
         sample(torch.zeros(3), None)
     with pytest.raises(ValueError, match=r"seed is .* want torch.int64 \[2\]"):
         sample(torch.zeros(2, 5), make_rows(2, seeds=[1, 2, 3]))
+
+
+def test_a_filter_that_no_compiled_code_knows_takes_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a new one works on every device from its definition alone; rows that do not use it stay with compiled code."""
+    calls = []
+    original = reference.sample
+
+    def spy(*arguments: object) -> torch.Tensor:
+        calls.append(arguments)
+        return original(*arguments)  # type: ignore[arg-type]  # passes on what it is given
+
+    monkeypatch.setattr(reference, "sample", spy)
+    logits, rows = make_logits(3, 100), make_rows(3, min_p=0.1)
+    expected = sample(logits, rows)
+    assert not calls
+    monkeypatch.setattr(sampling, "COMPILED_FILTERS", frozenset({"top_k", "top_p"}))
+    assert torch.equal(sample(logits, rows), expected) and len(calls) == 1
+    sample(logits, dataclasses.replace(rows, has_min_p=False))
+    assert len(calls) == 1
