@@ -14,8 +14,7 @@ from control_plane.scheduler.errors import (
 from control_plane.scheduler.memory.block_fit import Verdict, judge_blocks
 from control_plane.scheduler.memory.prefix_cache import chain_root
 from control_plane.scheduler.requests.beam_search import BeamSearcher
-from control_plane.scheduler.requests.sequence import Sequence
-from control_plane.scheduler.requests.sequence_group import SequenceGroup
+from control_plane.scheduler.requests.sequence import Sequence, SequenceGroup
 from control_plane.scheduler.step.new_rows import BLOCK_BYTES, MAX_ROW_BYTES
 from control_plane.scheduler.types import (
     TOKEN_BYTES,
@@ -87,8 +86,8 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
         return group
     for index, answer in enumerate(_answers_of(request)):
         sampling = _sampling_of(request.sampling, index)
-        tells_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
-        sequence = _make_sequence(group, index, sampling, tells_logprobs=tells_logprobs)
+        wants_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        sequence = _make_sequence(group, index, sampling, wants_logprobs=wants_logprobs)
         sequence.generated = list(answer.token_ids)
         sequence.is_ended = answer.is_ended
         group.members.append(sequence)
@@ -111,28 +110,26 @@ def _add_beams(group: SequenceGroup, beam: BeamSearch) -> None:
     )
     sampling = Sampling(num_logprobs=group.searcher.num_candidates)
     for index in range(beam.width):
-        sequence = _make_sequence(group, index, sampling, tells_logprobs=True)
-        sequence.is_stepwise = True
+        sequence = _make_sequence(group, index, sampling, wants_logprobs=True)
+        sequence.is_host_fed = True
         sequence.max_planned = sequence.num_known
         group.members.append(sequence)
     group.beam_sequences = group.members[:1]
 
 
-def _make_sequence(group: SequenceGroup, index: int, sampling: Sampling, *, tells_logprobs: bool) -> Sequence:
+def _make_sequence(group: SequenceGroup, index: int, sampling: Sampling, *, wants_logprobs: bool) -> Sequence:
     request = group.request
     return Sequence(
         group=group,
         index=index,
         request=request,
         request_id=request.request_id,
-        account=request.account,
-        order=group.order,
-        max_generated=request.max_tokens,
-        max_planned=len(request.prompt_token_ids) + request.max_tokens - 1,
         stop_token_ids=request.stop_token_ids,
         sampling=sampling,
-        tells_logprobs=tells_logprobs,
-        tells_more=tells_logprobs or index > 0,
+        max_generated=request.max_tokens,
+        max_planned=len(request.prompt_token_ids) + request.max_tokens - 1,
+        wants_logprobs=wants_logprobs,
+        has_extras=wants_logprobs or index > 0,
         generated=[],
     )
 

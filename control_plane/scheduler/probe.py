@@ -12,38 +12,38 @@ class SchedulerProbe:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._roster = scheduler._roster
+        self._worker = scheduler._worker
 
     # ---- requests ----
 
     def running_ids(self) -> list[RequestId]:
         """For every row that is held, the request that holds it, in order of arrival."""
-        return [sequence.request_id for sequence in self._roster.running]
+        return [row.sequence.request_id for row in self._worker.rows.held]
 
     def num_queued(self) -> int:
         """Requests in the waiting queue."""
-        return len(self._roster.waiting)
+        return len(self._worker.queues.waiting)
 
     def set_aside_ids(self) -> list[RequestId]:
         """Requests that wait for room and that others may pass."""
-        return list(self._roster.waiting.aside)
+        return list(self._worker.queues.waiting.aside)
 
     def ids_given_way(self) -> set[RequestId]:
         """Live requests that were preempted for one that lacked room."""
-        return {request_id for request_id, group in self._roster.groups.items() if group.has_given_way}
+        return {request_id for request_id, group in self._worker.lifecycle.groups.items() if group.has_given_way}
 
     def latest_paused_id(self) -> RequestId | None:
         """The request that gives way first when anything is short, for its reader is slow."""
-        group = choose_paused(self._roster.running)
+        group = choose_paused(self._worker.rows.held)
         return None if group is None else group.request.request_id
 
     def preempt(self, request_id: RequestId) -> None:
         """Preempt a running request now, as a lack of rows, blocks or slots would."""
-        self._roster.preempt(self._roster.groups[request_id])
+        self._worker.lifecycle.preempt(self._worker.lifecycle.groups[request_id])
 
     def sampled_rows(self) -> list[int]:
         """Rows that the result of the latest planned step must name, in its order."""
-        return list(self._scheduler._flights[-1].sampled_rows)
+        return list(self._scheduler._in_flight[-1].sampled_rows)
 
     def service_of(self, tenant: str) -> float:
         """The tenant's virtual counter."""
@@ -53,30 +53,30 @@ class SchedulerProbe:
 
     def block_tables(self) -> list[list[int]]:
         """The block table of every row that is held, in order of arrival of the requests."""
-        return [list(sequence.block_ids) for sequence in self._roster.running]
+        return [list(row.block_ids) for row in self._worker.rows.held]
 
     def free_blocks(self) -> set[int]:
         """Blocks that no request holds and that are not in the prefix cache."""
-        return set(self._roster.pool.free)
+        return set(self._worker.pool.free)
 
     def num_cache_blocks(self) -> int:
         """Blocks in the prefix cache, held or not."""
-        return len(self._roster.cache)
+        return len(self._worker.cache)
 
     def num_hashed_blocks(self, request_id: RequestId) -> int:
         """Blocks of the request's first sequence whose keys in the prefix cache were computed."""
-        return len(self._roster.groups[request_id].members[0].block_hashes)
+        return len(self._worker.lifecycle.groups[request_id].members[0].block_hashes)
 
     def moves_to_come(self) -> list[tuple[int, int]]:
         """(block, host block) of moves to host memory that the next plan carries."""
-        return list(self._roster.swap.outs)
+        return list(self._worker.swap.outs)
 
     def ids_moving_out(self) -> dict[RequestId, bool]:
         """Live requests whose blocks the next plan moves to host memory, and whether a step in flight names them."""
-        host_blocks = {host_block for _, host_block in self._roster.swap.outs}
+        host_blocks = {host_block for _, host_block in self._worker.swap.outs}
         return {
-            request_id: any(member.num_in_flight > 0 for member in group.members)
-            for request_id, group in self._roster.groups.items()
+            request_id: any(member.row is not None and member.row.num_in_flight > 0 for member in group.members)
+            for request_id, group in self._worker.lifecycle.groups.items()
             if any(host_blocks.intersection(member.host_block_ids) for member in group.members)
         }
 
@@ -84,8 +84,8 @@ class SchedulerProbe:
 
     def ready_digests(self) -> set[str]:
         """Adapters that plans may use at once."""
-        return self._roster.slots.ready_digests()
+        return self._worker.slots.ready_digests()
 
     def has_cached_blocks(self, digest: str) -> bool:
         """Whether a block of the adapter is in the prefix cache."""
-        return self._roster.cache.has_digest(digest)
+        return self._worker.cache.has_digest(digest)

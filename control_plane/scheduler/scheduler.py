@@ -1,37 +1,37 @@
 """The scheduler of one worker: requests and results in, plans and slot commands out.
 
-Pure and deterministic: no I/O, and the time is an argument. The fleet calls it from one task. What a step
-holds is the planner's to say. Plans may be made ahead of results; whoever leaves (ended, cancelled, preempted) keeps
-row, blocks and slot until the last unanswered plan that names it is answered, so nothing that a worker may still touch
-is ever given away. Only blocks that a plan moves to host memory are free for that plan already. A plan may
-consist of such moves alone.
+Pure and deterministic: no I/O, and the time is an argument. The fleet calls it from one task. The planner decides what
+a step contains. Plans may be made ahead of results. A request that leaves (ended, cancelled, preempted) keeps rows,
+blocks and slot until the results of all steps in flight that name it have come, so nothing that a worker may still
+touch is given away. Only blocks that a plan moves to host memory are free for that plan already. A plan may consist of
+such moves alone.
 """
 
-# Every entry takes the time, whether its rules need it today or not: callers need not know.
+# Every entry takes the time, whether its rules need the time today or not: callers need not know.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import KeysView, Reversible, Set
+from operator import attrgetter
 
 from control_plane.scheduler.admission import check_fits, make_group
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.memory.prefix_cache import PrefixKeys as PrefixKeys
 from control_plane.scheduler.queues.deadlines import Deadlines
-from control_plane.scheduler.requests.sequence_group import GroupState
+from control_plane.scheduler.requests.states import GroupState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import AdapterUse as AdapterUse
 from control_plane.scheduler.stats import SchedulerStats as SchedulerStats
 from control_plane.scheduler.stats import WorkerUtilization as WorkerUtilization
-from control_plane.scheduler.step.plan_draft import Flight, PlanDraft, check_answer, note_logprobs
+from control_plane.scheduler.step.plan_draft import InFlightStep, PlanDraft, check_result, note_logprobs
 from control_plane.scheduler.step.planner import Planner
 from control_plane.scheduler.step.preemption import choose_paused
-from control_plane.scheduler.step.roster import Roster, by_order
 from control_plane.scheduler.step.run_ahead import may_plan, repeat
-from control_plane.scheduler.step.step_results import AnswerBook, ending
-from control_plane.scheduler.step_costs import StepCosts
+from control_plane.scheduler.step.step_results import StepResults, ending
+from control_plane.scheduler.step.worker_state import make_worker_state
 from control_plane.scheduler.types import (
     MAX_PLAN_STEPS,
     AdapterTier,
@@ -62,19 +62,16 @@ class Scheduler:
         self.limits = limits = settings.bound(limits)
         self.settings = settings
         self._counters = VirtualCounters() if counters is None else counters
-        self._costs = StepCosts(settings)
-        self._roster = roster = Roster(limits, settings, self._counters, self._costs)
-        # Its parts at hand; they are the roster's for good.
-        self._pool, self._cache, self._slots, self._rows = roster.pool, roster.cache, roster.slots, roster.rows
-        self._waiting, self._running, self._groups = roster.waiting, roster.running, roster.groups
+        self._worker = worker = make_worker_state(limits, settings, self._counters)
+        self._groups = worker.lifecycle.groups
         # Live requests, and of these the ones that wait for their first row here: views, in order of arrival.
-        self.request_ids: KeysView[RequestId] = roster.groups.keys()
-        self.unstarted_ids: Reversible[RequestId] = roster.unstarted.keys()
-        self._flights: deque[Flight] = deque()  # unanswered steps, oldest first
-        self._planner = Planner(limits, roster, settings, self._counters, self._costs)
-        self._answers = AnswerBook(roster)
+        self.request_ids: KeysView[RequestId] = worker.lifecycle.groups.keys()
+        self.unstarted_ids: Reversible[RequestId] = worker.queues.unstarted.keys()
+        self._in_flight: deque[InFlightStep] = deque()  # steps whose results have not come, oldest first
+        self._planner = Planner(worker, settings)
+        self._results = StepResults(worker)
         self._deadlines = Deadlines()
-        self._outputs = Outputs()  # not told yet
+        self._outputs = Outputs()  # not returned yet
         self._pinned: frozenset[str] = frozenset()  # digests
         self._next_step_id = 1
         self._next_serial = 0
@@ -91,7 +88,7 @@ class Scheduler:
         assert request.request_id not in self._groups, f"request {request.request_id} is added twice"
         group = make_group(request, self.limits, self._next_serial)
         self._next_serial += 1
-        self._roster.add(group)
+        self._worker.lifecycle.add(group)
         if request.deadline_s is not None:
             self._deadlines.add(request.deadline_s, request.request_id)
             if len(self._deadlines) > 64 + 2 * len(self._groups):
@@ -109,9 +106,9 @@ class Scheduler:
         """End a request, or one answer of several, without a word; unknown and ended ones are fine."""
         group = self._groups.get(request_id)
         if group is not None and index is not None and len(group.members) > 1:
-            self._roster.give_up_member(group.members[index])
+            self._worker.lifecycle.cancel_sequence(group.members[index])
         elif group is not None:
-            self._roster.end(group)
+            self._worker.lifecycle.end(group)
         elif index is None and self._outputs.others:
             others = [output for output in self._outputs.others if output.request_id != request_id]
             self._outputs.others = others
@@ -127,38 +124,38 @@ class Scheduler:
         None, and nothing changes, if it is none such.
         """
         group = self._groups.get(request_id)
-        if group is None or group.state not in (GroupState.WAITING, GroupState.HELD):
+        if group is None or group.state not in (GroupState.WAITING, GroupState.PAUSED):
             return None
         request = group.request_so_far()
-        self._roster.end(group)
+        self._worker.lifecycle.end(group)
         return request
 
     def pause(self, request_id: RequestId) -> None:
         """Stop scheduling a request whose reader is slow. It gives way first when anything is short."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._roster.hold(group)
+            self._worker.lifecycle.pause(group)
 
     def resume(self, request_id: RequestId) -> None:
         """Schedule a paused request again."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._roster.unhold(group)
+            self._worker.lifecycle.resume(group)
 
     def expire(self, now_s: float) -> Outputs:
         """Do what time brings about, and return every end that is not told yet; to be called every so often.
 
         Requests whose deadline is reached end, wherever they are, and loads that failed are tried again.
         """
-        self._slots.retry_due(now_s)
+        self._worker.slots.retry_due(now_s)
         self._end_expired(now_s)
         return self.take_outputs()
 
     def drain_requests(self) -> list[Request]:
         """Everything live with its accepted tokens, in order of arrival, to go on elsewhere. It is dead after this."""
         self._is_dead = True
-        self._roster.abandon()
-        live = sorted(self._groups.values(), key=by_order)
+        self._worker.lifecycle.abandon()
+        live = sorted(self._groups.values(), key=attrgetter("order"))
         return [group.request_so_far() for group in live]
 
     # ---- adapter slots ----
@@ -170,18 +167,18 @@ class Scheduler:
         requests that wait for the adapter end.
         """
         if isinstance(report, SlotReady):
-            self._slots.ready(report.slot, report.generation)
+            self._worker.slots.ready(report.slot, report.generation)
             if report.load_time_us:
-                num_bytes = self._slots.slots[report.slot].adapter.arena_bytes
-                self._costs.observe_load(num_bytes, report.load_time_us)
-            self._roster.offer_adapters()
+                num_bytes = self._worker.slots.slots[report.slot].adapter.arena_bytes
+                self._worker.costs.observe_load(num_bytes, report.load_time_us)
+            self._worker.queues.mark_ready_adapters()
         elif isinstance(report, SlotEmptied):
-            self._roster.close_purge(self._slots.empty(report.slot, report.generation))
+            self._worker.purge.close(self._worker.slots.empty(report.slot, report.generation))
         else:
-            digest, is_given_up = self._slots.failed(
+            digest, is_given_up = self._worker.slots.failed(
                 report.slot, report.generation, is_retryable=report.is_retryable, now_s=now_s
             )
-            self._roster.close_purge(digest)
+            self._worker.purge.close(digest)
             if is_given_up:
                 self._give_up_adapter(digest, report.reason, is_mismatch=report.is_mismatch)
         return self.take_outputs()
@@ -189,25 +186,25 @@ class Scheduler:
     def slot_commands(self) -> list[SlotCommand]:
         """Loads and evictions to send, each once; call it after add, plan, apply and slot reports."""
         while True:
-            for digest, reason in self._slots.place(self._waiting.urgent_digest):
+            for digest, reason in self._worker.slots.place(self._worker.queues.waiting.urgent_digest):
                 self._give_up_adapter(digest, reason)
-            if not self._slots.is_blocked or self._roster.num_draining > 0:
+            if not self._worker.slots.is_blocked or self._worker.rows.num_draining > 0:
                 break
-            victim = choose_paused(self._running, has_adapter=True)
+            victim = choose_paused(self._worker.rows.held, has_adapter=True)
             if victim is None:
                 break
-            self._roster.preempt(victim)
-        self._roster.offer_adapters()
-        return self._slots.drain_commands()
+            self._worker.lifecycle.preempt(victim)
+        self._worker.queues.mark_ready_adapters()
+        return self._worker.slots.drain_commands()
 
     def set_pinned(self, digests: Set[str]) -> None:
         """Keep exactly these adapters from eviction, from when they are in a slot."""
         for digest in sorted(digests - self._pinned):
-            self._slots.pin(digest)
+            self._worker.slots.pin(digest)
         for digest in sorted(self._pinned - digests):
-            self._slots.unpin(digest)
+            self._worker.slots.unpin(digest)
         self._pinned = frozenset(digests)
-        self._roster.offer_adapters()
+        self._worker.queues.mark_ready_adapters()
 
     def purge_digest(self, digest: str) -> bool:
         """Forget the adapter's cached blocks, cache none of its live requests', and evict its slot once unused.
@@ -215,11 +212,11 @@ class Scheduler:
         A later request with the adapter ends this. False, and nothing changes, if that is under way or there is
         nothing of it: cheap to call again.
         """
-        return self._roster.purge(digest)
+        return self._worker.purge.begin(digest)
 
     def adapter_use(self, digest: str) -> AdapterUse:
         """What the worker has of this adapter."""
-        return AdapterUse(is_ready=self._slots.is_ready(digest), is_held=self._roster.has_digest(digest))
+        return AdapterUse(is_ready=self._worker.slots.is_ready(digest), is_held=self._worker.purge.has_digest(digest))
 
     # ---- plans and results ----
 
@@ -230,39 +227,39 @@ class Scheduler:
         """
         assert not self._is_dead, "a plan is asked of a scheduler whose requests were taken away"
         assert 1 <= max_steps <= MAX_PLAN_STEPS, f"a plan of up to {max_steps} steps is asked for"
-        if not may_plan(len(self._flights), self.limits.plan_depth, max_steps):
+        if not may_plan(len(self._in_flight), self.limits.plan_depth, max_steps):
             return None
         self._end_expired(now_s)
         draft = PlanDraft(self.limits.max_step_tokens, self.limits.block_size)
-        self._roster.swap.tell_outs(draft)
+        self._worker.swap.plan_outs(draft)
         self._planner.fill(draft, now_s)
         if draft.is_empty and not draft.swap_outs:
             return None
-        num_steps = repeat(draft, self._roster, max_steps)
-        if self._roster.num_telling > 0:
+        num_steps = repeat(draft, self._worker, max_steps)
+        if self._worker.rows.num_wanting_logprobs > 0:
             draft.feed()
-        plan, flights = draft.finish(self._next_step_id, self._rows.tell_freed(), num_steps)
-        if self._roster.num_telling > 0:
-            note_logprobs(flights)
+        plan, steps = draft.finish(self._next_step_id, self._worker.rows.free.drain_freed(), num_steps)
+        if self._worker.rows.num_wanting_logprobs > 0:
+            note_logprobs(steps)
         self._next_step_id += num_steps
         for account, num_rows in draft.decodes.num_rows_by_account.items():
             self._counters.charge_decode(account, num_rows * num_steps)
-        for sequence, _, samples in draft.prefills:
+        for row, _, samples in draft.prefills:
             if samples:  # its first token; of a fork it may be the only one
-                self._counters.charge_decode(sequence.request.account, 1)
-        self._flights.extend(flights)
+                self._counters.charge_decode(row.sequence.request.account, 1)
+        self._in_flight.extend(steps)
         return plan
 
     def apply(self, result: StepResult, now_s: float) -> Outputs:
         """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
-        check_answer(self._flights, result)
-        flight = self._flights.popleft()
-        self._roster.swap.host.release(flight.spent_host_blocks)
+        check_result(self._in_flight, result)
+        step = self._in_flight.popleft()
+        self._worker.swap.host.release(step.spent_host_blocks)
         if result.step_time_us:
-            self._costs.observe(result.step_time_us, len(flight.decodes), sum(n for _, n, _ in flight.prefills))
+            self._worker.costs.observe(result.step_time_us, len(step.decodes), sum(n for _, n, _ in step.prefills))
         if result.num_moved_blocks:
-            self._costs.observe_moves(result.num_moved_blocks, result.move_time_us)
-        self._answers.book(flight, result, self._outputs)  # kept here: none is lost if a book breaks half way
+            self._worker.costs.observe_moves(result.num_moved_blocks, result.move_time_us)
+        self._results.apply(step, result, self._outputs)  # kept here: none is lost if a book breaks half way
         return self.take_outputs()
 
     def take_outputs(self) -> Outputs:
@@ -275,23 +272,23 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Live requests that hold no row, preempted and paused ones included."""
-        return len(self._groups) - self._roster.num_running_groups + self._roster.num_ending_groups
+        return len(self._groups) - self._worker.rows.num_groups + self._worker.rows.num_ending_groups
 
     def utilization(self, prefix: PrefixKeys) -> WorkerUtilization:
         """How busy the worker is, and what it already has of the request that `prefix` was made for."""
-        limits, costs, adapter = self.limits, self._costs, prefix.request.adapter
+        limits, costs, adapter = self.limits, self._worker.costs, prefix.request.adapter
         num_waiting = self.num_waiting
         return WorkerUtilization(
             step_us=costs.decode_step_us,
             prefill_us_per_token=costs.prefill_us_per_token,
             num_rows=limits.max_rows,
-            num_rows_requested=len(self._running) + num_waiting,
+            num_rows_requested=len(self._worker.rows.held) + num_waiting,
             num_waiting=num_waiting,
             num_blocks=limits.num_blocks,
-            num_free_blocks=self._pool.num_available,
+            num_free_blocks=self._worker.pool.num_available,
             block_size=limits.block_size,
-            tier=AdapterTier.READY if adapter is None else self._slots.tier(adapter),
-            num_hit_tokens=prefix.num_hit_tokens(self._cache, limits.block_size),
+            tier=AdapterTier.READY if adapter is None else self._worker.slots.tier(adapter),
+            num_hit_tokens=prefix.num_hit_tokens(self._worker.cache, limits.block_size),
             load_us=costs.load_us,
             load_bytes=costs.load_bytes,
         )
@@ -300,32 +297,32 @@ class Scheduler:
         """Counts of this moment."""
         return SchedulerStats(
             num_waiting=self.num_waiting,
-            num_running=self._roster.num_running_groups,
-            num_paused=self._roster.num_paused,
-            num_blocks=self._pool.num_blocks,
-            num_blocks_held=self._pool.num_held,
-            num_blocks_cached=len(self._pool.evictable),
-            num_plans_in_flight=sum(flight.ends_plan for flight in self._flights),
-            arena_used_bytes=self._slots.used_bytes,
-            num_adapters_loaded=len(self._slots.ready_digests()),
+            num_running=self._worker.rows.num_groups,
+            num_paused=self._worker.lifecycle.num_paused,
+            num_blocks=self._worker.pool.num_blocks,
+            num_blocks_held=self._worker.pool.num_held,
+            num_blocks_cached=len(self._worker.pool.evictable),
+            num_plans_in_flight=sum(step.ends_plan for step in self._in_flight),
+            arena_used_bytes=self._worker.slots.used_bytes,
+            num_adapters_loaded=len(self._worker.slots.ready_digests()),
             prefix_query_tokens=self._planner.prefix_query_tokens,
             prefix_hit_tokens=self._planner.prefix_hit_tokens,
-            num_preemptions=self._roster.num_preemptions,
-            num_swapped=len(self._roster.swap),
-            num_swapped_out=self._roster.swap.num_swapped_out,
-            num_host_blocks=self._roster.swap.host.num_blocks,
-            num_host_blocks_held=self._roster.swap.host.num_blocks - self._roster.swap.host.num_free,
-            num_tokens_sampled=self._answers.num_tokens_sampled,
+            num_preemptions=self._worker.lifecycle.num_preemptions,
+            num_swapped=len(self._worker.queues.swapped),
+            num_swapped_out=self._worker.swap.num_swapped_out,
+            num_host_blocks=self._worker.swap.host.num_blocks,
+            num_host_blocks_held=self._worker.swap.host.num_blocks - self._worker.swap.host.num_free,
+            num_tokens_sampled=self._results.num_tokens_sampled,
             is_stuck=self._is_stuck(),
         )
 
     def _is_stuck(self) -> bool:
         """Whether a request could run, and nothing is under way: it runs and is read, or it waits where none runs."""
-        if self._flights or self._slots.is_changing(self._waiting.urgent_digest):
+        if self._in_flight or self._worker.slots.is_changing(self._worker.queues.waiting.urgent_digest):
             return False
-        if self._running:
-            return any(not sequence.group.is_paused for sequence in self._running)
-        return len(self._waiting) > 0 or any(not group.is_paused for group in self._roster.swap)
+        if self._worker.rows.held:
+            return any(not row.sequence.group.is_paused for row in self._worker.rows.held)
+        return len(self._worker.queues.waiting) > 0 or any(not group.is_paused for group in self._worker.queues.swapped)
 
     # ---- how requests end without one ----
 
@@ -334,13 +331,13 @@ class Scheduler:
             group = self._groups.get(request_id)
             if group is not None:
                 self._outputs.others.append(ending(group, FinishReason.DEADLINE))
-                self._roster.end(group)
+                self._worker.lifecycle.end(group)
 
     def _give_up_adapter(self, digest: str, reason: str, *, is_mismatch: bool = False) -> None:
         """End the requests that wait for an adapter which cannot be had."""
-        swapped = [group for group in self._roster.swap if group.digest == digest]
-        for group in [*swapped, *self._waiting.of_digest(digest)]:
+        swapped = [group for group in self._worker.queues.swapped if group.digest == digest]
+        for group in [*swapped, *self._worker.queues.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)
             end.message, end.request, end.is_mismatch = reason, group.request_so_far(), is_mismatch
             self._outputs.others.append(end)
-            self._roster.end(group)
+            self._worker.lifecycle.end(group)

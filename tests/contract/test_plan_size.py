@@ -14,12 +14,11 @@ from control_plane.fleet.workers.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
 from control_plane.fleet.workers.wire import PlanEncoder
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.errors import PlanNeverFits
-from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.memory.adapter_slots import AdapterSlots
 from control_plane.scheduler.memory.block_pool import BlockPool
 from control_plane.scheduler.memory.prefix_cache import PrefixCache
 from control_plane.scheduler.probe import SchedulerProbe
-from control_plane.scheduler.requests.sequence import SequenceState
+from control_plane.scheduler.requests.sequence import Row, Sequence
+from control_plane.scheduler.requests.states import SequenceState, take_row
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.step.new_rows import MAX_ROW_BYTES, PLAN_BYTES, begin_row, row_bytes
@@ -69,6 +68,13 @@ class Peers:
             yield self._encoder.encode(plan).step_plan
             rows = SchedulerProbe(self.scheduler).sampled_rows()
             list(self.scheduler.apply(StepResult(plan.step_id, rows, [5] * len(rows)), 0.0))
+
+
+def begin(sequence: Sequence, row_idx: int = 0, slot_idx: int | None = None) -> Row:
+    """Give the sequence a row."""
+    row = Row(sequence, row_idx, slot_idx, SequenceState.RUNNING)
+    take_row(sequence, row)
+    return row
 
 
 def make_request(request_id: int, num_prompt: int, max_tokens: int = 2, **fields: object) -> Request:
@@ -146,12 +152,11 @@ def test_a_request_that_no_plan_can_carry_is_refused_with_the_numbers() -> None:
 def test_a_search_whose_rows_one_plan_cannot_carry_is_not_swapped_out() -> None:
     """They would have to return together."""
     limits = replace(LIMITS, block_size=1, num_blocks=3_000_000, num_host_blocks=3_000_000, max_model_len=200_000)
-    settings, counters, pool = SchedulerSettings(), VirtualCounters(), BlockPool(limits.num_blocks)
-    cache, slots = PrefixCache(pool, limits.block_size), AdapterSlots(0, 0, counters)
-    swap = SwapSpace(limits, settings.policy, StepCosts(settings), pool, cache, slots, counters)
+    settings, pool = SchedulerSettings(), BlockPool(limits.num_blocks)
+    swap = SwapSpace(limits, settings.policy, StepCosts(settings), pool, PrefixCache(pool, limits.block_size))
     group = make_group(make_request(1, 66_000, beam=BeamSearch(64)), limits, 0)
     for member in group.members:
-        member.is_decoding, member.state = True, SequenceState.RUNNING
+        begin(member).is_decoding = True
     group.has_progressed = True
     assert not swap.is_better(group), "64 block tables of 66 000 entries"
     del group.members[16:]
@@ -178,8 +183,9 @@ def test_the_bytes_that_a_row_is_counted_for_are_no_fewer_than_it_takes(is_banne
         1, 3000, 5000, sampling=sampling, stop_token_ids=frozenset(range(256)), generated_token_ids=(1,) * 1000
     )
     (sequence,) = make_group(request, LIMITS, 0).members
-    sequence.row, sequence.slot_idx, sequence.block_ids = 2**16, 2**16, [LIMITS.num_blocks] * 250
-    plan = StepPlan(1, [], [], [begin_row(sequence, 2**32 - 1)])
+    row = begin(sequence, row_idx=2**16, slot_idx=2**16)
+    row.block_ids = [LIMITS.num_blocks] * 250
+    plan = StepPlan(1, [], [], [begin_row(row, 2**32 - 1)])
     size = PlanEncoder(1, VOCAB_SIZE).encode(plan).step_plan.new_rows[0].ByteSize()
     assert size <= 4 * 3000 + row_bytes(sequence, LIMITS.block_size) < size + 1200
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from control_plane.scheduler.memory.block_pool import BlockPool
-from control_plane.scheduler.requests.sequence import Sequence
+from control_plane.scheduler.requests.sequence import Row, Sequence
 from control_plane.scheduler.types import TOKEN_BYTES, Request
 
 # Leading blocks of a prompt that placement looks up in the caches of workers: what lies beyond decides little, and
@@ -98,20 +98,21 @@ class PrefixCache:
         self._pool.share_all(blocks)
         return blocks
 
-    def register(self, sequence: Sequence, *, keep: bool) -> None:
-        """Enter the sequence's blocks that answered plans filled. The first block with a key stays the one.
+    def register(self, row: Row, *, keep: bool) -> None:
+        """Enter the row's blocks that are computed. If several blocks have one key, the first of them stays.
 
         With `keep` False nothing enters: the adapter is being purged.
         """
-        num_full = sequence.num_computed // self._block_size
+        sequence = row.sequence
+        num_full = row.num_computed // self._block_size
         self.extend_hashes(sequence, num_full)
         if keep:
             digest = sequence.digest
-            for idx in range(sequence.num_registered, num_full):
+            for idx in range(row.num_registered, num_full):
                 key = sequence.block_hashes[idx]
                 if key not in self._block_by_key:
-                    self._enter(key, sequence.block_ids[idx], digest, sequence.request.account)
-        sequence.num_registered = num_full
+                    self._enter(key, row.block_ids[idx], digest, sequence.request.account)
+        row.num_registered = num_full
 
     def _enter(self, key: bytes, block_id: int, digest: str | None, account: str) -> None:
         self._block_by_key[key] = block_id

@@ -15,7 +15,7 @@ class RowPool:
         self.num_rows = num_rows
         self._num_taken = 0  # rows below it were taken at some time
         self._free: list[int] = []  # of those; a heap
-        self._untold: list[int] = []  # freed since the last plan
+        self._unsent: list[int] = []  # freed since the last plan
 
     @property
     def num_free(self) -> int:
@@ -33,22 +33,22 @@ class RowPool:
     def give_back(self, row: int) -> None:
         """The row's request left it."""
         heapq.heappush(self._free, row)
-        self._untold.append(row)
+        self._unsent.append(row)
 
     def restart(self, row: int) -> None:
         """The row stays taken, but the worker is to forget its request: another one of the same holder follows."""
-        self._untold.append(row)
+        self._unsent.append(row)
 
     def give_back_unused(self, row: int) -> None:
         """The same where the worker was not told of the request."""
         heapq.heappush(self._free, row)
 
-    def tell_freed(self) -> list[int]:
+    def drain_freed(self) -> list[int]:
         """Rows freed since the last call, for the plan that is made."""
-        freed, self._untold = self._untold, []
+        freed, self._unsent = self._unsent, []
         return freed
 
     def check_invariants(self, held_rows: list[int]) -> None:
         """Raise AssertionError unless free and held rows are all rows, each once."""
         assert sorted(self._free + held_rows) == list(range(self._num_taken)), "a row is lost or used twice"
-        assert len(set(self._untold)) == len(self._untold), "a row is freed twice in one plan"
+        assert len(set(self._unsent)) == len(self._unsent), "a row is freed twice in one plan"

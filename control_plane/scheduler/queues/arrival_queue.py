@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.requests.sequence_group import SequenceGroup
+from control_plane.scheduler.requests.sequence import SequenceGroup
 from control_plane.scheduler.types import RequestId
 
 
@@ -53,7 +53,7 @@ class ArrivalQueue:
         del self._groups[idx]
         self._counters.stop_waiting(group.request.account)
 
-    def offer(self, digest: str | None) -> None:
+    def mark_ready(self, digest: str | None) -> None:
         """Nothing to do: the first in line is looked at anyway."""
 
     def peek(self, *, may_be_long: bool = True) -> SequenceGroup | None:  # noqa: ARG002 (as WaitingQueue's)

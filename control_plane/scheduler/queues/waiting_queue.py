@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 from control_plane.scheduler.fairness import VirtualCounters
-from control_plane.scheduler.requests.sequence_group import SequenceGroup
+from control_plane.scheduler.requests.sequence import SequenceGroup
 from control_plane.scheduler.types import RequestId
 
 Key = tuple[int, tuple[float, int]]  # place inside a tenant: (-priority, (arrival_s, serial))
@@ -37,7 +37,7 @@ class Fronts:
         # dropped when they come up.
         self._heap: list[tuple[Key, str | None]] = []
 
-    def offer(self, digest: str | None) -> None:
+    def mark_ready(self, digest: str | None) -> None:
         """Let the front of this list take part; called when it changed, and when its digest became allowed."""
         groups = self._groups_by_digest.get(digest)
         if groups and self._is_allowed(digest):
@@ -77,7 +77,7 @@ class TenantQueue:
         groups = self.groups_by_digest.setdefault(group.digest, [])
         insort(groups, group, key=queue_key)
         if groups[0] is group:
-            self.offer(group.digest)
+            self.mark_ready(group.digest)
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a request out, wherever it stands."""
@@ -88,12 +88,12 @@ class TenantQueue:
         if not groups:
             del self.groups_by_digest[group.digest]
         elif idx == 0:
-            self.offer(group.digest)
+            self.mark_ready(group.digest)
 
-    def offer(self, digest: str | None) -> None:
+    def mark_ready(self, digest: str | None) -> None:
         """Let the front of this adapter's list take part where it may."""
-        self.admissible.offer(digest)
-        self.active.offer(digest)
+        self.admissible.mark_ready(digest)
+        self.active.mark_ready(digest)
 
     def check_invariants(self, tenant: str) -> None:
         """Raise AssertionError if lists or fronts are wrong."""
@@ -144,10 +144,10 @@ class Line:
         else:
             self._enter(tenant)
 
-    def offer(self, digest: str | None) -> None:
+    def mark_ready(self, digest: str | None) -> None:
         """Let requests with this adapter take part, which became admissible or active."""
         for tenant in self._tenants_by_digest.get(digest, ()):
-            self.by_tenant[tenant].offer(digest)
+            self.by_tenant[tenant].mark_ready(digest)
             self._enter(tenant)
 
     def peek(self) -> Turn | None:
@@ -276,10 +276,10 @@ class WaitingQueue:
         """Whether somebody waits who could be admitted with enough room."""
         return len(self.aside) > 0 or self.peek() is not None
 
-    def offer(self, digest: str | None) -> None:
+    def mark_ready(self, digest: str | None) -> None:
         """Let requests with this adapter take part, which became admissible or active."""
-        self._short.offer(digest)
-        self._long.offer(digest)
+        self._short.mark_ready(digest)
+        self._long.mark_ready(digest)
 
     def peek(self, *, may_be_long: bool = True) -> SequenceGroup | None:
         """The request whose turn it is, or None."""

@@ -1,75 +1,94 @@
-"""One answer to a live request inside the scheduler: what is known, planned and computed of it, and what it holds.
+"""A live request inside the scheduler: the group, its sequences, and the rows of the worker that they hold.
 
-What is true of the request as a whole is its group's (sequence_group.py). Only roster.py and the planner move a
-sequence from one state to another.
+A request is a group of one sequence for each completion. A group waits, is admitted, paused, preempted and ended as a
+whole; its members hold rows and blocks. What holds only while a sequence has a row is in its `Row`, which is made when
+the sequence takes the row and dropped when it leaves. States are assigned in states.py alone.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from control_plane.scheduler.requests.sequence_group import SequenceGroup
-from control_plane.scheduler.types import FinishReason, Request, RequestId, Sampling
+from control_plane.scheduler.logprobs import PromptLogprobs
+from control_plane.scheduler.requests.beam_search import BeamSearcher
+from control_plane.scheduler.requests.states import GroupState, SequenceState
+from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, Sampling
 
 
-class SequenceState(enum.Enum):
-    """What a sequence holds."""
+@dataclass(slots=True, eq=False)
+class Row:
+    """What a sequence has while it holds a row of the worker.
 
-    IDLE = "idle"  # nothing: its group waits, or its answer ended
-    FORKING = "forking"  # a row that the worker does not know, and blocks: begins once its source is computed
-    RESERVED = "reserved"  # a row that the worker does not know, and one block, for a beam that may fork into it
-    RUNNING = "running"  # a row; it may be planned
-    DRAINING = "draining"  # a row; it is planned no more and leaves with the last unanswered plan that names it
+    Token positions: [0, num_computed) are computed, [num_computed, num_planned) are in steps in flight. While the
+    sequence decodes, the value of the last planned token may be unknown here; the worker feeds it back itself.
+    """
+
+    sequence: Sequence
+    row_idx: int
+    slot_idx: int | None  # leased adapter slot; None: no adapter
+    state: SequenceState  # never IDLE
+    is_begun: bool = False  # the worker knows the row
+    block_ids: list[int] = field(default_factory=list)  # block table
+    moved_block_ids: list[int] = field(default_factory=list)  # the table's beginning, moved to host memory by a plan
+    forks_from: Sequence | None = None  # while FORKING: computes what it shares, in plans that come before
+    copied_block: int | None = None  # held until the result of the plan that copies it
+    prefill_end: int = 0  # known tokens when the sequence took the row; it decodes from there
+    num_planned: int = 0  # tokens whose KV is computed or in steps in flight
+    num_computed: int = 0  # tokens whose KV is computed: their results came
+    num_registered: int = 0  # leading blocks that were offered to the prefix cache
+    register_at: int = 0  # computed tokens at which the next block is full
+    num_in_flight: int = 0  # steps in flight that name the row
+    is_decoding: bool = False  # its prefill is planned to the end
+    # Tokens planned, and tokens computed, up to which the row decodes on and needs no closer look; 0: look always.
+    plan_closely_at: int = 0
+    book_closely_at: int = 0
+
+    def look_closely(self) -> None:
+        """Look at whatever is planned for the row or computed of it."""
+        self.plan_closely_at = self.book_closely_at = 0
+
+    def plan_on(self, block_size: int) -> None:
+        """The row decodes: its plans need no closer look until its table is full, or its last token is planned."""
+        self.plan_closely_at = min(len(self.block_ids) * block_size, self.sequence.max_planned - 1)
+
+    def book_on(self) -> None:
+        """The row decodes: its results need no closer look until a block is full, or its longest length is reached."""
+        sequence = self.sequence
+        self.book_closely_at = 0 if sequence.has_extras else min(self.register_at, sequence.max_planned)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One answer and its progress.
-
-    Token positions: [0, num_computed) answered, [num_computed, num_planned) in unanswered plans. While it decodes,
-    the value of the last planned token may be unknown here; the worker feeds it back itself.
-    """
+    """One completion of a request: what was requested, and what is known of it."""
 
     group: SequenceGroup
-    index: int  # which of the request's answers
-    request: Request  # the group's, at hand
-    request_id: RequestId  # at hand for every token
-    account: str  # the request's, at hand
-    order: tuple[float, int]  # the group's, at hand
+    index: int  # which of the request's completions
+    request: Request  # the group's
+    request_id: RequestId  # the request's
+    stop_token_ids: frozenset[int]  # the request's
+    sampling: Sampling  # the request's, with this completion's own seed
     max_generated: int  # generated tokens at which max_tokens or the context ends it
-    max_planned: int  # tokens to compute in all: not the last that is sampled; of a stepwise one, those known
-    stop_token_ids: frozenset[int]  # the request's, at hand for every token
-    sampling: Sampling  # the request's, with this answer's own seed
-    tells_logprobs: bool  # log-probabilities come with its tokens or its prompt
-    tells_more: bool  # that, or an index other than 0: at hand for every token
+    max_planned: int  # tokens to compute in all: not the last that is sampled; of a host-fed sequence, those known
+    wants_logprobs: bool  # log-probabilities are returned with its tokens or its prompt
+    has_extras: bool  # wants_logprobs, or an index other than 0: its results are more than a token
     generated: list[int]  # accepted tokens
-    state: SequenceState = SequenceState.IDLE
-    is_stepwise: bool = False  # what it is fed after its prefill is chosen here, not on the worker
-    is_given_up: bool = False  # nobody wants its answer: it only goes on until others forked from it
-    is_ended: bool = False  # its answer is complete, or its request over
+    is_host_fed: bool = False  # what it is fed after its prefill is chosen here, not on the worker
+    is_cancelled: bool = False  # nobody reads this completion: it only goes on until others forked from it
+    is_ended: bool = False  # its completion is complete, or its request over
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
-
     host_block_ids: list[int] = field(default_factory=list)  # its table in host memory, while it is swapped out
+    row: Row | None = None  # None: it holds no row
 
-    # While it holds a row (not IDLE); reset by `leave_row`.
-    row: int = 0
-    is_begun: bool = False  # the worker knows its row
-    slot_idx: int | None = None  # leased adapter slot; None: no adapter
-    block_ids: list[int] = field(default_factory=list)  # block table
-    moved_block_ids: list[int] = field(default_factory=list)  # the table's beginning, moved to host memory by a plan
-    forks_from: Sequence | None = None  # while FORKING: computes what it shares, in plans that come before
-    copied_block: int | None = None  # held until the plan that copies it is answered
-    prefill_end: int = 0  # known tokens when it took the row; it decodes from there
-    num_planned: int = 0  # tokens whose KV is computed or in unanswered plans
-    num_computed: int = 0  # tokens whose KV is computed by answered plans
-    num_registered: int = 0  # leading blocks that were offered to the prefix cache
-    register_at: int = 0  # computed tokens at which the next block is full
-    num_in_flight: int = 0  # unanswered steps that name it
-    is_decoding: bool = False  # its prefill is planned to the end
-    # Tokens planned, and tokens answered, up to which it decodes on and there is nothing to look at; 0: look always.
-    plan_closely_at: int = 0
-    book_closely_at: int = 0
+    @property
+    def state(self) -> SequenceState:
+        """What the sequence holds."""
+        return SequenceState.IDLE if self.row is None else self.row.state
+
+    @property
+    def held_row(self) -> Row:
+        """The row of a sequence that must hold one."""
+        assert self.row is not None, f"sequence {self.index} of request {self.request_id} holds no row"
+        return self.row
 
     @property
     def digest(self) -> str | None:
@@ -83,8 +102,8 @@ class Sequence:
         return len(self.request.prompt_token_ids) + len(self.generated)
 
     @property
-    def tells_prompt(self) -> bool:
-        """Whether the log-probabilities of its prompt are asked for and still to come: with its first token."""
+    def awaits_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are requested and not returned yet; its first token brings them."""
         return self.sampling.num_prompt_logprobs is not None and not self.generated
 
     def tokens_between(self, start: int, end: int) -> list[int]:
@@ -98,7 +117,7 @@ class Sequence:
         return [*prompt[start:], *self.generated[: end - num_prompt]]
 
     def accept(self, token_id: int) -> FinishReason | None:
-        """Append a sampled token; the reason if the answer ends with it."""
+        """Append a sampled token; the reason if the completion ends with it."""
         self.generated.append(token_id)
         if token_id in self.stop_token_ids:
             return FinishReason.STOP_TOKEN
@@ -106,25 +125,54 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def look_closely(self) -> None:
-        """Look at whatever is planned or answered of it."""
-        self.plan_closely_at = self.book_closely_at = 0
 
-    def plan_on(self, block_size: int) -> None:
-        """It decodes: nothing is to be looked at until its table is full, or its last token planned."""
-        self.plan_closely_at = min(len(self.block_ids) * block_size, self.max_planned - 1)
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request and its sequences, by index."""
 
-    def book_on(self) -> None:
-        """It decodes: nothing is to be looked at until a block is full, or its longest length reached."""
-        self.book_closely_at = 0 if self.tells_more else min(self.register_at, self.max_planned)
+    request: Request
+    order: tuple[float, int]  # (arrival_s, serial): total order of arrival
+    cache_root: bytes  # first link of the block hash chain: (adapter or base, tenant, salt)
+    members: list[Sequence] = field(default_factory=list)  # one per completion, ended ones included
+    state: GroupState = GroupState.WAITING
+    is_paused: bool = False
+    is_ended: bool = False  # never to be scheduled again
+    num_rows: int = 0  # members that hold a row, draining ones included
+    prompt_logprobs: PromptLogprobs | None = None  # those that came from the prefill that is going on
+    searcher: BeamSearcher | None = None  # for beam search
+    beam_sequences: list[Sequence] = field(default_factory=list)  # of the searcher's beams, in their order
+    num_searched: int = 0  # tokens computed for beams, dropped ones included
+    beam_candidates: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # by index of the beam
+    num_preemptions: int = 0
+    has_given_way: bool = False  # it was preempted for a request that lacked room; backfill.py
+    num_overtaken: int = 0  # requests that overtook it, for their adapters cost the step less
+    has_progressed: bool = False  # some member gained a token since the group took its rows
+    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
+    first_scheduled_s: float | None = None
 
-    def leave_row(self) -> None:
-        """Forget everything that belonged to the row; blocks, row and lease must be given back by the caller."""
-        self.row = 0
-        self.slot_idx = None
-        self.block_ids = []
-        self.moved_block_ids = []
-        self.prefill_end = self.num_planned = self.num_computed = self.num_registered = self.register_at = 0
-        self.look_closely()
-        self.is_decoding = self.is_begun = False
-        self.forks_from = self.copied_block = None
+    @property
+    def digest(self) -> str | None:
+        """Digest of its adapter, None for the base model."""
+        adapter = self.request.adapter
+        return None if adapter is None else adapter.digest
+
+    def live_members(self) -> list[Sequence]:
+        """Members whose completion has not ended; the others fork from the first of them.
+
+        By index, except for a beam search: the sequences of its beams come first, in the order of the search.
+        """
+        if self.searcher is not None:
+            beams = self.beam_sequences
+            return [*beams, *(sequence for sequence in self.members if sequence not in beams)]
+        return [sequence for sequence in self.members if not sequence.is_ended]
+
+    def request_so_far(self) -> Request:
+        """The request with every accepted token, to go on elsewhere; a beam search begins again."""
+        if self.searcher is not None:
+            return self.request
+        if len(self.members) == 1:
+            return replace(self.request, generated_token_ids=tuple(self.members[0].generated))
+        answers = tuple(
+            Answer(tuple(sequence.generated), sequence.is_ended or sequence.is_cancelled) for sequence in self.members
+        )
+        return replace(self.request, answers=answers)

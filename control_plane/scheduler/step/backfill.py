@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import itertools
 
-from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.queues.waiting_queue import queue_key
-from control_plane.scheduler.requests.sequence import Sequence
-from control_plane.scheduler.requests.sequence_group import GroupState, SequenceGroup
+from control_plane.scheduler.requests.sequence import Row, SequenceGroup
+from control_plane.scheduler.requests.states import GroupState
 from control_plane.scheduler.step.forks import num_fork_blocks
-from control_plane.scheduler.step.roster import Roster
-from control_plane.scheduler.types import RequestId, WorkerLimits
+from control_plane.scheduler.step.worker_state import WorkerState
+from control_plane.scheduler.types import RequestId
 
 NUM_PARTS = 4  # of a cycle; the last is for requests set aside alone
 MAX_TRIED = 8  # requests set aside that are looked at in one step, beside the reserved one
@@ -39,15 +38,13 @@ MAX_SET_ASIDE = 32  # requests that one step sets aside: looking at each takes a
 class Backfill:
     """What one worker's planner remembers of requests that lack room."""
 
-    def __init__(
-        self, limits: WorkerLimits, roster: Roster, counters: VirtualCounters, *, watermark: int, max_blocked_steps: int
-    ) -> None:
+    def __init__(self, worker: WorkerState, *, watermark: int, max_blocked_steps: int) -> None:
         """`watermark`: blocks that an admission leaves free while others run."""
-        self._roster = roster
+        self._worker = worker
         self._max_blocked_steps = max_blocked_steps
-        self._counters = counters
-        self._num_rows = limits.max_rows
-        self._num_blocks = limits.num_blocks
+        self._counters = worker.counters
+        self._num_rows = worker.limits.max_rows
+        self._num_blocks = worker.limits.num_blocks
         self._watermark = watermark
         self._blocking: SequenceGroup | None = None  # the last that held up others
         self._num_blocked_steps = 0  # in which somebody did, since such a request was admitted
@@ -63,7 +60,7 @@ class Backfill:
     def begin_step(self) -> list[SequenceGroup]:
         """Look at what changed. Returns the requests that give way to the reserved one in this step."""
         self._num_set_aside = 0
-        aside = self._roster.waiting.aside
+        aside = self._worker.queues.waiting.aside
         if not aside:
             self.reserved = None
             self.is_due = False
@@ -82,7 +79,7 @@ class Backfill:
         """Whether nobody is admitted in this step but requests that were set aside."""
         part = self._num_passing_steps // self._max_blocked_steps % NUM_PARTS
         is_for_them = part == NUM_PARTS - 1 and self._has_hope
-        return self.is_due or (is_for_them and len(self._roster.running) > 0)
+        return self.is_due or (is_for_them and len(self._worker.rows.held) > 0)
 
     def to_try(self) -> list[SequenceGroup]:
         """Requests set aside that may be admitted in this step if they have room: the reserved one, then some others.
@@ -91,11 +88,11 @@ class Backfill:
         """
         if self.reserved is None:
             return []
-        is_admissible = self._roster.slots.is_admissible
+        is_admissible = self._worker.slots.is_admissible
         first = [self.reserved] if is_admissible(self.reserved.digest) else []
         if self.is_due:
             return first
-        others = [group for group in self._roster.waiting.aside.values() if group is not self.reserved]
+        others = [group for group in self._worker.queues.waiting.aside.values() if group is not self.reserved]
         if len(others) > MAX_TRIED:
             begin = self._next_tried % len(others)
             self._next_tried = begin + MAX_TRIED
@@ -104,7 +101,7 @@ class Backfill:
 
     def holds_up(self, group: SequenceGroup) -> bool:
         """Whether the request whose turn it is, and which lacks room, holds up others; else it is set aside here."""
-        waiting = self._roster.waiting
+        waiting = self._worker.queues.waiting
         if not waiting.aside:
             if self._num_set_aside == 0:
                 self._num_blocked_steps += 1
@@ -130,39 +127,39 @@ class Backfill:
 
     def _reserve(self) -> None:
         """Choose whom room is reserved for, of those whose adapter is ready if there are any."""
-        is_admissible = self._roster.slots.is_admissible
+        is_admissible = self._worker.slots.is_admissible
         self.reserved = min(
-            self._roster.waiting.aside.values(),
+            self._worker.queues.waiting.aside.values(),
             key=lambda group: (
                 not is_admissible(group.digest),
                 self._counters.counter(group.request.account),
                 queue_key(group),
             ),
         )
-        self._holders = {sequence.request_id for sequence in self._roster.running}
+        self._holders = {row.sequence.request_id for row in self._worker.rows.held}
         self.is_due = False
         self._num_due_steps = 0
 
     def _judge(self) -> None:
         """See whether the reserved request is due. Blocks that holders share count for each of them."""
         assert self.reserved is not None, "somebody is set aside and nobody is reserved for"
-        kept = [sequence for sequence in self._roster.running if self._is_holder(sequence)]
+        kept = [row for row in self._worker.rows.held if self._is_holder(row)]
         num_left = self._num_blocks
         if kept:
-            num_left -= self._watermark + sum(len(sequence.block_ids) for sequence in kept)
+            num_left -= self._watermark + sum(len(row.block_ids) for row in kept)
 
         def has_room(group: SequenceGroup) -> bool:
             num_rows, num_blocks = self._needs(group)
             return num_rows + len(kept) <= self._num_rows and num_blocks <= num_left
 
-        may_be_due = has_room(self.reserved) and self._roster.slots.is_admissible(self.reserved.digest)
+        may_be_due = has_room(self.reserved) and self._worker.slots.is_admissible(self.reserved.digest)
         self.is_due = may_be_due and (self.is_due or self._has_turn(self.reserved))
         self._num_due_steps = self._num_due_steps + 1 if self.is_due else 0
-        self._has_hope = any(map(has_room, itertools.islice(self._roster.waiting.aside.values(), MAX_TRIED)))
+        self._has_hope = any(map(has_room, itertools.islice(self._worker.queues.waiting.aside.values(), MAX_TRIED)))
 
     def _has_turn(self, group: SequenceGroup) -> bool:
         """Whether no account has got less that waits in the queue."""
-        first = self._roster.waiting.peek()
+        first = self._worker.queues.waiting.peek()
         counter = self._counters.counter
         return first is None or counter(group.request.account) <= counter(first.request.account)
 
@@ -171,42 +168,42 @@ class Backfill:
 
         Of rows and blocks the one counts of which less is free: where blocks are short, rows are free anyway.
         """
-        waiting, roster = self._roster.waiting, self._roster
+        waiting, worker = self._worker.queues.waiting, self._worker
         num_others = len(waiting) - max(1, len(waiting.aside))
-        num_free = min(roster.rows.num_free, self._num_rows * roster.pool.num_available // self._num_blocks)
+        num_free = min(worker.rows.free.num_free, self._num_rows * worker.pool.num_available // self._num_blocks)
         self._counters.charge_idle(group.request.account, min(num_free, num_others))
 
     def _victims(self) -> list[SequenceGroup]:
         """Requests that make room for the one that is due; none while others leave already."""
-        roster = self._roster
-        if roster.num_draining > 0 or self.reserved is None:
+        worker = self._worker
+        if worker.rows.num_draining > 0 or self.reserved is None:
             return []
         num_rows, num_blocks = self._needs(self.reserved)
-        rows_short = num_rows - roster.rows.num_free
-        blocks_short = num_blocks + self._watermark - roster.pool.num_available
+        rows_short = num_rows - worker.rows.free.num_free
+        blocks_short = num_blocks + self._watermark - worker.pool.num_available
         victims: list[SequenceGroup] = []
-        for sequence in reversed(roster.running):
+        for row in reversed(worker.rows.held):
             if rows_short <= 0 and blocks_short <= 0:
                 break
-            group = sequence.group
-            if self._is_holder(sequence) or group.state is not GroupState.RUNNING:
+            group = row.sequence.group
+            if self._is_holder(row) or group.state is not GroupState.RUNNING:
                 continue
             if not group.has_progressed and not group.is_paused:
                 continue
             if group not in victims[-1:]:
                 victims.append(group)
             rows_short -= 1
-            blocks_short -= len(sequence.block_ids)
+            blocks_short -= len(row.block_ids)
         for group in victims:
             group.has_given_way = True
         return victims
 
-    def _is_holder(self, sequence: Sequence) -> bool:
+    def _is_holder(self, row: Row) -> bool:
         """Whether the reserved request waits for its end. Nobody waits for one whose reader is slow."""
-        group = sequence.group
-        return (sequence.request_id in self._holders or group.has_given_way) and not group.is_paused
+        group = row.sequence.group
+        return (row.sequence.request_id in self._holders or group.has_given_way) and not group.is_paused
 
     def _needs(self, group: SequenceGroup) -> tuple[int, int]:
         """Rows and blocks that the request takes when it is admitted, those in the prefix cache included."""
-        members, size = group.live_members(), self._roster.block_size
+        members, size = group.live_members(), self._worker.limits.block_size
         return len(members), -(-members[0].num_known // size) + num_fork_blocks(members, size)

@@ -1,26 +1,26 @@
 """The rows of a beam search: which member of the group computes which beam.
 
 The group holds `width` rows from its admission to its end, and in each of them at least one block. A beam goes on in
-the row of its parent, where it is fed its token; where a parent has several children, the others fork from it
-(forks.py) in the rows of beams that came to nothing, which keep one block for that: a fork never waits for one.
-The search moves when every beam was answered; until then nothing more of the group is planned.
+the row of its parent, where it is fed its token. If a parent has several children, the others fork from it (forks.py)
+in the rows of beams that were dropped. Those rows keep one block for that purpose, so that a fork never waits for a
+block. The search advances when the results of all beams have come; until then nothing more of the group is planned.
 """
 
 from __future__ import annotations
 
 from control_plane.scheduler.requests.beam_search import BeamSearcher
-from control_plane.scheduler.requests.sequence import Sequence, SequenceState
-from control_plane.scheduler.requests.sequence_group import SequenceGroup
+from control_plane.scheduler.requests.sequence import Sequence, SequenceGroup
+from control_plane.scheduler.requests.states import SequenceState, move_row
 from control_plane.scheduler.step.forks import share_blocks
-from control_plane.scheduler.step.roster import Roster
+from control_plane.scheduler.step.worker_state import WorkerState
 from control_plane.scheduler.types import FinishReason, RequestOutput
 
-# Score of an index for which there is no hypothesis, for the vocabulary has too few tokens that may be chosen.
+# Score of an index without a hypothesis: the vocabulary has too few tokens that may be chosen.
 NO_SCORE = -1e9
 
 
-def advance(group: SequenceGroup, searcher: BeamSearcher, roster: Roster) -> None:
-    """Move the search on by the answers of all its beams, and its sequences with it."""
+def advance(group: SequenceGroup, searcher: BeamSearcher, worker: WorkerState) -> None:
+    """Advance the search by the results of all its beams, and its sequences with it."""
     old = group.beam_sequences
     parents = searcher.advance([group.beam_candidates[sequence.index] for sequence in old])
     group.beam_candidates.clear()
@@ -32,7 +32,7 @@ def advance(group: SequenceGroup, searcher: BeamSearcher, roster: Roster) -> Non
     unused = [member for member in group.members if member not in survivors]
     for member in unused:
         if member.state is not SequenceState.RESERVED:
-            roster.reserve_again(member)
+            worker.rows.reserve_again(member)
     new: list[Sequence] = []
     for beam, source in zip(searcher.beams, survivors, strict=True):
         if source not in new:
@@ -40,21 +40,22 @@ def advance(group: SequenceGroup, searcher: BeamSearcher, roster: Roster) -> Non
             continue
         fork = unused.pop(0)
         fork.generated = [*source.generated, beam.last_token_id]
-        own_blocks = fork.block_ids
-        share_blocks(source, fork, fork.num_known - 1, roster)
-        fork.block_ids += own_blocks
-        fork.state = SequenceState.FORKING
+        row = fork.held_row
+        own_blocks = row.block_ids
+        share_blocks(source.held_row, row, fork.num_known - 1, worker)
+        row.block_ids += own_blocks
+        move_row(row, SequenceState.FORKING)
         new.append(fork)
     for beam, sequence in zip(searcher.beams, new, strict=True):
         if sequence.state is not SequenceState.FORKING:
             sequence.generated.append(beam.last_token_id)
         sequence.max_planned = sequence.num_known  # no further than the token that was chosen
     group.beam_sequences = new
-    roster.regroup()
+    worker.rows.regroup()
 
 
 def outputs_of(group: SequenceGroup, searcher: BeamSearcher) -> list[RequestOutput]:
-    """What is told of a search that is over: every hypothesis, the best first."""
+    """The outputs of a search that is over: every hypothesis, the best first."""
     outputs: list[RequestOutput] = []
     for index in range(searcher.search.width):
         output = RequestOutput(

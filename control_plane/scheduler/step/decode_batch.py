@@ -1,7 +1,7 @@
 """The rows that decode, as step after step plans the same ones.
 
-From one step to the next hardly a row joins or leaves, so who decodes is found out once and kept by the roster until
-somebody does. Plans, flights and the wire share the batch's lists; nobody changes them.
+From one step to the next hardly a row joins or leaves, so which rows decode is found out once and kept until one does.
+Plans, steps in flight and the wire share the batch's lists; nobody changes them.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ from collections import Counter
 from functools import cached_property
 from operator import attrgetter
 
-from control_plane.scheduler.requests.sequence import Sequence, SequenceState
+from control_plane.scheduler.requests.sequence import Row
+from control_plane.scheduler.requests.states import SequenceState
 
-_row = attrgetter("row")
-_account = attrgetter("account")
+_row_idx = attrgetter("row_idx")
+_account = attrgetter("sequence.request.account")
 
 
 class DecodeBatch:
-    """Sequences that decode in one step."""
+    """Rows that decode in one step."""
 
-    def __init__(self, sequences: list[Sequence]) -> None:
-        """`sequences` are in order of arrival."""
-        self.sequences = sequences
-        self.by_row = sorted(sequences, key=_row)
-        self.rows = [sequence.row for sequence in self.by_row]
+    def __init__(self, rows: list[Row]) -> None:
+        """`rows` are in order of arrival."""
+        self.rows = rows
+        self.by_idx = sorted(rows, key=_row_idx)
+        self.row_idxs = [row.row_idx for row in self.by_idx]
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return len(self.rows)
 
     @cached_property
     def num_rows_by_account(self) -> Counter[str]:
-        """How many of the rows are whose."""
-        return Counter(map(_account, self.sequences))
+        """How many of the rows each account has."""
+        return Counter(map(_account, self.rows))
 
 
-def by_progress(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Of those that hold a row: who may decode in the next plan, and who is before the end of its prefill."""
-    decoding: list[Sequence] = []
-    prefilling: list[Sequence] = []
+def by_progress(held: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Of the held rows: those that may decode in the next plan, and those before the end of their prefill."""
+    decoding: list[Row] = []
+    prefilling: list[Row] = []
     is_running = SequenceState.RUNNING
-    for sequence in running:
-        if not sequence.is_decoding:
-            prefilling.append(sequence)
-        elif (
-            sequence.num_planned < sequence.max_planned  # else all is planned, or the next token is not chosen yet
-            and sequence.state is is_running
-            and not sequence.group.is_paused
-        ):
-            decoding.append(sequence)
+    for row in held:
+        if not row.is_decoding:
+            prefilling.append(row)
+        elif row.state is is_running:
+            sequence = row.sequence
+            # Else all its tokens are planned, or the next one is not chosen yet.
+            if row.num_planned < sequence.max_planned and not sequence.group.is_paused:
+                decoding.append(row)
     return decoding, prefilling

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from control_plane.scheduler.requests.sequence import Sequence
+from control_plane.scheduler.requests.sequence import Row, Sequence
 from control_plane.scheduler.types import TOKEN_BYTES, NewRow, Sampling
 
 # Bytes of new rows in one plan: 524 288 token ids, which take about 20 ms to encode. One row may take more.
@@ -20,30 +20,31 @@ BLOCK_BYTES = 4  # of a block id, as int32
 _OTHER_BYTES = 160  # of a row beside its lists: at most 22 fields with their tags
 
 
-def begin_row(sequence: Sequence, slot_generation: int) -> NewRow:
-    """What the worker is told of a sequence that holds a row, blocks and a lease but that the worker does not know.
+def begin_row(row: Row, slot_generation: int) -> NewRow:
+    """The plan's entry for a row that has blocks and a lease, and that the worker does not know.
 
     Its KV is in its blocks up to num_planned by the time the plan is executed; `slot_generation` is 0 without adapter.
     """
-    assert not sequence.is_begun, f"request {sequence.request.request_id} begins a row twice"
-    sequence.is_begun = True
+    sequence = row.sequence
+    assert not row.is_begun, f"request {sequence.request_id} begins a row twice"
+    row.is_begun = True
     sampling = sequence.sampling
-    if sequence.tells_prompt:
-        sequence.group.prompt_logprobs = None  # what an earlier row told of a part of the prompt is told again
+    if sequence.awaits_prompt_logprobs:
+        sequence.group.prompt_logprobs = None  # an earlier row returned those of a part of the prompt: all come again
     elif sampling.num_prompt_logprobs is not None:
         sampling = replace(sampling, num_prompt_logprobs=None)
     return NewRow(
-        row=sequence.row,
-        request_id=sequence.request.request_id,
+        row=row.row_idx,
+        request_id=sequence.request_id,
         prompt_token_ids=sequence.request.prompt_token_ids,
         generated_token_ids=list(sequence.generated),
-        num_computed_tokens=sequence.num_planned,
-        block_ids=list(sequence.block_ids),
-        slot=sequence.slot_idx,
+        num_computed_tokens=row.num_planned,
+        block_ids=list(row.block_ids),
+        slot=row.slot_idx,
         slot_generation=slot_generation,
         sampling=sampling,
         banned_token_ids=tuple(sorted(sequence.stop_token_ids)) if _may_ban(sampling, sequence) else (),
-        is_stepwise=sequence.is_stepwise,
+        is_stepwise=sequence.is_host_fed,
     )
 
 

@@ -395,7 +395,7 @@ def test_nobody_starts_from_blocks_of_a_request_whose_logits_were_not_finite() -
 )
 def test_a_result_that_does_not_answer_the_oldest_plan_is_refused(result: StepResult) -> None:
     bench = Bench()
-    with pytest.raises(ResultMismatch, match="no plan is unanswered"):
+    with pytest.raises(ResultMismatch, match="no step is in flight"):
         bench.scheduler.apply(result, 0.0)
     bench.add(make_request(1))
     bench.plan()

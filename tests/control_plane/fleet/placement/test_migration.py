@@ -13,7 +13,7 @@ from control_plane.errors import (
     WorkerLost,
 )
 from control_plane.scheduler.memory.prefix_cache import PrefixCache
-from control_plane.scheduler.requests.sequence import Sequence
+from control_plane.scheduler.requests.sequence import Row
 from tests.fakes.fleet_rig import (
     FakeClock,
     LoopbackWorker,
@@ -142,10 +142,10 @@ async def test_tokens_accepted_before_the_books_broke_reach_their_streams(
     await broken.turn()
     register, calls = PrefixCache.register, []
 
-    def break_at_the_third(cache: PrefixCache, sequence: Sequence, *, keep: bool) -> None:
-        calls.append(sequence)
+    def break_at_the_third(cache: PrefixCache, row: Row, *, keep: bool) -> None:
+        calls.append(row.sequence)
         assert len(calls) < 3, "the books do not balance"
-        register(cache, sequence, keep=keep)
+        register(cache, row, keep=keep)
 
     monkeypatch.setattr(PrefixCache, "register", break_at_the_third)
     await broken.run(broken.session.ended.is_set)

@@ -13,7 +13,7 @@ from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.queues.arrival_queue import ArrivalQueue
 from control_plane.scheduler.queues.waiting_queue import WaitingQueue, queue_key
-from control_plane.scheduler.requests.sequence_group import SequenceGroup
+from control_plane.scheduler.requests.sequence import SequenceGroup
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.types import Answer
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_limits, make_request
@@ -49,7 +49,7 @@ def test_one_that_may_not_be_admitted_is_skipped_until_it_may() -> None:
     queue.add(second)
     assert queue.peek() is second
     ready.add(first.digest)
-    queue.offer(first.digest)
+    queue.mark_ready(first.digest)
     assert queue.peek() is first
 
 
@@ -139,7 +139,7 @@ def test_an_active_adapter_of_the_same_tenant_is_found_behind_one_that_is_not() 
         queue.add(group)
     assert queue.peek_active(first) is None
     active.add(second.digest)
-    queue.offer(second.digest)
+    queue.mark_ready(second.digest)
     assert queue.peek_active(first) is second
 
 
@@ -197,10 +197,10 @@ def test_the_queue_agrees_with_a_sorted_list(moves: list[tuple[str, int]]) -> No
             queue.remove(model.pop(number % len(model)))
         elif move == "toggle":
             ready ^= {digest}
-            queue.offer(digest)
+            queue.mark_ready(digest)
         elif move == "activate":
             active ^= {digest}
-            queue.offer(digest)
+            queue.mark_ready(digest)
         elif move == "charge":
             counters.charge_prefill("abc"[number % 3], number)
         queue.check_invariants()

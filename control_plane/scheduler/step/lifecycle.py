@@ -1,0 +1,164 @@
+"""The life of a request on one worker: it comes, is paused, resumed and preempted, ends, gives back what it held.
+
+The planner decides which request takes rows; everything else that moves a request is here.
+"""
+
+from __future__ import annotations
+
+from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.memory.adapter_purge import AdapterPurge
+from control_plane.scheduler.queues.request_queues import RequestQueues
+from control_plane.scheduler.requests.sequence import Row, Sequence, SequenceGroup
+from control_plane.scheduler.requests.states import GroupState, SequenceState, move_group
+from control_plane.scheduler.step.running_rows import RunningRows
+from control_plane.scheduler.step.swap_space import SwapSpace
+from control_plane.scheduler.types import RequestId
+
+
+class Lifecycle:
+    """Every live request of one worker."""
+
+    def __init__(
+        self,
+        queues: RequestQueues,
+        rows: RunningRows,
+        swap: SwapSpace,
+        purge: AdapterPurge,
+        counters: VirtualCounters,
+    ) -> None:
+        self._queues = queues
+        self._rows = rows
+        self._swap = swap
+        self._purge = purge
+        self._counters = counters
+        self.groups: dict[RequestId, SequenceGroup] = {}  # live requests; ended ones leave it at once
+        self.num_paused = 0  # of these
+        self.num_preemptions = 0  # of requests, in all
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a request that is not known yet."""
+        self.groups[group.request.request_id] = group
+        if group.digest is not None:
+            self._purge.add_request(group.digest)
+        self._queues.join_waiting(group)
+
+    def pause(self, group: SequenceGroup) -> None:
+        """Keep a request whose reader is slow from being scheduled."""
+        if group.is_paused:
+            return
+        group.is_paused = True
+        self.num_paused += 1
+        self._rows.regroup()
+        self._queues.pause(group)
+
+    def resume(self, group: SequenceGroup) -> None:
+        """Schedule a paused request again."""
+        if not group.is_paused:
+            return
+        group.is_paused = False
+        self.num_paused -= 1
+        self._rows.regroup()
+        self._queues.resume(group)
+
+    def preempt(self, group: SequenceGroup) -> None:
+        """Take all rows away; the group waits again once no step in flight names it.
+
+        Its tokens are computed once more then, or its blocks come back from host memory.
+        """
+        if self._swap.is_better(group):
+            self._swap.move_out(group)
+        group.num_preemptions += 1
+        self.num_preemptions += 1
+        self._drain(group)
+
+    def end(self, group: SequenceGroup) -> None:
+        """The request is over: forget it, and give back what it holds as soon as no step in flight names it."""
+        del self.groups[group.request.request_id]
+        self.num_paused -= group.is_paused
+        group.is_ended = True
+        for sequence in group.members:
+            sequence.is_ended = True
+            self._swap.forget(sequence)
+        if group.state is GroupState.WAITING:
+            self._queues.leave_waiting(group)
+        elif group.state is GroupState.SWAPPED:
+            self._queues.leave_swapped(group)
+        if group.num_rows > 0:
+            self._rows.num_ending_groups += 1
+            self._drain(group)
+        else:
+            self._vanish(group)
+
+    def end_sequence(self, sequence: Sequence) -> None:
+        """One completion is complete; the request is over with the last of them."""
+        sequence.is_ended = True
+        self._swap.forget(sequence)
+        if all(member.is_ended or member.is_cancelled for member in sequence.group.members):
+            self.end(sequence.group)
+        else:
+            self._drain_sequence(sequence)
+
+    def cancel_sequence(self, sequence: Sequence) -> None:
+        """Cancel one completion. If other sequences still have to fork from it, its prefill is finished first.
+
+        A beam search goes on as it is: none of its completions is known before all are.
+        """
+        if sequence.is_ended or sequence.group.searcher is not None:
+            return
+        sequence.is_cancelled = True
+        row = sequence.row
+        is_source = any(m.row is not None and m.row.forks_from is sequence for m in sequence.group.members)
+        if is_source and row is not None and not row.is_decoding:
+            sequence.max_generated = len(sequence.generated) + 1  # its first token ends it
+            sequence.max_planned = sequence.num_known
+        else:
+            self.end_sequence(sequence)
+
+    def leave_if_drained(self, row: Row) -> None:
+        """Take a draining row away if no step in flight names it.
+
+        A request that has not ended waits again once all its rows left.
+        """
+        if row.state is not SequenceState.DRAINING or row.num_in_flight > 0:
+            return
+        group = row.sequence.group
+        self._rows.leave(row)
+        if group.num_rows > 0:
+            return
+        group.has_progressed = False
+        group.beam_candidates.clear()
+        if group.is_ended:
+            self._vanish(group)
+        elif any(member.host_block_ids for member in group.members):
+            self._queues.join_swapped(group)
+        elif group.is_paused:
+            move_group(group, GroupState.PAUSED)
+        else:
+            self._queues.join_waiting(group)
+        for member in group.members:
+            member.is_ended |= member.is_cancelled  # nobody forks from it any more
+
+    def abandon(self) -> None:
+        """The worker is lost: no request of the accounts waits or runs here any more. Nothing else may follow."""
+        for group in self._queues.waiting:
+            self._counters.stop_waiting(group.request.account)
+        with_rows = {id(row.sequence.group): row.sequence.group for row in self._rows.held}.values()
+        for group in (*with_rows, *self._queues.swapped):
+            self._counters.stop_running(group.request.account)
+
+    def _drain(self, group: SequenceGroup) -> None:
+        move_group(group, GroupState.DRAINING)
+        for sequence in list(group.members):
+            self._drain_sequence(sequence)
+
+    def _drain_sequence(self, sequence: Sequence) -> None:
+        if sequence.row is not None:
+            self._rows.drain(sequence.row)
+            self.leave_if_drained(sequence.row)
+
+    def _vanish(self, group: SequenceGroup) -> None:
+        move_group(group, GroupState.GONE)
+        group.beam_sequences.clear()
+        group.members.clear()  # they name each other: nothing is to be left to the garbage collector
+        if group.digest is not None:
+            self._purge.remove_request(group.digest)
