@@ -72,7 +72,6 @@ class Scheduler:
         self._results = StepResults(worker)
         self._deadlines = Deadlines()
         self._outputs = Outputs()  # not returned yet
-        self._pinned: frozenset[str] = frozenset()  # digests
         self._next_step_id = 1
         self._next_serial = 0
         self._is_dead = False
@@ -147,7 +146,7 @@ class Scheduler:
 
         Requests whose deadline is reached end, wherever they are, and loads that failed are tried again.
         """
-        self._worker.slots.retry_due(now_s)
+        self._worker.demands.retry_due(now_s)
         self._end_expired(now_s)
         return self.take_outputs()
 
@@ -199,11 +198,7 @@ class Scheduler:
 
     def set_pinned(self, digests: Set[str]) -> None:
         """Keep exactly these adapters from eviction, from when they are in a slot."""
-        for digest in sorted(digests - self._pinned):
-            self._worker.slots.pin(digest)
-        for digest in sorted(self._pinned - digests):
-            self._worker.slots.unpin(digest)
-        self._pinned = frozenset(digests)
+        self._worker.slots.set_pinned(digests)
         self._worker.queues.mark_ready_adapters()
 
     def purge_digest(self, digest: str) -> bool:
@@ -216,7 +211,9 @@ class Scheduler:
 
     def adapter_use(self, digest: str) -> AdapterUse:
         """What the worker has of this adapter."""
-        return AdapterUse(is_ready=self._worker.slots.is_ready(digest), is_held=self._worker.purge.has_digest(digest))
+        return AdapterUse(
+            is_ready=digest in self._worker.slots.ready_digests(), is_held=self._worker.purge.has_digest(digest)
+        )
 
     # ---- plans and results ----
 

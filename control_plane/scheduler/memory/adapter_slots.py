@@ -8,24 +8,19 @@ was answered, so a slot without leases is named by no plan and may be evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from control_plane.scheduler.errors import SlotReportMismatch
-from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.memory.adapter_demands import AdapterDemands
 from control_plane.scheduler.memory.adapter_slot import Slot, SlotState
 from control_plane.scheduler.memory.free_ids import FreeIds
-from control_plane.scheduler.memory.load_queue import LoadQueue, Want
+from control_plane.scheduler.memory.load_queue import AdapterDemand
 from control_plane.scheduler.types import AdapterRef, AdapterTier, EvictSlot, LoadSlot, SlotCommand
 
 # An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
 # enough that a cold adapter waits for about one full batch, large enough that a load is paid for. For as many an
 # adapter that came in and that nobody used yet is safe from that.
 STARVATION_ADMISSIONS = 32
-# A load that failed, and may succeed later, is tried again after this time, doubled with every failure up to the most.
-# Seven attempts span 7.75 s: a store or a cache that is away for 5 s, the time of a restart, only delays.
-LOAD_BACKOFF_S = 0.25
-MAX_LOAD_BACKOFF_S = 2.0
-MAX_LOAD_ATTEMPTS = 7
 # Adapters looked at beyond the first that does not fit, so that a step costs the same however many wait.
 PREFETCH_LOOKAHEAD = 16
 # Loads, and evictions for loads, under way at once. A worker loads two at a time; those sent wait there in the order in
@@ -36,11 +31,10 @@ MAX_LOADING = 16
 class AdapterSlots:
     """The slot table of one worker."""
 
-    def __init__(self, num_slots: int, arena_bytes: int, counters: VirtualCounters, *, is_strict: bool = False) -> None:
-        """`counters` tell the accounts' weights.
-
-        `is_strict`: the first in line is passed by nobody, so its adapter goes before all others.
-        """
+    def __init__(self, num_slots: int, arena_bytes: int, demands: AdapterDemands, *, is_strict: bool = False) -> None:
+        """`is_strict`: no request overtakes the first in the queue, so its adapter goes before all others."""
+        self._demands = demands
+        demands.is_placed = self.is_placed
         self._is_strict = is_strict
         self.arena_bytes = arena_bytes
         self.num_slots = num_slots
@@ -54,49 +48,19 @@ class AdapterSlots:
         # Invariant: READY slots without leases, least recently used first.
         self._idle: OrderedDict[int, Slot] = OrderedDict()
         self._num_loading = 0
-        self._wants: dict[str, Want] = {}  # somebody waits with each
-        # Invariant: a want whose adapter is in no LOADING or READY slot is in exactly one of these two.
-        self._unplaced = LoadQueue(counters.of_other_units())
-        self._backing_off: dict[str, Want] = {}  # their load failed a moment ago
         self._draining: list[Slot] = []
-        self._pinned: set[str] = set()  # digests not to be evicted, whether they lie in a slot or not
+        self._pinned: frozenset[str] = frozenset()  # digests not to be evicted, whether they lie in a slot or not
         self._retired: set[str] = set()  # digests to evict as soon as they are idle
         self._commands: list[SlotCommand] = []
         self._admissible_again: list[str] = []
-        self._num_admissions = 0  # requests admitted in all, those of the base model too
         self._urgent_digest: str | None = None  # at the last `place`
         self._is_dirty = False  # something changed that `place` should look at
 
-    # ---- what requests want ----
+    # ---- which adapters requests may use ----
 
-    def want(self, ref: AdapterRef, account: str) -> None:
-        """A request of the account waits for admission with this adapter."""
-        want = self._wants.get(ref.digest)
-        if want is None:
-            want = self._wants[ref.digest] = Want(ref)
-            self._is_dirty = True
-        want.num_waiting[account] += 1
-        if want.num_waiting[account] == 1:
-            self._unplaced.add_account(want, account)
-            self._is_dirty = True
-        is_placed = ref.digest in self._by_digest
-        if not is_placed and ref.digest not in self._unplaced and ref.digest not in self._backing_off:
-            self._join_unplaced(want)
-
-    def unwant(self, digest: str, account: str) -> None:
-        """A request of the account with this adapter waits no more."""
-        want = self._wants[digest]
-        want.num_waiting[account] -= 1
-        if want.num_waiting[account] > 0:
-            return
-        if len(want.num_waiting) == 1:
-            del self._wants[digest]
-            self._unplaced.remove(digest)
-            self._backing_off.pop(digest, None)
-        else:
-            self._unplaced.remove_account(want, account)
-        del want.num_waiting[account]
-        self._is_dirty = True
+    def is_placed(self, digest: str) -> bool:
+        """Whether a slot loads or holds the adapter."""
+        return digest in self._by_digest
 
     def is_admissible(self, digest: str | None) -> bool:
         """Whether a request with this adapter may take a row: the base always, an adapter in an open ready slot."""
@@ -111,10 +75,6 @@ class AdapterSlots:
             return True
         slot = self._by_digest.get(digest)
         return slot is not None and slot.num_leases > 0
-
-    def count_admission(self) -> None:
-        """A request was admitted: it passed every adapter that waits for a slot."""
-        self._num_admissions += 1
 
     def lease(self, digest: str) -> Slot:
         """A request takes a row with this adapter, which must be admissible."""
@@ -143,20 +103,17 @@ class AdapterSlots:
         """Treat the adapter like any other again."""
         self._retired.discard(digest)
 
-    def pin(self, digest: str) -> None:
-        """Keep the adapter in its slot, whenever it lies in one."""
-        self._pinned.add(digest)
-        self._is_dirty = True
-        slot = self._by_digest.get(digest)
-        if slot is not None and slot.is_draining:
-            slot.is_draining = False
-            self._draining.remove(slot)
-            self._admissible_again.append(digest)
-
-    def unpin(self, digest: str) -> None:
-        """Allow the adapter's eviction again."""
-        self._pinned.discard(digest)
-        self._is_dirty = True
+    def set_pinned(self, digests: Set[str]) -> None:
+        """Keep exactly these adapters from eviction, from when they are in a slot."""
+        for digest in sorted(digests - self._pinned):
+            slot = self._by_digest.get(digest)
+            if slot is not None and slot.is_draining:
+                slot.is_draining = False
+                self._draining.remove(slot)
+                self._admissible_again.append(digest)
+        if digests != self._pinned:
+            self._pinned = frozenset(digests)
+            self._is_dirty = True
 
     # ---- what the worker reports ----
 
@@ -165,11 +122,9 @@ class AdapterSlots:
         slot = self._reported(slot_idx, generation, SlotState.LOADING)
         slot.state = SlotState.READY
         self._num_loading -= 1
-        slot.admissions_before = self._num_admissions
+        slot.admissions_before = self._demands.num_admissions
         self._idle[slot_idx] = slot
-        want = self._wants.get(slot.adapter.digest)
-        if want is not None:
-            want.num_failures = 0
+        self._demands.note_loaded(slot.adapter.digest)
         self._admissible_again.append(slot.adapter.digest)
         self._is_dirty = True
 
@@ -183,31 +138,13 @@ class AdapterSlots:
         return digest
 
     def failed(self, slot_idx: int, generation: int, *, is_retryable: bool, now_s: float) -> tuple[str, bool]:
-        """The load failed; its digest, and whether somebody waits for it and it will not be tried again.
-
-        It is tried again by the first `retry_due` after its backoff.
-        """
+        """The load failed; its digest, and whether requests wait for it and it will not be tried again."""
         slot = self._reported(slot_idx, generation, SlotState.LOADING)
         digest = slot.adapter.digest
         del self._by_digest[digest]
         self._num_loading -= 1
         self._clear(slot)
-        want = self._wants.get(digest)
-        if want is None:
-            return digest, False
-        want.num_failures += 1
-        if not is_retryable or want.num_failures >= MAX_LOAD_ATTEMPTS:
-            self._join_unplaced(want)
-            return digest, True
-        want.retry_at_s = now_s + min(LOAD_BACKOFF_S * 2 ** (want.num_failures - 1), MAX_LOAD_BACKOFF_S)
-        self._backing_off[digest] = want
-        return digest, False
-
-    def retry_due(self, now_s: float) -> None:
-        """Let adapters whose backoff is over take part in `place` again."""
-        if self._backing_off:
-            for digest in [digest for digest, want in self._backing_off.items() if now_s >= want.retry_at_s]:
-                self._join_unplaced(self._backing_off.pop(digest))
+        return digest, self._demands.note_failure(digest, is_retryable=is_retryable, now_s=now_s)
 
     # ---- what is done about it ----
 
@@ -222,9 +159,9 @@ class AdapterSlots:
             self._urgent_digest = urgent_digest
             self._is_dirty = True
         head, is_starving = self._neediest()
-        if not self._is_dirty and is_starving == bool(self._draining):
+        if not (self._is_dirty or self._demands.has_changed) and is_starving == bool(self._draining):
             return []
-        self._is_dirty = self.is_blocked = False
+        self._is_dirty = self._demands.has_changed = self.is_blocked = False
         self._evict([self._by_digest[d] for d in sorted(self._retired) if self._is_unused(d)])
         if not is_starving:
             self._stop_draining()
@@ -233,27 +170,27 @@ class AdapterSlots:
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
         free_slots = len(self._empty) + self._num_evicting
         pinned = [slot.adapter.arena_bytes for digest, slot in self._by_digest.items() if digest in self._pinned]
-        others = [want for want in self._unplaced.in_turn(PREFETCH_LOOKAHEAD) if want is not head]
+        others = [demand for demand in self._demands.unplaced.in_turn(PREFETCH_LOOKAHEAD) if demand is not head]
         num_more = MAX_LOADING - self._num_loading - self._num_evicting
-        for want in others if head is None else [head, *others]:
+        for demand in others if head is None else [head, *others]:
             if num_more <= 0:
                 break
-            if len(pinned) == self.num_slots or sum(pinned) + want.ref.arena_bytes > self.arena_bytes:
-                given_up.append((want.ref.digest, "pinned adapters leave no room for it in the arena"))
+            if len(pinned) == self.num_slots or sum(pinned) + demand.ref.arena_bytes > self.arena_bytes:
+                given_up.append((demand.ref.digest, "pinned adapters leave no room for it in the arena"))
                 continue
-            if is_starving and want is head:
-                self._drain_for(want.ref, free_bytes, free_slots)
-            victims = self._idle_victims(want.ref.arena_bytes - free_bytes, 1 - free_slots)
+            if is_starving and demand is head:
+                self._drain_for(demand.ref, free_bytes, free_slots)
+            victims = self._idle_victims(demand.ref.arena_bytes - free_bytes, 1 - free_slots)
             if victims is None:
                 self.is_blocked = True
-                if free_slots < 1 or (is_starving and want is head):
+                if free_slots < 1 or (is_starving and demand is head):
                     break
                 continue
-            free_bytes += self._evict(victims) - want.ref.arena_bytes
+            free_bytes += self._evict(victims) - demand.ref.arena_bytes
             free_slots += len(victims) - 1
             num_more -= 1
-            if self._empty and self.used_bytes + want.ref.arena_bytes <= self.arena_bytes:
-                self._load(want)
+            if self._empty and self.used_bytes + demand.ref.arena_bytes <= self.arena_bytes:
+                self._load(demand)
         return given_up
 
     def drain_commands(self) -> list[SlotCommand]:
@@ -268,18 +205,13 @@ class AdapterSlots:
 
     def is_changing(self, urgent_digest: str | None) -> bool:
         """Whether a load, an eviction or the retry of a load is to come, or may come of the next `place`."""
-        if self._is_dirty or urgent_digest != self._urgent_digest:
+        if self._is_dirty or self._demands.has_changed or urgent_digest != self._urgent_digest:
             return True
-        return self._num_loading > 0 or self._num_evicting > 0 or bool(self._backing_off)
+        return self._num_loading > 0 or self._num_evicting > 0 or self._demands.is_backing_off
 
     def ready_digests(self) -> set[str]:
         """Adapters that plans may use."""
         return {digest for digest, slot in self._by_digest.items() if slot.state is SlotState.READY}
-
-    def is_ready(self, digest: str) -> bool:
-        """Whether plans may use the adapter."""
-        slot = self._by_digest.get(digest)
-        return slot is not None and slot.state is SlotState.READY
 
     def tier(self, ref: AdapterRef) -> AdapterTier:
         """How near the adapter is."""
@@ -317,38 +249,28 @@ class AdapterSlots:
         idle = {slot.slot_idx for slot in placed if slot.state is SlotState.READY and slot.num_leases == 0}
         assert set(self._idle) == idle, "idle slots are miscounted"
         assert self._num_loading == sum(s.state is SlotState.LOADING for s in placed), "slots that load are miscounted"
-        assert {d: want.num_waiting for d, want in self._wants.items()} == waiting, "wanted adapters are miscounted"
-        self._unplaced.check_invariants()
-        for digest in self._wants:
-            places = [digest in self._unplaced, digest in self._backing_off, digest in self._by_digest]
-            assert sum(places) == 1, f"adapter {digest} is wanted and in {sum(places)} places"
-        assert len(self._unplaced) + len(self._backing_off) <= len(self._wants), "an adapter is placed for nobody"
+        self._demands.check_invariants(waiting)
         assert self._draining == [s for s in self._draining if s.is_draining], "a drained slot is not marked"
         assert not any(slot.adapter.digest in self._pinned for slot in self._draining), "a pinned adapter is drained"
         assert sum(slot.is_draining for slot in self.slots) == len(self._draining), "drained slots are miscounted"
 
     # ---- helpers ----
 
-    def _neediest(self) -> tuple[Want | None, bool]:
+    def _neediest(self) -> tuple[AdapterDemand | None, bool]:
         """The adapter that is placed first, and whether slots are drained for it."""
         if self._is_strict and self._urgent_digest is not None:
-            head = self._unplaced.get(self._urgent_digest)
+            head = self._demands.unplaced.get(self._urgent_digest)
             return head, head is not None
-        head = self._unplaced.head
-        is_starving = head is not None and self._num_admissions - head.admissions_before >= STARVATION_ADMISSIONS
+        head = self._demands.unplaced.head
+        is_starving = head is not None and self._demands.num_overtaken(head) >= STARVATION_ADMISSIONS
         return head, is_starving and not self._is_strict
 
     def _may_drain(self, slot: Slot) -> bool:
         """Whether a slot may be closed to admissions for another adapter."""
         if slot.state is not SlotState.READY or slot.adapter.digest in self._pinned:
             return False
-        is_old = self._num_admissions - slot.admissions_before >= STARVATION_ADMISSIONS
+        is_old = self._demands.num_admissions - slot.admissions_before >= STARVATION_ADMISSIONS
         return slot.was_leased or is_old or self._is_strict
-
-    def _join_unplaced(self, want: Want) -> None:
-        want.admissions_before = self._num_admissions
-        self._unplaced.add(want)
-        self._is_dirty = True
 
     def _reported(self, slot_idx: int, generation: int, expected: SlotState) -> Slot:
         if not 0 <= slot_idx < len(self.slots):
@@ -363,8 +285,8 @@ class AdapterSlots:
             )
         return slot
 
-    def _load(self, want: Want) -> None:
-        ref = want.ref
+    def _load(self, demand: AdapterDemand) -> None:
+        ref = demand.ref
         slot_idx = self._empty.take()
         if slot_idx == len(self.slots):
             self.slots.append(Slot(slot_idx))
@@ -376,8 +298,8 @@ class AdapterSlots:
         self.used_bytes += ref.arena_bytes
         self._by_digest[ref.digest] = slot
         self._num_loading += 1
-        self._unplaced.charge(want)
-        self._unplaced.remove(ref.digest)
+        self._demands.unplaced.charge(demand)
+        self._demands.unplaced.remove(ref.digest)
         self._commands.append(LoadSlot(slot.slot_idx, slot.generation, ref.digest, ref.arena_bytes))
         self._is_dirty = True
 
@@ -395,8 +317,7 @@ class AdapterSlots:
                 slot.is_draining = False
                 self._draining.remove(slot)
             self._commands.append(EvictSlot(slot.slot_idx, slot.generation, ref.digest))
-            if ref.digest in self._wants:
-                self._join_unplaced(self._wants[ref.digest])
+            self._demands.note_evicted(ref.digest)
         self._evicting_bytes += num_bytes
         return num_bytes
 
@@ -409,12 +330,12 @@ class AdapterSlots:
 
     def _is_unused(self, digest: str) -> bool:
         slot = self._by_digest.get(digest)
-        return slot is not None and slot.slot_idx in self._idle and digest not in self._wants
+        return slot is not None and slot.slot_idx in self._idle and digest not in self._demands
 
     def _is_evictable(self, slot: Slot) -> bool:
         """Whether an idle slot may go: not pinned, and not about to be used by those who wait for it."""
         digest = slot.adapter.digest
-        return digest not in self._pinned and (slot.is_draining or digest not in self._wants)
+        return digest not in self._pinned and (slot.is_draining or digest not in self._demands)
 
     def _idle_victims(self, num_bytes: int, num_slots: int) -> list[Slot] | None:
         """Least recently used idle slots that give so many bytes and slots, or None if they cannot."""

@@ -16,7 +16,7 @@ from control_plane.scheduler.types import AdapterRef
 
 
 @dataclass(slots=True, eq=False)
-class Want:
+class AdapterDemand:
     """An adapter that requests in the waiting queue have."""
 
     ref: AdapterRef
@@ -33,75 +33,75 @@ class LoadQueue:
     def __init__(self, counters: VirtualCounters) -> None:
         """`counters` are of its own: bytes loaded for each account."""
         self._counters = counters
-        self._wants: dict[str, Want] = {}
-        # Invariant: an account is here with each want of these that some of its requests has; none is empty. In the
-        # order in which they began to wait for a slot, or in which the account began to want them.
-        self._by_account: dict[str, dict[str, Want]] = {}
+        self._demands: dict[str, AdapterDemand] = {}
+        # Invariant: an account is here with each demand of these that some of its requests has; none is empty. In the
+        # order in which they began to wait for a slot, or in which the account began to demand them.
+        self._by_account: dict[str, dict[str, AdapterDemand]] = {}
         self._next_place = 0
-        self._head: Want | None = None  # the first in turn; None: to be found out
+        self._head: AdapterDemand | None = None  # the first in turn; None: to be found out
 
     def __len__(self) -> int:
-        return len(self._wants)
+        return len(self._demands)
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._wants
+        return digest in self._demands
 
-    def get(self, digest: str) -> Want | None:
-        """The want of this adapter if it waits for a slot."""
-        return self._wants.get(digest)
+    def get(self, digest: str) -> AdapterDemand | None:
+        """The demand of this adapter if it waits for a slot."""
+        return self._demands.get(digest)
 
-    def add(self, want: Want) -> None:
+    def add(self, demand: AdapterDemand) -> None:
         """Let an adapter wait for a slot."""
         self._next_place += 1
-        want.place = self._next_place
-        self._wants[want.ref.digest] = want
-        for account in want.num_waiting:
-            self._enter(want, account)
+        demand.place = self._next_place
+        self._demands[demand.ref.digest] = demand
+        for account in demand.num_waiting:
+            self._enter(demand, account)
 
     def remove(self, digest: str) -> None:
         """It waits no more; one that does not wait is fine."""
-        want = self._wants.pop(digest, None)
-        if want is not None:
-            for account in want.num_waiting:
+        demand = self._demands.pop(digest, None)
+        if demand is not None:
+            for account in demand.num_waiting:
                 self._leave(digest, account)
 
-    def add_account(self, want: Want, account: str) -> None:
-        """The account begins to want it. Called whether it waits for a slot or not."""
-        if want.ref.digest in self._wants:
-            self._enter(want, account)
+    def add_account(self, demand: AdapterDemand, account: str) -> None:
+        """The account begins to demand it. Called whether it waits for a slot or not."""
+        if demand.ref.digest in self._demands:
+            self._enter(demand, account)
 
-    def remove_account(self, want: Want, account: str) -> None:
-        """The account wants it no more. Called whether it waits for a slot or not."""
-        if want.ref.digest in self._wants:
-            self._leave(want.ref.digest, account)
+    def remove_account(self, demand: AdapterDemand, account: str) -> None:
+        """The account demands it no more. Called whether it waits for a slot or not."""
+        if demand.ref.digest in self._demands:
+            self._leave(demand.ref.digest, account)
 
-    def charge(self, want: Want) -> None:
-        """It is loaded now, in the turn of that account which is next of those that want it."""
-        account = min(want.num_waiting, key=self._counters.counter)
-        self._counters.charge_prefill(account, want.ref.arena_bytes)
+    def charge(self, demand: AdapterDemand) -> None:
+        """It is loaded now, in the turn of that account which is next of those that demand it."""
+        account = min(demand.num_waiting, key=self._counters.counter)
+        self._counters.charge_prefill(account, demand.ref.arena_bytes)
         self._head = None
 
     @property
-    def head(self) -> Want | None:
+    def head(self) -> AdapterDemand | None:
         """The first in turn, or None."""
         if self._head is None:
             self._head = next(iter(self.in_turn(1)), None)
         return self._head
 
-    def in_turn(self, count: int) -> list[Want]:
+    def in_turn(self, count: int) -> list[AdapterDemand]:
         """The first in turn, at most so many, as they would be loaded one after the other."""
         turns = []
-        for account, wants in self._by_account.items():
-            waiting = iter(wants.values())
+        for account, demands in self._by_account.items():
+            waiting = iter(demands.values())
             first = next(waiting)
             turns.append((self._counters.counter(account), first.place, account, first, waiting))
         heapq.heapify(turns)
-        chosen: dict[str, Want] = {}
+        chosen: dict[str, AdapterDemand] = {}
         while turns and len(chosen) < count:
-            counter, _, account, want, waiting = turns[0]
-            if want.ref.digest not in chosen:
-                chosen[want.ref.digest] = want
-                counter += self._counters.price_of(account, want.ref.arena_bytes)
+            counter, _, account, demand, waiting = turns[0]
+            if demand.ref.digest not in chosen:
+                chosen[demand.ref.digest] = demand
+                counter += self._counters.price_of(account, demand.ref.arena_bytes)
             following = next(waiting, None)
             if following is None:
                 heapq.heappop(turns)
@@ -111,23 +111,23 @@ class LoadQueue:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the index by account is wrong."""
-        pairs = {(account, digest) for digest, want in self._wants.items() for account in want.num_waiting}
-        indexed = {(account, digest) for account, wants in self._by_account.items() for digest in wants}
+        pairs = {(account, digest) for digest, demand in self._demands.items() for account in demand.num_waiting}
+        indexed = {(account, digest) for account, demands in self._by_account.items() for digest in demands}
         assert pairs == indexed and all(self._by_account.values()), "adapters that wait are miscounted by account"
         assert self._head is None or self._head is next(iter(self.in_turn(1))), "another adapter is first in turn"
 
-    def _enter(self, want: Want, account: str) -> None:
+    def _enter(self, demand: AdapterDemand, account: str) -> None:
         self._head = None
-        wants = self._by_account.get(account)
-        if wants is None:
-            wants = self._by_account[account] = {}
+        demands = self._by_account.get(account)
+        if demands is None:
+            demands = self._by_account[account] = {}
             self._counters.wait(account)
-        wants[want.ref.digest] = want
+        demands[demand.ref.digest] = demand
 
     def _leave(self, digest: str, account: str) -> None:
         self._head = None
-        wants = self._by_account[account]
-        del wants[digest]
-        if not wants:
+        demands = self._by_account[account]
+        del demands[digest]
+        if not demands:
             del self._by_account[account]
             self._counters.stop_waiting(account)

@@ -6,6 +6,7 @@ Joining a queue also records the demand for the request's adapter, and that the 
 from __future__ import annotations
 
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.memory.adapter_demands import AdapterDemands
 from control_plane.scheduler.memory.adapter_slots import AdapterSlots
 from control_plane.scheduler.queues.arrival_queue import ArrivalQueue
 from control_plane.scheduler.queues.swapped_queue import SwappedQueue
@@ -20,9 +21,15 @@ class RequestQueues:
     """Who waits, and what for."""
 
     def __init__(
-        self, limits: WorkerLimits, settings: SchedulerSettings, slots: AdapterSlots, counters: VirtualCounters
+        self,
+        limits: WorkerLimits,
+        settings: SchedulerSettings,
+        slots: AdapterSlots,
+        demands: AdapterDemands,
+        counters: VirtualCounters,
     ) -> None:
         self._slots = slots
+        self._demands = demands
         self._counters = counters
         self.waiting: ArrivalQueue | WaitingQueue
         if settings.policy is Policy.FCFS:
@@ -94,8 +101,8 @@ class RequestQueues:
 
     def _demand_adapter(self, group: SequenceGroup) -> None:
         if group.request.adapter is not None:
-            self._slots.want(group.request.adapter, group.request.account)
+            self._demands.add(group.request.adapter, group.request.account)
 
     def _release_adapter(self, group: SequenceGroup) -> None:
         if group.request.adapter is not None:
-            self._slots.unwant(group.request.adapter.digest, group.request.account)
+            self._demands.remove(group.request.adapter.digest, group.request.account)

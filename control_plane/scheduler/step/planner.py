@@ -307,7 +307,7 @@ class Planner:
             self._counters.charge_prefill(group.request.account, num_known - num_cached)
         blocks = worker.cache.take_hits(sequence, num_hits)
         blocks += worker.pool.take(-(-num_known // size) - num_hits)
-        worker.slots.count_admission()
+        worker.demands.count_admission()
         group.num_overtaken = 0
         row = worker.rows.take(sequence, SequenceState.RUNNING)
         row.block_ids = blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.scheduler.fairness import VirtualCounters
+from control_plane.scheduler.memory.adapter_demands import AdapterDemands
 from control_plane.scheduler.memory.adapter_purge import AdapterPurge
 from control_plane.scheduler.memory.adapter_slots import AdapterSlots
 from control_plane.scheduler.memory.block_pool import BlockPool
@@ -25,6 +26,7 @@ class WorkerState:
     limits: WorkerLimits
     pool: BlockPool
     cache: PrefixCache
+    demands: AdapterDemands
     slots: AdapterSlots
     purge: AdapterPurge
     queues: RequestQueues
@@ -40,10 +42,11 @@ def make_worker_state(limits: WorkerLimits, settings: SchedulerSettings, counter
     costs = StepCosts(settings)
     pool = BlockPool(limits.num_blocks)
     cache = PrefixCache(pool, limits.block_size)
-    slots = AdapterSlots(limits.num_slots, limits.arena_bytes, counters, is_strict=settings.policy is Policy.FCFS)
+    demands = AdapterDemands(counters)
+    slots = AdapterSlots(limits.num_slots, limits.arena_bytes, demands, is_strict=settings.policy is Policy.FCFS)
     purge = AdapterPurge(cache, slots)
-    queues = RequestQueues(limits, settings, slots, counters)
+    queues = RequestQueues(limits, settings, slots, demands, counters)
     rows = RunningRows(limits, pool, cache, slots, purge, queues, counters)
     swap = SwapSpace(limits, settings.policy, costs, pool, cache)
     lifecycle = Lifecycle(queues, rows, swap, purge, counters)
-    return WorkerState(limits, pool, cache, slots, purge, queues, rows, swap, lifecycle, counters, costs)
+    return WorkerState(limits, pool, cache, demands, slots, purge, queues, rows, swap, lifecycle, counters, costs)

@@ -6,7 +6,7 @@ import pytest
 
 from control_plane.scheduler.errors import SlotReportMismatch
 from control_plane.scheduler.invariants import check_scheduler
-from control_plane.scheduler.memory.adapter_slots import MAX_LOAD_ATTEMPTS
+from control_plane.scheduler.memory.adapter_demands import MAX_LOAD_ATTEMPTS
 from control_plane.scheduler.requests.sequence import SequenceGroup
 from control_plane.scheduler.types import (
     EvictSlot,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.memory.adapter_slots import MAX_LOADING
-from control_plane.scheduler.memory.load_queue import LoadQueue, Want
+from control_plane.scheduler.memory.load_queue import AdapterDemand, LoadQueue
 from control_plane.scheduler.types import AdapterRef, EvictSlot, LoadSlot, RequestId, SlotReady
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 
@@ -14,23 +14,23 @@ def make_queue(**weights: float) -> LoadQueue:
     return LoadQueue(VirtualCounters(weights))
 
 
-def add(queue: LoadQueue, name: str, *accounts: str, arena_bytes: int = 10) -> Want:
-    want = Want(AdapterRef(name, arena_bytes))
-    want.num_waiting.update(accounts)
-    queue.add(want)
+def add(queue: LoadQueue, name: str, *accounts: str, arena_bytes: int = 10) -> AdapterDemand:
+    demand = AdapterDemand(AdapterRef(name, arena_bytes))
+    demand.num_waiting.update(accounts)
+    queue.add(demand)
     queue.check_invariants()
-    return want
+    return demand
 
 
 def load_all(queue: LoadQueue) -> list[str]:
     """Adapters in the order in which they are loaded, which is also the order that was foretold."""
-    foretold = [want.ref.digest for want in queue.in_turn(100)]
+    foretold = [demand.ref.digest for demand in queue.in_turn(100)]
     loaded = []
-    while (want := queue.head) is not None:
-        queue.charge(want)
-        queue.remove(want.ref.digest)
+    while (demand := queue.head) is not None:
+        queue.charge(demand)
+        queue.remove(demand.ref.digest)
         queue.check_invariants()
-        loaded.append(want.ref.digest)
+        loaded.append(demand.ref.digest)
     assert loaded == foretold
     return loaded
 
@@ -58,12 +58,12 @@ def test_an_account_that_wants_many_delays_one_that_comes_later_by_one_load() ->
     for number in range(50):
         add(queue, f"cold {number}", "greedy")
     for _ in range(10):
-        want = queue.head
-        assert want is not None
-        queue.charge(want)
-        queue.remove(want.ref.digest)
+        demand = queue.head
+        assert demand is not None
+        queue.charge(demand)
+        queue.remove(demand.ref.digest)
     add(queue, "late", "modest")
-    assert [want.ref.digest for want in queue.in_turn(3)] == ["cold 10", "late", "cold 11"]
+    assert [demand.ref.digest for demand in queue.in_turn(3)] == ["cold 10", "late", "cold 11"]
 
 
 def test_an_adapter_that_several_accounts_want_is_loaded_in_the_first_ones_turn_and_once() -> None:
