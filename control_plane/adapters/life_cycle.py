@@ -93,7 +93,7 @@ class AdapterLifeCycle:
                 validate_only=registration.validate_only,
             )
             if is_stored:
-                self._fleet.keep(registered.record.active_digest)
+                self._fleet.cancel_unload(registered.record.active_digest)
                 self._weights.stored_anew(registered.record.active_digest)
             return registered
         finally:
@@ -218,7 +218,7 @@ class AdapterLifeCycle:
     async def _clear_digest(self, digest: str) -> None:
         """Take weights out of slots and host cache, unless a name has them. A name may get them at any moment."""
         if not self._registry.is_named(digest):
-            await self._fleet.retire(digest)
+            await self._fleet.unload(digest)
         if not self._registry.is_named(digest):
             await self._weights.drop(digest)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from control_plane.awake import AwakeClock
 from control_plane.fleet.adapters.cache_warmer import WeightsLike
-from control_plane.fleet.adapters.retirement import Retirement
+from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
 from control_plane.fleet.intake import Intake
 from control_plane.fleet.placement.dispatcher import Dispatcher
-from control_plane.fleet.placement.isolation import Isolation
+from control_plane.fleet.placement.isolation import PoisonIsolation
 from control_plane.fleet.placement.migration import Migration
 from control_plane.fleet.placement.rebalance import Rebalancer
 from control_plane.fleet.placement.shortlist import Shortlist
@@ -37,7 +37,7 @@ class FleetParts:
     counters: VirtualCounters  # service of each account, over all sessions
     jobs: UnfinishedJobs  # every unfinished request, and how one ends
     sessions: SessionTable  # which workers are attached
-    isolation: Isolation  # suspects of killing workers, and the workers that are closed for them
+    isolation: PoisonIsolation  # suspects of killing workers, and the workers that are closed for them
     dispatcher: Dispatcher  # requests to workers
     rebalancer: Rebalancer  # from busy workers to idle ones
     migration: Migration  # from workers that are lost or fail
@@ -45,7 +45,7 @@ class FleetParts:
     delivery: Delivery  # tokens to streams
     gate: WorkerGate  # which workers may attach
     workers: AttachedWorkers  # sessions from Hello to end
-    retirement: Retirement  # adapters on their way out
+    unloads: AdapterUnloads  # adapters on their way out
     intake: Intake  # which requests are taken on
 
 
@@ -68,7 +68,7 @@ def assemble(
     )
     jobs = UnfinishedJobs(quotas)
     sessions = SessionTable()
-    isolation = Isolation(sessions, jobs, settings, awake)
+    isolation = PoisonIsolation(sessions, jobs, settings, awake)
     shortlist = Shortlist()
     costs, is_cached = settings.placement, weights.is_cached
     dispatcher = Dispatcher(costs, is_cached, jobs, sessions, isolation, shortlist)
@@ -77,7 +77,7 @@ def assemble(
     slow_readers = SlowReaders(settings.slow_reader_timeout_s, awake, jobs, dispatcher)
     delivery = Delivery(jobs, dispatcher, migration, slow_readers, quotas, weights.damage)
     gate = WorkerGate(settings, base_model, incarnation, clock)
-    retirement = Retirement(sessions, jobs)
+    unloads = AdapterUnloads(sessions, jobs)
     workers = AttachedWorkers(
         settings=settings,
         gate=gate,
@@ -88,7 +88,7 @@ def assemble(
         dispatcher=dispatcher,
         migration=migration,
         delivery=delivery,
-        retirement=retirement,
+        unloads=unloads,
         clock=clock,
         awake=awake,
     )
@@ -107,6 +107,6 @@ def assemble(
         delivery=delivery,
         gate=gate,
         workers=workers,
-        retirement=retirement,
+        unloads=unloads,
         intake=Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, workers),
     )

@@ -9,7 +9,7 @@ from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
 from control_plane.errors import Draining
 from control_plane.fleet.adapters.cache_warmer import CacheWarmer, WeightsLike
-from control_plane.fleet.adapters.retirement import Retirement
+from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.delivery import Delivery
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.placement.migration import Migration
@@ -42,7 +42,7 @@ class AttachedWorkers:
         dispatcher: Dispatcher,
         migration: Migration,
         delivery: Delivery,
-        retirement: Retirement,
+        unloads: AdapterUnloads,
         clock: Callable[[], float],
         awake: AwakeClock,
     ) -> None:
@@ -55,7 +55,7 @@ class AttachedWorkers:
         self._dispatcher = dispatcher
         self._migration = migration
         self._delivery = delivery
-        self._retirement = retirement
+        self._unloads = unloads
         self._clock = clock
         self._awake = awake
         self._cache_warmer = CacheWarmer(weights)
@@ -146,7 +146,7 @@ class AttachedWorkers:
 
     def on_changed(self) -> None:
         """See whether an adapter that is being unloaded is out of use."""
-        self._retirement.check_soon()
+        self._unloads.check_soon()
 
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that has ended."""
@@ -155,8 +155,8 @@ class AttachedWorkers:
         self._jobs.guard(lambda: self._delivery.on_outputs(session, session.scheduler.take_outputs()))
         jobs = [job for job in self._jobs.by_id.values() if job.session is session]
         try:
-            verdict = self._migration.take_back(session, jobs, is_final=self._is_closed)
-            self._gate.note_end(session, verdict.explained, is_requests_fault=verdict.blames_suspects)
+            finding = self._migration.take_back(session, jobs, is_final=self._is_closed)
+            self._gate.note_end(session, finding.explained_epochs, is_requests_fault=finding.blames_suspects)
         except Exception:  # no request may wait for a session that has ended
             logger.exception("session not ended in order worker_id=%s epoch=%d", session.worker_id, session.epoch)
             for job in jobs:
@@ -165,7 +165,7 @@ class AttachedWorkers:
             self._jobs.guard(self._dispatcher.place_waiting)
         if not self._sessions.by_id:
             self._no_worker_since_s = self._awake()
-        self._retirement.check_soon()
+        self._unloads.check_soon()
         self._report_change()
 
     def _is_stranded(self, job: Job, session: WorkerSession) -> bool:

@@ -75,7 +75,7 @@ class Delivery:
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
             self._quotas.start(job.charge)
         if job.not_finite_at and output.token_ids:
-            self._migration.refute(job)
+            self._migration.on_finite(job)
         job.num_tokens_here += len(output.token_ids)
         job.num_generated += len(output.token_ids)
         job.num_searched = max(job.num_searched, output.num_searched)
@@ -97,7 +97,7 @@ class Delivery:
                 return
         if reason is FinishReason.NOT_FINITE:
             assert output.request is not None, "logits are not finite, and the request is not given back"
-            if self._migration.ask_another(job, output.request):
+            if self._migration.check_elsewhere(job, output.request):
                 return
         self._jobs.fail(job, error_of(output, job.request, self._damage))
 

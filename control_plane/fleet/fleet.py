@@ -42,7 +42,7 @@ class Fleet:
         self._rebalancer = parts.rebalancer
         self._slow_readers = parts.slow_readers
         self._workers = parts.workers
-        self._retirement = parts.retirement
+        self._unloads = parts.unloads
         self._intake = parts.intake
         self._request_ids = itertools.count(1)
         self._drain_until_s: float | None = None
@@ -114,13 +114,13 @@ class Fleet:
         """Allow the eviction of an adapter again. It need not be pinned."""
         self._workers.unpin(digest)
 
-    async def retire(self, digest: str) -> None:
-        """Drop an adapter from every worker; returns once nothing uses or holds it, or `keep` was called."""
-        await self._retirement.retire(digest)
+    async def unload(self, digest: str) -> None:
+        """Unload an adapter from every worker. Returns once nothing uses it, or once `cancel_unload` was called."""
+        await self._unloads.unload(digest)
 
-    def keep(self, digest: str) -> None:
-        """Stop retiring an adapter: another name uses it now."""
-        self._retirement.keep(digest)
+    def cancel_unload(self, digest: str) -> None:
+        """Stop unloading an adapter: another name uses it now."""
+        self._unloads.cancel_unload(digest)
 
     # ---- time ----
 

@@ -314,22 +314,34 @@ def test_all_tokens_are_told_where_more_candidates_are_asked_for_than_there_are(
 @pytest.mark.parametrize(
     ("sampled", "prompt", "says"),
     {
-        "fewer candidates": ([logprobs_of(1, [6], [[4]])], [], "1 candidates each; it asked for 2"),
-        "more candidates": ([logprobs_of(1, [6], [[4, 5, 6]])], [], "3 candidates each; it asked for 2"),
+        "fewer candidates": ([logprobs_of(1, [6], [[4]])], [], "1 candidates each; it requested 2"),
+        "more candidates": ([logprobs_of(1, [6], [[4, 5, 6]])], [], "3 candidates each; it requested 2"),
         "more tokens": ([logprobs_of(1, [6, 7], [[4, 6], [4, 6]])], [], "2 tokens .* of one token"),
-        "not asked": ([logprobs_of(0, [6], [[]])], [], "row 0 .* asked for None candidates of one token"),
-        "prompt not asked": ([], [logprobs_of(1, [6], [[4, 6]])], "row 1 .* asked for None candidates of its prompt"),
+        "not requested": ([logprobs_of(0, [6], [[]])], [], "row 0 .* requested None candidates of one token"),
+        "prompt not requested": (
+            [],
+            [logprobs_of(1, [6], [[4, 6]])],
+            "requested None candidates of its prompt",
+        ),
         "unknown row": ([logprobs_of(7, [6], [[4, 6]])], [], "row 7"),
         "not finite": ([logprobs_of(1, [6], [[4, 6]], logprob=-np.inf)], [], "row 1 .* not finite"),
         "rank 0": ([logprobs_of(1, [6], [[4, 6]], rank=0)], [], rf"row 1 .* ranks outside 1\.\.{VOCAB_SIZE}"),
         "a rank below zero": ([logprobs_of(1, [6], [[4, 6]], rank=-1)], [], "row 1 .* ranks outside"),
         "a rank above all": ([logprobs_of(1, [6], [[4, 6]], rank=VOCAB_SIZE + 1)], [], "row 1 .* ranks outside"),
         "a rank of the prompt": ([], [logprobs_of(0, [8], [[]], position=1, rank=-1)], "row 0 .* ranks outside"),
-        "of another token": ([logprobs_of(1, [7], [[4, 6]])], [], "token 7 at 2, and sampled token 6 at 2"),
-        "at another place": ([logprobs_of(1, [6], [[4, 6]], position=3)], [], "token 6 at 3, and sampled token 6 at 2"),
-        "twice": ([logprobs_of(1, [6], [[4, 6]])] * 2, [], "token 6 at 2, and sampled token 6 at 3"),
-        "of the prompt, twice": ([], [logprobs_of(0, [8], [[]], position=1)] * 2, "prompt at 1 and told of it up to 1"),
-        "of the prompt's first": ([], [logprobs_of(0, [8], [[]], position=0)], "prompt at 0 and told of it up to 0"),
+        "of another token": ([logprobs_of(1, [7], [[4, 6]])], [], "token 7 at 2; it sampled token 6 at 2"),
+        "at another place": ([logprobs_of(1, [6], [[4, 6]], position=3)], [], "token 6 at 3; it sampled token 6 at 2"),
+        "twice": ([logprobs_of(1, [6], [[4, 6]])] * 2, [], "token 6 at 2; it sampled token 6 at 3"),
+        "of the prompt, twice": (
+            [],
+            [logprobs_of(0, [8], [[]], position=1)] * 2,
+            "prompt at 1, after it returned it up to 1",
+        ),
+        "of the prompt's first": (
+            [],
+            [logprobs_of(0, [8], [[]], position=0)],
+            "prompt at 0, after it returned it up to 0",
+        ),
     }.values(),
 )
 def test_logprobs_other_than_those_asked_for_are_garbage(
@@ -349,7 +361,7 @@ def test_candidates_of_a_beam_come_most_likely_first_or_are_garbage(is_stepwise:
     row = np.array([0], dtype=np.int32)
     message = encode_output(StepOutput(1, row, row + 6, row[:0], 5, [sampled]), EPOCH).step_result
     if is_stepwise:
-        with pytest.raises(GarbageResult, match=r"row 0 .* most likely first"):
+        with pytest.raises(GarbageResult, match=r"row 0 .* out of order"):
             encoder.decode_result(message)
     else:
         assert encoder.decode_result(message) is not None
@@ -361,7 +373,7 @@ def test_a_row_that_another_request_took_is_not_asked_for_what_the_first_one_was
     encoder.encode(StepPlan(2, [], [(1, 2)], [new_row(1, 2)], freed_rows=[0, 1]))
     rows = np.array([1], dtype=np.int32)
     output = StepOutput(2, rows, rows, rows[:0], 5, [logprobs_of(1, [6], [[4, 6]])])
-    with pytest.raises(GarbageResult, match="asked for None"):
+    with pytest.raises(GarbageResult, match="requested None"):
         encoder.decode_result(encode_output(output, EPOCH).step_result)
 
 

@@ -202,15 +202,15 @@ def expected_beams(request: Request) -> list[list[int]]:
         request.beam, stop_token_ids=request.stop_token_ids, min_tokens=0, max_generated=request.max_tokens
     )
     while searcher.beams:
-        told: list[Iterable[tuple[int, float]]] = []
+        candidates: list[Iterable[tuple[int, float]]] = []
         for beam in searcher.beams:
             value = chain_start(FINGERPRINT, digest)
             for token in (*request.prompt_token_ids, *beam.token_ids):
                 value = chain_next(value, token)
             # As float32, which is what results carry.
             best = ranking(value, searcher.num_candidates, CAPACITIES.vocab_size)
-            told.append([(token, float(np.float32(logprob))) for token, logprob in best])
-        searcher.advance(told)
+            candidates.append([(token, float(np.float32(logprob))) for token, logprob in best])
+        searcher.advance(candidates)
     hypotheses = [list(hypothesis.token_ids) for hypothesis in searcher.hypotheses]
     return hypotheses + [[]] * (request.beam.width - len(hypotheses))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from control_plane.errors import MotetError
 from control_plane.fleet.placement import placement
-from control_plane.fleet.placement.isolation import Isolation
+from control_plane.fleet.placement.isolation import PoisonIsolation
 from control_plane.fleet.placement.shortlist import Shortlist
 from control_plane.fleet.requests.deaths import is_suspect
 from control_plane.fleet.requests.failures import broken, never_fits
@@ -35,7 +35,7 @@ class Dispatcher:
         is_cached: Callable[[str], bool],
         jobs: UnfinishedJobs,
         sessions: SessionTable,
-        isolation: Isolation,
+        isolation: PoisonIsolation,
         shortlist: Shortlist,
     ) -> None:
         """`is_cached`: whether the host cache has an adapter, by digest."""

@@ -1,23 +1,24 @@
-"""Finds the poison request among suspects by running them apart, in groups. The dispatcher acts on what is found.
+"""Finds the poison request among suspects by running them apart from others, in groups.
 
-Suspects (deaths.py) wait in groups. A group runs on one worker that takes nothing else until the group is cleared: each
-of its requests once it has come past the point where it would have killed the worker, or has ended. Where the worker
-dies before, the death speaks against the rest of the group alone: it is halved, and the halves are tried one after the
-other; who was alone is convicted. So n suspects cost at most 3 + log2(n) deaths, rounded up, and innocent ones wait for
-a few steps at a time.
+Suspects (deaths.py) wait in groups. A group runs on one worker, which takes nothing else until the group is cleared. A
+suspect is cleared once it has survived the point where it would have killed the worker, or once it has ended. If the
+worker dies earlier, the death counts against the rest of the group alone: the group is halved, and the halves run one
+after the other. A suspect that ran alone is the poison request. So n suspects cost at most 3 + log2(n) deaths, rounded
+up, and each innocent request waits for a few steps.
 
-- Requests that never came past any worker's re-prefill are halved off first: mostly the poison request is one of them.
-- A conviction needs deaths of two workers, where there are two that fit: a sick worker convicts nobody.
-- A conviction explains its deaths: they are forgiven to everybody else.
-- Where the whole fleet, of two workers or more, is lost within a second, the reason is the network or the machine. That
-  is held against no request, but once only.
-- At most half of the workers run groups, but one of them always may.
-- Whoever waited while a group ran goes before the next group.
-- A group runs where nothing is but requests that were cleared. Where there is no such worker and no group runs, the one
-  with the least to do is emptied: it takes nothing more, and what has no row there moves away. After
-  `emptying_timeout_s`, and on an only worker at once, it is enough that what runs there has come past the point of its
-  own death; after twice the time it need not. A death then speaks against whoever had not come past it.
-- Where one of two workers was lost within `emptying_timeout_s`, a group waits for it to come back.
+- Requests that never survived a re-prefill are halved off first: the poison request is mostly one of them.
+- Marking a request as poison needs deaths of two workers if two workers fit it: one sick worker marks no request.
+- The poison request explains its deaths: they no longer count against other requests.
+- If the whole fleet of two workers or more is lost within a second, the reason is the network or the machine. These
+  losses count against no request; each request gets that only once.
+- At most half of the workers run groups. One worker always may.
+- Requests that waited while a group ran go before the next group.
+- A group runs on a worker that has only cleared requests. If no worker is like that and no group runs, the worker with
+  the fewest requests is emptied: it takes nothing more, and requests without a row there move away. After
+  `emptying_timeout_s`, or at once on an only worker, the group may run beside requests that have survived their own
+  dangerous point; after twice that time, beside any request. A death then counts against every request that had not
+  survived it.
+- If one of two workers was lost within `emptying_timeout_s`, a group waits for it to come back.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from dataclasses import dataclass
 from control_plane.awake import AwakeClock
 from control_plane.fleet.placement.placement import suited
 from control_plane.fleet.requests.deaths import (
-    book,
     clear,
-    forgive,
-    has_come_past,
+    discount,
+    has_survived,
     is_suspect,
     most_in_flight,
     open_deaths,
+    record_death,
 )
 from control_plane.fleet.requests.jobs import Death, Job
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
@@ -51,12 +52,12 @@ FLEET_LOSS_S = 1.0  # within which the loss of all workers has one reason
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EndFinding:
     """What the end of a session says about requests."""
 
-    convicted: Job | None = None  # the reason of these deaths
-    explained: frozenset[int] = frozenset()  # epochs
-    blames_suspects: bool = False  # rather than anything else that ran there
+    poison: Job | None = None  # the request that killed the workers
+    explained_epochs: frozenset[int] = frozenset()  # sessions that ended because of it
+    blames_suspects: bool = False  # not the worker: suspects ran there in isolation
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +71,18 @@ class IsolationStats:
 
 
 class _Group:
-    """Suspects that run together. `session`: where; None: they wait."""
+    """Suspects that run together on `session`. None: they wait."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self.jobs = {job.request.request_id: job for job in jobs}
         self.session: WorkerSession | None = None
 
     def due(self) -> list[Job]:
-        """Those that wait for a worker; nothing would come of one whose reader does not read."""
+        """The suspects that wait for a worker and whose reader reads: a paused one would not get past its danger."""
         return [job for job in self.jobs.values() if job.session is None and job.full_since_s is None]
 
 
-class Isolation:
+class PoisonIsolation:
     """Groups of suspects, and which workers are closed for them. Only reads `sessions` and `jobs`."""
 
     def __init__(
@@ -95,14 +96,14 @@ class Isolation:
         self._jobs = jobs.by_id
         self._settings = settings
         self._awake = awake
-        # Invariant: an unfinished suspect is in exactly one group, and nobody else is in any.
-        self._groups: list[_Group] = []  # in the order in which they are to run
+        # Invariant: an unfinished suspect is in exactly one group, and no other job is in a group.
+        self._groups: list[_Group] = []  # in the order in which they will run
         self._group_of: dict[RequestId, _Group] = {}
         self._running: dict[int, _Group] = {}  # epoch -> the group that runs there
         self._cleared: set[RequestId] = set()  # unfinished requests that were cleared in a group
-        self._emptied: WorkerSession | None = None  # takes nothing but a group
-        self._emptied_since_s = 0.0  # meaningful while there is one
-        self._ended_s: dict[str, float] = {}  # worker id -> when its session ended, of late
+        self._emptied: WorkerSession | None = None  # the worker that takes nothing but a group
+        self._emptied_since_s = 0.0  # meaningful while a worker is emptied
+        self._ended_s: dict[str, float] = {}  # worker id -> when its session ended, within emptying_timeout_s
         self._losses: list[tuple[float, str, int]] = []  # (when, worker id, epoch) within FLEET_LOSS_S
 
     # ---- where requests may run ----
@@ -112,7 +113,7 @@ class Isolation:
         group = self._group_of.get(job.request.request_id)
         if group is None:
             if not self._running and self._emptied is None:
-                return self._sessions  # of maybe a thousand: not copied for every request
+                return self._sessions  # maybe a thousand: not copied for every request
             return {i: s for i, s in self._sessions.items() if self.is_open(s)}
         if job.full_since_s is not None:
             return {}
@@ -123,7 +124,7 @@ class Isolation:
         return {s.worker_id: s for s in self._fitting(group, job) if self._is_ready(s)}
 
     def is_open(self, session: WorkerSession) -> bool:
-        """Whether the session takes requests that are no suspects."""
+        """Whether the session takes requests that are not suspects."""
         return session.epoch not in self._running and session is not self._emptied
 
     def is_isolated(self, job: Job) -> bool:
@@ -143,9 +144,9 @@ class Isolation:
         return any(group.due() for group in self._groups)
 
     def worker_to_empty(self) -> WorkerSession | None:
-        """The session that takes nothing more until a group runs there; to be asked at every tick.
+        """The session that takes nothing more until a group runs there. To be called at every tick.
 
-        None where no group waits, or where one runs: its worker is next.
+        None if no group waits, or if a group runs: its worker takes the next one.
         """
         fitting: list[WorkerSession] = []
         if not self._running and (len(self._sessions) > 1 or self._is_only_worker()):
@@ -156,16 +157,16 @@ class Isolation:
             self._emptied_since_s = self._awake()
             if self._emptied is not None:
                 logger.info(
-                    "worker is being emptied for suspects worker_id=%s epoch=%d",
+                    "worker emptied for suspects worker_id=%s epoch=%d",
                     self._emptied.worker_id,
                     self._emptied.epoch,
                 )
         return self._emptied
 
     def _fitting(self, group: _Group, job: Job) -> list[WorkerSession]:
-        """Sessions without a group where this one may run, `job` being its first.
+        """Sessions without a group where this group may run; `job` is its first.
 
-        A request alone is not tried again at the only worker that died of it, while there is another.
+        A suspect that is alone does not run again on the only worker that died of it while another worker fits it.
         """
         fitting = suited(job, (s for s in self._sessions.values() if s.epoch not in self._running))
         seen = set(open_deaths(job))
@@ -190,8 +191,8 @@ class Isolation:
         return waited_s >= patience_s and all(map(self._is_settled, there))
 
     def _is_settled(self, job: Job) -> bool:
-        """Whether a request that runs is not what would kill its worker next."""
-        return job.request.request_id in self._cleared or has_come_past(job, self._settings.plan_depth)
+        """Whether a running request cannot be the next one to kill its worker."""
+        return job.request.request_id in self._cleared or has_survived(job, self._settings.plan_depth)
 
     def _is_only_worker(self) -> bool:
         now_s, patience_s = self._awake(), self._settings.emptying_timeout_s
@@ -199,10 +200,10 @@ class Isolation:
             now_s - ended_s < patience_s for i, ended_s in self._ended_s.items() if i not in self._sessions
         )
 
-    # ---- what happens to them ----
+    # ---- what happens to suspects ----
 
     def placed(self, job: Job) -> None:
-        """A job was given to a session; of a suspect the group runs there from now on."""
+        """A job was given to a session. If it is a suspect, its group runs there from now on."""
         group = self._group_of.get(job.request.request_id)
         if group is not None and job.session is not None:
             group.session = job.session
@@ -210,29 +211,29 @@ class Isolation:
             self._emptied = None
 
     def clear_survivors(self) -> bool:
-        """Clear the suspects that have come far enough; whether a group is over with that."""
+        """Clear the suspects that survived. True if a group is over with that."""
         is_over = False
         for group in list(self._running.values()):
             for job in list(group.jobs.values()):
-                if job.session is group.session and has_come_past(job, self._settings.plan_depth):
+                if job.session is group.session and has_survived(job, self._settings.plan_depth):
                     clear(job)
                     self._cleared.add(job.request.request_id)
                     is_over |= self._leave(job)
         return is_over
 
     def separate(self, job: Job) -> bool:
-        """A suspect cannot run where its group does, and makes one of its own; whether the group is over with that."""
+        """Give a suspect that cannot run where its group runs a group of its own. True if the old group is over."""
         is_over = self._leave(job)
         self.add([job])
         return is_over
 
     def forget(self, job: Job) -> bool:
-        """The job is over; whether a group is over with it."""
+        """The job is over. True if a group is over with it."""
         self._cleared.discard(job.request.request_id)
         return self._leave(job)
 
-    def note_end(self, session: WorkerSession, computed: list[Job]) -> Verdict:
-        """Book the end of a session, which is detached, against the jobs that it computed."""
+    def note_end(self, session: WorkerSession, computed: list[Job]) -> EndFinding:
+        """Count the end of a session, which is detached, against the jobs that it computed."""
         now_s = self._awake()
         self._ended_s = {i: s for i, s in self._ended_s.items() if now_s - s < self._settings.emptying_timeout_s}
         self._ended_s[session.worker_id] = now_s
@@ -242,7 +243,7 @@ class Isolation:
         if group is not None:
             group.session = None
         if not session.is_death:
-            return Verdict()
+            return EndFinding()
         members = {} if group is None else group.jobs
         isolated = [job for job in computed if job.request.request_id in members]
         beside = [job for job in computed if job.request.request_id not in members]
@@ -250,20 +251,20 @@ class Isolation:
         blamed = computed if unsettled or not isolated else isolated
         is_loss = session.end_cause is EndCause.LOST
         for job in blamed:
-            book(job, Death(session.epoch, session.worker_id, is_loss=is_loss), self._settings.plan_depth)
+            record_death(job, Death(session.epoch, session.worker_id, is_loss=is_loss), self._settings.plan_depth)
         if is_loss and self._is_fleet_lost(session, now_s):
-            self._excuse({epoch for _, _, epoch in self._losses})
+            self._discount_fleet_loss({epoch for _, _, epoch in self._losses})
         isolated = [job for job in isolated if job.deaths and job.deaths[-1].epoch == session.epoch]
         if len(isolated) == 1 and not unsettled and not self._needs_another_worker(isolated[0]):
-            return Verdict(isolated[0], self._explain(isolated[0]), blames_suspects=True)
+            return EndFinding(isolated[0], self._explain(isolated[0]), blames_suspects=True)
         for job in isolated:
             self._leave(job)
         self.add([job for job in blamed if is_suspect(job) and job.request.request_id not in self._group_of])
-        return Verdict(blames_suspects=bool(isolated))
+        return EndFinding(blames_suspects=bool(isolated))
 
     def outlived(self, worker_id: str, epoch: int) -> bool:
-        """The worker's process outlived its session of this epoch; whether a group is over with that."""
-        return self._forgive(
+        """The worker's process outlived its session of this epoch. True if a group is over with that."""
+        return self._discount(
             {epoch},
             [
                 job
@@ -282,7 +283,7 @@ class Isolation:
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError with a sentence if the groups do not balance. Looks at everything: for tests."""
+        """Raise AssertionError with a sentence if the groups are inconsistent. Looks at everything: for tests."""
         suspects = {i for i, job in self._jobs.items() if is_suspect(job)}
         assert self._group_of.keys() == suspects, f"suspects {suspects} are in groups {self._group_of.keys()}"
         assert sum(len(group.jobs) for group in self._groups) == len(suspects), "a suspect is in two groups"
@@ -291,28 +292,28 @@ class Isolation:
             at = {job.session for job in group.jobs.values()} - {None}
             assert at == ({group.session} if group.session else set()), f"a group of {group.session} runs at {at}"
         running = {group.session.epoch: group for group in self._groups if group.session is not None}
-        assert running == self._running, f"groups run at {running.keys()}, the books say {self._running.keys()}"
+        assert running == self._running, f"groups run at {running.keys()}, recorded are {self._running.keys()}"
         attached = {session.epoch for session in self._sessions.values()}
-        assert running.keys() <= attached, "a group runs where no worker is"
+        assert running.keys() <= attached, "a group runs without a worker"
 
     # ---- groups ----
 
     def add(self, jobs: list[Job]) -> None:
-        """Have these run next, in halves. What they were computed beside at their last death is among them."""
+        """Let these suspects run next, in halves. They hold all that was computed at the last death."""
         groups = [_Group(half) for half in self._halves(jobs) if half]
         for group in groups:
             self._group_of.update(dict.fromkeys(group.jobs, group))
         self._groups[:0] = groups
 
     def _halves(self, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
-        """Those that never came past a re-prefill and the others; where all are of one kind, one half of them each."""
+        """Jobs that never survived a re-prefill, and the others. If all are of one kind, one half of them each."""
         jobs = sorted(jobs, key=lambda job: job.num_generated)
         num_new = sum(job.num_generated <= most_in_flight(job, self._settings.plan_depth) for job in jobs)
         middle = num_new if 0 < num_new < len(jobs) else (len(jobs) + 1) // 2
         return jobs[:middle], jobs[middle:]
 
     def _leave(self, job: Job) -> bool:
-        """Take a job out of its group, if it is in one; whether the group ran and nobody is left who does."""
+        """Take a job out of its group, if it is in one. True if the group ran and none of its jobs still runs."""
         group = self._group_of.pop(job.request.request_id, None)
         if group is None:
             return False
@@ -325,13 +326,13 @@ class Isolation:
         if is_over or not group.jobs:
             self._groups.remove(group)
             if group.jobs:
-                self._groups.append(group)  # they could not run, and wait once more
+                self._groups.append(group)  # they could not run, and wait again
         return is_over
 
-    # ---- whom a death speaks against ----
+    # ---- which requests a death counts against ----
 
     def _needs_another_worker(self, job: Job) -> bool:
-        """Whether one worker alone speaks against the job, and there is another that could."""
+        """Whether all deaths of the job are of one worker, and another worker fits it."""
         seen = set(open_deaths(job))
         return len(seen) == 1 and self._has_another(job, seen)
 
@@ -340,31 +341,31 @@ class Isolation:
         self._losses.append((now_s, session.worker_id, session.epoch))
         return not self._sessions and len({worker_id for _, worker_id, _ in self._losses}) > 1
 
-    def _excuse(self, epochs: set[int]) -> None:
-        """The fleet was lost as a whole. Who was computed at two of these deaths may still be the reason."""
-        excused = [
+    def _discount_fleet_loss(self, epochs: set[int]) -> None:
+        """The whole fleet was lost. A job that was computed at two of these deaths may still be the reason."""
+        affected = [
             job
             for job in self._jobs.values()
-            if not job.is_excused and sum(death.epoch in epochs for death in job.deaths) == 1
+            if not job.had_fleet_loss and sum(death.epoch in epochs for death in job.deaths) == 1
         ]
-        for job in excused:
-            job.is_excused = True
-        logger.warning("all workers lost at once: held against no request num_workers=%d", len(epochs))
-        self._forgive(epochs, excused)
+        for job in affected:
+            job.had_fleet_loss = True
+        logger.warning("all workers lost at once: counted against no request num_workers=%d", len(epochs))
+        self._discount(epochs, affected)
 
-    def _explain(self, convict: Job) -> frozenset[int]:
-        """Forgive everybody else the deaths of which the convict is the reason; their epochs."""
-        epochs = frozenset(death.epoch for death in convict.deaths if not death.is_cleared)
-        others = [job for job in self._jobs.values() if job is not convict]
+    def _explain(self, poison: Job) -> frozenset[int]:
+        """Discount the deaths of the poison request for all other jobs. Returns the epochs of these deaths."""
+        epochs = frozenset(death.epoch for death in poison.deaths if not death.is_cleared)
+        others = [job for job in self._jobs.values() if job is not poison]
         for job in others:
             job.num_fruitless_losses = 0
-        self._forgive(epochs, others)
+        self._discount(epochs, others)
         return epochs
 
-    def _forgive(self, epochs: Set[int], jobs: list[Job]) -> bool:
+    def _discount(self, epochs: Set[int], jobs: list[Job]) -> bool:
         is_over = False
         for job in jobs:
-            forgive(job, epochs)
+            discount(job, epochs)
             if job.request.request_id in self._group_of and not is_suspect(job):
                 is_over |= self._leave(job)
         return is_over

@@ -7,8 +7,8 @@ import logging
 from control_plane.errors import MotetError
 from control_plane.fleet.placement import placement
 from control_plane.fleet.placement.dispatcher import Dispatcher
-from control_plane.fleet.placement.isolation import Isolation, Verdict
-from control_plane.fleet.placement.second_opinion import SecondOpinions
+from control_plane.fleet.placement.isolation import EndFinding, PoisonIsolation
+from control_plane.fleet.placement.second_check import SecondChecks
 from control_plane.fleet.requests.deaths import is_given_up, is_suspect
 from control_plane.fleet.requests.failures import adapter_failed, lost, poisoned
 from control_plane.fleet.requests.jobs import Job
@@ -25,21 +25,21 @@ class Migration:
     """Decides which requests may go on, and hands them to the dispatcher."""
 
     def __init__(
-        self, jobs: UnfinishedJobs, sessions: SessionTable, isolation: Isolation, dispatcher: Dispatcher
+        self, jobs: UnfinishedJobs, sessions: SessionTable, isolation: PoisonIsolation, dispatcher: Dispatcher
     ) -> None:
         self._jobs = jobs
         self._sessions = sessions.by_id
         self._isolation = isolation
         self._dispatcher = dispatcher
-        self._opinions = SecondOpinions(self._sessions)
+        self._checks = SecondChecks(self._sessions)
         self.num_migrated = 0  # requests that were being computed when their worker was lost, in all
 
-    def take_back(self, session: WorkerSession, jobs: list[Job], *, is_final: bool) -> Verdict:
+    def take_back(self, session: WorkerSession, jobs: list[Job], *, is_final: bool) -> EndFinding:
         """Move the jobs of a session that is closed, and fail those that may not go on; `is_final`: none may."""
-        self._opinions.forget(session)
+        self._checks.forget(session)
         computed = self._computed_by(session, jobs)
         self.num_migrated += len(computed)
-        verdict = self._isolation.note_end(session, computed)
+        finding = self._isolation.note_end(session, computed)
         moved = {request.request_id: request for request in session.scheduler.drain_requests()}
         failed: list[tuple[Job, MotetError]] = []
         for job in jobs:
@@ -49,7 +49,7 @@ class Migration:
                 failed.append((job, lost(job)))
                 continue
             job.request = request
-            if job is verdict.convicted:
+            if job is finding.poison:
                 failed.append((job, poisoned(job)))
             elif self._has_hung_everywhere(session, job):
                 failed.append((job, adapter_failed(request)))
@@ -63,7 +63,7 @@ class Migration:
         logger.log(level, "worker gone worker_id=%s epoch=%d requests=%d", session.worker_id, session.epoch, len(jobs))
         self._dispatcher.sort_waiting()
         self._dispatcher.place_waiting()
-        return verdict
+        return finding
 
     def outlived(self, worker_id: str, epoch: int) -> None:
         """A worker attaches whose process outlived its session of this epoch: no request of it killed the worker."""
@@ -84,16 +84,16 @@ class Migration:
             return False
         return self._move_on(job, request, "adapter not loaded")
 
-    def ask_another(self, job: Job, request: Request) -> bool:
+    def check_elsewhere(self, job: Job, request: Request) -> bool:
         """Move a job whose logits were not finite to another worker. False if no other worker may tell more.
 
         `request` is the job's with every accepted token.
         """
-        return self._opinions.ask(job, request) and self._move_on(job, request, "logits not finite")
+        return self._checks.start(job, request) and self._move_on(job, request, "logits not finite")
 
-    def refute(self, job: Job) -> None:
+    def on_finite(self, job: Job) -> None:
         """A job whose logits were not finite at other workers gained a token: end the sessions of sick ones."""
-        for session in self._opinions.refute(job):
+        for session in self._checks.on_finite(job):
             session.end(EndCause.SICK, "logits were not finite for requests that another worker computed")
 
     def _move_on(self, job: Job, request: Request, reason: str) -> bool:
@@ -122,7 +122,7 @@ class Migration:
 
     def _computed_by(self, session: WorkerSession, jobs: list[Job]) -> list[Job]:
         """The jobs of a session that may be the reason of its end."""
-        if session.end_cause is EndCause.BROKEN_BOOKS:
+        if session.end_cause is EndCause.INTERNAL_ERROR:
             return jobs  # a job that waited may be the reason, too
         running = session.running_request_ids()
         return [job for job in jobs if job.request.request_id in running]

@@ -12,7 +12,7 @@ from itertools import islice
 
 from control_plane.fleet.placement import placement
 from control_plane.fleet.placement.dispatcher import Dispatcher
-from control_plane.fleet.placement.isolation import Isolation
+from control_plane.fleet.placement.isolation import PoisonIsolation
 from control_plane.fleet.placement.shortlist import Shortlist
 from control_plane.fleet.requests.deaths import is_suspect
 from control_plane.fleet.requests.jobs import Job
@@ -36,7 +36,7 @@ class Rebalancer:
         is_cached: Callable[[str], bool],
         jobs: UnfinishedJobs,
         sessions: SessionTable,
-        isolation: Isolation,
+        isolation: PoisonIsolation,
         shortlist: Shortlist,
         dispatcher: Dispatcher,
     ) -> None:

@@ -212,7 +212,7 @@ class Job:
     num_fruitless_losses: int = 0  # of these, the latest ones in a row where it had gained no token
     deaths: list[Death] = field(default_factory=list)  # those of them that are not explained by something else
     not_finite_at: list[NotFinite] = field(default_factory=list)  # since its last token; it moved on from each
-    is_excused: bool = False  # the loss of a whole fleet was not held against it, which happens once
+    had_fleet_loss: bool = False  # the loss of a whole fleet was not held against it, which happens once
     num_tokens_here: int = 0  # accepted since its last placement
     num_generated: int = 0  # tokens delivered to its stream, over all its indices
     num_searched: int = 0  # tokens that its beam search computed, known at its end

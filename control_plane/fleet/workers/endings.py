@@ -18,7 +18,7 @@ class EndCause(enum.Enum):
     HUNG_LOAD = "hung load"  # the load of an adapter does not end
     GARBAGE = "garbage"  # nothing that the worker says can be trusted
     SICK = "sick"  # its logits are not finite where another worker's are
-    BROKEN_BOOKS = "broken books"  # a mistake of the control plane's own
+    INTERNAL_ERROR = "broken books"  # a mistake of the control plane's own
 
     @property
     def is_death(self) -> bool:
@@ -28,7 +28,7 @@ class EndCause(enum.Enum):
     @property
     def blames_worker(self) -> bool:
         """Whether the worker may be the reason."""
-        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.BROKEN_BOOKS)
+        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.INTERNAL_ERROR)
 
     @property
     def code(self) -> grpc.StatusCode | None:
@@ -49,5 +49,5 @@ _CODES: dict[EndCause, grpc.StatusCode | None] = {
     EndCause.HUNG_LOAD: grpc.StatusCode.DEADLINE_EXCEEDED,
     EndCause.GARBAGE: grpc.StatusCode.ABORTED,
     EndCause.SICK: grpc.StatusCode.DATA_LOSS,
-    EndCause.BROKEN_BOOKS: grpc.StatusCode.ABORTED,
+    EndCause.INTERNAL_ERROR: grpc.StatusCode.ABORTED,
 }

@@ -50,7 +50,7 @@ class WorkerGate:
 
         `explained`: epochs of sessions whose ends a request explains; they no longer count either.
         """
-        self.quarantine.forgive(explained)
+        self.quarantine.discount(explained)
         if not is_requests_fault:
             assert session.end_cause is not None, "a session without a cause has not ended"
             self.quarantine.note_end(

@@ -60,7 +60,7 @@ class WorkWatch:
         for _ in range(num_steps - 1):
             self._steps.append(num_decodes)
 
-    def step_answered(self, step_time_us: int, now_s: float) -> None:
+    def step_finished(self, step_time_us: int, now_s: float) -> None:
         """The oldest step was answered, and took so long on the worker."""
         self._measured.append((self._steps.popleft(), step_time_us))
         self._num_answered += 1
@@ -71,7 +71,7 @@ class WorkWatch:
         """The worker was told to load an adapter."""
         self._loads[slot, generation] = _Load(digest, num_bytes)
 
-    def load_answered(self, slot: int, generation: int) -> None:
+    def load_finished(self, slot: int, generation: int) -> None:
         """A load succeeded or failed; unknown ones are fine."""
         self._loads.pop((slot, generation), None)
         self._no_load_since_s = None
@@ -80,10 +80,10 @@ class WorkWatch:
         """Take what the worker says that it is at."""
         is_idle = heartbeat.step_id == 0 and heartbeat.num_plans_waiting == 0
         self._no_step_since_s = _since(self._no_step_since_s, now_s, is_held=is_idle and bool(self._steps))
-        for told in heartbeat.loads:
-            load = self._loads.get((told.slot, told.generation))
+        for entry in heartbeat.loads:
+            load = self._loads.get((entry.slot, entry.generation))
             if load is not None:
-                load.since_s = now_s - told.age_ms / 1000
+                load.since_s = now_s - entry.age_ms / 1000
         is_idle = not heartbeat.loads
         self._no_load_since_s = _since(self._no_load_since_s, now_s, is_held=is_idle and bool(self._loads))
 

@@ -1,8 +1,8 @@
-"""How long a worker stays out whose sessions keep ending by faults: pauses that double, and end with sound work.
+"""How long a worker stays out after its sessions ended by faults. The pauses double, and end with sound work.
 
-A sick worker would else attach again at once, be the emptiest, get the next requests and fail those, ten times a
-second. Nothing is held against a worker for what suspects may have done, nor for the first deaths of a process, which
-whoever supervises it starts again.
+Without this, a sick worker would attach again at once, be the emptiest, get the next requests and fail them, ten times
+a second. Faults that suspects may have caused do not count. Neither do the first deaths of a process in a row: its
+supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from control_plane.fleet.workers.endings import EndCause
 
 logger = logging.getLogger(__name__)
 
-SOUND_STEPS = 50  # answered in one session: what was before is forgotten
-SOUND_S = 60.0  # that a session lasts where the logits of the worker were in doubt: a sick one answers steps, too
+SOUND_STEPS = 50  # finished in one session: earlier faults are forgotten
+SOUND_S = 60.0  # that a session must last if the worker's logits were in doubt: a sick worker finishes steps, too
 FREE_DEATHS = 2  # of a process, in a row
-FORGOTTEN_S = 3600.0  # after its pause, what is held against a worker that did not come back: ids have no end
+FORGOTTEN_S = 3600.0  # after its pause, if the worker did not come back: worker ids have no end
 
 
 @dataclass(slots=True)
 class _Record:
     """Sessions that ended by faults, in a row."""
 
-    until_s: float  # end of the pause, or when there was none
+    until_s: float  # end of the pause; the time of the record if it has no pause
     causes: dict[int, EndCause] = field(default_factory=dict)  # by epoch
     reason: str = ""  # of the latest
 
@@ -38,7 +38,7 @@ class _Record:
 
 
 class Quarantine:
-    """What is held against workers, by worker id."""
+    """The faults of each worker, by worker id."""
 
     def __init__(self, settings: FleetSettings, clock: Callable[[], float]) -> None:
         self._settings = settings
@@ -58,7 +58,7 @@ class Quarantine:
     def note_end(
         self, worker_id: str, epoch: int, cause: EndCause, reason: str, *, num_steps: int, lasted_s: float
     ) -> None:
-        """A session of the worker, which answered so many steps and lasted so long, ended so."""
+        """Count the end of a session that finished so many steps and lasted so long."""
         record = self._records.get(worker_id, _Record(self._clock()))
         is_in_doubt = EndCause.SICK in (cause, *record.causes.values())
         if lasted_s >= SOUND_S if is_in_doubt else num_steps >= SOUND_STEPS:
@@ -79,13 +79,13 @@ class Quarantine:
             )
 
     def outlived(self, worker_id: str, epoch: int) -> None:
-        """The worker's process outlived this session: if it was lost, then not by a death."""
+        """The worker's process outlived this session: if the session was lost, the process did not die."""
         record = self._records.get(worker_id)
         if record is not None and record.causes.get(epoch) is EndCause.LOST:
-            self.forgive({epoch})
+            self.discount({epoch})
 
-    def forgive(self, epochs: Set[int]) -> None:
-        """The workers were not the reason of these ends."""
+    def discount(self, epochs: Set[int]) -> None:
+        """Drop the ends of these sessions: the workers did not cause them."""
         for worker_id, record in list(self._records.items()):
             if not epochs.isdisjoint(record.causes):
                 record.causes = {epoch: cause for epoch, cause in record.causes.items() if epoch not in epochs}

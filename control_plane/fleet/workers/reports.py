@@ -28,8 +28,8 @@ _KINDS = {
 
 def report_of(hello: plan_pb2.Hello) -> WorkerReport:
     """What a checked Hello says that the worker serves. Workers of one model share the modules."""
-    told = plan_pb2.Hello(target_modules=hello.target_modules)
-    return WorkerReport(hello.max_model_len, _modules_of(told.SerializeToString(deterministic=True)))
+    reported = plan_pb2.Hello(target_modules=hello.target_modules)
+    return WorkerReport(hello.max_model_len, _modules_of(reported.SerializeToString(deterministic=True)))
 
 
 def check_targets(hello: plan_pb2.Hello) -> list[FieldViolation]:

@@ -49,7 +49,7 @@ class RoundTrip:
         if sent_s is None:
             return False
         self._round_trips_s.append(now_s - sent_s)
-        self._judge()
+        self._update_max_steps()
         return True
 
     def step(self, step_time_us: int, turnaround_s: float) -> None:
@@ -57,7 +57,7 @@ class RoundTrip:
         self._steps_us.append(step_time_us)
         self._turnaround_s += (turnaround_s - self._turnaround_s) * _TURNAROUND_WEIGHT
         if len(self._steps_us) == MIN_STEPS:  # from then on every pong is enough
-            self._judge()
+            self._update_max_steps()
 
     @property
     def round_trip_s(self) -> float:
@@ -69,7 +69,7 @@ class RoundTrip:
         """Median time of the last steps; 0 before the first."""
         return median(self._steps_us) / 1e6 if self._steps_us else 0.0
 
-    def _judge(self) -> None:
+    def _update_max_steps(self) -> None:
         if len(self._steps_us) >= MIN_STEPS and self._round_trips_s:
             self.max_steps = self._steps_to_hide()
 

@@ -205,7 +205,7 @@ class WorkerSession:
             self._pump()
             if self._progress.has_stalled(self.scheduler, awake_s):
                 logger.error("scheduler stalled worker_id=%s %s", self.worker_id, self.scheduler.stats())
-                self.end(EndCause.BROKEN_BOOKS, "the scheduler stalled: requests wait, nothing is under way")
+                self.end(EndCause.INTERNAL_ERROR, "the scheduler stalled: requests wait, nothing is under way")
             elif (overdue := self._work.overdue(awake_s)) is not None:
                 self.hung_digest = overdue.digest
                 self.end(EndCause.HUNG_LOAD if overdue.digest else EndCause.HUNG_STEP, overdue.reason)
@@ -269,7 +269,7 @@ class WorkerSession:
         if result is None:
             return
         self.num_steps += 1
-        self._work.step_answered(message.step_time_us, self._last_heard_s)
+        self._work.step_finished(message.step_time_us, self._last_heard_s)
         self._step_times_us.append(message.step_time_us)
         self._note_rows(num_sampled=len(result.rows), num_not_finite=len(result.failed_rows))
         outputs = self.scheduler.apply(result, received_s)
@@ -295,7 +295,7 @@ class WorkerSession:
         slot, generation = message.slot, message.generation
         is_from_cache = (slot, generation) in self._cached_loads
         self._cached_loads.discard((slot, generation))
-        self._work.load_answered(slot, generation)
+        self._work.load_finished(slot, generation)
         report: SlotReport
         if message.state == _SlotStateKind.STATE_READY:
             report = SlotReady(slot, generation, message.load_time_us if is_from_cache else 0)
@@ -367,7 +367,7 @@ class WorkerSession:
             self.end(EndCause.GARBAGE, f"garbage from the worker: {error}")
         except Exception:
             logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
-            self.end(EndCause.BROKEN_BOOKS, "the control plane's books of this session broke")
+            self.end(EndCause.INTERNAL_ERROR, "the control plane's books of this session broke")
 
     def _send_commands(self) -> None:
         for command in self.scheduler.slot_commands():

@@ -16,7 +16,7 @@ from motet.v1 import types_pb2
 from contract import sampling as sampling_params
 from contract.v1 import plan_pb2
 from control_plane.fleet.workers.errors import GarbageResult
-from control_plane.fleet.workers.told_logprobs import ToldLogprobs, num_logprobs
+from control_plane.fleet.workers.returned_logprobs import ReturnedLogprobs, num_logprobs
 from control_plane.scheduler.types import (
     LoadSlot,
     NewRow,
@@ -44,7 +44,7 @@ class PlanEncoder:
         self._paused: set[int] = set()
         self._stepwise: set[int] = set()  # past its prefill, and decodes only where it is fed
         self._is_stepwise: set[int] = set()  # rows that were begun so, those in prefill included
-        self._logprobs = ToldLogprobs(vocab_size)
+        self._logprobs = ReturnedLogprobs(vocab_size)
         # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
         # name the same.
         self._steady: tuple[list[int], bytes] | None = None
@@ -162,13 +162,13 @@ class PlanEncoder:
             move_time_us=message.move_time_us,
         )
         sampled = dict(zip(row_ids, result.token_ids, strict=True)) if message.sampled_logprobs else {}
-        for told in message.sampled_logprobs:
+        for entry in message.sampled_logprobs:
             logprobs = self._logprobs.sampled(
-                message.step_id, told, sampled.get(told.row), is_sorted=told.row in self._is_stepwise
+                message.step_id, entry, sampled.get(entry.row), is_sorted=entry.row in self._is_stepwise
             )
-            result.logprobs[told.row] = logprobs[0]
-        for told in message.prompt_logprobs:
-            result.prompt_logprobs[told.row] = self._logprobs.of_prompt(message.step_id, told)
+            result.logprobs[entry.row] = logprobs[0]
+        for entry in message.prompt_logprobs:
+            result.prompt_logprobs[entry.row] = self._logprobs.of_prompt(message.step_id, entry)
         self._expected.popleft()
         self._num_answered += 1
         return result

@@ -36,7 +36,7 @@ async def test_an_admin_job_deletes_an_adapter_and_the_audit_log_names_it(caplog
             await tiers.life_cycle.delete("nobody")
     assert [call[0] for call in tiers.registry.calls] == [
         "begin_delete_version",
-        "retire",
+        "unload",
         "drop",
         "finish_delete_version",
     ]
@@ -69,7 +69,7 @@ async def test_deletions_that_wait_for_streams_stop_nobody_elses_work() -> None:
     for number, name in enumerate(names):
         registry.add(name, f"{number:064x}")  # weights of its own: its deletion waits
     registry.add("poet", DIGEST, OTHER_DIGEST)
-    gate = tiers.fleet.retire_gate = asyncio.Event()
+    gate = tiers.fleet.unload_gate = asyncio.Event()
     for name in names:
         await life_cycle.delete(name)
     await life_cycle.delete_version("poet", OTHER_DIGEST)

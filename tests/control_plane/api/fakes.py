@@ -314,8 +314,8 @@ class FakeFleet(Fleet):
         self.on_submit: Callable[[ScriptedJob, Request], None] = lambda job, request: None
         self.submitted = asyncio.Event()
         self.refusal: Exception | None = None  # of check_room
-        self.retire_gate: asyncio.Event | None = None  # retire waits for it
-        self.retire_begun = asyncio.Event()
+        self.unload_gate: asyncio.Event | None = None  # retire waits for it
+        self.unload_begun = asyncio.Event()
         self.pinned: set[str] = set()
         self._ids = itertools.count(1)
 
@@ -347,15 +347,15 @@ class FakeFleet(Fleet):
     def unpin(self, digest: str) -> None:
         self.pinned.remove(digest)
 
-    async def retire(self, digest: str) -> None:
-        self.retire_begun.set()
-        if self.retire_gate is not None:
-            await self.retire_gate.wait()
-        self.calls.append(("retire", digest))
+    async def unload(self, digest: str) -> None:
+        self.unload_begun.set()
+        if self.unload_gate is not None:
+            await self.unload_gate.wait()
+        self.calls.append(("unload", digest))
 
-    def keep(self, digest: str) -> None:
-        if self.retire_gate is not None:
-            self.retire_gate.set()
+    def cancel_unload(self, digest: str) -> None:
+        if self.unload_gate is not None:
+            self.unload_gate.set()
 
     def worker_snapshots(self) -> list[WorkerSnapshot]:
         names = [f.name for f in WorkerSnapshot.__dataclass_fields__.values()]

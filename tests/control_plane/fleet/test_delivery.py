@@ -49,6 +49,6 @@ async def test_cancelled_requests_free_blocks_and_slots(clock: FakeClock) -> Non
     for _ in range(4):
         await worker.turn()
     assert_nothing_held(worker)
-    await asyncio.wait_for(run_with(worker, fleet.retire(adapter.digest)), 10)
+    await asyncio.wait_for(run_with(worker, fleet.unload(adapter.digest)), 10)
     assert worker.engine.slots.used_bytes() == 0
     assert fleet.placements(adapter.digest) == []

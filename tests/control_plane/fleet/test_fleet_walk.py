@@ -95,12 +95,12 @@ class Walk:
         self.everybody: list[LoopbackWorker] = []  # lost ones included
         self.last_epochs: dict[str, int] = {}  # worker id -> of its latest session
         self.num_isolated = 0  # actions after which suspects ran apart
-        self.retiring: list[asyncio.Task[None]] = []
+        self.unloading: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Act at random, then let everything end."""
         actions = [self.submit, self.turn, self.turn, self.turn, self.partly, self.read, self.read, self.attach]
-        rare = [self.lose, *[self.die_again] * 3, self.cancel, self.give_up, self.retire, self.tick]
+        rare = [self.lose, *[self.die_again] * 3, self.cancel, self.give_up, self.unload, self.tick]
         for _ in range(NUM_ACTIONS):
             await self.rng.choice(actions if self.rng.random() < 0.9 else rare)()
             for worker in self.workers.values():
@@ -220,10 +220,10 @@ class Walk:
             reader.given_up.add(index)
             reader.stream.cancel_index(index)
 
-    async def retire(self) -> None:
+    async def unload(self) -> None:
         adapter = self.rng.choice(self.adapters[1:])
-        assert adapter is not None, "the base model is not retired"
-        self.retiring.append(asyncio.create_task(self.fleet.retire(adapter.digest)))
+        assert adapter is not None, "the base model is not unloaded"
+        self.unloading.append(asyncio.create_task(self.fleet.unload(adapter.digest)))
 
     async def tick(self) -> None:
         self.clock.advance(0.1)
@@ -254,7 +254,7 @@ async def test_whatever_happens_every_stream_yields_the_oracles_tokens(
     assert len(lost) < walk.num_finished / 4
     for _ in range(30):
         await walk.turn()
-    assert all(task.done() for task in walk.retiring)
+    assert all(task.done() for task in walk.unloading)
     assert walk.fleet.queue_snapshot().num_requests == walk.fleet.queue_snapshot().num_waiting == 0
     for snapshot in walk.fleet.worker_snapshots():
         assert (snapshot.num_blocks_held, snapshot.num_running, snapshot.num_plans_in_flight) == (0, 0, 0)

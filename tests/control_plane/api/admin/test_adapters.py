@@ -501,18 +501,18 @@ async def test_delete_whose_client_leaves_is_ended_all_the_same(api: Api) -> Non
 async def test_delete_clears_every_tier_in_order(api: Api) -> None:
     api.registry.add("poet", DIGEST, OTHER_DIGEST)
     await api.life_cycle.pin("poet")
-    api.fleet.retire_gate = asyncio.Event()
+    api.fleet.unload_gate = asyncio.Event()
     operation = await adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet", etag="u1-1"))
     assert not operation.done
     code, _, _ = await refused(adapters(api).GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/poet")))
     assert code == grpc.StatusCode.NOT_FOUND  # at once, not when the operation ends
-    api.fleet.retire_gate.set()
+    api.fleet.unload_gate.set()
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
     assert api.calls == [
         ("begin_delete", "poet", "u1-1"),
-        ("retire", DIGEST),
+        ("unload", DIGEST),
         ("drop", DIGEST),
-        ("retire", OTHER_DIGEST),
+        ("unload", OTHER_DIGEST),
         ("drop", OTHER_DIGEST),
         ("finish_delete", "poet"),
     ]
@@ -523,7 +523,7 @@ async def test_delete_clears_every_tier_in_order(api: Api) -> None:
 
 async def test_second_delete_joins_the_first(api: Api) -> None:
     api.registry.add("poet")
-    api.registry.delete_gate, api.fleet.retire_gate = asyncio.Event(), asyncio.Event()
+    api.registry.delete_gate, api.fleet.unload_gate = asyncio.Event(), asyncio.Event()
     stub, request = adapters(api), adapters_pb2.DeleteAdapterRequest(name="adapters/poet")
     context: Any = None
     first = asyncio.ensure_future(stub.DeleteAdapter(request))
@@ -534,14 +534,14 @@ async def test_second_delete_joins_the_first(api: Api) -> None:
     operation = await asyncio.wait_for(first, 5)
     third = await stub.DeleteAdapter(request)
     assert operation.name == (await second).name == third.name
-    api.fleet.retire_gate.set()
+    api.fleet.unload_gate.set()
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
-    assert [call[0] for call in api.calls] == ["begin_delete", "retire", "drop", "finish_delete"]
+    assert [call[0] for call in api.calls] == ["begin_delete", "unload", "drop", "finish_delete"]
 
 
 async def test_a_version_is_deleted_when_its_streams_have_ended(api: Api) -> None:
     api.registry.add("poet", DIGEST, OTHER_DIGEST)
-    gate = api.fleet.retire_gate = asyncio.Event()
+    gate = api.fleet.unload_gate = asyncio.Event()
     request = adapters_pb2.DeleteAdapterVersionRequest(name="adapters/poet", digest=OTHER_DIGEST, etag="u1-1")
     stub = adapters(api)
     operation = await stub.DeleteAdapterVersion(request)
@@ -554,7 +554,7 @@ async def test_a_version_is_deleted_when_its_streams_have_ended(api: Api) -> Non
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
     assert api.calls == [
         ("begin_delete_version", "poet", OTHER_DIGEST, "u1-1"),
-        ("retire", OTHER_DIGEST),
+        ("unload", OTHER_DIGEST),
         ("drop", OTHER_DIGEST),
         ("finish_delete_version", OTHER_DIGEST),
     ]
@@ -588,9 +588,9 @@ async def test_bad_deletions_of_versions_are_refused_and_may_be_tried_again(api:
 
 async def test_weights_that_another_name_registers_are_not_dropped(api: Api) -> None:
     api.registry.add("poet")
-    api.fleet.retire_gate = asyncio.Event()  # the other name's traffic would hold it back for ever
+    api.fleet.unload_gate = asyncio.Event()  # the other name's traffic would hold it back for ever
     operation = await adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet"))
-    await asyncio.wait_for(api.fleet.retire_begun.wait(), 5)
+    await asyncio.wait_for(api.fleet.unload_begun.wait(), 5)
     await upload(api, messages("bard"))
     assert (await finished(api, operation)).response.Unpack(empty_pb2.Empty())
     assert api.calls[-1] == ("finish_delete", "poet") and ("drop", DIGEST) not in api.calls

@@ -127,18 +127,18 @@ def test_a_request_that_moves_brings_its_tokens_to_be_computed_and_asks_for_fewe
 
 def test_keys_of_a_prompt_are_made_only_as_far_as_somebody_has_them() -> None:
     class NoCache:
-        num_asked = 0
+        num_requested = 0
 
         def has_digest(self, _digest: str | None) -> bool:
             return True
 
         def __contains__(self, _key: bytes) -> bool:
-            self.num_asked += 1
+            self.num_requested += 1
             return False
 
     keys, cache = PrefixKeys(replace(PLAIN, prompt_token_ids=tuple(range(2000)))), NoCache()
     assert [keys.num_hit_tokens(cache, 16) for _ in range(3)] == [0, 0, 0]  # type: ignore[arg-type]  # all that is used
-    assert cache.num_asked == 3 and len(keys._by_block_size[16]) == 1
+    assert cache.num_requested == 3 and len(keys._by_block_size[16]) == 1
 
 
 # ---- with workers ----

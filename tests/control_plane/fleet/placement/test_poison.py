@@ -428,6 +428,6 @@ async def test_books_that_break_speak_against_requests_that_wait_too(clock: Fake
     for i in range(4):
         fleet.submit(make_request(fleet, [i], 40))
     await worker.turn()
-    worker.session.end(EndCause.BROKEN_BOOKS, "the books do not balance")
+    worker.session.end(EndCause.INTERNAL_ERROR, "the books do not balance")
     assert [len(job.deaths) for job in fleet.parts.jobs.by_id.values()] == [1] * 4
     let_time_pass(clock, fleet, 1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from contract.v1 import plan_pb2
 from control_plane.errors import NotFinite, WorkerQuarantined
-from control_plane.fleet.placement.second_opinion import MAX_OPINIONS
+from control_plane.fleet.placement.second_check import MAX_CHECKS
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.fleet.workers.session import MAX_NOT_FINITE
 from control_plane.scheduler.types import Sampling
@@ -128,14 +128,14 @@ async def test_a_request_that_is_not_finite_anywhere_is_tried_at_few_workers_tho
     request = make_request(fleet, [3, 1], 40)
     bad = expected(request)[0]
     faults = HashEngineFaults(non_finite_token=bad)
-    workers = [LoopbackWorker(fleet, f"w{number}", faults=faults) for number in range(MAX_OPINIONS + 3)]
+    workers = [LoopbackWorker(fleet, f"w{number}", faults=faults) for number in range(MAX_CHECKS + 3)]
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     for _ in range(60):
         await turn_all(clock, fleet, workers)
     with pytest.raises(NotFinite):
         await reader
     assert not any(worker.session.ended.is_set() for worker in workers)
-    assert sum(len(worker.plans) > 0 for worker in workers) == MAX_OPINIONS
+    assert sum(len(worker.plans) > 0 for worker in workers) == MAX_CHECKS
 
 
 async def test_an_only_workers_word_on_logits_is_final(clock: FakeClock) -> None:

@@ -96,8 +96,8 @@ async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
     with pytest.raises(AdapterNotServed) as caught:
         await read_all(stream)
     lines = [record.getMessage() for record in caplog.records]
-    for told in ("fault in step 0", "the worker left", "adapter load failed"):
-        assert any(told in line and "it broke\\nERROR forged line \\x1b[31mxxx" in line for line in lines), told
+    for entry in ("fault in step 0", "the worker left", "adapter load failed"):
+        assert any(entry in line and "it broke\\nERROR forged line \\x1b[31mxxx" in line for line in lines), entry
     assert all("\n" not in line and len(line) < 600 for line in [*lines, str(caught.value)])
 
 

@@ -54,7 +54,7 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
     seen: list[bool] = []
     fleet.on_workers_changed(lambda: seen.append(fleet.num_workers > 0))
     await pass_time(clock, fleet, [stalled, other], 0.3)
-    assert stalled.session.end_cause is EndCause.BROKEN_BOOKS and seen == [True], "another worker serves"
+    assert stalled.session.end_cause is EndCause.INTERNAL_ERROR and seen == [True], "another worker serves"
     [error] = [record for record in caplog.records if record.levelname == "ERROR"]
     told = "num_running=1" if has_run else "num_waiting=1"
     assert "stalled worker_id=w0" in error.getMessage() and told in error.getMessage()

@@ -39,7 +39,7 @@ class Watched:
         """A step is sent and answered."""
         self.send(num_tokens)
         self.now_s += step_s
-        self.watch.step_answered(round(step_s * 1e6), self.now_s)
+        self.watch.step_finished(round(step_s * 1e6), self.now_s)
 
     def send(self, num_tokens: int, num_steps: int = 1) -> None:
         self.watch.plan_sent(num_steps, num_tokens, 4, self.now_s)
@@ -73,7 +73,7 @@ def test_one_slow_step_raises_the_limit_until_enough_others_were_answered() -> N
     watched.answer(5.0, 8)
     watched.send(8)
     assert watched.limit_s() == SLOWDOWN * 5.0
-    watched.watch.step_answered(10_000, watched.now_s)
+    watched.watch.step_finished(10_000, watched.now_s)
     for _ in range(NUM_STEPS - 1):
         watched.answer(0.01, 8)
     watched.send(8)
@@ -92,7 +92,7 @@ def test_a_step_is_timed_from_the_answer_of_the_one_before() -> None:
     watched.send(8)
     watched.send(8)
     watched.now_s += 9.0
-    watched.watch.step_answered(10_000, watched.now_s)
+    watched.watch.step_finished(10_000, watched.now_s)
     assert watched.limit_s() == 10.0
 
 
@@ -102,9 +102,9 @@ def test_every_step_of_a_plan_is_timed_by_itself() -> None:
     assert watched.limit_s() == SLOWDOWN * 1.0 * 8 / 4
     for _ in range(2):
         watched.now_s += 1.0
-        watched.watch.step_answered(1_000_000, watched.now_s)
+        watched.watch.step_finished(1_000_000, watched.now_s)
         assert watched.limit_s() == SLOWDOWN * 1.0
-    watched.watch.step_answered(1_000_000, watched.now_s)
+    watched.watch.step_finished(1_000_000, watched.now_s)
     assert watched.watch.overdue(watched.now_s + 1e6) is None, "nothing is under way"
 
 
@@ -140,7 +140,7 @@ def test_a_load_has_a_time_and_that_of_its_bytes_from_when_it_is_under_way() -> 
     overdue = watch.overdue(139.5)
     assert overdue is not None and overdue.digest == "ab" * 32
     assert overdue.reason == f"the load of {'ab' * 32} hangs for 40.0 s, the limit is 40.0 s"
-    watch.load_answered(2, 1)
+    watch.load_finished(2, 1)
     watch.heartbeat(at_work((3, 1, 0)), 140.0)
     assert watch.overdue(169.9) is None
     overdue = watch.overdue(170.0)
@@ -155,12 +155,12 @@ def test_a_load_that_nobody_began_is_overdue() -> None:
         now_s = 100.0 + half_s / 2
         watch.heartbeat(at_work(), now_s)
         assert (watch.overdue(now_s) is not None) == (half_s == 2 * NEVER_RECEIVED_S)
-    watch.load_answered(2, 1)
+    watch.load_finished(2, 1)
     assert watch.overdue(1000.0) is None
 
 
 def test_loads_that_nobody_knows_are_passed_over() -> None:
     watch = WorkWatch(SETTINGS)
-    watch.load_answered(1, 1)
+    watch.load_finished(1, 1)
     watch.heartbeat(at_work((7, 7, 10**15)), 100.0)
     assert watch.overdue(1e6) is None

@@ -116,11 +116,11 @@ def test_ends_that_others_are_the_reason_of_are_forgiven() -> None:
     rig.end(EndCause.FAULT)
     epochs = {rig.epoch}
     rig.end(EndCause.FAULT)
-    rig.quarantine.forgive(epochs)
+    rig.quarantine.discount(epochs)
     assert rig.pause_s() == 0.0
     rig.end(EndCause.FAULT)
     assert rig.pause_s() == 2.0
-    for cause in (EndCause.LEFT, EndCause.CLOSED, EndCause.BROKEN_BOOKS):
+    for cause in (EndCause.LEFT, EndCause.CLOSED, EndCause.INTERNAL_ERROR):
         rig.clock.advance(300.0)
         rig.end(cause)
         assert rig.pause_s() == 0.0

@@ -1,4 +1,4 @@
-"""Adapters on their way out: asks every worker to forget one, and knows when it is gone."""
+"""Unloads adapters from every worker, and knows when an adapter is gone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.workers.sessions import SessionTable
 
 
-class Retirement:
-    """Digests that are being retired. Only reads `sessions` and `jobs`."""
+class AdapterUnloads:
+    """Digests that are being unloaded. Only reads `sessions` and `jobs`."""
 
     def __init__(self, sessions: SessionTable, jobs: UnfinishedJobs) -> None:
         self._sessions = sessions.by_id
         self._jobs = jobs.by_id
-        self._gone: dict[str, asyncio.Event] = {}  # digest -> set when nothing uses or holds it
+        self._gone: dict[str, asyncio.Event] = {}  # digest -> set when no request uses it and no worker has it
         self._is_check_due = False
         jobs.call_when_over(lambda _job: self.check_soon())
 
-    async def retire(self, digest: str) -> None:
-        """Return once no request uses the adapter and no worker holds it, or it is kept after all.
+    async def unload(self, digest: str) -> None:
+        """Unload the adapter. Returns once no request uses it and no worker has it, or once `cancel_unload` was called.
 
         Several callers may wait for one digest.
         """
@@ -27,13 +27,13 @@ class Retirement:
         self._check()
         await gone.wait()
 
-    def keep(self, digest: str) -> None:
-        """Let who waits for the digest go: it is wanted again. A worker that forgets it loads it at its next use."""
+    def cancel_unload(self, digest: str) -> None:
+        """Cancel the unload and wake its waiters: another name uses the digest. Workers without it load it again."""
         if digest in self._gone:
             self._gone.pop(digest).set()
 
     def check_soon(self) -> None:
-        """Look again after this turn of the loop: something ended."""
+        """Look again after this turn of the event loop: a request, session or slot ended."""
         if self._gone and not self._is_check_due:
             self._is_check_due = True
             asyncio.get_running_loop().call_soon(self._check)
