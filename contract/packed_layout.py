@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FORMAT = 1
-KINDS = ("lora", "rslora", "dora", "rsdora")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a value, by the manifest's dtype
 REST = "rest"  # the chunk of the modules outside the decoder layers
 RANKS_PER_PAGE = 8  # rows of A, or columns of B, that one page of an arena holds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contract.packed_layout import KINDS as MANIFEST_KINDS
 from control_plane.registry.peft import kinds as registered
 from data_plane.adapters import kinds as served
 
@@ -28,5 +27,5 @@ def test_parts_have_the_same_shape_and_type_on_both_sides() -> None:
                 assert other[part.packed_name].dtype == ("float32" if part.is_vector else None)
 
 
-def test_a_manifest_knows_every_kind() -> None:
-    assert set(MANIFEST_KINDS) == {prefix + kind.name for kind in registered.KINDS for prefix in ("", "rs")}
+def test_a_worker_knows_every_word_that_a_manifest_may_have() -> None:
+    assert set(served.MANIFEST_WORDS) == {prefix + kind.name for kind in registered.KINDS for prefix in ("", "rs")}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.ids import DIGEST_FORM, is_digest
-from contract.packed_layout import FORMAT, ITEMSIZE, KINDS, REST, ModuleSize, arena_bytes
-from data_plane.adapters.kinds import kind_with
+from contract.packed_layout import FORMAT, ITEMSIZE, REST, ModuleSize, arena_bytes
+from data_plane.adapters.kinds import MANIFEST_WORDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
 from data_plane.errors import AdapterCorrupt
 
@@ -88,8 +88,8 @@ def read_manifest(data: bytes, digest: str) -> Manifest:
         fields = _fields(raw, _MANIFEST_KEYS, "manifest")
         if fields["format"] != FORMAT:
             raise ValueError(f"format is {fields['format']!r}, this worker reads {FORMAT}")
-        if fields["kind"] not in KINDS:
-            raise ValueError(f"kind is {fields['kind']!r}, want one of {', '.join(KINDS)}")
+        if fields["kind"] not in MANIFEST_WORDS:
+            raise ValueError(f"kind is {fields['kind']!r}, want one of {', '.join(MANIFEST_WORDS)}")
         if fields["dtype"] not in ITEMSIZE:
             raise ValueError(f"dtype is {fields['dtype']!r}, want one of {', '.join(ITEMSIZE)}")
         chunks = tuple(_chunk(entry) for entry in _list(fields["chunks"], "chunks"))

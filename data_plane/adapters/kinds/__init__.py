@@ -10,6 +10,7 @@ from data_plane.adapters.kinds.dora import Dora
 from data_plane.adapters.kinds.lora import Lora, LoraWithBias
 
 KINDS: tuple[AdapterKind, ...] = (Lora(), LoraWithBias(), Dora())
+MANIFEST_WORDS = tuple(dict.fromkeys(prefix + kind.name for kind in KINDS for prefix in ("", "rs")))
 
 _BY_PARTS = {frozenset(part.name for part in kind.parts): kind for kind in KINDS}
 assert len(_BY_PARTS) == len(KINDS), "two kinds have the same parts"

@@ -70,6 +70,7 @@ class ArenaWeights:
 class AdapterKind(ABC):
     """One kind of adapter. A module belongs to the kind whose parts it has."""
 
+    name: ClassVar[str]  # the manifest's word; that of an rsLoRA has "rs" before it
     parts: ClassVar[tuple[Part, ...]]  # tensors of a module
     tables: ClassVar[tuple[str, ...]] = ()  # vector tables of kernels.lora.Epilogue that every module of the kind fills
 

@@ -16,6 +16,7 @@ SLICE_BYTES = 32 << 20
 class Dora(AdapterKind):
     """A, B and a magnitude for each output. The arena keeps magnitude / norm in the magnitude's place."""
 
+    name = "dora"
     parts = (PART_A, PART_B, Part("magnitude", ("out_features",), "float32"))
     tables = ("dora_scale",)
 

@@ -8,6 +8,7 @@ from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, 
 class Lora(AdapterKind):
     """A and B alone."""
 
+    name = "lora"
     parts = (PART_A, PART_B)
 
     def weights(self, packed: PackedModule) -> ArenaWeights:
@@ -18,6 +19,7 @@ class Lora(AdapterKind):
 class LoraWithBias(AdapterKind):
     """A, B and the bias of PEFT's lora_B (`lora_bias=True`), which is scaled with the product."""
 
+    name = "lora"
     parts = (PART_A, PART_B, Part("bias", ("out_features",), "float32"))
     tables = ("lora_bias",)
 
