@@ -11,6 +11,8 @@ from control_plane.fleet.adapters.cache_warmer import WeightsLike
 from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
+from control_plane.fleet.gate.fencing import WorkerGate
+from control_plane.fleet.gate.hello import BaseModelLike
 from control_plane.fleet.intake import Intake
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.placement.isolation import PoisonIsolation
@@ -21,8 +23,6 @@ from control_plane.fleet.requests.quotas import TenantQuotas
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.slow_readers import SlowReaders
-from control_plane.fleet.workers.fencing import WorkerGate
-from control_plane.fleet.workers.hello import BaseModelLike
 from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.scheduler.fairness import VirtualCounters
 

@@ -11,13 +11,13 @@ from control_plane.errors import Draining
 from control_plane.fleet.adapters.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.delivery import Delivery
+from control_plane.fleet.gate.fencing import WorkerGate
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.placement.migration import Migration
 from control_plane.fleet.requests.jobs import Job
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.endings import EndCause
-from control_plane.fleet.workers.fencing import WorkerGate
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.fleet.workers.sessions import SessionTable
 from control_plane.registry.model.served_modules import WorkerReport

@@ -10,7 +10,7 @@ import pytest
 
 from contract.v1 import plan_pb2
 from control_plane.api.rpc.listeners import WORKER_MESSAGE_BYTES
-from control_plane.fleet.workers.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
+from control_plane.fleet.gate.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
 from control_plane.fleet.workers.wire import PlanEncoder
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.errors import PlanNeverFits

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from control_plane.errors import InvalidAdapter
-from control_plane.fleet.workers.hello import check_hello
+from control_plane.fleet.gate.hello import check_hello
 from control_plane.fleet.workers.reports import report_of
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import Modules

@@ -17,8 +17,8 @@ from control_plane.errors import (
     WorkerIdTaken,
     status_of,
 )
+from control_plane.fleet.gate.hello import BOUNDS
 from control_plane.fleet.workers.endings import EndCause
-from control_plane.fleet.workers.hello import BOUNDS
 from data_plane.wire import encode_hello
 from tests.fakes.fleet_rig import (
     CAPACITIES,

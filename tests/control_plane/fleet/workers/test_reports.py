@@ -7,7 +7,7 @@ import pytest
 
 from contract.v1 import plan_pb2
 from control_plane.errors import InvalidRequest
-from control_plane.fleet.workers.hello import check_hello
+from control_plane.fleet.gate.hello import check_hello
 from control_plane.fleet.workers.reports import (
     MAX_PATH_BYTES,
     MAX_REASON_BYTES,

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from contract.v1 import plan_pb2
 from control_plane.errors import StaleControlPlane, WorkerIdTaken
+from control_plane.fleet.gate.hello import BaseModelLike, check_hello
+from control_plane.fleet.gate.quarantine import Quarantine
 from control_plane.fleet.settings import FleetSettings
-from control_plane.fleet.workers.hello import BaseModelLike, check_hello
-from control_plane.fleet.workers.quarantine import Quarantine
 from control_plane.fleet.workers.session import WorkerSession
 
 

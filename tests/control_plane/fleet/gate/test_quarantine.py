@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from control_plane.errors import WorkerQuarantined
+from control_plane.fleet.gate.quarantine import FORGOTTEN_S, SOUND_S, SOUND_STEPS, Quarantine
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.endings import EndCause
-from control_plane.fleet.workers.quarantine import FORGOTTEN_S, SOUND_S, SOUND_STEPS, Quarantine
 from tests.fakes.fleet_rig import FakeClock
 
 

@@ -1,0 +1,1 @@
+"""Whether a worker may attach: its Hello, its quarantine, its epoch."""
