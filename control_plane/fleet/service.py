@@ -97,7 +97,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
 
     async def _write(self, session: WorkerSession, context: _AttachContext) -> None:
         try:
-            while messages := await session.outgoing():
+            while messages := await session.outbox.wait():
                 for message in messages:
                     await context.write(message)
         except Exception as error:  # as above

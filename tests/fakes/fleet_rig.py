@@ -259,7 +259,7 @@ class LoopbackWorker:
     async def receive(self) -> None:
         """Take what was sent and execute it; the answers wait."""
         await asyncio.sleep(0)  # lets a pump that is due happen
-        for message in self.session.take_outgoing():
+        for message in self.session.outbox.take():
             self._execute(plan_pb2.AttachResponse.FromString(message.SerializeToString()))
 
     def answer(self, num_answers: int | None = None) -> None:

@@ -58,7 +58,7 @@ class WorkerGate:
                 session.epoch,
                 session.end_cause,
                 session.end_reason,
-                num_steps=session.num_steps,
+                num_steps=session.steps.num_steps,
                 lasted_s=session.lasted_s,
             )
 

@@ -124,5 +124,5 @@ class Migration:
         """The jobs of a session that may be the reason of its end."""
         if session.end_cause is EndCause.INTERNAL_ERROR:
             return jobs  # a job that waited may be the reason, too
-        running = session.running_request_ids()
+        running = session.steps.running_request_ids
         return [job for job in jobs if job.request.request_id in running]

@@ -110,7 +110,7 @@ def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
     """
     fitting = [session for session in sessions if session.refusal(job.request) is None]
     untried = [session for session in fitting if not _has_failed_at(session, job)] or fitting
-    return [session for session in untried if job.not_finite_at and session.gives_tokens] or untried
+    return [session for session in untried if job.not_finite_at and session.steps.gives_tokens] or untried
 
 
 def has_failed_anywhere(job: Job) -> bool:

@@ -33,7 +33,7 @@ class SecondChecks:
         """
         session = job.session
         assert session is not None, "logits of a request without a worker"
-        seen = [*job.not_finite_at, NotFinite(session.worker_id, session.epoch, gave_tokens=session.gives_tokens)]
+        seen = [*job.not_finite_at, NotFinite(session.worker_id, session.epoch, gave_tokens=session.steps.gives_tokens)]
         if len(seen) >= MAX_CHECKS or (len(seen) > 1 and any(each.gave_tokens for each in seen)):
             return False
         tried = {each.worker_id for each in seen}

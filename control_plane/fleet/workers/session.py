@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Set
 from typing import Protocol
 
@@ -19,12 +18,15 @@ from contract.process_log import printable
 from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
 from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
+from control_plane.fleet.workers.adapter_loads import AdapterLoads
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.fleet.workers.errors import GarbageResult
+from control_plane.fleet.workers.outbox import Outbox
 from control_plane.fleet.workers.overdue import WorkWatch
 from control_plane.fleet.workers.progress import ProgressWatch
 from control_plane.fleet.workers.reports import report_of
 from control_plane.fleet.workers.round_trip import RoundTrip
+from control_plane.fleet.workers.step_record import StepRecord
 from control_plane.fleet.workers.wire import PlanEncoder, limits_of
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
@@ -34,17 +36,9 @@ from control_plane.scheduler.types import (
     Outputs,
     Request,
     RequestId,
-    SlotEmptied,
-    SlotLoadFailed,
-    SlotReady,
-    SlotReport,
 )
 
 logger = logging.getLogger(__name__)
-
-_NUM_STEP_TIMES = 32
-MAX_NOT_FINITE = 4  # rows, the latest and all of them not finite: so many are hardly the requests' own fault
-_SlotStateKind = plan_pb2.SlotState.State
 
 
 class SessionOwner(Protocol):
@@ -89,14 +83,12 @@ class WorkerSession:
         self._clock = clock
         self._awake = awake
         self._encoder = PlanEncoder(epoch, hello.vocab_size)
-        self._request_by_row: dict[int, RequestId] = {}
         self._is_pump_due = False
         self._progress = ProgressWatch()
         self._work = WorkWatch(settings)
         self.hung_digest: str | None = None  # the adapter whose load did not end, where that ended the session
 
-        self._outgoing: list[plan_pb2.AttachResponse] = []
-        self._wake = asyncio.Event()  # outgoing is not empty, or the session ended
+        self.outbox = Outbox()  # messages to the worker
         self.ended = asyncio.Event()
         self.end_cause: EndCause | None = None
         self.end_reason = ""
@@ -104,14 +96,10 @@ class WorkerSession:
         self._begun_s = clock()
         self._last_heard_s = awake()
         self._round_trip = RoundTrip(settings.plan_depth)
-        self._num_plans = 0
-        self.num_steps = 0  # answered
-        self._has_given_tokens = False
-        self._num_not_finite = 0  # rows since it gave a token
-        self._step_times_us: deque[int] = deque(maxlen=_NUM_STEP_TIMES)
+        self.steps = StepRecord()
         self._resident_bytes = 0
-        self._cached_loads: set[tuple[int, int]] = set()  # (slot, generation) that load from the host cache
-        self._send(
+        self._loads = AdapterLoads(self.worker_id, self._work, owner.on_load)
+        self.outbox.send(
             plan_pb2.AttachResponse(
                 welcome=plan_pb2.Welcome(
                     protocol=PROTOCOL,
@@ -139,11 +127,6 @@ class WorkerSession:
     def is_death(self) -> bool:
         """Whether it ended so that a request may be the reason."""
         return self.end_cause is not None and self.end_cause.is_death
-
-    @property
-    def gives_tokens(self) -> bool:
-        """Whether it computes soundly, as far as can be seen: it gave a token, and few rows were not finite since."""
-        return self._has_given_tokens and self._num_not_finite < MAX_NOT_FINITE
 
     # ---- the fleet's side ----
 
@@ -187,10 +170,6 @@ class WorkerSession:
         if self.scheduler.purge_digest(digest):
             self._pump_soon()
 
-    def running_request_ids(self) -> set[RequestId]:
-        """Requests that hold a row of the worker, just ended ones included."""
-        return set(self._request_by_row.values())
-
     def tick(self) -> None:
         """Send a ping that is due, do what else is due by time, notice a silent worker."""
         now_s, awake_s = self._clock(), self._awake()
@@ -216,26 +195,14 @@ class WorkerSession:
             return
         self.end_cause, self.end_reason = cause, reason
         self.ended.set()
-        self._wake.set()
+        self.outbox.close()
         logger.info("worker session ended worker_id=%s epoch=%d: %s", self.worker_id, self.epoch, reason)
         self._owner.on_ended(self)
 
     # ---- the stream's side ----
 
-    async def outgoing(self) -> list[plan_pb2.AttachResponse]:
-        """Everything to be sent, in order; waits for it. Empty once the session ended."""
-        while not self._outgoing and not self.ended.is_set():
-            self._wake.clear()
-            await self._wake.wait()
-        return self.take_outgoing()
-
-    def take_outgoing(self) -> list[plan_pb2.AttachResponse]:
-        """What is to be sent by now; nothing once the session ended."""
-        messages, self._outgoing = self._outgoing, []
-        return [] if self.ended.is_set() else messages
-
     def receive(self, message: plan_pb2.AttachRequest) -> None:
-        """Take one message of the worker; whatever follows from it is in `outgoing` on return."""
+        """Take one message of the worker; what follows from it is in the outbox on return."""
         if self.ended.is_set():
             return
         self._last_heard_s = self._awake()
@@ -268,10 +235,8 @@ class WorkerSession:
         result = self._encoder.decode_result(message)
         if result is None:
             return
-        self.num_steps += 1
+        self.steps.step_finished(result, message.step_time_us)
         self._work.step_finished(message.step_time_us, self._last_heard_s)
-        self._step_times_us.append(message.step_time_us)
-        self._note_rows(num_sampled=len(result.rows), num_not_finite=len(result.failed_rows))
         outputs = self.scheduler.apply(result, received_s)
         try:
             self._pump()  # before delivering: the worker waits, the readers are woken later anyway
@@ -283,33 +248,10 @@ class WorkerSession:
         self._deliver_ends()
         self._owner.on_changed()
 
-    def _note_rows(self, *, num_sampled: int, num_not_finite: int) -> None:
-        if num_sampled:
-            self._has_given_tokens, self._num_not_finite = True, 0
-        else:
-            self._num_not_finite += num_not_finite
-
     def _on_slot_state(self, message: plan_pb2.SlotState) -> None:
         if message.epoch != self.epoch:
             return
-        slot, generation = message.slot, message.generation
-        is_from_cache = (slot, generation) in self._cached_loads
-        self._cached_loads.discard((slot, generation))
-        self._work.load_finished(slot, generation)
-        report: SlotReport
-        if message.state == _SlotStateKind.STATE_READY:
-            report = SlotReady(slot, generation, message.load_time_us if is_from_cache else 0)
-        elif message.state == _SlotStateKind.STATE_EMPTY:
-            report = SlotEmptied(slot, generation)
-        elif message.state == _SlotStateKind.STATE_FAILED:
-            reason = printable(message.reason)
-            logger.warning("adapter load failed worker_id=%s slot=%d: %s", self.worker_id, slot, reason)
-            report = SlotLoadFailed(
-                slot, generation, reason, is_retryable=message.retryable, is_mismatch=message.mismatch
-            )
-        else:
-            raise GarbageResult(f"slot {slot}: state {message.state}")
-        if outputs := self.scheduler.apply_slot_report(report, self._clock()):
+        if outputs := self.scheduler.apply_slot_report(self._loads.report_of(message), self._clock()):
             self._owner.on_outputs(self, outputs)
         self._pump()
         self._deliver_ends()
@@ -331,15 +273,11 @@ class WorkerSession:
         self._send_commands()
         while (plan := self.scheduler.plan(now_s, self._round_trip.max_steps)) is not None:
             self._send_commands()
-            for row in plan.freed_rows:
-                self._request_by_row.pop(row, None)
-            for new in plan.new_rows:
-                self._request_by_row[new.row] = new.request_id
-            self._num_plans += 1
+            self.steps.plan_sent(plan)
             num_decodes = len(plan.decode_rows)
             num_tokens = num_decodes + sum(num for _, num in plan.prefills)
             self._work.plan_sent(plan.num_steps, num_tokens, num_decodes, self._awake())
-            self._send(self._encoder.encode(plan))
+            self.outbox.send(self._encoder.encode(plan))
 
     def _deliver_ends(self) -> None:
         """Tell of requests that ended without an answer of the worker, a plan's and a slot command's included."""
@@ -367,36 +305,28 @@ class WorkerSession:
             self.end(EndCause.GARBAGE, f"garbage from the worker: {error}")
         except Exception:
             logger.exception("session failed worker_id=%s epoch=%d", self.worker_id, self.epoch)
-            self.end(EndCause.INTERNAL_ERROR, "the control plane's books of this session broke")
+            self.end(EndCause.INTERNAL_ERROR, "an internal error of the control plane")
 
     def _send_commands(self) -> None:
         for command in self.scheduler.slot_commands():
             if isinstance(command, LoadSlot):
-                slot, generation = command.slot, command.generation
-                self._work.load_sent(slot, generation, command.digest, command.arena_bytes)
-                if self._owner.on_load(command.digest):
-                    self._cached_loads.add((slot, generation))
-            self._send(self._encoder.encode_command(command))
+                self._loads.sent(command)
+            self.outbox.send(self._encoder.encode_command(command))
 
     def _ping(self, now_s: float) -> None:
         self._last_ping_s = now_s
-        self._send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._round_trip.ping(now_s))))
-
-    def _send(self, message: plan_pb2.AttachResponse) -> None:
-        self._outgoing.append(message)
-        self._wake.set()
+        self.outbox.send(plan_pb2.AttachResponse(ping=plan_pb2.Ping(sequence=self._round_trip.ping(now_s))))
 
     # ---- numbers ----
 
     def snapshot(self) -> WorkerSnapshot:
         """The worker at this moment."""
         stats = self.scheduler.stats()
-        step_times = self._step_times_us
         return WorkerSnapshot(
             worker_id=self.worker_id,
             device=self._device,
             epoch=self.epoch,
-            num_steps=self.num_steps,
+            num_steps=self.steps.num_steps,
             num_plans_in_flight=stats.num_plans_in_flight,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -415,10 +345,10 @@ class WorkerSession:
             num_host_blocks=stats.num_host_blocks,
             num_host_blocks_held=stats.num_host_blocks_held,
             num_tokens_sampled=stats.num_tokens_sampled,
-            num_plans=self._num_plans,
+            num_plans=self.steps.num_plans,
             max_plan_steps=self._round_trip.max_steps,
             round_trip_ms=self._round_trip.round_trip_s * 1000,
-            step_time_ms=sum(step_times) / len(step_times) / 1000 if step_times else 0.0,
+            step_time_ms=self.steps.step_time_ms,
             resident_bytes=self._resident_bytes,
             max_model_len=self.limits.max_model_len,
         )

@@ -223,7 +223,7 @@ async def test_what_waits_or_is_held_moves_away_from_a_worker_that_is_emptied(cl
     for worker in workers:
         await worker.turn()
     for worker in workers:
-        [held] = worker.session.scheduler.request_ids - worker.session.running_request_ids()
+        [held] = worker.session.scheduler.request_ids - worker.session.steps.running_request_ids
         worker.session.pause(held)
     suspect = make_request(fleet, [9], 40)
     readers.append(asyncio.create_task(read_all(submit_suspect(fleet, suspect))))

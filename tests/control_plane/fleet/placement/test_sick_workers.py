@@ -11,7 +11,7 @@ from contract.v1 import plan_pb2
 from control_plane.errors import NotFinite, WorkerQuarantined
 from control_plane.fleet.placement.second_check import MAX_CHECKS
 from control_plane.fleet.workers.endings import EndCause
-from control_plane.fleet.workers.session import MAX_NOT_FINITE
+from control_plane.fleet.workers.step_record import MAX_NOT_FINITE
 from control_plane.scheduler.types import Sampling
 from tests.fakes.fleet_rig import (
     FakeClock,
@@ -112,7 +112,7 @@ async def test_workers_that_become_sick_together_fail_no_request_that_runs(clock
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
     for _ in range(4):
         await turn_all(clock, fleet, workers)
-    assert all(len(worker.session.running_request_ids()) >= MAX_NOT_FINITE for worker in sick)
+    assert all(len(worker.session.steps.running_request_ids) >= MAX_NOT_FINITE for worker in sick)
     for worker in sick:
         worker.is_sick = lambda _slot: True  # type: ignore[method-assign]  # as above
     for _ in range(300):

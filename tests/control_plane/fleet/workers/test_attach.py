@@ -89,7 +89,7 @@ async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
     loader = LoopbackWorker(fleet, "loader")
     stream = fleet.submit(make_request(fleet, [1], 3, fleet.weights.add("a")))
     loader.session.pump()
-    [load] = [m.load_adapter for m in loader.session.take_outgoing() if m.WhichOneof("message") == "load_adapter"]
+    [load] = [m.load_adapter for m in loader.session.outbox.take() if m.WhichOneof("message") == "load_adapter"]
     failed = loader.slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_FAILED)
     failed.slot_state.reason, failed.slot_state.mismatch = text, True
     loader.session.receive(failed)

@@ -110,7 +110,7 @@ async def test_a_load_that_hangs_ends_the_session_and_blames_no_request_that_run
     cold = make_request(fleet, [2], 20, adapter)
     streams = [fleet.submit(request) for request in (running, cold)]
     await asyncio.sleep(0)
-    [load] = [m.load_adapter for m in hanging.session.take_outgoing() if m.HasField("load_adapter")]
+    [load] = [m.load_adapter for m in hanging.session.outbox.take() if m.HasField("load_adapter")]
     start_s = clock()
     while not hanging.session.ended.is_set():
         beat = plan_pb2.Heartbeat(step_id=1)

@@ -43,7 +43,7 @@ class FarWorker(LoopbackWorker):
         self.clock.now_s = time_s
         act()
         await asyncio.sleep(0)  # a pump that is due
-        for message in self.session.take_outgoing():
+        for message in self.session.outbox.take():
             self.at(time_s + self.delay_s, lambda message=message: self._arrived(message))  # type: ignore[misc]  # bound at once
 
     def tick(self) -> None:

@@ -104,7 +104,7 @@ async def test_workers_wait_much_longer_for_a_control_plane_than_it_waits_for_th
     fleet = make_fleet(clock, dead_after_ms=dead_after_ms)
     [welcome] = [
         message.welcome
-        for message in LoopbackWorker(fleet).session.take_outgoing()
+        for message in LoopbackWorker(fleet).session.outbox.take()
         if message.WhichOneof("message") == "welcome"
     ]
     assert welcome.dead_after_ms == dead_after_ms
@@ -118,6 +118,6 @@ async def test_pings_go_out_at_once_and_every_interval(clock: FakeClock) -> None
         clock.advance(0.1)
         worker.session.receive(heartbeat())
         fleet.tick()
-    pings = [m.ping.sequence for m in worker.session.take_outgoing() if m.WhichOneof("message") == "ping"]
+    pings = [m.ping.sequence for m in worker.session.outbox.take() if m.WhichOneof("message") == "ping"]
     assert pings == list(range(1, len(pings) + 1))
     assert 6 <= len(pings) <= 7  # the first came with the welcome

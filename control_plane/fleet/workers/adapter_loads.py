@@ -1,0 +1,54 @@
+"""Adapter loads at one worker: from the command that is sent to the report that the scheduler gets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from contract.process_log import printable
+from contract.v1 import plan_pb2
+from control_plane.fleet.workers.errors import GarbageResult
+from control_plane.fleet.workers.overdue import WorkWatch
+from control_plane.scheduler.types import LoadSlot, SlotEmptied, SlotLoadFailed, SlotReady, SlotReport
+
+logger = logging.getLogger(__name__)
+
+_State = plan_pb2.SlotState.State
+
+
+class AdapterLoads:
+    """The loads of one session that have no report yet."""
+
+    def __init__(self, worker_id: str, work: WorkWatch, on_load: Callable[[str], bool]) -> None:
+        """`on_load`: called with the digest of every load; whether the host cache has the adapter."""
+        self._worker_id = worker_id
+        self._work = work
+        self._on_load = on_load
+        self._from_cache: set[tuple[int, int]] = set()  # (slot, generation)
+
+    def sent(self, command: LoadSlot) -> None:
+        """The worker is sent a load."""
+        self._work.load_sent(command.slot, command.generation, command.digest, command.arena_bytes)
+        if self._on_load(command.digest):
+            self._from_cache.add((command.slot, command.generation))
+
+    def report_of(self, message: plan_pb2.SlotState) -> SlotReport:
+        """What the worker reports about a slot. Raises GarbageResult.
+
+        Only a load from the host cache tells how long loads take: other loads wait for the store.
+        """
+        slot, generation = message.slot, message.generation
+        is_from_cache = (slot, generation) in self._from_cache
+        self._from_cache.discard((slot, generation))
+        self._work.load_finished(slot, generation)
+        if message.state == _State.STATE_READY:
+            return SlotReady(slot, generation, message.load_time_us if is_from_cache else 0)
+        if message.state == _State.STATE_EMPTY:
+            return SlotEmptied(slot, generation)
+        if message.state == _State.STATE_FAILED:
+            reason = printable(message.reason)
+            logger.warning("adapter load failed worker_id=%s slot=%d: %s", self._worker_id, slot, reason)
+            return SlotLoadFailed(
+                slot, generation, reason, is_retryable=message.retryable, is_mismatch=message.mismatch
+            )
+        raise GarbageResult(f"slot {slot}: state {message.state}")
