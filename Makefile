@@ -118,8 +118,8 @@ format: setup-dev  ## let ruff and buf rewrite
 	$(BIN)/ruff format .
 	$(BIN)/buf format -w protos/motet
 
-type: setup-dev  ## mypy, strict; examples/ and the programs of README.md too
-	$(BIN)/mypy contract control_plane data_plane kernels client/motet benchmarks examples
+type: setup-dev  ## mypy, strict; tests, examples/ and the programs of README.md too
+	$(BIN)/mypy contract control_plane data_plane kernels client/motet benchmarks examples tests
 	$(PY) .ci/readme_types.py
 
 stubs: $(STUBS_VENV)/.stamp  ## regenerate the stubs from protos/, and protos/google

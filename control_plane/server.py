@@ -22,7 +22,7 @@ import grpc.aio
 import uvloop
 
 # googleapis-common-protos ships no py.typed marker.
-from google.longrunning import operations_pb2_grpc  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from motet import __version__
 from motet.command_line import WRONG_COMMAND_LINE, Parser, size

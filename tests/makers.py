@@ -85,7 +85,7 @@ def make_checkpoint(
 
     model_type, defaults = _CONFIGS[arch]
     config = AutoConfig.for_model(model_type, **(defaults | sizes))
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -123,6 +123,8 @@ def make_adapter(
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     if targets == "all-linear" and base.config.model_type in ("mixtral", "qwen3_moe"):
         targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if base.config.model_type == "gpt2":
+        config.setdefault("fan_in_fan_out", True)
     lora = LoraConfig(
         task_type=config.pop("task_type", "CAUSAL_LM"),
         r=rank,
@@ -131,7 +133,6 @@ def make_adapter(
         use_rslora=rslora,
         rank_pattern=rank_pattern or {},
         alpha_pattern=alpha_pattern or {},
-        **({"fan_in_fan_out": True} if base.config.model_type == "gpt2" else {}),
         **config,
     )
     model = get_peft_model(base, lora)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import psutil  # type: ignore[import-untyped]  # ships no types
+import psutil
 import uvloop
 from motet import Client
 from motet.v1 import generation_pb2, generation_pb2_grpc

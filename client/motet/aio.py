@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed
+from google.longrunning import operations_pb2
 
 from motet import calls
 from motet.channel import channel_options

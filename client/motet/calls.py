@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed
+from google.longrunning import operations_pb2
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 

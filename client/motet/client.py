@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed
+from google.longrunning import operations_pb2
 
 from motet import calls
 from motet.channel import channel_options

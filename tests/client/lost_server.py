@@ -91,7 +91,7 @@ async def _serve(address: str, behaviour: str) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     server = grpc.aio.server()
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(_Servicer(behaviour), server)  # type: ignore[no-untyped-call]
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(_Servicer(behaviour), server)
     port = server.add_insecure_port(address)
     await server.start()
     print(f"ready 127.0.0.1:{port}", flush=True)

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import grpc
-from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import any_pb2, empty_pb2
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2
 from google.rpc import status_pb2 as rpc_status_pb2
 from grpc_status import rpc_status
 from motet.v1 import (
@@ -141,7 +141,7 @@ class ScriptedServer(
         self.scripts: deque[Script] = deque()
         self.requests: list[Any] = []
         self.time_remaining_s: list[float] = []
-        self.tenants: list[str | None] = []
+        self.tenants: list[str | bytes | None] = []
         self.cancelled = threading.Event()
         self.adapters: dict[str, adapters_pb2.Adapter] = {}
         self.registration: adapters_pb2.Registration | None = None
@@ -155,9 +155,9 @@ class ScriptedServer(
         self.status = status_pb2.GetStatusResponse()
         self._pool = ThreadPoolExecutor(max_workers=8)
         self._server = grpc.server(self._pool)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        status_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)
         operations_pb2_grpc.add_OperationsServicer_to_server(self, self._server)
         self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()

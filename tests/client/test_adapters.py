@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 import pytest
-from google.rpc import status_pb2  # type: ignore[import-untyped]
+from google.rpc import status_pb2
 from motet import (
     AdapterState,
     AdapterTier,

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2
 from motet.cli import exits, server_parts
 from motet.cli.main import main
 from motet.cli.status import run_status
@@ -245,7 +245,7 @@ def test_adapters_add_tells_which_version_is_active_and_which_was(
 ) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    server.registration = adapters_pb2.Registration(change=f"REGISTRATION_CHANGE_{change}")  # type: ignore[arg-type]
+    server.registration = adapters_pb2.Registration(change=f"REGISTRATION_CHANGE_{change}")
     if previous is not None:
         digest = DIGEST if previous == 2 else "cd" * 32
         server.registration.previous_version.MergeFrom(adapters_pb2.AdapterVersion(digest=digest, number=previous))

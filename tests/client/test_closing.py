@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2
 from motet import AsyncClient, Cancelled, Client
 
 from tests.client.scripted_server import Response, ScriptedServer, abort, delta, started

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2
 from motet import FieldViolation, InvalidArgument, MotetError, ServerError
 from motet.errors import ERROR_BY_CODE
 

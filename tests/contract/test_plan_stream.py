@@ -183,8 +183,10 @@ def test_torn_arrays_are_refused_by_either_end() -> None:
     with pytest.raises(PlanRefused, match="prefills"):
         decode_plan(plan_pb2.StepPlan(step_id=1, prefills=b"1234"))
     for field in ("biases", "biased_token_ids", "banned_token_ids"):
+        torn = plan_pb2.NewRow(row=1)
+        setattr(torn, field, b"123")
         with pytest.raises(PlanRefused, match=f"{field}: 3 bytes"):
-            decode_plan(plan_pb2.StepPlan(step_id=1, new_rows=[plan_pb2.NewRow(row=1, **{field: b"123"})]))
+            decode_plan(plan_pb2.StepPlan(step_id=1, new_rows=[torn]))
     with pytest.raises(PlanRefused, match="new row 1 has 1 biased_token_ids and 0 biases"):
         decode_plan(plan_pb2.StepPlan(step_id=1, new_rows=[plan_pb2.NewRow(row=1, biased_token_ids=b"1234")]))
     with pytest.raises(GarbageResult):
@@ -219,7 +221,7 @@ def test_a_row_without_options_has_none() -> None:
     [arrived] = decode_plan(message.step_plan).new_rows
     sampling = arrived.sampling
     assert (sampling.repetition_penalty, sampling.num_logprobs, sampling.num_prompt_logprobs) == (1.0, None, None)
-    assert sampling.biased_token_ids is sampling.biases is sampling.banned_token_ids is None
+    assert sampling.biased_token_ids is None and sampling.biases is None and sampling.banned_token_ids is None
     assert not arrived.is_stepwise
 
 

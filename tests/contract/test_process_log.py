@@ -91,7 +91,7 @@ def test_progress_is_told_now_and_then_and_not_at_the_end() -> None:
     now_s = 0.0
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[assignment, method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

@@ -77,7 +77,8 @@ def test_out_of_bounds_is_refused_by_name(parameter: Parameter) -> None:
 
 @by_parameter
 def test_both_conversions_keep_a_parameter(parameter: Parameter) -> None:
-    values = SamplingValues(**{parameter.attribute: example(parameter)})
+    given: dict[str, Any] = {parameter.attribute: example(parameter)}
+    values = SamplingValues(**given)
     assert [field.name for field, _ in to_message(values).ListFields()] == [parameter.name]
     assert SamplingValues(**from_message(to_message(values))) == values
     assert SamplingValues(**from_message(to_message(SamplingValues()))) == SamplingValues()

@@ -23,7 +23,7 @@ import grpc.aio
 import motet
 import numpy as np
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
@@ -158,12 +158,12 @@ async def upload(channel: grpc.aio.Channel, adapter_id: str, files: dict[str, by
         adapters_pb2.UploadAdapterRequest(chunk={"file_index": index, "offset": 0, "data": data})
         for index, data in enumerate(files.values())
     ]
-    stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
     return str((await stub.UploadAdapter(iter(parts), timeout=30)).adapter.active_version.digest)
 
 
 async def generate(channel: grpc.aio.Channel, **fields: Any) -> list[generation_pb2.GenerateResponse]:
-    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
     fields = {"text": "hello", "stopping": {"max_tokens": 12, "ignore_eos": True}, **fields}
     return [response async for response in stub.Generate(generation_pb2.GenerateRequest(**fields), timeout=30)]
 
@@ -193,12 +193,12 @@ async def test_whole_control_plane_serves_a_worker_and_drains(tmp_path: Path) ->
 
 
 async def _check_admin(channel: grpc.aio.Channel, digest: str) -> None:
-    adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+    adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
     named = {"name": "adapters/a"}
     assert (await adapters.PinAdapter(adapters_pb2.PinAdapterRequest(**named))).adapter.pinned
     got = (await adapters.GetAdapter(adapters_pb2.GetAdapterRequest(**named))).adapter
     assert {place.tier for place in got.placements} == {1, 2, 3} and got.active_version.digest == digest
-    status: Any = status_pb2_grpc.StatusServiceStub(channel)  # type: ignore[no-untyped-call]
+    status: Any = status_pb2_grpc.StatusServiceStub(channel)
     told = await status.GetStatus(status_pb2.GetStatusRequest())
     assert [worker.worker_id for worker in told.workers] == ["w0"]
     assert told.adapters.num_registered == 2 and told.adapters.host_cache_available
@@ -223,7 +223,7 @@ async def _check_admin(channel: grpc.aio.Channel, digest: str) -> None:
 
 async def _check_drain(process: Process, channel: grpc.aio.Channel) -> None:
     """A stream that runs at SIGTERM ends whole; a new one is refused meanwhile."""
-    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
     request = generation_pb2.GenerateRequest(text="hello", stopping={"max_tokens": 200, "ignore_eos": True})
     responses = aiter(stub.Generate(request, timeout=30))
     assert (await anext(responses)).WhichOneof("event") == "started"
@@ -244,7 +244,7 @@ async def test_registrations_and_pins_survive_a_restart(tmp_path: Path) -> None:
     async with control_plane(tmp_path, *flags) as (process, clients, _):
         async with grpc.aio.insecure_channel(clients) as channel:
             digest = await upload(channel, "a", adapter_files(0))
-            adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+            adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
             await adapters.PinAdapter(adapters_pb2.PinAdapterRequest(name="adapters/a"))
         process.kill()
         await process.wait()
@@ -252,7 +252,7 @@ async def test_registrations_and_pins_survive_a_restart(tmp_path: Path) -> None:
         async with hash_worker(tmp_path, workers), grpc.aio.insecure_channel(clients) as channel:
             answer = await generate(channel, adapter="a")
             assert answer[0].started.adapter_digest == digest and len(tokens_of(answer)) == 12
-            adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+            adapters = adapters_pb2_grpc.AdapterServiceStub(channel)
             got = (await adapters.GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/a"))).adapter
             assert got.pinned
         process.send_signal(signal.SIGINT)
@@ -284,7 +284,7 @@ async def test_what_workers_serve_decides_registration_and_is_known_after_a_rest
 
 
 async def _context(channel: grpc.aio.Channel) -> int:
-    stub: Any = status_pb2_grpc.StatusServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub: Any = status_pb2_grpc.StatusServiceStub(channel)
     return int((await stub.GetStatus(status_pb2.GetStatusRequest())).model.max_model_len)
 
 
@@ -294,7 +294,7 @@ async def _check_unserved(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(channel, adapter="early")
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION and reason in (caught.value.details() or "")
-    stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
     got = (await stub.GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/early"))).adapter
     assert got.state == adapters_pb2.ADAPTER_STATE_FAILED and reason in got.state_reason
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_plane import build_native, worker
+from kernels.native.build import PREBUILT
 from kernels.native.compiler import CompilerFailed
 
 
@@ -39,7 +40,7 @@ def test_the_folder_is_the_flag_s_or_the_environment_s_or_beside_the_code(
     monkeypatch.setenv("MOTET_NATIVE_CACHE", "/environment")
     assert worker.main(["--build-native"]) == 0
     assert worker.main(["--native-cache", "/flag", "--build-native"]) == 0
-    assert folders == [build_native.PREBUILT, Path("/environment"), Path("/flag")]
+    assert folders == [PREBUILT, Path("/environment"), Path("/flag")]
 
 
 def test_a_failure_is_one_line_and_a_status(

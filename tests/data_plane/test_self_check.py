@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,14 +59,14 @@ def test_tokens_that_differ_the_second_time_fail_it() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"max_model_len": 2}, {"num_blocks": 1, "block_size": 1}])
-def test_a_worker_too_small_for_it_is_not_checked(changes: dict[str, int]) -> None:
+def test_a_worker_too_small_for_it_is_not_checked(changes: dict[str, Any]) -> None:
     engine = HashEngine(replace(CAPACITIES, **changes))
     check_engine(engine)
     assert engine.num_resets == 0
 
 
 @pytest.mark.parametrize("changes", [{"max_step_tokens": 1, "block_size": 1}, {"max_model_len": 5, "vocab_size": 9}])
-def test_a_small_worker_is_checked_with_a_shorter_prompt(changes: dict[str, int]) -> None:
+def test_a_small_worker_is_checked_with_a_shorter_prompt(changes: dict[str, Any]) -> None:
     engine = HashEngine(replace(CAPACITIES, **changes))
     check_engine(engine)
     assert engine.num_resets == 2

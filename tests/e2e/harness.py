@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
-from motet import Client
+from motet import Adapter, AdapterVersion, Client
 
 from benchmarks.system import ROOT, Child
 from benchmarks.system import System as Processes
 
-__all__ = ["ROOT", "System", "wait_until"]
+__all__ = ["ROOT", "System", "active_version", "wait_until"]
 
 HASH_WORKER = ("-m", "tests.fakes.hash_worker")
 
@@ -87,3 +87,9 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         pause.wait(0.05)
+
+
+def active_version(adapter: Adapter) -> AdapterVersion:
+    """What new requests get of an adapter that has a version."""
+    assert adapter.active_version is not None, f"{adapter.id} has no active version"
+    return adapter.active_version

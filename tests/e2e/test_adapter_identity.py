@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from motet import Client
 
-from tests.e2e.harness import System
+from tests.e2e.harness import System, active_version
 from tests.e2e.traffic import Job, ask, ask_all, prompts
 from tests.makers import make_adapter, make_checkpoint
 from tests.oracle import Oracle
@@ -40,7 +40,7 @@ def test_zero_b_answers_as_the_base_and_two_names_of_the_same_bytes_answer_alike
     loud = make_adapter(tmp_path / "loud", checkpoint, rank=8, alpha=16, targets=TARGETS, seed=2)
     client.adapters.register("zero", zero)
     first, second = client.adapters.register("loud-1", loud), client.adapters.register("loud-2", loud)
-    assert first.active_version.digest == second.active_version.digest
+    assert active_version(first).digest == active_version(second).digest
     texts = prompts([3, 17, 40], vocab_size=256, seed=3)
     jobs = [Job(text, name, NUM_TOKENS) for text in texts for name in ["", "zero", "loud-1", "loud-2"]]
     tokens = {(answer.job.prompt, answer.job.adapter): answer.token_ids for answer in ask_all(client, jobs)}
@@ -56,7 +56,7 @@ def test_same_name_update_under_load_gives_each_stream_wholly_old_or_wholly_new(
     versions = [
         make_adapter(tmp_path / f"v{i}", checkpoint, rank=4, alpha=8, targets=TARGETS, seed=200 + i) for i in range(2)
     ]
-    digests = [client.adapters.register("changing", directory).active_version.digest for directory in versions]
+    digests = [active_version(client.adapters.register("changing", directory)).digest for directory in versions]
     assert digests[0] != digests[1]
     oracle = Oracle(checkpoint, dict(zip(digests, versions, strict=True)))
     # One prompt for all: a prefix cache that forgot the version would mix them up.

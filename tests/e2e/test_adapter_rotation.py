@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.harness import System
+from tests.e2e.harness import System, active_version
 from tests.e2e.traffic import Job, ask_all, prompts
 from tests.makers import make_adapter, make_checkpoint
 from tests.oracle import Oracle
@@ -48,7 +48,7 @@ def test_64_adapters_rotate_through_an_arena_that_holds_four(tmp_path: Path) -> 
     jobs = [Job(texts[i % 3], f"rotating-{(i * 37) % NUM_ADAPTERS}", NUM_TOKENS) for i in range(3 * NUM_ADAPTERS)]
     with System(checkpoint, tmp_path / "system") as system:
         client = system.client()
-        sizes = [client.adapters.register(*item).active_version.size_bytes for item in directories.items()]
+        sizes = [active_version(client.adapters.register(*item)).size_bytes for item in directories.items()]
         system.start_worker(flags=[*WORKER_FLAGS, "--arena-bytes", str(NUM_ARENA_ADAPTERS * max(sizes) + 65536)])
         answers = ask_all(client, jobs, num_threads=24)
         worker = client.status().workers[0]

@@ -109,8 +109,13 @@ def test_hypotheses_of_a_beam_search_are_those_of_transformers(served: Served) -
     num_ended = num_whole = 0
     for search, answers in zip(searches, results, strict=True):
         prompt, adapter, beam, stop = search
+        assert beam.length_penalty is not None and beam.early_stopping is not None
         expected = served.oracle.beams(
-            *(prompt, adapter, beam.width, beam.length_penalty, beam.early_stopping),
+            prompt,
+            adapter,
+            beam.width,
+            beam.length_penalty,
+            beam.early_stopping,
             max_tokens=NUM_TOKENS,
             stop_token_ids=[stop],
         )

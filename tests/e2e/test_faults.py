@@ -8,15 +8,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from motet import Aborted, Client, ServerStatus
 
+from benchmarks.system import Child
 from data_plane.stream.session_watch import EXIT_STUCK
-from tests.e2e.harness import ROOT, System, wait_until
+from tests.e2e.harness import ROOT, System, active_version, wait_until
 from tests.e2e.traffic import Answer, Job, ask, prompts
 from tests.fakes.hash_engine import oracle
 from tests.makers import make_adapter, make_checkpoint
@@ -79,6 +81,11 @@ def wait_for_traffic(client: Client) -> None:
     wait_until(lambda: num_sampled(client.status()) > before + 200, "tokens flow")
 
 
+def dead_or_done(worker: Child, futures: Sequence[Future[Answer]]) -> bool:
+    """Whether the worker ended, or no call waits for it."""
+    return worker.exit_code is not None or all(future.done() for future in futures)
+
+
 def test_worker_killed_mid_stream_loses_and_repeats_no_token(system: System) -> None:
     system.start_hash_worker("w0", WORKER_FLAGS)
     system.start_hash_worker("w1", WORKER_FLAGS)
@@ -123,11 +130,7 @@ def test_a_request_that_kills_its_worker_process_is_convicted_and_the_others_fin
             num_deaths = 0
             while not all(future.done() for future in futures):
                 worker = system.start_hash_worker("w0", ["--crash-token", str(crash_token)], wait=False)
-                wait_until(
-                    lambda worker=worker: worker.exit_code is not None or all(future.done() for future in futures),
-                    "the worker dies, or everything is answered",
-                    timeout_s=90.0,
-                )
+                wait_until(partial(dead_or_done, worker, futures), "the worker dies, or everything is answered", 90.0)
                 num_deaths += worker.exit_code is not None
         [error] = [future.exception() for future in futures if future.exception() is not None]
         assert isinstance(error, Aborted) and error.reason == "POISONED_REQUEST"
@@ -190,13 +193,13 @@ def test_control_plane_killed_and_started_again(system: System) -> None:
     system.start_hash_worker("w0", WORKER_FLAGS)
     client = system.client()
     fingerprint = client.status().model.fingerprint
-    names = [(adapter.id, adapter.active_version.digest) for adapter in client.adapters.list()]
+    names = [(adapter.id, active_version(adapter).digest) for adapter in client.adapters.list()]
     streams = Streams(client)
     wait_for_traffic(client)
     system.control_plane.kill()
     system.start_control_plane()
     streams.check(fingerprint)
-    assert [(adapter.id, adapter.active_version.digest) for adapter in client.adapters.list()] == names
+    assert [(adapter.id, active_version(adapter).digest) for adapter in client.adapters.list()] == names
     wait_until(lambda: is_idle(client.status()), "idle")
 
 

@@ -55,7 +55,7 @@ class Rig:
     engine: TorchEngine  # 12 blocks of 8 tokens, 16 in host memory; one request takes up to 6
     adapter: IngestedAdapter
     requests: list[Request]
-    drawn: dict[tuple[int, int], list[int]]  # by request and index, of those that are no beam search
+    drawn: dict[tuple[RequestId, int], list[int]]  # by request and index, of those that are no beam search
     oracle: Oracle
 
     def adapter_of(self, request: Request) -> str:
@@ -69,7 +69,11 @@ class Rig:
             if request.beam is not None:
                 beam = request.beam
                 expected = self.oracle.beams(
-                    *(prompt, adapter, beam.width, beam.length_penalty, beam.early_stopping),
+                    prompt,
+                    adapter,
+                    beam.width,
+                    beam.length_penalty,
+                    beam.early_stopping,
                     max_tokens=NUM_TOKENS,
                     stop_token_ids=sorted(request.stop_token_ids),
                 )
@@ -134,8 +138,9 @@ def alone(engine: TorchEngine, request: Request, index: int) -> list[int]:
         repetition_penalty=sampling.repetition_penalty,
         frequency_penalty=sampling.frequency_penalty,
     )
-    slot = (0, 1) if request.adapter else (None, 0)
-    job = Job(list(request.prompt_token_ids), NUM_TOKENS, *slot, sampling=settings)
+    job = Job(list(request.prompt_token_ids), NUM_TOKENS, sampling=settings)
+    if request.adapter:
+        job.slot, job.generation = 0, 1
     Planner(engine, chunk=64).run([job])
     return job.tokens
 
@@ -243,4 +248,4 @@ def test_chunk_of_a_told_prompt_that_is_not_finite_ends_its_request_alone(rig: R
     answers, _ = serve(rig.engine, [told, by_id[RequestId(0)]], [huge], SchedulerSettings(max_step_tokens=8))
     ends = {request_id: served.finish_reason for (request_id, _), served in answers.items()}
     assert ends == {3: FinishReason.NOT_FINITE, 0: FinishReason.LENGTH}
-    assert answers[0, 0].token_ids == rig.drawn[0, 0], "its neighbour's answer changed"
+    assert answers[0, 0].token_ids == rig.drawn[RequestId(0), 0], "its neighbour's answer changed"

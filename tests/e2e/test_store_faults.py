@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
 from tests.control_plane.test_server import (
@@ -31,7 +31,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 def adapters(channel: grpc.aio.Channel) -> Any:
-    return adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+    return adapters_pb2_grpc.AdapterServiceStub(channel)
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str, str]:

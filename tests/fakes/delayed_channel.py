@@ -47,7 +47,7 @@ class DelayedStream:
         self._items.put((time.monotonic() + self._delay_s, None, end))
 
 
-class _DelayBoth(grpc.StreamStreamClientInterceptor):  # type: ignore[misc]  # the stubs give it no type
+class _DelayBoth(grpc.StreamStreamClientInterceptor):  # type: ignore[type-arg]  # no generic class at run time
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
 

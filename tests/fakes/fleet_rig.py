@@ -365,9 +365,7 @@ class GrpcRig:
         self.workers: list[ThreadedWorker] = []
         self._server = listeners.worker_server(write_timeout_s=write_timeout_s)
         service = WorkerService(self.fleet, self.weights)
-        plan_pb2_grpc.add_WorkerServiceServicer_to_server(  # type: ignore[no-untyped-call]  # generated without types
-            service, self._server
-        )
+        plan_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         self.port = int(listeners.bind(self._server, "127.0.0.1:0").rpartition(":")[2])
         self._changed = asyncio.Event()
         self.fleet.on_workers_changed(self._changed.set)

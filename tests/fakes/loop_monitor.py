@@ -41,14 +41,14 @@ class LoopMonitor:
         """A loop of the standard library."""
         loop = asyncio.SelectorEventLoop(_watched_selector(self))
         threading.Thread(target=self._probe_lock, args=(loop,), name="probe", daemon=True).start()
-        plain_run = asyncio.Handle._run  # type: ignore[attr-defined]  # every callback and task step goes through it
+        plain_run = asyncio.Handle._run
 
         def run(handle: asyncio.Handle) -> None:
             began_s = time.thread_time()
             plain_run(handle)
             self._callback_ended(handle, time.thread_time() - began_s)
 
-        asyncio.Handle._run = run  # type: ignore[attr-defined]
+        asyncio.Handle._run = run  # type: ignore[method-assign, assignment]  # the loop offers no hook
         return loop
 
     def reset(self) -> None:
@@ -91,7 +91,7 @@ class LoopMonitor:
 
 
 def _watched_selector(monitor: LoopMonitor) -> selectors.BaseSelector:
-    class WatchedSelector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]  # chosen when it is imported
+    class WatchedSelector(selectors.DefaultSelector):
         def select(self, timeout: float | None = None) -> Any:
             monitor.turn_ends()
             ready = super().select(timeout)

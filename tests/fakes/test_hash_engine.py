@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def pairs(*values: tuple[int, int]) -> Int32Array:
     return array(*values, width=2)
 
 
-def new_row(row: int, blocks: list[int], tokens: list[int] | None = None, **changes: object) -> NewRow:
+def new_row(row: int, blocks: list[int], tokens: list[int] | None = None, **changes: Any) -> NewRow:
     values: dict[str, object] = {
         "row": row,
         "token_ids": array(*(tokens or PROMPT)),
@@ -40,7 +41,7 @@ def new_row(row: int, blocks: list[int], tokens: list[int] | None = None, **chan
     return NewRow(**(values | changes))  # type: ignore[arg-type]
 
 
-def begun(blocks: list[int], **changes: object) -> HashEngine:
+def begun(blocks: list[int], **changes: Any) -> HashEngine:
     """An engine after the prefill of PROMPT in row 0."""
     engine = HashEngine(SMALL)
     engine.execute(StepPlan(1, new_rows=[new_row(0, blocks, **changes)], prefills=pairs((0, len(PROMPT)))))

@@ -17,10 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.system import Child
 from contract.process_log import configure_logging
 from control_plane.config import ServerConfig, add_arguments, from_args
 from control_plane.server import build
-from tests.e2e.harness import Child, wait_until
+from tests.e2e.harness import wait_until
 from tests.fakes.loop_monitor import LoopMonitor, LoopReport
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Every option is compiled anew, at about a second each: float32 is for one case of each kind.
 FLOAT32 = ("mixed", "ALiBi, window, soft cap, sinks", "odd sizes", "cross, GQA, soft cap", "sparse, FP8")
 CUDA = torch.device("cuda")
-by_name = {"ids": lambda case: case.name}
+case_name = attrgetter("name")
 
 
 def define(inputs: Inputs) -> torch.Tensor:
@@ -36,13 +38,13 @@ def run(inputs: Inputs) -> torch.Tensor:
     ).cpu()
 
 
-@pytest.mark.parametrize("case", ALL_CASES, **by_name)
+@pytest.mark.parametrize("case", ALL_CASES, ids=case_name)
 def test_attention(case: Case) -> None:
     inputs = make(case, torch.bfloat16)
     assert_close(run(inputs), define(inputs))
 
 
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.name in FLOAT32], **by_name)
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.name in FLOAT32], ids=case_name)
 def test_attention_in_float32(case: Case) -> None:
     inputs = make(case, torch.float32)
     assert_close(run(inputs), define(inputs))
@@ -72,12 +74,12 @@ def test_encoder_attention(dtype: torch.dtype) -> None:
     batch = AttentionBatch.ragged([3, 1, 0, 500])
     query, key, value = torch.randn(504, 6, 64, generator=torch.Generator().manual_seed(2)).to(dtype).split(2, dim=1)
     expected = define(Inputs(query, key.unsqueeze(1), value.unsqueeze(1), batch, Options(0.125)))
-    there = (tensor.to(CUDA) for tensor in (query, key, value))
-    assert_close(encoder_attention(*there, batch, scale=0.125).cpu(), expected)
+    actual = encoder_attention(query.to(CUDA), key.to(CUDA), value.to(CUDA), batch, scale=0.125)
+    assert_close(actual.cpu(), expected)
 
 
 @pytest.mark.parametrize("has_token_scales", [False, True])
-@pytest.mark.parametrize("case", store_cases.CASES, **by_name)
+@pytest.mark.parametrize("case", store_cases.CASES, ids=case_name)
 def test_store_kv_as_fp8(case: store_cases.Case, *, has_token_scales: bool) -> None:
     key, value, slots = store_cases.make(case, torch.bfloat16)
     here = store_cases.make_fp8_caches(case, has_token_scales=has_token_scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -29,11 +30,11 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16)
 CUDA = torch.device("cuda")
-by_name = {"ids": lambda case: case.name}
+case_name = attrgetter("name")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", lora_cases.CASES, **by_name)
+@pytest.mark.parametrize("case", lora_cases.CASES, ids=case_name)
 def test_add_lora_group(case: lora_cases.Case, dtype: torch.dtype) -> None:
     inputs = lora_cases.make(case, dtype)
     expected = inputs.y.clone()
@@ -44,7 +45,7 @@ def test_add_lora_group(case: lora_cases.Case, dtype: torch.dtype) -> None:
     assert_close(y.cpu(), expected, magnitude=4.0)
 
 
-@pytest.mark.parametrize("case", copy_cases.CASES, **by_name)
+@pytest.mark.parametrize("case", copy_cases.CASES, ids=case_name)
 def test_copy_blocks(case: copy_cases.Case) -> None:
     caches, pairs = copy_cases.make(case)
     on_gpu = [to_device(cache, CUDA) for cache in caches]
@@ -68,7 +69,7 @@ def test_swap_blocks() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", norm_cases.CASES, **by_name)
+@pytest.mark.parametrize("case", norm_cases.CASES, ids=case_name)
 def test_rms_norm(case: norm_cases.Case, dtype: torch.dtype) -> None:
     x, weight, residual = norm_cases.make(case, dtype)
     there = to_device(residual, CUDA)
@@ -90,7 +91,7 @@ def test_gated_activation(dtype: torch.dtype, activation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", rope_cases.CASES, **by_name)
+@pytest.mark.parametrize("case", rope_cases.CASES, ids=case_name)
 def test_rope_and_store_kv(case: rope_cases.Case, dtype: torch.dtype) -> None:
     check_rope_and_store_kv(case, dtype, CUDA, magnitude=4.0 if case.has_norm else 1.0)
 
@@ -133,15 +134,15 @@ def test_norm_gate_and_rotation_replay_in_a_cuda_graph() -> None:
         assert_close(gated.cpu(), expected, magnitude=4.0)
 
 
-@pytest.mark.parametrize("case", store_cases.CASES, **by_name)
+@pytest.mark.parametrize("case", store_cases.CASES, ids=case_name)
 def test_store_kv(case: store_cases.Case) -> None:
     key, value, kv_positions = store_cases.make(case, torch.bfloat16)
     shape = (case.num_blocks, case.block_size, case.num_kv_heads)
-    caches = [torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (case.key_dim, case.value_dim)]
-    on_gpu = [cache.to(CUDA) for cache in caches]
-    store_kv(key, value, *caches, kv_positions)
+    key_cache, value_cache = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (case.key_dim, case.value_dim))
+    on_gpu = key_cache.to(CUDA), value_cache.to(CUDA)
+    store_kv(key, value, key_cache, value_cache, kv_positions)
     store_kv(to_device(key, CUDA), to_device(value, CUDA), *on_gpu, kv_positions.to(CUDA))
-    for cache, other in zip(caches, on_gpu, strict=True):
+    for cache, other in zip((key_cache, value_cache), on_gpu, strict=True):
         assert torch.equal(cache, other.cpu())
 
 

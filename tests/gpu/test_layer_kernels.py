@@ -32,7 +32,8 @@ FAR = (1 << 31) + 64  # values between two rows
 @pytest.mark.parametrize("hidden", [4096, 5120, 16384])
 def test_norms_of_a_models_rows(hidden: int, dtype: torch.dtype) -> None:
     x, weight, residual = norm_cases.make(norm_cases.Case("model", 65, hidden, has_residual=True), dtype)
-    there = to_device(residual, CUDA)
+    assert residual is not None
+    there = residual.to(CUDA)
     actual = rms_norm(to_device(x, CUDA), to_device(weight, CUDA), 1e-5, residual=there)
     assert_close(actual.cpu(), rms_norm(x, weight, 1e-5, residual=residual), magnitude=4.0)
     assert torch.equal(there.cpu(), residual)
@@ -117,6 +118,7 @@ def far_apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_rows_more_than_two_to_the_31_elements_apart() -> None:
     x, weight, residual = norm_cases.make(norm_cases.Case("far", 2, 128, has_residual=True), torch.bfloat16)
+    assert residual is not None
     actual = rms_norm(far_apart(x), to_device(weight, CUDA), 1e-5, residual=far_apart(residual))
     assert_close(actual.cpu(), rms_norm(x, weight, 1e-5, residual=residual), magnitude=4.0)
     x = gate_cases.make(gate_cases.Case("far", 2, 64), torch.bfloat16)
@@ -129,7 +131,7 @@ def test_rows_more_than_two_to_the_31_elements_apart() -> None:
     for tensor, other in zip(here.changed(), there.changed(), strict=True):
         assert_close(other.cpu().nan_to_num(), tensor.nan_to_num())
     key, value, slots = store_cases.make(store_cases.Case("far", 2, 2, 16, 16, 4, 16, 0), torch.bfloat16)
-    caches = [torch.zeros(4, 16, 2, 16, dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
-    store_kv(far_apart(key), far_apart(value), *caches, slots.to(CUDA))
-    for cache, tokens in zip(caches, (key, value), strict=True):
+    key_cache, value_cache = torch.zeros(2, 4, 16, 2, 16, dtype=torch.bfloat16, device=CUDA)
+    store_kv(far_apart(key), far_apart(value), key_cache, value_cache, slots.to(CUDA))
+    for cache, tokens in zip((key_cache, value_cache), (key, value), strict=True):
         assert torch.equal(cache.flatten(0, 1)[slots.to(CUDA)].cpu(), tokens)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from motet import Client, Generation
@@ -17,7 +18,11 @@ from tests.oracle import Oracle
 pytestmark = pytest.mark.gpu
 
 NUM_TOKENS = 24
-ADAPTERS = {"small": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "wide": {"rank": 24}, "root": {"rslora": True}}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "small": {"rank": 4, "targets": ["q_proj", "v_proj"]},
+    "wide": {"rank": 24},
+    "root": {"rslora": True},
+}
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3"])

@@ -188,7 +188,7 @@ def every_field(descriptors: list[Descriptor]) -> set[str]:
             if field.full_name in found or not field.full_name.startswith("motet."):
                 continue
             found.add(field.full_name)
-            is_message = field.message_type is not None and not field.message_type.GetOptions().map_entry
-            if is_message and field.full_name not in FREE:
-                descriptors.append(field.message_type)
+            message = field.message_type
+            if message is not None and not message.GetOptions().map_entry and field.full_name not in FREE:
+                descriptors.append(message)
     return found

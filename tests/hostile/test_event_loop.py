@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc, status_pb2, status_pb2_grpc
 from tokenizers import Tokenizer
@@ -110,7 +110,8 @@ def test_no_call_of_the_admin_services_holds_up_the_loop(target: Target) -> None
             if case.code is grpc.StatusCode.OK:
                 send(channel, case)
     with watched("ListAdapters"):
-        listed, token = [], ""
+        listed: list[adapters_pb2.Adapter] = []
+        token = ""
         while not listed or token:
             page = adapters.ListAdapters(adapters_pb2.ListAdaptersRequest(page_size=1000, page_token=token))
             listed, token = [*listed, *page.adapters], page.next_page_token
@@ -118,10 +119,10 @@ def test_no_call_of_the_admin_services_holds_up_the_loop(target: Target) -> None
     with watched("ListOperations"):
         assert len(operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1000)).operations) > 50
     with watched("GetAdapter, ListAdapterVersions, UpdateAdapter, ActivateAdapterVersion"):
-        named = {"name": f"adapters/{names[0]}"}
+        named: dict[str, Any] = {"name": f"adapters/{names[0]}"}
         record = adapters.GetAdapter(adapters_pb2.GetAdapterRequest(**named)).adapter
         assert adapters.ListAdapterVersions(adapters_pb2.ListAdapterVersionsRequest(**named)).versions
-        changed = {"adapter": {**named, "labels": labels}, "update_mask": {"paths": ["labels"]}}
+        changed: dict[str, Any] = {"adapter": {**named, "labels": labels}, "update_mask": {"paths": ["labels"]}}
         adapters.UpdateAdapter(adapters_pb2.UpdateAdapterRequest(**changed))
         active = {**named, "digest": record.active_version.digest}
         adapters.ActivateAdapterVersion(adapters_pb2.ActivateAdapterVersionRequest(**active))
@@ -215,6 +216,6 @@ def generate(channel: grpc.Channel, *, tenant: str = "default", **fields: Any) -
         for _ in call:
             pass
     except grpc.RpcError as error:
-        code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+        code: grpc.StatusCode = error.code()
         return code
     return grpc.StatusCode.OK

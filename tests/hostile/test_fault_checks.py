@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from motet import Chunk, FinishReason, Unavailable
@@ -101,9 +102,8 @@ def test_the_verdict_names_everything_that_misses_its_target() -> None:
     clean = RoundResult(1, ("worker killed",), False, num_right=9, waits_s=[0.1] * 99 + [1.4])
     assert verdict([clean]) == []
     for what in ("wrong", "avoidable", "hung", "problems"):
-        assert verdict([dataclasses.replace(clean, **{what: ["something"]})]) == [
-            f"round 1 (worker killed), {what}: something"
-        ]
+        change: dict[str, Any] = {what: ["something"]}
+        assert verdict([dataclasses.replace(clean, **change)]) == [f"round 1 (worker killed), {what}: something"]
     slow = dataclasses.replace(clean, waits_s=[0.1] * 90 + [1.6] * 10)
     assert verdict([slow]) == ["worker killed: longest wait for a token, p99, is 1.60 s; at most 1.5 s"]
     both = dataclasses.replace(slow, names=("redis killed", "worker killed"))

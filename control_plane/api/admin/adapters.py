@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 
 # googleapis-common-protos ships no py.typed marker.
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
 from control_plane.adapters.audit import audited

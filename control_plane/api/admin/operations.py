@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 # googleapis-common-protos ships no py.typed marker.
-from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import empty_pb2
 from motet.v1 import adapters_pb2
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from google.protobuf import duration_pb2
 
 # googleapis-common-protos ships no py.typed marker.
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 
 from control_plane.errors import (
     ERROR_DOMAIN,

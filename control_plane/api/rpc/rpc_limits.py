@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]  # ships no py.typed marker
+from google.longrunning import operations_pb2
 from grpc_health.v1 import health_pb2
 from motet.v1 import status_pb2
 

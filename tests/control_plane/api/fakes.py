@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.longrunning import operations_pb2_grpc  # type: ignore[import-untyped]
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2_grpc
+from google.rpc import error_details_pb2, status_pb2
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -482,9 +482,9 @@ class Api:
         server = listeners.client_server(
             max_streams_per_connection=100, max_concurrent_rpcs=100, max_connections=100, write_timeout_s=30.0
         )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)  # type: ignore[no-untyped-call]
-        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)  # type: ignore[no-untyped-call]
-        status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)
         operations_pb2_grpc.add_OperationsServicer_to_server(operations.OperationsService(self.operations), server)
         self.address = listeners.bind(server, "127.0.0.1:0")
         await server.start()

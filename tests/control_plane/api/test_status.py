@@ -68,4 +68,4 @@ async def test_status_tells_no_context_before_anybody_named_one(tmp_path: Path) 
 
 async def max_model_len(api: Api) -> int:
     status = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
-    return status.model.max_model_len  # type: ignore[no-any-return]
+    return status.model.max_model_len

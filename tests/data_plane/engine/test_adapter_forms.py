@@ -53,13 +53,13 @@ def check_forms(
     names = list(adapters)
     for generation in (1, 2):
         slots: dict[str | None, int | None] = {None: None}
-        for slot, name in enumerate(names[generation - 1 :] + names[: generation - 1]):
+        for slot, loaded in enumerate(names[generation - 1 :] + names[: generation - 1]):
             if generation > 1:
                 engine.slots.evict(slot, generation - 1)
             used = engine.slots.used_bytes()
-            engine.slots.load(slot, generation, adapters[name].info.digest, adapters[name])
-            assert engine.slots.used_bytes() - used == adapters[name].info.arena_bytes
-            slots[name] = slot
+            engine.slots.load(slot, generation, adapters[loaded].info.digest, adapters[loaded])
+            assert engine.slots.used_bytes() - used == adapters[loaded].info.arena_bytes
+            slots[loaded] = slot
         pairs = [
             (Job(prompts[index], NUM_TOKENS, slots[name], generation), name, answer)
             for (index, name), answer in answers.items()
@@ -119,7 +119,7 @@ def test_lora_bias_and_dora_answer_as_peft(arch: str, tmp_path: Path) -> None:
 
 
 # Odd vocabularies are no whole number of pages' columns.
-OUTER_CASES = {
+OUTER_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "untied": ("llama", {}, "embed_tokens"),
     "tied, scaled": ("gemma3", {"vocab_size": 259}, "embed_tokens"),
     "tied, odd": ("opt", {"vocab_size": 259}, "embed_tokens"),

@@ -225,8 +225,9 @@ def test_prompt_whose_logits_would_take_too_much_is_told_alike(
     engine.reset()
     monkeypatch.setattr(engine, "_most_prompt_logits", 3)
     parts = [engine.execute(plan) for plan in plans]
-    for one, other in zip(whole, parts, strict=True):
-        assert (one.rows.tolist(), one.token_ids.tolist()) == (other.rows.tolist(), other.token_ids.tolist())
+    for output, expected in zip(parts, whole, strict=True):
+        assert output.rows.tolist() == expected.rows.tolist()
+        assert output.token_ids.tolist() == expected.token_ids.tolist()
     for one, other in zip(whole[1].prompt_logprobs, parts[1].prompt_logprobs, strict=True):
         assert (one.row, one.first_position, other.first_position) == (other.row, 1, 1)
         assert one.token_ids.tolist() == other.token_ids.tolist() == prompts[one.row][1:]

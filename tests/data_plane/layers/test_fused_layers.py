@@ -50,7 +50,7 @@ def test_layers_hand_their_stream_on_with_the_next_norm_computed() -> None:
     stream = torch.randn(1, 3, 6)
     expected = stream.clone()
     computed: list[Any] = []
-    layers[1].input_layernorm.of_rows = lambda rows: computed.append(rows)  # type: ignore[method-assign]
+    layers[1].input_layernorm.of_rows = lambda rows: computed.append(rows)  # type: ignore[method-assign, assignment, return-value]
     with torch.inference_mode():
         for layer in layers:
             attended = make_norm()(expected) + 0.5

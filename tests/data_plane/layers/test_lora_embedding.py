@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_embedding import LoraEmbedding
 from data_plane.plan import TargetKind
 
 
-class AddIds:
+class AddIds(LoraStep):
     """Adds multiplier * token id, and keeps what it was given."""
 
     def __init__(self) -> None:
@@ -30,6 +31,8 @@ class AddIds:
 
 class Scaled(nn.Embedding):
     """As Gemma's: what is looked up is multiplied."""
+
+    embed_scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__(9, 4)

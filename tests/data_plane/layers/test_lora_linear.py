@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from data_plane.adapters.step.lora_step import LoraStep
 from data_plane.layers.context import StepContext
 from data_plane.layers.lora_linear import LoraLinear, replace_linears
 from kernels.linear.choice import Form
@@ -15,7 +16,7 @@ from kernels.native import find_compiler
 FORMS = [Form.ONEDNN, Form.NATIVE, Form.SHARED] if find_compiler() else [Form.ONEDNN]
 
 
-class AddModule:
+class AddModule(LoraStep):
     """Adds one at a target module of some name, and keeps what it was given."""
 
     def __init__(self, target_name: str) -> None:

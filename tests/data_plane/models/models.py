@@ -29,7 +29,7 @@ def make_model(model_type: str = "llama", **settings: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     register_probe(Recorder())
     config = AutoConfig.for_model(model_type, **(SIZES | settings))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME)
     for parameter in model.parameters():
         # Weights of unit gain, so that every part counts; a norm's near one.
         nn.init.normal_(parameter, parameter.dim() == 1, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
@@ -47,6 +47,11 @@ class Changed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.inner(self.change(x)) if self.at_input else self.change(self.inner(x))
         return output
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in another dtype. transformers' own `to` has the type of a plain function."""
+    return nn.Module.to(model, dtype)
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], *, at_input: bool = False) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from data_plane.models.fusion import fuse_model
 from data_plane.models.loader import load_model
 from data_plane.models.model_probe import probe_model
 from kernels.paged_attention import AttentionBatch
-from tests.data_plane.models.models import MAX_STEP_TOKENS, make_model
+from tests.data_plane.models.models import MAX_STEP_TOKENS, in_dtype, make_model
 from tests.makers import make_checkpoint
 
 
@@ -61,7 +61,7 @@ def test_what_is_fused_of_an_architecture(arch: str, expected: tuple[int, int, i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_half_precision_model_is_fused_all_the_same(dtype: torch.dtype) -> None:
-    model = make_model().to(dtype)
+    model = in_dtype(make_model(), dtype)
     assert fuse(model) == [
         f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")
     ]
@@ -113,17 +113,17 @@ def test_other_activations_and_biases_are_ours(settings: dict[str, Any]) -> None
 
 class ScaledMlp(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 1.001  # type: ignore[no-any-return, no-untyped-call]
+        return super().forward(x) * 1.001
 
 
 class ClampedMlp(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).clamp(-30, 30)  # type: ignore[no-any-return, no-untyped-call]
+        return super().forward(x).clamp(-30, 30)
 
 
 @pytest.mark.parametrize("mlp_class", [LlamaMLP, ScaledMlp, ClampedMlp])
 def test_an_mlp_of_another_formula_is_not_ours(mlp_class: type[LlamaMLP]) -> None:
-    mlp = mlp_class(make_model().config)  # type: ignore[no-untyped-call]
+    mlp = mlp_class(make_model().config)
     free = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     for parameter in mlp.parameters():
         nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
@@ -135,7 +135,7 @@ def test_an_mlp_of_another_formula_is_not_ours(mlp_class: type[LlamaMLP]) -> Non
 def test_a_norm_of_another_formula_is_not_ours() -> None:
     class ThriceRMSNorm(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            return 3 * super().forward(hidden_states)  # type: ignore[no-any-return, no-untyped-call]
+            return 3 * super().forward(hidden_states)
 
     assert isinstance(fused_norm(LlamaRMSNorm(8).requires_grad_(False)), RmsNorm)
     assert fused_norm(ThriceRMSNorm(8).requires_grad_(False)) is None
@@ -148,10 +148,10 @@ def test_a_part_that_cannot_run_alone_stays_as_it_is(monkeypatch: pytest.MonkeyP
     model = make_model()
     plain = LlamaAttention.forward
 
-    def guarded(self: Any, *args: Any, hidden_states: Any, **kwargs: Any) -> Any:
+    def guarded(self: Any, *, hidden_states: Any, **kwargs: Any) -> Any:
         if float(hidden_states.abs().max()) > 50:
             raise RuntimeError("out of range")
-        return plain(self, *args, hidden_states=hidden_states, **kwargs)
+        return plain(self, hidden_states=hidden_states, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", guarded)
     fuse(model)
@@ -218,7 +218,7 @@ def test_rotation_is_that_of_halves() -> None:
     x = torch.randn(1, 5, 32)
     cos, sin = model.model.rotary_emb(x, torch.tensor([[0, 100, 7, 255, 31]]))
     query = attention.q_proj(x).view(1, 5, 4, 8).transpose(1, 2)
-    expected = (query * cos[:, None] + rotate_half(query) * sin[:, None])[0].transpose(0, 1)  # type: ignore[no-untyped-call]
+    expected = (query * cos[:, None] + rotate_half(query) * sin[:, None])[0].transpose(0, 1)
     fuse(model)
     fused = model.model.layers[0].self_attn
     recorded = fused.motet_attention

@@ -11,7 +11,7 @@ from torch import nn
 
 from data_plane.errors import UnsupportedModel
 from data_plane.models.model_probe import probe_model
-from tests.data_plane.models.models import MAX_STEP_TOKENS, changed
+from tests.data_plane.models.models import MAX_STEP_TOKENS, changed, in_dtype
 
 CHUNK = 300  # tokens
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ def scale_by_numpy(x: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("layer", [0, 1])  # of the last layer only the logits tell
 def test_what_begins_behind_a_number_of_tokens_is_refused(layer: int, change: Change, dtype: torch.dtype) -> None:
-    model = changed(f"model.layers.{layer}.mlp", change, at_input=True).to(dtype)
+    model = in_dtype(changed(f"model.layers.{layer}.mlp", change, at_input=True), dtype)
     model.config.mixer = {"stages": [{"chunk": float(CHUNK)}]}
     with pytest.raises(UnsupportedModel, match=r"changes where the batch has \d+ tokens instead of \d+"):
         probe_model(model, 256, MAX_STEP_TOKENS)
@@ -60,8 +60,13 @@ def test_what_begins_behind_a_number_of_tokens_is_refused(layer: int, change: Ch
 
 def test_a_number_that_no_step_reaches_is_not_tried() -> None:
     """The batch is as long as the longest step at most, and the model is served."""
-    seen = []
-    model = changed("model.layers.0.mlp", lambda x: seen.append(x.shape[1]) or x, at_input=True)
+    seen: list[int] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[1])
+        return x
+
+    model = changed("model.layers.0.mlp", note, at_input=True)
     model.config.mixer = {"chunk": 5000}
     model.config.intermediate_size = 7000  # a width, of which tokens know nothing
     probe_model(model, 256, 100)

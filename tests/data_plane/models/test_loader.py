@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def save(directory: Path, model_type: str, **settings: object) -> Path:
     """A random checkpoint of any model type that transformers knows."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
-    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
     return directory
 
@@ -77,12 +78,12 @@ def test_sharded_checkpoint_with_tied_embeddings_loads_whole(tmp_path: Path) -> 
     assert {name: torch.equal(weights[name], tensor) for name, tensor in expected.items()} == dict.fromkeys(
         expected, True
     )
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()
     assert head.weight is model.get_input_embeddings().weight
 
 
 def test_a_head_of_its_own_is_packed(tmp_path: Path) -> None:
-    head = load(make_checkpoint(tmp_path, "llama")).model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head = load(make_checkpoint(tmp_path, "llama")).model.get_output_embeddings()
     assert isinstance(head, LoraLinear)
     assert head.packed is not None
     assert [target.name for target in head.targets] == ["lm_head"]
@@ -139,7 +140,8 @@ CHUNKED = {
 def test_chunked_attention_is_served_up_to_the_chunk_that_the_refusal_names(tmp_path: Path) -> None:
     """Inside of one chunk it is causal attention. What the refusal advises works."""
     checkpoint = save(tmp_path, "llama4_text", **SIZES, **CHUNKED)
-    for limits in ({}, {"max_model_len": 49}, {"kv_tokens": 400}):
+    refused: list[dict[str, Any]] = [{}, {"max_model_len": 49}, {"kv_tokens": 400}]
+    for limits in refused:
         with pytest.raises(UnsupportedModel, match=r"not see position .*; lower --max-model-len to 48$"):
             load(checkpoint, **limits)
     assert load(checkpoint, max_model_len=48).context_limit == 512
@@ -148,7 +150,8 @@ def test_chunked_attention_is_served_up_to_the_chunk_that_the_refusal_names(tmp_
 
 def test_chunked_attention_that_also_looks_at_places_gets_no_advice_that_would_not_work(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, "llama4_text", **(SIZES | CHUNKED | {"no_rope_layers": [1, 0]}))
-    for limits in ({}, {"max_model_len": 48}):
+    refused: list[dict[str, Any]] = [{}, {"max_model_len": 48}]
+    for limits in refused:
         with pytest.raises(UnsupportedModel, match="computed with the token's place in the batch") as refusal:
             load(checkpoint, **limits)
         assert "--max-model-len" not in str(refusal.value)
@@ -163,7 +166,8 @@ def test_a_length_that_config_does_not_name_is_asked_for_only_where_it_helps(
         load(checkpoint)
     assert load(checkpoint, max_model_len=64).context_limit == 64
     mamba = save(tmp_path / "mamba", "mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
-    for limits in ({}, {"max_model_len": 64}):
+    refused: list[dict[str, Any]] = [{}, {"max_model_len": 64}]
+    for limits in refused:
         with pytest.raises(UnsupportedModel, match="recurrent"):
             load(mamba, **limits)
 
@@ -193,7 +197,7 @@ def test_linears_that_keep_their_weight_transposed_take_adapters(tmp_path: Path)
     assert shapes["transformer.h.0.attn.c_attn"] == (64, 192)
     assert shapes["transformer.h.1.mlp.c_proj"] == (256, 64)
     assert len(shapes) == 2 * 4 + 2
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     weight = loaded.base_weights().weight("transformer.h.1.mlp.c_proj")
     assert torch.equal(weight, plain.transformer.h[1].mlp.c_proj.weight.T)
 

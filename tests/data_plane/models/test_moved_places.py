@@ -72,7 +72,7 @@ def test_a_value_made_of_places_is_moved(make: Callable[[], torch.Tensor], expec
         lambda: torch.tensor([3, 1, 0, 2, 4, 6, 5]) * 0.5,
         lambda: X[torch.from_numpy(np.arange(NUM_TOKENS))],
         lambda: torch.linspace(0, 6, 7) - torch.arange(7.0),
-        lambda: torch.full((places().max() + 1,), 2.0),
+        lambda: torch.full((places().max() + 1,), 2.0),  # type: ignore[arg-type]  # a size on the device, as models write it,
     ],
 )
 def test_places_that_only_choose_or_compare_tokens_stay(make: Callable[[], torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.models.model_probe import probe_model
 from data_plane.models.packing import begin_request, thresholds_of
-from tests.data_plane.models.models import MAX_STEP_TOKENS, changed, make_model
+from tests.data_plane.models.models import MAX_STEP_TOKENS, changed, in_dtype, make_model
 
 MAX_MODEL_LEN = 256
 LONG_PLACES = 8192  # of a threshold that no probing pass has places for
@@ -93,7 +93,7 @@ def follow_the_number(x: torch.Tensor) -> torch.Tensor:
 def test_what_one_token_gets_must_not_follow_the_others(
     module: str, change: Callable[[torch.Tensor], torch.Tensor], says: str, dtype: torch.dtype
 ) -> None:
-    model = changed(module, change, at_input=module.endswith(("down_proj", "mlp"))).to(dtype)
+    model = in_dtype(changed(module, change, at_input=module.endswith(("down_proj", "mlp"))), dtype)
     with pytest.raises(UnsupportedModel, match=says):
         probe_model(model, MAX_MODEL_LEN, MAX_STEP_TOKENS)
 
@@ -186,7 +186,7 @@ def test_types_that_are_not_served(model_type: str, settings: dict[str, Any], sa
 def test_types_whose_tokens_are_independent_are_served(
     model_type: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    probe = probe_model(make_model(model_type, **settings).to(dtype), MAX_MODEL_LEN, MAX_STEP_TOKENS)
+    probe = probe_model(in_dtype(make_model(model_type, **settings), dtype), MAX_MODEL_LEN, MAX_STEP_TOKENS)
     assert len(probe.attention_layers) == 2
 
 

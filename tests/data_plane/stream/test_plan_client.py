@@ -41,7 +41,7 @@ class Peer:
         """The next message of that kind; heartbeats in between are skipped."""
         while (message := await self._context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in stubs
             if message.WhichOneof("message") == kind:
-                return message  # type: ignore[no-any-return]  # an AttachRequest
+                return message
             assert message.WhichOneof("message") == "heartbeat", message
         raise AssertionError(f"the stream ended before a {kind}")
 
@@ -105,7 +105,7 @@ async def play(
             await fetch()
 
     server = grpc.aio.server()
-    plan_pb2_grpc.add_WorkerServiceServicer_to_server(Service(), server)  # type: ignore[no-untyped-call]  # generated
+    plan_pb2_grpc.add_WorkerServiceServicer_to_server(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     source = PackedSource({DIGEST: PACKED})
@@ -135,7 +135,7 @@ def plan(step_id: int, epoch: int, **fields: object) -> plan_pb2.StepPlan:
 
 
 def one_row(**fields: object) -> dict[str, object]:
-    new = plan_pb2.NewRow(row=0, token_ids=ints(1, 2), num_prompt_tokens=2, block_ids=ints(0), top_p=1.0, **fields)  # type: ignore[arg-type]  # the caller's fields
+    new = plan_pb2.NewRow(row=0, token_ids=ints(1, 2), num_prompt_tokens=2, block_ids=ints(0), **fields)  # type: ignore[arg-type]  # the caller's fields
     return {"new_rows": [new], "prefills": ints(0, 2)}
 
 

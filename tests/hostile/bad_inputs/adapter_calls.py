@@ -89,8 +89,8 @@ def _pages() -> Iterator[Case]:
         for token in names.BAD_PAGE_TOKENS:
             yield call(rpc, message, {"page_token": token})
     yield call("ListAdapters", pb.ListAdaptersRequest(), {"page_token": "zzz"}, "a token behind the last", code=OK)
-    token = {"page_token": names.UNKNOWN_DIGEST}
-    yield call("ListAdapterVersions", pb.ListAdapterVersionsRequest(name=GOOD), token)
+    versions = pb.ListAdapterVersionsRequest(name=GOOD)
+    yield call("ListAdapterVersions", versions, {"page_token": names.UNKNOWN_DIGEST})
 
 
 def _changes(good_digest: str) -> Iterator[Case]:
@@ -106,14 +106,14 @@ def _changes(good_digest: str) -> Iterator[Case]:
     for rpc, message, prefix in (("UpdateAdapter", mask, "adapter."), ("CreateAdapter", create, "")):
         yield from described(rpc, message, prefix)
     for etag in ("x", "\0", "e" * 100_000, "é"):
-        due = {"code": grpc.StatusCode.ABORTED, "reason": "ETAG_MISMATCH"}
+        due: dict[str, Any] = {"code": grpc.StatusCode.ABORTED, "reason": "ETAG_MISMATCH"}
         yield call("UpdateAdapter", mask, {"adapter.etag": etag}, **due)
         activate = pb.ActivateAdapterVersionRequest(name=GOOD, digest=good_digest)
         yield call("ActivateAdapterVersion", activate, {"etag": etag}, **due)
         yield call("DeleteAdapter", pb.DeleteAdapterRequest(name=GOOD), {"etag": etag}, **due)
         delete = pb.DeleteAdapterVersionRequest(name=GOOD, digest=good_digest)
         yield call("DeleteAdapterVersion", delete, {"etag": etag}, **due)
-    active = {"code": grpc.StatusCode.FAILED_PRECONDITION, "reason": "VERSION_ACTIVE"}
+    active: dict[str, Any] = {"code": grpc.StatusCode.FAILED_PRECONDITION, "reason": "VERSION_ACTIVE"}
     delete = pb.DeleteAdapterVersionRequest(name=GOOD, digest=good_digest)
     yield call("DeleteAdapterVersion", delete, {}, "the active version", **active)
     for request_id in names.BAD_REQUEST_IDS:

@@ -14,7 +14,7 @@ from typing import Self
 
 import grpc
 
-from tests.e2e.harness import System
+from tests.e2e.harness import System, active_version
 from tests.fakes.hash_model import oracle
 from tests.hostile.bad_inputs import (
     adapter_calls,
@@ -60,7 +60,7 @@ class Target:
         self.system.start_hash_worker("w0", WORKER_FLAGS)
         self.client = self.system.client()
         good = self.client.adapters.register(GOOD_ADAPTER, self.facts.work_dir / "root" / "good")
-        self.facts = replace(self.facts, good_digest=good.active_version.digest)
+        self.facts = replace(self.facts, good_digest=active_version(good).digest)
         self.client_channel = self._stack.enter_context(grpc.insecure_channel(self.system.address))
         self.worker_channel = self._stack.enter_context(grpc.insecure_channel(self.system.worker_address))
         return self

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2
 from google.protobuf import field_mask_pb2
 from motet.v1 import adapters_pb2 as pb
 from motet.v1 import status_pb2, types_pb2

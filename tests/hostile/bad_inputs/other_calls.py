@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grpc
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2
 from motet.v1 import adapters_pb2, generation_pb2, status_pb2

@@ -156,7 +156,14 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     for last_epoch in (2**63, U64):
         yield refused(PRECONDITION, "restart the worker", last_epoch=last_epoch)
 
-    entry = {"path": "a.*.b", "layers": b"\0\0\0\0", "kind": 1, "in_features": 4, "out_features": 4, "reason": "no"}
+    entry: dict[str, Any] = {
+        "path": "a.*.b",
+        "layers": b"\0\0\0\0",
+        "kind": 1,
+        "in_features": 4,
+        "out_features": 4,
+        "reason": "no",
+    }
     bad_entries: dict[str, list[Any]] = {
         "path": ["", "*", "a..b", "a b", "a\n", "é", "../../etc", "a.*.b.*", "a" * 100_000],
         "layers": [b"", b"\0", b"\xff" * 4, b"\0" * 8, b"\1\0\0\0" * 2, b"\0" * 1_000_000],
@@ -168,7 +175,7 @@ def _hellos(facts: Facts) -> Iterator[Conversation]:
     for field, values in bad_entries.items():
         for value in values:
             # A path without a place for the layer makes the layers wrong.
-            says = "hello.target_modules[1].layers" if value == "a.*.b.*" else f"hello.target_modules[1].{field}"
+            says = "hello.target_modules[1].layers" if str(value) == "a.*.b.*" else f"hello.target_modules[1].{field}"
             bad = pb.TargetModules(**{**entry, field: value})
             conversation = refused(INVALID, says, target_modules=[pb.TargetModules(**entry), bad])
             yield replace(conversation, name=f"Hello: target_modules[1].{field} = {short(value)}")
@@ -201,15 +208,21 @@ def _without_plan(facts: Facts) -> Iterator[Conversation]:
     def one(**message: Any) -> Build:
         return lambda *_: [pb.AttachRequest(**message)]
 
+    def one_of_epoch(message: pb.StepResult | pb.SlotState) -> Build:
+        """The message with the connection's own epoch."""
+        if isinstance(message, pb.StepResult):
+            return lambda epoch, _: [_result(epoch, message)]
+        return lambda epoch, _: [_slot_state(epoch, message)]
+
     yield said("a second Hello", one(hello=hello), says="hello")
     yield said("an empty message", one())
     for sequence in (0, 2, 3, U64):
         yield said(f"pong {sequence}", one(pong=pb.Pong(sequence=sequence)), says="pong")
     for step_id in (1, 2, U64):
         result = pb.StepResult(step_id=step_id)
-        yield said(f"result {step_id} of no plan", lambda epoch, _, r=result: [_result(epoch, r)], says="step")
+        yield said(f"result {step_id} of no plan", one_of_epoch(result), says="step")
         yield said(f"result {step_id} of another epoch", one(step_result=result), OK)
-    slot_states = {
+    slot_states: dict[str, dict[str, Any]] = {
         "of a slot that nothing was loaded into": {"slot": 0, "generation": 1, "state": 1},
         "of a slot that is not there": {"slot": U32, "generation": 1, "state": 1},
         "of generation 2^32 - 1": {"slot": 0, "generation": U32, "state": 1},
@@ -220,7 +233,7 @@ def _without_plan(facts: Facts) -> Iterator[Conversation]:
     }
     for name, fields in slot_states.items():
         state = pb.SlotState(**fields)
-        yield said(f"a slot state {name}", lambda epoch, _, s=state: [_slot_state(epoch, s)])
+        yield said(f"a slot state {name}", one_of_epoch(state))
         yield said(f"a slot state {name}, of another epoch", one(slot_state=state), OK)
     beat = pb.Heartbeat(num_steps=U64, num_plans_waiting=U32, arena_used_bytes=U64, resident_bytes=U64)
     yield said("a heartbeat of the largest numbers", one(heartbeat=beat), OK)
@@ -348,7 +361,8 @@ class Worker:
 
     def __init__(self, channel: grpc.Channel, timeout_s: float = TIMEOUT_S) -> None:
         self._outgoing: queue.Queue[bytes | None] = queue.Queue()
-        self._call: Any = channel.stream_stream(ATTACH)(iter(self._outgoing.get, None), timeout=timeout_s)
+        raw: Any = channel  # the stubs demand serializers; these messages are bytes
+        self._call = raw.stream_stream(ATTACH)(iter(self._outgoing.get, None), timeout=timeout_s)
 
     def say(self, message: pb.AttachRequest | bytes) -> None:
         self._outgoing.put(message if isinstance(message, bytes) else message.SerializeToString())
@@ -408,7 +422,8 @@ class _Asked:
 
     def __init__(self, channel: grpc.Channel, timeout_s: float) -> None:
         request = generation.request(decoding__n=NUM_ANSWERS, sampling__logprobs=2).SerializeToString()
-        self._call: Any = channel.unary_stream(generation.GENERATE)(request, timeout=timeout_s)
+        raw: Any = channel
+        self._call = raw.unary_stream(generation.GENERATE)(request, timeout=timeout_s)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 

@@ -43,5 +43,5 @@ class AdapterMaker:
         return self.make(self._version_of[digest])
 
 
-def _drawn(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:  # type: ignore[type-arg]
+def _drawn(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     return (generator.standard_normal(values.shape) * values.std()).astype(values.dtype)

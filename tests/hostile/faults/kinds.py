@@ -118,7 +118,8 @@ def _control_plane_killed_and_away(moment: Moment) -> list[str]:
 
 def _control_plane_terminated(moment: Moment) -> list[str]:
     """By SIGTERM, while many new requests arrive, of which none may fail as long as it can wait."""
-    rig, found = moment.rig, []
+    rig = moment.rig
+    found: list[str] = []
     is_back = threading.Event()
     codes: list[int] = []
 
@@ -348,7 +349,8 @@ def _upload_cancelled(moment: Moment) -> list[str]:
                 sent.set()
                 is_held.wait(20.0)
 
-            call = channel.stream_unary(UPLOAD).future(messages(name, is_held, all_sent), timeout=20.0)
+            raw: Any = channel  # the stubs demand serializers; these messages are bytes
+            call = raw.stream_unary(UPLOAD).future(messages(name, is_held, all_sent), timeout=20.0)
             all_sent.wait(10.0)
             moment.pause(moment.draw.uniform(0.0, 0.1))
             call.cancel()

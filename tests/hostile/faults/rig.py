@@ -24,7 +24,7 @@ from motet import Client, MotetError, RetryPolicy, ServerStatus
 
 from benchmarks.system import ROOT, Child
 from control_plane.host_cache.embedded import find_redis_server
-from tests.e2e.harness import System, wait_until
+from tests.e2e.harness import System, active_version, wait_until
 from tests.hostile.faults.adapters import AdapterMaker
 from tests.hostile.faults.proxy_thread import ProxyThread
 from tests.hostile.faults.truth import HashTruth, RealTruth, Truth
@@ -124,7 +124,7 @@ class Rig:
     def register(self, name: str, version: str) -> str:
         """Register one of the maker's adapters under a name; its digest."""
         directory = self.adapters.make(version)
-        digest = self.admin.adapters.register(name, directory, timeout_s=60.0).active_version.digest
+        digest = active_version(self.admin.adapters.register(name, directory, timeout_s=60.0)).digest
         self.adapters.note(digest, version)
         self.digests.setdefault(name, set()).add(digest)
         return digest
@@ -280,7 +280,7 @@ class Rig:
         """Active digest by name, as the server says once it answers."""
         wait_until(lambda: self.status() is not None, "the control plane answers", REST_TIMEOUT_S)
         return {
-            adapter.id: adapter.active_version.digest if adapter.active_version is not None else ""
+            adapter.id: active_version(adapter).digest if adapter.active_version is not None else ""
             for adapter in self.admin.adapters.list()
         }
 

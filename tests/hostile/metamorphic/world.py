@@ -26,7 +26,7 @@ from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from tests.e2e.harness import System, wait_until
+from tests.e2e.harness import System, active_version, wait_until
 from tests.makers import make_adapter, make_checkpoint, make_prompt, make_tokenizer
 
 VOCAB_SIZE = 256
@@ -107,7 +107,7 @@ class World:
     def add(self, name: str, directory: Path) -> str:
         """Register an adapter; its digest."""
         self.adapter_dirs[name] = directory
-        return str(self.client.adapters.register(name, directory).active_version.digest)
+        return str(active_version(self.client.adapters.register(name, directory)).digest)
 
     def _changed(self, source: str, name: str, change: Callable[[str, Any], Any], **config: Any) -> Path:
         """A copy of an adapter whose weights are changed."""

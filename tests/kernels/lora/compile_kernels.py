@@ -33,7 +33,14 @@ def main() -> None:
     shared = {"BLOCK_T": 32, "TILE_WIDTH": 1024, "PAGE_RANKS": 8}
     shrink = {"BLOCK_R": 64, "BLOCK_K": 128, "NUM_PARTS": 8, "PART_STEPS": 4, "HAS_PLANES": True, "stride_xk": 1}
     compile_kernel(triton_shrink.shrink_kernel, "bf16", shrink | shared, num_stages=3)
-    expand = {"BLOCK_R": 32, "BLOCK_N": 128, "NUM_PLANES": 8, "H_ALIGN": 4, "ADD_INPUTS": True, "stride_yn": 1}
+    expand: dict[str, Any] = {
+        "BLOCK_R": 32,
+        "BLOCK_N": 128,
+        "NUM_PLANES": 8,
+        "H_ALIGN": 4,
+        "ADD_INPUTS": True,
+        "stride_yn": 1,
+    }
     expand |= {"HAS_DORA_SCALE": True, "HAS_LORA_BIAS": True, "HAS_BASE_BIAS": True, "PAGE_VALUES": 4096}
     expand |= {"OUT_FEATURES": (4096, 1024, 1024), "NUM_MODULES": 3, "ALIGN": 16}
     compile_kernel(triton_expand.expand_kernel, "bf16", expand | shared, num_stages=1)

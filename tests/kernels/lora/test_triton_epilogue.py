@@ -91,7 +91,8 @@ def test_kernel_equals_the_definition(
     """With one rank at all modules, like q, k and v of an adapter; slot 1 has a DoRA scale at the second module too."""
     inputs = make_group(CASE, WIDTHS, dtype, is_uniform=is_uniform)
     inputs, full = tables(inputs)
-    epilogue = replace(full, **dict.fromkeys(leave_out))
+    left_out: dict[str, Any] = dict.fromkeys(leave_out)
+    epilogue = replace(full, **left_out)
     expected, plain = added(inputs, epilogue), added(inputs, None)
     monkeypatch.setattr(ops, "runs_triton", lambda tensor: True)
     there = to_device(inputs, device)

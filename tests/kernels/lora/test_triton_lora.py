@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -103,10 +104,8 @@ def test_exact_sums_have_the_same_bits_in_every_tiling(
 ) -> None:
     """Of small integers every sum is exact, so that nothing but the right one will do. Some widths end in a tile."""
     case = SMALL if block_tokens == 1 else CROWDED  # every block takes the interpreter a while
-    sizes = {"in_features": 150, "tile_width": tile_width}
-    inputs = to_device(
-        make_group(replace(case, **sizes), (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device
-    )
+    sized = replace(case, in_features=150, tile_width=tile_width)
+    inputs = to_device(make_group(sized, (2 * tile_width, tile_width), torch.bfloat16, is_exact=True), device)
     expected_h, expected = defined(inputs)
     is_changed = (expected != inputs.y).view(len(expected), 3, tile_width).any(2)
     for token, slot in enumerate(case.token_slots):  # otherwise a product that is left out would not be seen
@@ -283,19 +282,22 @@ def test_the_six_operators(runs_triton: bool, device: torch.device, monkeypatch:
             expected_h[token, : len(a)] = 2.0 * (a @ inputs.x[token])
             delta[token] = module.scaling[slot] * (expected_h[token, : len(a)] @ b)
     h = torch.full_like(expected_h, NAN)
-    for shrink, where in ((ops.bgmv_shrink, slots), (ops.sgmv_shrink, segments)):
+    shrinks: list[tuple[Callable[..., None], object]] = [(ops.bgmv_shrink, slots), (ops.sgmv_shrink, segments)]
+    for shrink, where in shrinks:
         h.fill_(NAN)
-        shrink(inputs.x, module, h, where, scaling=2.0)  # type: ignore[operator]  # each takes its own `where`
+        shrink(inputs.x, module, h, where, scaling=2.0)
         assert torch.equal(h.nan_to_num(nan=99.0), expected_h.nan_to_num(nan=99.0))
-    for expand, where in ((ops.bgmv_expand, slots), (ops.sgmv_expand, segments)):
+    expands: list[tuple[Callable[..., None], object]] = [(ops.bgmv_expand, slots), (ops.sgmv_expand, segments)]
+    for expand, where in expands:
         y = torch.cat([inputs.y, inputs.y], dim=1)
-        expand(h, module, y, where, add_inputs=True)  # type: ignore[operator]
+        expand(h, module, y, where, add_inputs=True)
         assert torch.equal(y, torch.cat([inputs.y + delta, inputs.y], dim=1))
-        expand(h, module, y, where, add_inputs=False)  # type: ignore[operator]
+        expand(h, module, y, where, add_inputs=False)
         assert torch.equal(y, torch.cat([delta, inputs.y], dim=1))
-    for expand, where in ((ops.bgmv_expand_slice, slots), (ops.sgmv_expand_slice, segments)):
+    expands = [(ops.bgmv_expand_slice, slots), (ops.sgmv_expand_slice, segments)]
+    for expand, where in expands:
         y = torch.cat([inputs.y, inputs.y], dim=1)
-        expand(h, module, y, where, slice_offset=20, slice_size=32, add_inputs=True)  # type: ignore[operator]
+        expand(h, module, y, where, slice_offset=20, slice_size=32, add_inputs=True)
         expected = torch.cat([inputs.y, inputs.y], dim=1)
         expected[:, 20:52] += delta
         assert torch.equal(y, expected)

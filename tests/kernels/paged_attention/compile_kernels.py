@@ -97,7 +97,7 @@ def main() -> None:
     compile_all(4, 128, 16, has_combine=True)
     compile_all(7, 80, 24, HAS_WINDOW=True, HAS_SINKS=True, HAS_SOFTCAP=True, HAS_SLOPES=True, has_combine=True)
     compile_all(4, 128, 16, cache="fp8e4nv", IS_CAUSAL=False)
-    sparse = {"SPARSE_BLOCK": 64, "LOCAL_BLOCKS": 16, "VERTICAL_STRIDE": 8, "HEAD_STEP": -1}
+    sparse: dict[str, Any] = {"SPARSE_BLOCK": 64, "LOCAL_BLOCKS": 16, "VERTICAL_STRIDE": 8, "HEAD_STEP": -1}
     compile_all(4, 128, 16, cache="fp8e4nv", HAS_TOKEN_SCALES=True, **sparse)
     compile_all(2, 256, 16, HAS_WINDOW=True, HAS_SOFTCAP=True)
     compile_all(4, 128, 16, dtype="fp32", cache="fp32")

@@ -123,7 +123,7 @@ def test_query_of_a_fused_projection_is_read_by_its_strides() -> None:
 def test_long_plain_prefill_is_cut_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.paged_attention.cpu.SCORE_BYTES", 4 * 64 * 4 * 5)
     for options in ({"softcap": 3.0}, {"sparsity": BlockSparsity(4, 2, 3, 1)}, {"softcap": 3.0, "is_causal": False}):
-        inputs = make(Case("prefill", ((33, 64), (64, 64)), **options), torch.float32)  # type: ignore[arg-type]  # mixed
+        inputs = make(Case("prefill", ((33, 64), (64, 64)), **options), torch.float32)
         assert_close(run(inputs), define(inputs))
 
 

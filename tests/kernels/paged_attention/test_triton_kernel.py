@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.kernels.tolerances import assert_close
 SMALL: dict[str, Any] = {"decode": DecodeLaunch(16, 32, split_keys=32), "prefill": PrefillLaunch(32, 32)}
 TINY = DecodeLaunch(16, 16, split_keys=32)
 NAN = float("nan")
-by_name = {"ids": lambda case: case.name}
+case_name = attrgetter("name")
 
 
 def case_named(name: str) -> Case:
@@ -56,7 +57,7 @@ def new_poisoned(self: torch.Tensor, *shape: int, **at: Any) -> torch.Tensor:
     return self.new_full(shape, NAN if self.is_floating_point() else 0, **at)
 
 
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if not case.is_consecutive], **by_name)
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if not case.is_consecutive], ids=case_name)
 def test_equals_the_reference(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output is written, and no cache entry of nobody is read: both begin as NaN."""
     expected = define(make(case, torch.float32))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import tune_attention
 from benchmarks.kernels.tune import PROBLEMS
 from benchmarks.kernels.tune_attention import Shape, decode_problem, prefill_problem, shapes
+from kernels.paged_attention import triton_kernel
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes, decode_launch, prefill_launch
 from kernels.tuning import read_tables, write_table
 
@@ -63,8 +63,8 @@ def test_the_tuner_checks_attention_bit_for_bit(cache: str, monkeypatch: pytest.
         assert problem.sizes["group"] == 2
         assert problem.is_right(problem.default)
         assert problem.is_right(other)
-    right = tune_attention.triton_kernel.paged_attention
-    monkeypatch.setattr(tune_attention.triton_kernel, "paged_attention", lambda *a, **b: right(*a, **b).add_(1))
+    right = triton_kernel.paged_attention
+    monkeypatch.setattr(triton_kernel, "paged_attention", lambda *a, **b: right(*a, **b).add_(1))
     assert not any(problem.is_right(problem.default) for problem in problems)
 
 

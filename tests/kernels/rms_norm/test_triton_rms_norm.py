@@ -21,7 +21,7 @@ def check(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -
         for tensor in (x, weight, residual)
     ]
     for tensor, value in zip(there, (x, weight, residual), strict=True):
-        if tensor is not None:
+        if tensor is not None and value is not None:
             tensor.copy_(value)
     assert there[0] is not None and there[1] is not None
     actual = triton_kernel.rms_norm(there[0], there[1], EPS, there[2], case.weight_offset)

@@ -129,7 +129,8 @@ def test_fp8_caches_take_the_bits_that_the_reference_makes_of_the_rotated_keys(
     )
     rotation = native.rotation(*tables, inputs.kv_positions)
     run_one("rotate_store", of, Step(num_tokens=7, rotation=rotation.address))
-    stores.store_kv(inputs.key, inputs.value, *theirs, inputs.kv_positions, *scales[1])
+    key_cache, value_cache = theirs
+    stores.store_kv(inputs.key, inputs.value, key_cache, value_cache, inputs.kv_positions, *scales[1])
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
     for mine, other in zip(*scales, strict=True):

@@ -27,8 +27,8 @@ LIMITS = [
 def make_rows(limits: list[tuple[float, int, float, float]]) -> SamplingRows:
     """Rows by (temperature, top_k, top_p, min_p)."""
     order = torch.arange(len(limits))
-    columns = [torch.tensor(column) for column in zip(*limits, strict=True)]
-    return SamplingRows(*columns, seed=order * 12345 - 9, position=order % 7)
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*limits, strict=True))
+    return SamplingRows(temperature, top_k, top_p, min_p, seed=order * 12345 - 9, position=order % 7)
 
 
 def make_logits(num_rows: int, vocab_size: int, *, seed: int = 0, levels: int = 0) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -18,7 +20,7 @@ from kernels.sampling import IN_ANSWER, IN_PROMPT, Adjustments
 from kernels.sampling.reference import adjust, kept_scores
 
 VOCAB_SIZE = 800
-NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
+NO_IDS: Any = torch.zeros(1, 0, dtype=torch.int64)  # transformers says LongTensor
 
 
 def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -106,10 +108,10 @@ def test_repetition_penalty_is_transformers_bit_for_bit(penalty: float) -> None:
 def test_bias_comes_before_the_repetition_penalty_as_in_transformers() -> None:
     logits = make_logits(1)
     biases = {5: 4.0, 6: -30.0, 700: 2.5}
-    ids = torch.tensor([[5, 6, 7]])
+    ids: Any = torch.tensor([[5, 6, 7]])
     processors = LogitsProcessorList(
         [
-            SequenceBiasLogitsProcessor({(token,): bias for token, bias in biases.items()}),
+            SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()]),
             RepetitionPenaltyLogitsProcessor(1.7),
         ]
     )

@@ -93,9 +93,9 @@ def test_cpu_draws_what_the_definition_draws(vocab_size: int, levels: int) -> No
         for top_p in (0.2, 0.97, 1.0)
         for min_p in (0.0, 0.2)
     ][:: 1 if vocab_size < 1000 else 5]
-    columns = [torch.tensor(column) for column in zip(*limits, strict=True)]
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*limits, strict=True))
     order = torch.arange(len(limits))
-    rows = SamplingRows(*columns, seed=order - 9, position=order % 7)
+    rows = SamplingRows(temperature, top_k, top_p, min_p, seed=order - 9, position=order % 7)
     logits = make_logits(len(limits), vocab_size).to(torch.bfloat16)
     if levels:
         logits = (logits * levels / 4).round() * 4 / levels

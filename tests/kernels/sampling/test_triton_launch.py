@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.kernels import tune_sampling
+from kernels.sampling import triton_kernel
 from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
 from kernels.tuning import write_table
 
@@ -44,8 +45,8 @@ def test_no_launch_changes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     some = SampleLaunch(256, 128, 1, 1)
     assert problem.is_right(some)
     assert problem.is_right(SampleLaunch(512, 512, 8, 16))
-    right = tune_sampling.triton_kernel.sample
-    monkeypatch.setattr(tune_sampling.triton_kernel, "sample", lambda *a, **b: right(*a, **b) + 1)
+    right = triton_kernel.sample
+    monkeypatch.setattr(triton_kernel, "sample", lambda *a, **b: right(*a, **b) + 1)
     assert not problem.is_right(some)
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import tune_lora
 from benchmarks.kernels.problem import Problem
 from benchmarks.kernels.tune import main, search, tune
 from benchmarks.kernels.tune_lora import Shape, expand_problem, shapes, shrink_problem
+from kernels.lora import triton_expand, triton_shrink
 from kernels.lora.launch import ExpandLaunch, ShrinkLaunch
 from kernels.tuning import read_tables, write_table
 
 DEVICE = "A GPU"
 CPU = torch.device("cpu")
-Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
+Timer = Callable[[Sequence[Callable[[], Any]]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class Launch:
     columns: int = 64
 
 
-def timer_of(*rounds: dict[int, float]) -> tuple[Timer, list[list[float]]]:
+def timer_of(*rounds: dict[int, float]) -> tuple[Timer, list[list[int]]]:
     """Seconds by num_warps, which `run` returns; one dictionary per round. Also what was asked."""
-    left, asked = list(rounds), []
+    left = list(rounds)
+    asked: list[list[int]] = []
 
-    def timer(calls: Sequence[Callable[[], object]]) -> list[float]:
+    def timer(calls: Sequence[Callable[[], Any]]) -> list[float]:
         seconds = left.pop(0)
         asked.append([call() for call in calls])
         return [seconds[warps] for warps in asked[-1]]
@@ -118,13 +119,13 @@ def test_shrink_is_checked_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem.default in problem.candidates or problem.default.in_columns == 16
     assert problem.is_right(problem.default)
     assert problem.is_right(ShrinkLaunch(16, 64, 8, 2))
-    right = tune_lora.triton_shrink.shrink
+    right = triton_shrink.shrink
 
     def off_by_one_bit(x: torch.Tensor, h: torch.Tensor, *rest: Any, **options: Any) -> None:
         right(x, h, *rest, **options)
         h[0, 0, 0, 0] += 1
 
-    monkeypatch.setattr(tune_lora.triton_shrink, "shrink", off_by_one_bit)
+    monkeypatch.setattr(triton_shrink, "shrink", off_by_one_bit)
     assert not problem.is_right(problem.default)
 
 
@@ -137,7 +138,7 @@ def test_expand_is_checked_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem.is_right(problem.default)
     assert problem.is_right(ExpandLaunch(64, 8))
     assert problem.is_right(ExpandLaunch(16))
-    monkeypatch.setattr(tune_lora.triton_expand, "expand", lambda *rest, **options: None)
+    monkeypatch.setattr(triton_expand, "expand", lambda *rest, **options: None)
     assert not problem.is_right(problem.default)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import empty_pb2, field_mask_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
@@ -52,7 +52,7 @@ def operations(api: Api) -> Any:
 
 
 async def upload(api: Api, parts: Iterable[adapters_pb2.UploadAdapterRequest]) -> adapters_pb2.Adapter:
-    return (await adapters(api).UploadAdapter(iter(parts), timeout=20)).adapter  # type: ignore[no-any-return]
+    return (await adapters(api).UploadAdapter(iter(parts), timeout=20)).adapter
 
 
 async def refused(awaitable: Any) -> tuple[grpc.StatusCode, str, list[str]]:
@@ -223,7 +223,7 @@ async def test_upload_that_does_not_end_in_order_registers_nothing(api: Api, way
     total = sum(map(len, FILES.values()))
     for _ in range(20):
         async with TcpProxy(api.port) as proxy, grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel:
-            stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
             call = stub.UploadAdapter()
             for message in messages():
                 await call.write(message)
@@ -358,7 +358,8 @@ async def test_adapters_with_many_labels_come_in_pages_that_every_client_takes(
 
     monkeypatch.setattr(wire, "adapter_message", counted)
     handles = [asyncio.get_running_loop().call_soon(turn)]
-    listed, token = [], ""
+    listed: list[str] = []
+    token = ""
     while not listed or token:
         request = adapters_pb2.ListAdaptersRequest(page_size=1000, page_token=token)
         page = await adapters(api).ListAdapters(request)
@@ -473,7 +474,7 @@ async def test_pin_and_unpin_reach_every_tier_though_the_client_leaves(api: Api)
         api.registry.answer_due.clear()
         if is_pinned:
             pin = adapters_pb2.PinAdapterRequest(name="adapters/a")
-            handler = asyncio.create_task(api.adapters.PinAdapter(pin, context))
+            handler: asyncio.Task[Any] = asyncio.create_task(api.adapters.PinAdapter(pin, context))
         else:
             unpin = adapters_pb2.UnpinAdapterRequest(name="adapters/a")
             handler = asyncio.create_task(api.adapters.UnpinAdapter(unpin, context))

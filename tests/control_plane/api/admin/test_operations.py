@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import duration_pb2
 
 from control_plane.adapters.operations import Operation
@@ -119,7 +119,8 @@ async def test_a_page_ends_where_more_would_be_too_large_for_a_client(api: Api) 
     begun = [api.operations.start("a", "create", register, is_cancellable=True) for _ in range(20)]
     await asyncio.gather(*(operation.wait() for operation in begun))
     names = [name_of(operation) for operation in begun]
-    listed, token = [], ""
+    listed: list[str] = []
+    token = ""
     while not listed or token:
         request = operations_pb2.ListOperationsRequest(page_size=100, page_token=token)
         page = await stub(api).ListOperations(request)

@@ -78,7 +78,7 @@ def idle_call(channel: Any, method: str = "/t.T/Wait") -> Any:
 
 
 async def status_of(channel: Any) -> str:
-    stub: Any = status_pb2_grpc.StatusServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+    stub: Any = status_pb2_grpc.StatusServiceStub(channel)
     return str((await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=30)).server_version)
 
 

@@ -63,7 +63,7 @@ async def test_moment_reaches_the_template(make: Make) -> None:
 
 async def test_template_that_loops_ends_alone_while_others_are_served(make: Make) -> None:
     renderer = make(cpu_limit_s=0.4)
-    assert await asyncio.gather(say(renderer, "a"), say(renderer, "b")) == ["a!", "b!"]
+    assert list(await asyncio.gather(say(renderer, "a"), say(renderer, "b"))) == ["a!", "b!"]
     assert len(renderer.pids) == 2
     looping = asyncio.ensure_future(say(renderer, "loop"))
     await asyncio.sleep(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,9 +108,13 @@ def test_a_decoder_within_a_larger_model_leaves_the_modules_to_the_workers(tmp_p
 
 def test_lengths_of_every_name_are_read_and_none_is_needed(tmp_path: Path) -> None:
     names = {"layers.0.q.weight": (2, 2)}
-    for number, (config, expected) in enumerate(
-        [({"max_seq_len": 33}, 33), ({"n_positions": 34}, 34), ({"text_config": {"n_ctx": 35}}, 35), ({}, None)]
-    ):
+    lengths: list[tuple[dict[str, Any], int | None]] = [
+        ({"max_seq_len": 33}, 33),
+        ({"n_positions": 34}, 34),
+        ({"text_config": {"n_ctx": 35}}, 35),
+        ({}, None),
+    ]
+    for number, (config, expected) in enumerate(lengths):
         directory = _write(tmp_path / str(number), names, **({"max_position_embeddings": None} | config))
         assert BaseModel.load(directory).max_model_len == expected
         assert BaseModel.load(directory, "float32", 16).max_model_len == 16

@@ -30,9 +30,9 @@ async def test_what_the_last_workers_served_stays_known_when_they_are_gone() -> 
     assert reports.max_model_len is None
     reports.update([WorkerReport(40, MODULES)])
     reports.update([])
-    assert (reports.max_model_len, reports.modules) == (40, MODULES)
+    assert reports.max_model_len == 40 and reports.modules == MODULES
     reports.update([WorkerReport(50)])  # one that tells no modules
-    assert (reports.max_model_len, reports.modules) == (50, MODULES)
+    assert reports.max_model_len == 50 and reports.modules == MODULES
 
 
 async def test_an_adapter_is_judged_by_its_first_module_that_is_not_served() -> None:

@@ -124,8 +124,8 @@ def test_a_field_that_changes_nothing_gives_the_same_adapter(tmp_path: Path, fie
 
 
 def test_eva_is_taken_with_its_configuration_and_corda_only_without(tmp_path: Path) -> None:
-    eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
+    eva: dict[str, Any] = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
     assert pack(write_adapter(tmp_path / "eva", **eva)) == pack(write_adapter(tmp_path / "plain"))
     for init, field in (("corda", "corda_config"), ("lora_ga", "lora_ga_config")):
         with pytest.raises(InvalidAdapter, match="path_initial_model_for_weight_conversion"):
-            pack(write_adapter(tmp_path / init, **{"init_lora_weights": init, field: {"a": 1}}))
+            pack(write_adapter(tmp_path / init, CONFIG | {"init_lora_weights": init, field: {"a": 1}}))

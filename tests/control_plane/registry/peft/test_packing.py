@@ -12,7 +12,7 @@ from control_plane.errors import StoreUnavailable
 from control_plane.registry.changes import Abandoned
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft import packing
-from control_plane.registry.peft.ingest import CONFIG_FILE
+from control_plane.registry.peft.ingest import CONFIG_FILE, ingest
 from control_plane.registry.peft.packing import Packer
 from tests.control_plane.registry.rig import base_model, pack, write_adapter
 
@@ -25,7 +25,7 @@ class HungDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_back = threading.Event()
         self.ended: list[BaseException] = []
-        self._ingest = packing.ingest
+        self._ingest = ingest
         monkeypatch.setattr(packing, "ingest", self)
 
     def __call__(self, found: dict[str, Path], *arguments: object, **options: object) -> object:

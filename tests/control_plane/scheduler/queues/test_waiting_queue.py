@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ ADAPTERS = [None, make_adapter("one"), make_adapter("two")]
 LONG_TOKENS = 8
 
 
-def make_waiting(serial: int, adapter_idx: int = 0, arrival_s: float = 0.0, **changes: object) -> SequenceGroup:
+def make_waiting(serial: int, adapter_idx: int = 0, arrival_s: float = 0.0, **changes: Any) -> SequenceGroup:
     request = make_request(serial, adapter=ADAPTERS[adapter_idx], arrival_s=arrival_s, **changes)
     return make_group(request, make_limits(), serial)
 

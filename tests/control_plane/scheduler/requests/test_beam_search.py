@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def generated(
     max_tokens: int,
 ) -> list[tuple[tuple[int, ...], float]]:
     """What transformers returns."""
-    output = model.generate(
+    untyped: Any = model  # the type of `generate` does not fit this class
+    output = untyped.generate(
         torch.tensor([prompt]),
         num_beams=search.width,
         num_return_sequences=search.width,

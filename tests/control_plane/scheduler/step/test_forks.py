@@ -216,7 +216,7 @@ def test_a_result_with_more_of_the_prompt_than_is_due_is_refused() -> None:
     result = bench.worker.execute(plan)
     told = result.prompt_logprobs[0]
     with pytest.raises(ResultMismatch, match="log-probabilities of 6 prompt tokens; 3 are due"):
-        bench.scheduler.apply(replace(result, prompt_logprobs={0: told + told}), 0.0)
+        bench.scheduler.apply(replace(result, prompt_logprobs={0: [*told, *told]}), 0.0)
 
 
 @pytest.mark.parametrize("num_told", [0, 1])

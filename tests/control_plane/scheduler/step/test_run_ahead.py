@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from control_plane.scheduler.settings import SchedulerSettings
@@ -14,7 +16,8 @@ LONG = 30  # tokens: no request of a test ends before it is over
 
 def decoding(*requests: Request, **limits: int) -> Bench:
     """A bench on which the requests' prefills are answered."""
-    bench = Bench(**({"plan_depth": 2, "num_blocks": 64} | limits))
+    all_limits: dict[str, Any] = {"plan_depth": 2, "num_blocks": 64, **limits}
+    bench = Bench(**all_limits)
     bench.add(*requests)
     bench.step()
     return bench

@@ -22,7 +22,8 @@ DEAR = SchedulerSettings(swap_us_per_block=1e9, watermark=0.0)
 
 def run_short_of_blocks(settings: SchedulerSettings, *requests: Request, **limits: int) -> Bench:
     """Run until the first preemption, with blocks for about one of the requests less than there are."""
-    bench = Bench(settings, **{"num_blocks": 6, "num_host_blocks": 8, "max_rows": 4, **limits})
+    all_limits: dict[str, Any] = {"num_blocks": 6, "num_host_blocks": 8, "max_rows": 4, **limits}
+    bench = Bench(settings, **all_limits)
     bench.add(*requests)
     while bench.scheduler.stats().num_preemptions == 0:
         assert bench.step() is not None, "everything ended and nobody was preempted"

@@ -71,11 +71,11 @@ def servicer() -> Servicer:
 @pytest.fixture
 def control_plane(servicer: Servicer) -> Iterator[ControlPlaneSource]:
     server = grpc.server(ThreadPoolExecutor(2))
-    plan_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    plan_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = plan_pb2_grpc.WorkerServiceStub(channel)
         yield ControlPlaneSource(stub, "w1", timeout_s=10)
     server.stop(None).wait()
 
@@ -193,7 +193,7 @@ def test_stream_that_breaks_is_unavailable(
 def test_a_session_that_ended_meanwhile_is_unavailable(servicer: Servicer) -> None:
     """A load may reach for the control plane when its session's channel is closed: no mistake of the worker."""
     channel = grpc.insecure_channel("127.0.0.1:1")
-    stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub = plan_pb2_grpc.WorkerServiceStub(channel)
     channel.close()
     source = ControlPlaneSource(stub, "w1")
     with pytest.raises(AdapterUnavailable, match="the session with the control plane is over"):
