@@ -25,7 +25,7 @@ _ATTRIBUTE = "motet_attention"
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """What one layer asks of attention in every step."""
+    """One layer's arguments for attention, the same in every step."""
 
     scale: float
     sliding_window: int | None = None  # tokens
@@ -35,7 +35,7 @@ class AttentionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What is done to query and key before they are stored and multiplied: the norm of each head, then the turn."""
+    """Applied to query and key before the key is stored: the norm of each head, then the rotation."""
 
     cos: torch.Tensor  # [num_tokens, n]
     sin: torch.Tensor
@@ -43,7 +43,7 @@ class Rotation:
 
 
 class Attends(Protocol):
-    """What is attached to an attention module that rotates with ours."""
+    """The cache's side of an attention module that rotates in our kernels."""
 
     def attend_rotated(
         self,
@@ -128,7 +128,7 @@ class PagedAttention:
 
 
 def attach(module: nn.Module, attention: Attends) -> None:
-    """Give an attention module what serves its calls."""
+    """Let `attention` serve the module's calls."""
     setattr(module, _ATTRIBUTE, attention)
 
 
@@ -148,7 +148,7 @@ def _attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,  # what else models pass does not change the result; the probe at load refuses what would
+    **_: Any,  # arguments that do not change the result: the probe at load refuses others
 ) -> tuple[torch.Tensor, None]:
     """What a model's attention module calls; transformers' interface."""
     assert attention_mask is None, "the model made a mask of its own; the probe at load lets none pass"

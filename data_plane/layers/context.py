@@ -1,4 +1,4 @@
-"""What the layers of one model know about the step in hand. The engine writes it, attention and linears read it.
+"""What the layers of one model know about the current step. The engine writes it, attention and linears read it.
 
 One object per model, made at load and never replaced: every layer holds a reference to it.
 """
@@ -12,13 +12,13 @@ from kernels.paged_attention import AttentionBatch
 
 
 class StepContext:
-    """The step in hand; between steps everything is None."""
+    """The current step; between steps everything is None."""
 
     def __init__(self) -> None:
         self.attention: AttentionBatch | None = None
         self.kv_positions: torch.Tensor | None = None  # int64 [num_tokens]: where each token's KV goes
         self.lora: LoraStep | None = None  # None: no token of the step has an adapter
-        self.head_lora: LoraStep | None = None  # of the rows that the head sees; None: none that targets the head
+        self.head_lora: LoraStep | None = None  # adapters of the rows that the head sees; None: none targets the head
 
     def begin(
         self,

@@ -13,8 +13,8 @@ from data_plane.layers.rms_norm import RmsNorm
 class DecoderLayer(nn.Module):
     """h += attention(norm(h)); h += mlp(norm(h)); takes the place of a transformers layer of that shape.
 
-    h is changed in place and handed on, and the norm that comes next is computed with the sum: the next layer's, or
-    the model's last. A norm that meets another tensor than h computes afresh.
+    h is changed in place and passed on. The norm that follows, the next layer's or the model's last, is computed in the
+    same pass as the sum. A norm that receives another tensor than h computes it anew.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class DecoderLayer(nn.Module):
         self._next: list[RmsNorm] = []  # one at most; a list, since it is a part of another module
 
     def precede(self, norm: RmsNorm) -> None:
-        """Compute this norm, which the layer's output meets next, along with the last sum."""
+        """Compute this norm, which follows the layer, along with the last sum."""
         self._next = [norm]
 
     @property

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class DecoderStack(nn.Module):
-    """The layers one after the other. Takes the place of a model's first layer; a SkippedLayer stands for each other.
+    """The layers one after the other. Replaces a model's first layer; a SkippedLayer replaces each other one.
 
-    `record` makes it native. What was not recorded, and steps of more tokens than that, run the modules.
+    `record` makes it native. Steps with more tokens than were recorded run the modules.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], last_norm: RmsNorm, context: StepContext) -> None:
@@ -32,7 +32,7 @@ class DecoderStack(nn.Module):
         self._recorded: RecordedLayers | None = None
 
     def record(self, tables: AdapterTables, *, max_tokens: int, rotary_half: int) -> None:
-        """Compute steps of up to max_tokens by one native call from now on, if the layers' parts allow it.
+        """Compute steps of up to max_tokens by one native call, if the layers' parts allow it.
 
         The caches must have been attached.
         """
@@ -46,7 +46,7 @@ class DecoderStack(nn.Module):
 
     @property
     def last_norm(self) -> RmsNorm:
-        """The norm that has its answer ready."""
+        """The norm whose result is computed with the layers."""
         return self._last_norm[0]
 
     @property
@@ -69,7 +69,7 @@ class DecoderStack(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
     ) -> torch.Tensor:
-        """[1, T, hidden] for hidden_states [1, T, hidden]; the last norm has its answer ready for it."""
+        """[1, T, hidden] for hidden_states [1, T, hidden]; the last norm's result for it is ready."""
         if self._recorded is None or hidden_states.shape[1] > self._recorded.max_tokens:
             for layer in self.layers:
                 hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **kwargs)
@@ -82,7 +82,7 @@ class DecoderStack(nn.Module):
 
 
 class SkippedLayer(nn.Module):
-    """Stands where a layer was that a DecoderStack before it computes."""
+    """In the place of a layer that a DecoderStack computes."""
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """hidden_states itself."""

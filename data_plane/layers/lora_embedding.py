@@ -1,4 +1,4 @@
-"""An embedding that adds the adapters of the step in hand. It stands round the embedding of a loaded model."""
+"""An embedding that adds the step's adapters. It wraps the embedding of a loaded model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from data_plane.plan import TargetKind, TargetModule
 class LoraEmbedding(nn.Module):
     """A loaded embedding, of any class, plus what the step's adapters add.
 
-    Where the embedding multiplies what it looks up (Gemma's embed_scale), that is multiplied too, as PEFT does.
+    If the embedding multiplies what it looks up (Gemma's embed_scale), the adapters' part is multiplied too, as in
+    PEFT.
     """
 
     def __init__(self, embedding: nn.Embedding, target_name: str, context: StepContext) -> None:
@@ -27,11 +28,11 @@ class LoraEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[vocabulary, hidden]; the head's too where the model ties them."""
+        """[vocabulary, hidden]; also the head's weight if the model ties them."""
         return self.embedding.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] for token ids [...], with adapters those of the step's tokens."""
+        """[..., hidden] for token ids [...]. In a step with adapters the ids are those of the step's tokens."""
         output: torch.Tensor = self.embedding(input)
         if self.context.lora is not None:
             target = self.targets[0]

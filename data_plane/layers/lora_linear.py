@@ -1,7 +1,7 @@
-"""Linear layers that add the adapters of the step in hand. They replace the linears of a loaded model in place.
+"""Linear layers that add the step's adapters. They replace the linears of a loaded model in place.
 
-Linears that read the same input may become one whose output has their columns side by side, as q, k and v do; adapters
-still find each of them as a target module of its own name.
+Linears that read the same input, such as q, k and v, may become one linear with their columns side by side. Each of
+them stays a target module with its own name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from data_plane.plan import TargetKind, TargetModule
 
 
 class LoraLinear(nn.Linear):
-    """One or more loaded linears plus what the step's adapters add at their target modules.
+    """One or more loaded linears plus what the step's adapters add to each.
 
-    A single linear's parameters are shared, those of several are copied side by side. Where the weight is packed,
-    `weight` is a meta tensor: it has a shape and a dtype and no values.
+    The parameters of a single linear are shared, those of several are copied side by side. If the weight is packed,
+    `weight` is a meta tensor: it has a shape and a dtype, but no values.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class LoraLinear(nn.Linear):
         *,
         kind: TargetKind = TargetKind.LINEAR,
     ) -> None:
-        """target_names: one for each linear, or none at all where adapters may not add."""
-        # No super().__init__ of Linear: it would allocate and fill weights that are replaced at once.
+        """target_names: one for each linear, or none if adapters may not target them."""
+        # Not Linear's own __init__: it would allocate and fill weights that are replaced at once.
         nn.Module.__init__(self)
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
@@ -49,9 +49,9 @@ class LoraLinear(nn.Linear):
         self.is_head = kind is TargetKind.HEAD
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out_features] for input [..., in_features]; with adapters the leading sizes hold the step's tokens.
+        """[..., out_features] for input [..., in_features].
 
-        A head's hold the rows whose logits are wanted.
+        In a step with adapters the rows are the step's tokens; for a head they are the tokens whose logits are kept.
         """
         if self.packed is None:
             output = nn.functional.linear(input, self.weight, self.bias)
@@ -72,22 +72,22 @@ class LoraLinear(nn.Linear):
         return torch.split(weight.detach(), self.out_splits)[index]
 
     def target_bias(self, index: int) -> torch.Tensor | None:
-        """[out] of one of the linears, or None; zeros for one that has none beside others that have."""
+        """[out] of one of the linears, or None; zeros for a linear without a bias if another one has a bias."""
         return None if self.bias is None else torch.split(self.bias.detach(), self.out_splits)[index]
 
     def pack_weight(self) -> None:
-        """Keep the weight in the layout that is fastest here, if that is another one than the checkpoint's."""
+        """Keep the weight in the layout that is fastest here, which may be the checkpoint's own."""
         self.packed = pack(self.weight)
         if self.packed is not None:
             self.weight = nn.Parameter(torch.empty_like(self.weight, device="meta"), requires_grad=False)
 
     def share_weight(self) -> None:
-        """Leave the weight, which another module has as well, and multiply with it in the way that is fastest here."""
+        """Keep the weight, which another module uses too, and multiply with it in the way that is fastest here."""
         self.packed = share(self.weight)
 
 
 def replace_linears(model: nn.Module, names: Collection[str], context: StepContext) -> None:
-    """Put a LoraLinear in the place of each named linear of the model, its weight packed."""
+    """Replace each named linear of the model by a LoraLinear with a packed weight."""
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name} is a {type(linear).__name__}"
@@ -97,7 +97,7 @@ def replace_linears(model: nn.Module, names: Collection[str], context: StepConte
 
 
 def replace_module(model: nn.Module, name: str, replacement: nn.Module) -> None:
-    """Put another module in the place of the named one."""
+    """Replace the named module."""
     parent_name, _, child_name = name.rpartition(".")
     setattr(model.get_submodule(parent_name), child_name, replacement)
 

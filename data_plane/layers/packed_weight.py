@@ -1,6 +1,6 @@
-"""Weights of linears in another layout than the checkpoint's, which products on a CPU read faster.
+"""Weights of linears in layouts that a CPU multiplies faster than the checkpoint's.
 
-A packed weight replaces the plain one: memory stays what it was.
+A packed weight replaces the plain one, so that no memory is added.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NativeWeight:
 
 @dataclass(frozen=True, slots=True)
 class SharedWeight:
-    """As it is, for the native product with plain weights: what a head may share with the embedding."""
+    """The plain weight, for the native product: a head may share it with the embedding."""
 
     weight: torch.Tensor
 
@@ -59,7 +59,7 @@ class SharedWeight:
 
 @dataclass(frozen=True, slots=True)
 class OneDnnWeight:
-    """In oneDNN's blocked layout, opaque to all but its own products."""
+    """In oneDNN's blocked layout, which only oneDNN's products can read."""
 
     packed: torch.Tensor
 
@@ -71,7 +71,7 @@ class OneDnnWeight:
 
 
 def pack(weight: torch.Tensor) -> PackedWeight | None:
-    """The weight [out, in] in the layout that was measured to be fastest here, None for the checkpoint's own."""
+    """The weight [out, in] in the layout that was measured fastest here; None: the checkpoint's own layout."""
     weight = weight.detach()
     if weight.device.type != "cpu":
         return None
@@ -86,7 +86,7 @@ def pack(weight: torch.Tensor) -> PackedWeight | None:
 
 
 def share(weight: torch.Tensor) -> PackedWeight | None:
-    """The weight [out, in] as it is, for native code if that is faster than torch here."""
+    """The weight [out, in] as it is, for native code; None if torch is faster here."""
     weight = weight.detach()
     is_dense = weight.device.type == "cpu" and weight.is_contiguous()
     if is_dense and fastest_unpacked_form(weight.shape[0], weight.shape[1], weight.dtype) is Form.SHARED:

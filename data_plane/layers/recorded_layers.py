@@ -1,8 +1,8 @@
-"""A run of decoder layers as one native program: recorded once over buffers that stay, then one call per step.
+"""Consecutive decoder layers as one native program: recorded once over fixed buffers, then one call per step.
 
-Each layer's parts are read as they are: the weights in their panels, the attention's caches, the arena's slot table. So
-a program follows every load and eviction of an adapter. It computes what the layers' own modules compute, in the same
-order and with the same roundings.
+The program reads the same memory as the layers' modules: weights in panels, KV caches, the arena's slot table. So it
+follows every load and eviction of an adapter. It computes what the modules compute, in the same order and with the same
+roundings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AdapterTables(Protocol):
 
 
 class RecordedLayers:
-    """The program of some layers and the norm behind them."""
+    """The program of some layers and the norm after them."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RecordedLayers:
         max_tokens: int,
         rotary_half: int,
     ) -> None:
-        """rotary_half: columns of the tables that heads are turned by. Raises CannotRecord."""
+        """rotary_half: columns of the rotary tables. Raises CannotRecord."""
         self.max_tokens = max_tokens
         self._context = context
         self._tables = tables
@@ -79,7 +79,7 @@ class RecordedLayers:
     def run(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The residual stream and its last norm, [T, hidden] each, valid until the next run.
 
-        For hidden_states [T, hidden] and tables [T, rotary_half] with dense rows, in the step that the context has.
+        hidden_states is [T, hidden], cos and sin are [T, rotary_half] with dense rows. The context has the step.
         """
         num_tokens = len(hidden_states)
         stream = self._stream[:num_tokens]
@@ -97,7 +97,7 @@ class RecordedLayers:
 
     def _attention(self, module: nn.Module) -> None:
         if not isinstance(module, RotaryAttention):
-            raise CannotRecord(f"{type(module).__name__} is no attention that can be recorded")
+            raise CannotRecord(f"{type(module).__name__} cannot be recorded as an attention")
         paged = attention_of(module)
         if not isinstance(paged, PagedAttention):
             raise CannotRecord("an attention has no cache")
@@ -154,7 +154,7 @@ class RecordedLayers:
 
     def _mlp(self, module: nn.Module) -> None:
         if not isinstance(module, GatedMlp):
-            raise CannotRecord(f"{type(module).__name__} is no MLP that can be recorded")
+            raise CannotRecord(f"{type(module).__name__} cannot be recorded as an MLP")
         both = self._buffer("both", module.gate_up.out_features)
         active = self._buffer("active", module.gate_up.out_features // 2)
         self._linear(module.gate_up, self._normed, both)
@@ -177,7 +177,7 @@ class RecordedLayers:
             column += width
             self._lora_modules = max(self._lora_modules, group.num_modules)
         if len(problems) > 1:
-            # They share the memory of h.
+            # The problems share the memory of h.
             self._program.add(op, linears.problem(x, weight, module.bias, y))
             for problem in problems:
                 self._program.add("lora_shrink", problem)
@@ -199,7 +199,7 @@ class RecordedLayers:
         self._program.add("rms_norm", problem)
 
     def _buffer(self, name: str, width: int) -> torch.Tensor:
-        """Rows that all layers with such a width share."""
+        """A buffer that all layers with this name and width share."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = self._rows(width)
         return self._buffers[name, width]
@@ -209,4 +209,4 @@ class RecordedLayers:
 
 
 class CannotRecord(Exception):
-    """The layers are of another kind than native programs are made of. They run as modules."""
+    """A native program cannot compute these layers: they run as modules."""

@@ -1,4 +1,4 @@
-"""The norms of a decoder, with the residual's sum where the layer before left one."""
+"""The norms of a decoder, computed together with the residual sum before them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kernels.rms_norm import rms_norm
 class RmsNorm(nn.Module):
     """RMS norm over the last size.
 
-    `prepare` computes the sum of a residual stream and the norm of it in one pass, before the norm is asked for; the
-    forward pass of exactly that tensor then has its answer ready.
+    `prepare` computes the sum of a residual stream and the norm of the sum in one pass. The forward pass of exactly
+    that tensor then returns the kept norm.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, weight_offset: float) -> None:
@@ -41,9 +41,9 @@ class RmsNorm(nn.Module):
         return normed.view(stream.shape)
 
     def prepare(self, stream: torch.Tensor, x: torch.Tensor) -> None:
-        """add_to, its answer kept for the forward pass of `stream`."""
+        """Compute add_to, and keep its result for the forward pass of `stream`."""
         self.keep(stream, self.add_to(stream, x))
 
     def keep(self, stream: torch.Tensor, normed: torch.Tensor) -> None:
-        """Answer the forward pass of `stream` with `normed`, its norm."""
+        """Let the forward pass of `stream` return `normed`, its norm."""
         self._ready = (stream, normed)

@@ -14,7 +14,7 @@ from kernels.rope import HeadNorm
 
 
 class RotaryAttention(nn.Module):
-    """Takes the place of a transformers attention of the common shape; its cache is attached as to that one.
+    """Replaces a transformers attention of the common shape. Its cache is attached like that of the replaced one.
 
     Query and key may be normed: each head by itself (Qwen3, Gemma 3), or whole (OLMo 2).
     """
@@ -43,8 +43,8 @@ class RotaryAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """[1, T, hidden] for hidden_states [1, T, hidden]; position_embeddings are cos and sin [1, T, rotary size].
 
-        Both tables hold every value twice, as transformers makes them. What else a layer passes is the same for all
-        steps and was looked at when this was built.
+        Both tables hold every value twice, as transformers makes them. Other arguments are the same in all steps and
+        were checked when this module was built.
         """
         num_tokens = hidden_states.shape[1]
         query, key, value = self.qkv(hidden_states)[0].split(self.widths, dim=1)
@@ -61,14 +61,14 @@ class RotaryAttention(nn.Module):
 
     @property
     def head_norm(self) -> HeadNorm | None:
-        """The norm of each head by itself; None where there is none, or query and key are normed whole."""
+        """The norm of each head by itself; None without norms, or if query and key are normed whole."""
         if self.q_norm is None or self.k_norm is None or len(self.q_norm.weight) == self.widths[0]:
             return None
         return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.weight_offset)
 
 
 def _widths(qkv: LoraLinear, heads: tuple[int, int, int]) -> list[int]:
-    """Columns of query, key and value in the joint product: of the target modules, or of one that was always joint."""
+    """Columns of query, key and value in the joint product, whether we joined the linears or the checkpoint has."""
     if len(qkv.out_splits) == 3:
         return qkv.out_splits
     size = qkv.out_features // sum(heads)  # one size for all heads

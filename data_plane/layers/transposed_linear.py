@@ -1,4 +1,4 @@
-"""Linears that keep their weight as [in, out], as GPT-2's Conv1D does, in the form that all our layers know."""
+"""Turns linears with a weight [in, out], such as GPT-2's Conv1D, into plain linears."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Refuses a model whose attention is not the one that we compute in its place.
 
-1. Every decoder layer calls transformers' attention interface once (not so: other mixers, attention of its own).
-2. A layer's mask is "causal, within the sliding window that attention is told".
-3. Attention is passed nothing that we do not compute (position bias and the like).
+1. Every decoder layer calls transformers' attention interface once. Other mixers and own attention code do not.
+2. Every layer's mask is causal within the sliding window that the layer passes to attention.
+3. No argument that we do not compute, such as a position bias, is passed to attention.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_plane.errors import UnsupportedModel
 from data_plane.models.packing import ProbePass, thresholds_of
 from data_plane.models.probe import COMPUTED, Call, MaskRule, Recorder
 
-# What models pass to attention besides the tensors, and that leaves the result as it is at inference.
+# Arguments beside the tensors that do not change attention's result at inference.
 _HARMLESS = {
     "dropout",
     "position_ids",
@@ -47,7 +47,7 @@ class AttentionLayer:
 
 
 class MaskDiffers(UnsupportedModel):
-    """A mask is not ours. `agreeing_length`: tokens of the longest context for which it is; 0: none."""
+    """A mask differs from ours. `agreeing_length`: the longest context in tokens for which they agree; 0: none."""
 
     def __init__(self, message: str, agreeing_length: int) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class MaskDiffers(UnsupportedModel):
 
 
 def check_attention(model: PreTrainedModel, request: ProbePass, max_model_len: int) -> list[AttentionLayer]:
-    """The attention layers of a model that ran `request`. Raises UnsupportedModel; MaskDiffers if it is a mask alone.
+    """The attention layers of a model that ran `request`. Raises UnsupportedModel; MaskDiffers if only a mask differs.
 
     The masks' rules are compared at positions below max_model_len.
     """

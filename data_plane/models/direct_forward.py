@@ -1,7 +1,7 @@
-"""The forward pass of a stacked model without transformers' own code round the layers: its modules, called in turn.
+"""The forward pass of a stacked model without transformers' code around the layers: the modules called one by one.
 
-That code takes as long as a twentieth of a step for one request. It may also scale what it hands on, as some models'
-does, so that a DirectForward is used only where its logits have the same bits as the model's.
+Transformers' code takes a twentieth of a step's time for one request. In some models it also scales values between the
+modules, so that a DirectForward is used only if its logits have the same bits as the model's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DirectForward:
 
     @classmethod
     def of(cls, model: PreTrainedModel, stack: DecoderStack) -> DirectForward | None:
-        """The model's, or None where it has no such modules. The head and embedding must be those that serve."""
+        """The direct pass of a model, or None if it lacks such a module. Its head and embedding must be in place."""
         decoder = model.base_model
         parts = (model.get_input_embeddings(), getattr(decoder, "rotary_emb", None), model.get_output_embeddings())  # type: ignore[no-untyped-call]
         embedding, tables, head = parts

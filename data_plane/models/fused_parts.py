@@ -1,7 +1,7 @@
 """Fused forms of a decoder's norms, attentions and MLPs, each proven against transformers' own module.
 
-Both are run on random input in float32 copies, so that no rounding hides another formula. Called by fusion.py, which
-puts the parts in place.
+Both run on random input in float32 copies, so that rounding hides no other formula. Called by fusion.py, which puts
+the parts in place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from data_plane.models.probe import NUM_TOKENS, Call, Recorder, own_values, regi
 from kernels.gated_activation import ACTIVATIONS, gated_activation
 from kernels.rope import apply_rope
 
-# Largest relative error of a token. Sums in another order stay near 1e-6; the nearest other formula, GELU's
-# approximation, is at 3e-4.
+# Largest relative error of a token. Sums in another order differ by about 1e-6; the closest other formula, GELU's
+# approximation, by 3e-4.
 PART_ERROR = 2e-5
 
 # Linears that read one input, in the order of the columns that they become.
@@ -35,7 +35,7 @@ _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 def fused_attention(
     module: nn.Module, name: str, call: Call, kwargs: Mapping[str, Any], free: Collection[str], context: StepContext
 ) -> RotaryAttention | None:
-    """The module's fused form, or None where it is not known to be the same."""
+    """The module's fused form, or None if it is not proven to compute the same."""
     tables = kwargs.get("position_embeddings")
     linears = _joint_linears(module, name, _QKV, free)
     if linears is None or not isinstance(tables, tuple) or len(tables) != 2 or not hasattr(module, "o_proj"):
@@ -61,8 +61,8 @@ def fused_attention(
         joint = LoraLinear([getattr(source, part) for part in linears], [f"{name}.{part}" for part in linears], context)
         return RotaryAttention(joint, source.o_proj, heads=heads, norms=norms, settings=settings)
 
-    trial = copy.deepcopy(module).float()
-    fused = build(trial)
+    copied = copy.deepcopy(module).float()
+    fused = build(copied)
     if fused is None:
         return None
     x = random_rows(fused.qkv.in_features, call.query.device)
@@ -71,7 +71,7 @@ def fused_attention(
     attach(fused, attention)
     register_probe(recorder)
     try:
-        expected = trial(hidden_states=x, **inputs)[0]
+        expected = copied(hidden_states=x, **inputs)[0]
         actual = fused(hidden_states=x, **inputs)[0]
     finally:
         register_probe(Recorder())
@@ -89,7 +89,7 @@ def fused_attention(
 
 
 def fused_mlp(module: nn.Module, name: str, free: Collection[str], context: StepContext) -> GatedMlp | None:
-    """The module's fused form, or None where it is not known to be the same."""
+    """The module's fused form, or None if it is not proven to compute the same."""
     linears = _joint_linears(module, name, _GATE_UP, free)
     activation = _activation(module)
     if linears is None or activation is None or not hasattr(module, "down_proj"):
@@ -99,10 +99,10 @@ def fused_mlp(module: nn.Module, name: str, free: Collection[str], context: Step
         joint = LoraLinear([getattr(source, part) for part in linears], [f"{name}.{part}" for part in linears], context)
         return GatedMlp(joint, source.down_proj, activation)
 
-    trial = copy.deepcopy(module).float()
-    fused = build(trial)
+    copied = copy.deepcopy(module).float()
+    fused = build(copied)
     x = random_rows(fused.gate_up.in_features, fused.gate_up.weight.device)
-    if relative_error(fused(x), trial(x)) > PART_ERROR:
+    if relative_error(fused(x), copied(x)) > PART_ERROR:
         return None
     result = build(module)
     result.gate_up.pack_weight()
@@ -131,10 +131,10 @@ def fused_norm(module: nn.Module | None) -> RmsNorm | None:
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or eps is None:
         return None
-    trial: Any = copy.deepcopy(module).float()
+    copied: Any = copy.deepcopy(module).float()
     x = random_rows(len(weight), weight.device)
     for offset in (0.0, 1.0):
-        if relative_error(RmsNorm(trial.weight, eps, offset)(x), trial(x)) <= PART_ERROR:
+        if relative_error(RmsNorm(copied.weight, eps, offset)(x), copied(x)) <= PART_ERROR:
             return RmsNorm(weight, eps, offset)
     return None
 
@@ -147,7 +147,7 @@ def _fused_pair(q_norm: nn.Module | None, k_norm: nn.Module | None) -> tuple[Rms
 
 
 class _OwnValues:
-    """Attention of rotated tensors as the probe's: records the call, answers each token's own values."""
+    """The probe's attention for rotated tensors: records the call and returns each token's own values."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -168,7 +168,7 @@ class _OwnValues:
 def _joint_linears(
     module: nn.Module, name: str, choices: tuple[tuple[str, ...], ...], free: Collection[str]
 ) -> tuple[str, ...] | None:
-    """The first choice of children that are all linears which every token passes once, and are not taken yet."""
+    """The first choice whose children are all linears that every token passes once and that no fused part uses yet."""
     for choice in choices:
         if all(f"{name}.{part}" in free and isinstance(getattr(module, part, None), nn.Linear) for part in choice):
             return choice
@@ -176,7 +176,7 @@ def _joint_linears(
 
 
 def random_rows(width: int, device: torch.device) -> torch.Tensor:
-    """float32 [1, NUM_TOKENS, width], the same ones every time, of all sizes: a clamp or an eps must show."""
+    """float32 [1, NUM_TOKENS, width], the same in every call. Values of all magnitudes: a clamp or an eps must show."""
     rows = torch.randn(1, NUM_TOKENS, width, generator=torch.Generator().manual_seed(0))
     return (rows * torch.logspace(-2, 2, NUM_TOKENS)[:, None]).to(device)
 
@@ -193,8 +193,10 @@ def _to_float32(value: Any) -> Any:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest of any token; infinite where something is not finite or the shapes differ. Tokens come first, or
-    behind a size of 1."""
+    """The largest error of a token; infinite if a value is not finite or the shapes differ.
+
+    Tokens are the first dimension, or the second behind one of size 1.
+    """
     if actual.shape != expected.shape:
         return float("inf")
     actual, expected = (tensor.float().reshape(NUM_TOKENS, -1) for tensor in (actual, expected))

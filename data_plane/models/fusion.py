@@ -1,7 +1,7 @@
-"""Replaces the parts of a loaded decoder that our fused layers compute in fewer passes, each only where that is proven.
+"""Replaces parts of a loaded decoder by fused layers, which need fewer passes over memory, after proving each.
 
-Norms, attentions and MLPs are proven one by one (fused_parts.py), whole decoder layers with the parts already in place,
-and last that the model's logits stay. What is not of the common shape stays as transformers made it.
+Norms, attentions and MLPs are proven one by one (fused_parts.py), then whole decoder layers with these parts in place,
+then the logits of the model. A part of any other shape stays as transformers made it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 Part = TypeVar("Part", bound=nn.Module)
 
-# Largest relative error of a layer, and of a model with its layers replaced. Their parts are the same modules and their
-# roundings the same, so that little but the last bit may differ.
+# Largest relative error of a layer, and of a model with its layers replaced. The parts and their roundings are the
+# same, so that only the last bits may differ.
 LAYER_ERROR = 1e-3
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -38,10 +38,10 @@ _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 
 @torch.inference_mode()
 def fuse_model(model: PreTrainedModel, probe: ModelProbe, context: StepContext, max_model_len: int) -> ModelProbe:
-    """Put fused layers into a model that runs under PROBE_NAME; the probe with the modules and linears that are there.
+    """Put fused layers into a model that runs under PROBE_NAME. Returns the probe of the changed model.
 
-    `linear_names` of the answer are those that are still linears of transformers. What depends on the position shows
-    at positions up to max_model_len.
+    The returned probe's `linear_names` lists the linears that are still transformers' own. Positions up to
+    max_model_len are tried, so that position-dependent differences show.
     """
     last = max_model_len - 1
     positions = torch.tensor([0, 1, last // 2, last - 1, last]).clamp(min=0)
@@ -86,7 +86,7 @@ def fuse_model(model: PreTrainedModel, probe: ModelProbe, context: StepContext, 
 def _watched_probe(
     model: PreTrainedModel, positions: torch.Tensor, names: Collection[str]
 ) -> tuple[Recorder, dict[str, dict[str, Any]]]:
-    """A probing pass, and what the named modules were given by keyword besides hidden_states."""
+    """A probing pass, and the keyword arguments of the named modules, without hidden_states."""
     seen: dict[str, dict[str, Any]] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -108,7 +108,7 @@ def _watched_probe(
 
 
 def _fuse_norms_and_mlps(model: nn.Module, layer_name: str, free: set[str], context: StepContext) -> None:
-    """Replace what is known among the layer's own norms, and every MLP below it whose linears are `free`."""
+    """Replace the layer's norms that can be fused, and every MLP below the layer whose linears are `free`."""
     layer = model.get_submodule(layer_name)
     for child_name, child in list(layer.named_children()):
         norm = _tried(f"{layer_name}.{child_name}", fused_norm, child)
@@ -124,7 +124,7 @@ def _fuse_norms_and_mlps(model: nn.Module, layer_name: str, free: set[str], cont
 def _fuse_layers(
     model: nn.Module, layer_names: list[str], kwargs: Mapping[str, dict[str, Any]], last_norm: RmsNorm | None
 ) -> int:
-    """Replace the layers of the common shape; how many."""
+    """Replace the layers of the common shape. Returns how many."""
     fused: dict[int, DecoderLayer] = {}
     for index, name in enumerate(layer_names):
         layer = _tried(name, _fused_layer, model.get_submodule(name), kwargs.get(name))
@@ -141,7 +141,7 @@ def _fuse_layers(
 
 
 def _fused_layer(plain: nn.Module, kwargs: dict[str, Any] | None) -> DecoderLayer | None:
-    """A layer of ours over the parts of the plain one, or None where it answers otherwise."""
+    """A DecoderLayer with the parts of the plain layer, or None if its output differs."""
     # A dropout does nothing outside of training.
     parts: dict[str, Any] = {child: part for child, part in plain.named_children() if not isinstance(part, nn.Dropout)}
     if parts.keys() != _LAYER_PARTS or kwargs is None:
@@ -157,7 +157,7 @@ def _fused_layer(plain: nn.Module, kwargs: dict[str, Any] | None) -> DecoderLaye
 
 
 def _last_norm(model: nn.Module, layer_names: list[str]) -> RmsNorm | None:
-    """The norm beside the list of layers, replaced by ours where it is known."""
+    """The norm behind the last layer, replaced by a fused norm if it can be."""
     decoder_name = layer_names[-1].rpartition(".")[0].rpartition(".")[0]
     decoder = model.get_submodule(decoder_name)
     norm = _tried(f"{decoder_name}.norm", fused_norm, getattr(decoder, "norm", None))
@@ -167,7 +167,7 @@ def _last_norm(model: nn.Module, layer_names: list[str]) -> RmsNorm | None:
 
 
 def _tried(name: str, build: Callable[..., Part | None], *arguments: Any) -> Part | None:
-    """What `build` answers, None where it fails: a part that cannot be run alone is of no shape that is known."""
+    """The result of `build`, None if it raises: a part that cannot run alone does not have the common shape."""
     register_probe(Recorder())
     try:
         return build(*arguments)

@@ -1,6 +1,6 @@
-"""What the decoder layers of a model are given in a pass, and passes in which they are given what they had in another.
+"""Records the inputs of a model's decoder layers in one pass, and gives the layers the same inputs in another pass.
 
-So a comparison of two passes looks at each layer by itself: rounding does not add up over the layers.
+So two passes are compared layer by layer, and rounding does not add up over the layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where tokens of a pass were before: token here[i] of this pass is token there[i] of the other."""
+    """Tokens that two passes share: token here[i] of this pass is token there[i] of the other."""
 
     inputs: LayerInputs
     here: torch.Tensor  # int64 [n]
@@ -26,10 +26,10 @@ class Source:
 
 @dataclass(slots=True)
 class LayerInputs:
-    """The hidden states that the layers of one pass of num_tokens tokens are given, in the order of their calls.
+    """The hidden states that the layers of one pass of num_tokens tokens receive, in the order of their calls.
 
-    With a source, its tokens get what they had there instead of what this pass computed for them. Only a pass without
-    one keeps its hidden states, to be the source of others.
+    With a source, tokens that the source has get their hidden states from there, not from this pass. Only a pass
+    without a source keeps its hidden states, to be the source of other passes.
     """
 
     num_tokens: int

@@ -12,15 +12,15 @@ from data_plane.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Rotary embeddings whose frequencies follow the longest position of the batch: beyond the original length one request
-# would change the answers of its neighbours.
+# Rotary embeddings whose frequencies depend on the longest position of the batch: beyond the original length one
+# request would change the tokens of others in its batch.
 _BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 
-def context_limit(config: PretrainedConfig, asked: int | None = None) -> int | None:
+def context_limit(config: PretrainedConfig, max_model_len: int | None = None) -> int | None:
     """The model's longest context in tokens, or None if its configuration names none.
 
-    `asked` is --max-model-len. Raises ConfigError if it is above the limit, or if the configuration's length is none.
+    Raises ConfigError if max_model_len is above the limit, or if the configuration's length is not valid.
     """
     text_config = config.get_text_config()
     try:
@@ -37,21 +37,26 @@ def context_limit(config: PretrainedConfig, asked: int | None = None) -> int | N
             logger.warning("context limited to the original length rope_type=%s tokens=%s", kind, original)
             limit = int(original)
             reason = f"the original length: beyond it the frequencies of {kind} rope follow the longest request"
-    if asked is not None and limit is not None and asked > limit:
-        raise ConfigError(f"--max-model-len: {asked} is above {limit} tokens, {reason}; lower it or leave it out")
+    if max_model_len is not None and limit is not None and max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len: {max_model_len} is above {limit} tokens, {reason}; lower it or leave it out"
+        )
     return limit
 
 
-def model_length(asked: int | None, limit: int, num_blocks: int, block_size: int) -> int:
-    """Longest context of this worker: what was asked, checked, or the lower of the model's and the KV cache's."""
+def model_length(max_model_len: int | None, limit: int, num_blocks: int, block_size: int) -> int:
+    """Longest context of this worker: max_model_len, or the lower of the model's and the KV cache's limits.
+
+    Raises ConfigError if max_model_len does not fit the KV cache.
+    """
     held = num_blocks * block_size
-    if asked is None:
+    if max_model_len is None:
         return min(limit, held)
-    if asked > held:
+    if max_model_len > held:
         raise ConfigError(
-            f"--max-model-len: {asked} is above the {held} tokens of {num_blocks} KV blocks; raise --num-blocks"
+            f"--max-model-len: {max_model_len} is above the {held} tokens of {num_blocks} KV blocks; raise --num-blocks"
         )
-    return asked
+    return max_model_len
 
 
 def _rope_parameters(parameters: Any) -> list[dict[str, Any]]:

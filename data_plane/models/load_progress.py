@@ -1,4 +1,4 @@
-"""Turns transformers' progress bars into log records, so that a long load is seen to get on."""
+"""Turns transformers' progress bars into log records, so that the log shows the progress of a long load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WEIGHTS = "Loading weights"  # the bar of from_pretrained over the tensors of a
 
 @contextlib.contextmanager
 def logging_progress(logger: logging.Logger) -> Iterator[None]:
-    """While the block runs, tell `logger` how many tensors of the checkpoint were read. No bar is drawn."""
+    """While the block runs, log how many tensors of the checkpoint were read. No bar is drawn."""
 
     def make_bar(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bar = transformers_logging.EmptyTqdm(*args, **kwargs)  # type: ignore[no-untyped-call]
         is_weights = kwargs.get("desc") == _WEIGHTS and args and hasattr(args[0], "__len__")
-        return _ToldBar(bar, Progress(logger, "loading weights", len(args[0]))) if is_weights else bar
+        return _LoggingBar(bar, Progress(logger, "loading weights", len(args[0]))) if is_weights else bar
 
     previous = transformers_logging.set_tqdm_hook(make_bar)
     try:
@@ -30,8 +30,8 @@ def logging_progress(logger: logging.Logger) -> Iterator[None]:
         transformers_logging.set_tqdm_hook(previous)
 
 
-class _ToldBar:
-    """A bar that nobody sees, with the iteration told."""
+class _LoggingBar:
+    """An invisible bar that logs each iteration."""
 
     def __init__(self, bar: Any, progress: Progress) -> None:
         self._bar = bar

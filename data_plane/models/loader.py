@@ -30,14 +30,14 @@ from data_plane.plan import TargetKind, TargetModule
 
 logger = logging.getLogger(__name__)
 
-_UNNAMED_LENGTH = 2048  # tokens for which a model is judged whose configuration names no length
+_UNNAMED_LENGTH = 2048  # tokens that a model is checked for if its configuration names no length
 _MAX_ERROR_CHARS = 300
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model whose linears take adapters and whose attention waits for its cache."""
+    """A model whose linears take adapters. The engine attaches its KV cache."""
 
     model: PreTrainedModel
     probe: ModelProbe
@@ -123,16 +123,17 @@ def load_model(
 ) -> LoadedModel:
     """The checkpoint in `model_dir`, ready for its KV cache. Raises ConfigError, UnsupportedModel among them.
 
-    dtype "auto" is the checkpoint's own. Whether the model can be served is judged for contexts up to its own limit,
-    up to max_model_len and up to kv_tokens, the tokens that the KV cache holds, where they are given, and for steps of
-    up to max_step_tokens. Only safetensors are read and no code of the checkpoint is run.
+    dtype "auto" is the checkpoint's own. The model is checked for the longest context that can be served, which is the
+    least of its own limit, max_model_len and kv_tokens (the KV cache's tokens), and for steps of up to max_step_tokens.
+    Only safetensors are read and no code of the checkpoint is run.
     """
     config = _read_config(model_dir)
     limit = context_limit(config, max_model_len)
     length = min((n for n in (limit, max_model_len, kv_tokens) if n is not None), default=_UNNAMED_LENGTH)
     torch_dtype = resolve_dtype(config, dtype)
     if device.type == "cpu" and torch_dtype == torch.bfloat16 and not _has_bfloat16():
-        # Measured with AVX-512 alone: products of 32 tokens at 20 to 25 GFLOP/s of a core, 63 to 77 in float32.
+        # Measured on a CPU with AVX-512 only: 20 to 25 GFLOP/s of a core for products of 32 tokens, 63 to 77 in
+        # float32.
         logger.warning(
             "this CPU has no bfloat16 arithmetic and emulates it: a batch takes about three times as long as in "
             "float32; --dtype float32 for control plane and worker takes twice the memory"
@@ -157,7 +158,7 @@ def load_model(
             f"{_first_line(error)}; it is not served"
         ) from error
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the passes took is the KV cache's
+        torch.cuda.empty_cache()  # the KV cache may use the memory of the passes
     logger.info("model probed max_model_len=%d time_s=%.1f", length, time.perf_counter() - began_s)
     if limit is None and max_model_len is None:
         raise ConfigError(
@@ -185,7 +186,7 @@ def load_model(
 
 
 def resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
-    """The element type to serve in."""
+    """The dtype to serve in."""
     if dtype != "auto":
         return DTYPES[dtype]
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
@@ -225,7 +226,7 @@ def _leave_files(model: PreTrainedModel) -> None:
 
 
 def _has_bfloat16() -> bool:
-    """Whether products in bfloat16 are native; taken for granted where it is not an x86."""
+    """Whether the CPU computes in bfloat16. Assumed on every CPU that is not an x86."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return not is_x86 or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
@@ -243,7 +244,7 @@ def _place_of(error: Exception, model: nn.Module) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What the error says, short enough for a log."""
+    """The error's first line, short enough for a log."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:_MAX_ERROR_CHARS]
 

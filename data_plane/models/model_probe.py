@@ -1,4 +1,4 @@
-"""Decides by a few short forward passes whether a loaded model can be served, and what of it takes adapters."""
+"""Decides by a few short forward passes whether a loaded model can be served, and which modules take adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def probe_model(model: PreTrainedModel, max_model_len: int, max_step_tokens: int
 
     A step computes at most max_step_tokens of them.
 
-    Raises UnsupportedModel with the reason. Where a shorter context would be served, the reason names it.
+    Raises UnsupportedModel with the reason, which names a shorter context if that could be served.
     """
     request = begin_request(model, max_model_len)
     try:

@@ -1,8 +1,8 @@
-"""Shows whether a model computes with a token's place in the batch, by running it as if the batch began elsewhere.
+"""Shows whether a model computes with a token's index in the batch, by running it as if the batch began elsewhere.
 
-A scale or a mask that a model makes by counting the batch's tokens follows their place, where it has to follow their
-positions. With a few tokens such a value may be the same for all of them, since it changes every thousand
-places only; moved by more than any context is long, it is not.
+A scale or a mask that a model makes by counting the batch's tokens depends on their indices instead of their positions.
+With few tokens such a value may be the same for all, for example if it changes every thousand tokens. Moving the
+indices by more than the longest context makes the difference visible.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _INDEX_ARGUMENTS = {"index", "indices"}
 class MovedPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """While entered: numbers n, n + 1, ... that count num_tokens tokens are moved by `shift` where they become values.
 
-    What counts is known by its values, however it was made; num_tokens is the number of nothing else. Integers stay as
-    they are where they choose elements of a tensor, so that gathering and scattering of tokens, as of those of one
-    expert, work as before. A difference of two places is no place.
+    Such numbers are recognised by their values; num_tokens is no other size of the model. Integers that index a tensor
+    stay the same, so that gathering and scattering of tokens, for example of one expert's, works as before. A
+    difference of two places is not a place.
     """
 
     def __init__(self, num_tokens: int, shift: int) -> None:
@@ -63,7 +63,7 @@ class MovedPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return func(*moved_args, **{name: moved.get(name, value) for name, value in kwargs.items()})
 
     def _begun(self, operator: Any, output: Any) -> Any:
-        """What an operator without places answers; it may be what places are made by."""
+        """The result of an operator without places, which may itself make places."""
         is_count = operator is _ATEN.cumsum and _is_integer(output) and output.numel() == self._num_tokens
         if not is_count and not self._counts(output):
             return output

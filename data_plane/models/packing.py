@@ -1,18 +1,18 @@
-"""Refuses a model that would compute the packed tokens of several requests otherwise than each request alone.
+"""Refuses a model that computes several packed requests differently from each request alone.
 
 Only attention may look at other tokens, and its batch says at which. Under the probe's attention (probe.py) every token
 is alone: its queries, keys, values and logits must follow from its id and its position. One batch of tokens is compared
 with four others. Its positions go from the first to the longest, beyond every threshold of the configuration.
 1. The same batch in another order, as if it began elsewhere (moved_places.py). This finds convolutions, recurrent
    states and token shifts, and what is made from the place in the batch instead of from position_ids.
-2. The beginning of a request alone, its positions left to the model. This finds what follows the other tokens or their
-   number, as rotary frequencies do that are chosen by the longest position, and positions not counted from 0 on.
+2. The beginning of a request alone, with positions that the model makes. This finds values that depend on the other
+   tokens or their number, such as rotary frequencies chosen by the longest position, and positions not counted from 0.
 3. One token alone, as when a request decodes.
-4. A batch of more tokens than any number of the configuration, as far as a step may have so many. This finds what
-   begins behind a number of tokens: mixers over chunks, and experts that take no more than so many.
+4. A batch of more tokens than any number of the configuration, if a step may have so many. This finds code that
+   depends on a number of tokens: mixers over chunks, and experts with a capacity.
 
 Both passes of a comparison give a decoder layer the same input (layer_inputs.py), so that rounding does not add up over
-the layers, and a difference is told where it begins.
+the layers, and a difference is reported where it begins.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from data_plane.models.moved_places import MovedPlaces
 from data_plane.models.probe import COMPUTED, Call, Recorder, run_probe
 
 _LEAST_REQUEST_TOKENS = 8
-_KEPT = torch.tensor([3, 6])  # tokens of a request whose logits are asked for
+_KEPT = torch.tensor([3, 6])  # tokens of a request whose logits are kept
 _NUM_THRESHOLDS = 4  # of the largest, among the positions: every token costs time at the start
 _LEAST_LARGE_TOKENS = 256  # of the large batch, for numbers that no configuration names
 _WINDOW = 16  # tokens of the large batch that are compared before and behind each number of the configuration
-# What says how wide a model is, and nothing of tokens: mostly the largest numbers that a step has tokens for.
+# Keys for widths, not for tokens. They are mostly the largest numbers that a step may have as many tokens as.
 _WIDTHS = frozenset({"hidden_size", "intermediate_size", "vocab_size"})
 _LEAST_SHIFT = 1 << 20  # places: beyond the thresholds of models whose context is short
 # Largest relative error of a token within one layer. In float32 no token may be above it. In the short types most may
@@ -68,12 +68,12 @@ class SameTokens:
     other: ProbePass
     here: torch.Tensor  # int64 [n]
     there: torch.Tensor  # int64 [n]
-    window: int = 0  # besides all, so many side by side are judged together; 0: all only
+    window: int = 0  # so many neighbours are also compared by themselves; 0: only all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPasses:
-    """Passes over many positions, to look at what the model's parts were given in them."""
+    """Passes over many positions, which show what the model's parts receive."""
 
     packed: ProbePass
     reordered: ProbePass  # the same tokens
@@ -82,7 +82,7 @@ class PackedPasses:
 
 
 def begin_request(model: PreTrainedModel, max_model_len: int) -> ProbePass:
-    """A pass of the first tokens of one request, of which it asks for the logits of some."""
+    """A pass of the first tokens of one request that keeps the logits of some of them."""
     num_tokens = _free_number(model, _LEAST_REQUEST_TOKENS)
     positions = torch.arange(num_tokens).clamp(max=max_model_len - 1)
     return _run(model, _random_ids(model, num_tokens), positions, kept=_KEPT)
@@ -96,7 +96,7 @@ def check_packing(model: PreTrainedModel, request: ProbePass, max_model_len: int
     if len(request.logits) != len(_KEPT):
         raise UnsupportedModel(
             f"model type {model.config.model_type}: its forward pass returned the logits of {len(request.logits)} "
-            f"tokens where {len(_KEPT)} were asked for (logits_to_keep); it is not served"
+            f"tokens where {len(_KEPT)} were requested (logits_to_keep); it is not served"
         )
     thresholds = thresholds_of(model.config, max_model_len)[-_NUM_THRESHOLDS:]
     known = torch.cat([request.positions, torch.tensor([*thresholds, max_model_len - 1])])
@@ -123,7 +123,7 @@ def check_packing(model: PreTrainedModel, request: ProbePass, max_model_len: int
 
 
 def thresholds_of(config: PretrainedConfig, num_places: int, *, without: frozenset[str] = frozenset()) -> list[int]:
-    """Numbers of the configuration that one of the first num_places places may be compared with, ascending.
+    """Numbers of the configuration that a token's index below num_places may be compared with, ascending.
 
     Those of the keys `without` are left out.
     """
@@ -131,7 +131,7 @@ def thresholds_of(config: PretrainedConfig, num_places: int, *, without: frozens
 
 
 def differs(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows [n, ...] of two passes of a model of this dtype are more apart than rounding brings them."""
+    """Whether rows [n, ...] of two passes differ by more than rounding in this dtype."""
     actual, expected = actual.flatten(1).float(), expected.flatten(1).float()
     errors = (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
     is_other = ~(errors <= (_ERROR if len(errors) >= _FEW else _ERROR_OF_FEW)[dtype])
@@ -227,13 +227,13 @@ def _check(model: PreTrainedModel, tried: ProbePass, reason: str) -> None:
     found = _difference(model, tried)
     if found:
         raise UnsupportedModel(
-            f"model type {model.config.model_type}: {found} {reason}. Requests that share a batch would be answered "
-            "wrongly: it is not served"
+            f"model type {model.config.model_type}: {found} {reason}. Requests that share a batch would get "
+            "wrong tokens: it is not served"
         )
 
 
 def _difference(model: PreTrainedModel, tried: ProbePass) -> str:
-    """What is first not the same for the tokens that two passes have in common; empty where all is."""
+    """The first difference for the tokens that two passes have in common; empty if there is none."""
     same, names = tried.same, {id(module): name for name, module in model.named_modules()}
     assert same is not None, "a pass that has no tokens in common with another"
     calls = list(zip(tried.recorder.calls, same.other.recorder.calls, strict=True))
@@ -287,14 +287,14 @@ def _differs(actual: torch.Tensor, expected: torch.Tensor, same: SameTokens, dty
 
 
 def _random_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
-    """int64 [count], the same ones every time; how they begin does not depend on the count."""
+    """int64 [count], the same in every call; a shorter result is the beginning of a longer one."""
     embedding: Any = model.get_input_embeddings()
     vocab_size = embedding.weight.shape[0]
     return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(1))
 
 
 def _free_number(model: PreTrainedModel, least: int) -> int:
-    """At least `least`, and nothing else in this model: tokens are known by their number."""
+    """A number from `least` on that is no size of this model, so that tokens are recognised by their number."""
     numbers = {size for parameter in model.parameters() for size in parameter.shape}
     numbers |= set(_integers(model.config.to_dict()))
     taken = numbers | {2 * number for number in numbers} | {number // 2 for number in numbers}

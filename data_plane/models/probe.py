@@ -1,7 +1,7 @@
 """Runs a loaded model on a few tokens under an attention of its own, and records what the model did.
 
-That attention answers each token with its own value. So nothing of one token may reach another: what still does, does
-so outside of attention. model_probe.py draws the conclusions.
+That attention returns each token's own value, so that no token may see another. Where a token still does, the model has
+code outside of attention that mixes tokens. model_probe.py draws the conclusions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from data_plane.models.layer_inputs import LayerInputs, layer_names
 
 PROBE_NAME = "motet_probe"
 NUM_TOKENS = 5  # of a pass that names no token ids
-# What models pass to attention besides the tensors, and that we compute.
+# Arguments beside the tensors that our attention computes with.
 COMPUTED = ("scaling", "sliding_window", "softcap", "s_aux")
 _NUM_SAMPLED = 16  # columns of a linear's input that are recorded
 
@@ -71,7 +71,7 @@ class Recorder:
         return own_values(query[0].transpose(0, 1), value[0].transpose(0, 1)).unsqueeze(0), None
 
     def make_mask(self, *, mask_function: MaskRule, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
-        """Transformers' mask interface. The mask stands for its rule: nothing reads what it holds."""
+        """Transformers' mask interface. The returned mask carries its rule; its values are never read."""
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
         self.masks.append((mask, mask_function))
         return mask
@@ -105,9 +105,9 @@ def run_probe(
     """One forward pass of packed tokens at int64 positions [T]: its recorder, and logits [1, T, vocab].
 
     Without positions the model numbers the tokens itself. token_ids int64 [T]; without them the first ids of the
-    vocabulary. `kept` int64 [n]: only the logits of these tokens are asked for. `layer_inputs` sees what the decoder
-    layers are given. `recorded` int64 [n]: only these tokens of the calls of attention are recorded. `within` is
-    entered round the pass.
+    vocabulary. `kept` int64 [n]: only the logits of these tokens are computed. `layer_inputs` records what the decoder
+    layers receive. `recorded` int64 [n]: only these tokens of the calls of attention are recorded. `within` is entered
+    around the pass.
     """
     recorder = Recorder(recorded)
     register_probe(recorder)
@@ -140,7 +140,7 @@ def run_probe(
 
 
 def head_and_embedding(model: PreTrainedModel) -> tuple[str | None, str | None]:
-    """Names of the two modules; None for an embedding that is not looked up plainly."""
+    """Names of the two modules; None for an embedding that is more than a look-up."""
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding: Any = model.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:

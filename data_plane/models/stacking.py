@@ -21,7 +21,7 @@ _NUM_TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class StackedLayers:
-    """The stack of a model, and what its layers are given."""
+    """The stack of a model, and the inputs of its layers."""
 
     stack: DecoderStack
     rotary_half: int  # columns of the tables that heads are turned by
@@ -30,9 +30,9 @@ class StackedLayers:
 
 @torch.inference_mode()
 def stack_layers(model: PreTrainedModel, probe: ModelProbe, context: StepContext) -> StackedLayers | None:
-    """Stack the layers, or return None, and change nothing, where one is of another shape.
+    """Stack the layers. Returns None, and changes nothing, if a layer has another shape.
 
-    Attentions answer without a cache, as they do between fusion and the engine.
+    The attentions must still be the probe's, without a cache.
     """
     attentions = {id(layer.module) for layer in probe.attention_layers}
     for module in model.modules():
@@ -56,7 +56,7 @@ def stack_layers(model: PreTrainedModel, probe: ModelProbe, context: StepContext
 
 
 def _shared_tables(model: PreTrainedModel, layers: list[DecoderLayer]) -> tuple[torch.Tensor, ...] | None:
-    """The tables that all layers of a pass are given, None where they are not the same."""
+    """The tables that all layers of a pass receive, None if they differ."""
     seen: list[Any] = []
 
     def watch(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

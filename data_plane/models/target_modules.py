@@ -1,7 +1,7 @@
 """Which modules of a model take adapters, and why the others do not.
 
-An adapter's product is added to a module's output row by row, so that each row must be a token of the step, in the
-step's order. The passes of packing.py show whether it is.
+An adapter's product is added to a module's output row by row. So row i of the output must be token i of the step, which
+the passes of packing.py show.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STACKED_DIMS = 3  # of a parameter that holds one matrix for each expert
 
 
 def find_targets(model: PreTrainedModel, request: ProbePass, passes: PackedPasses) -> list[TargetModule]:
-    """Every module with a weight that adapters could name, those that take them with an empty reason.
+    """Every module with a weight that adapters could name. Modules that take adapters have an empty reason.
 
     Linears are in the order of their calls.
     """

@@ -225,5 +225,5 @@ def test_a_model_that_returns_all_logits_is_refused() -> None:
     plain = model.forward
     model.forward = lambda **kwargs: plain(**{**kwargs, "logits_to_keep": 0})
     assert len(begin_request(model, MAX_MODEL_LEN).logits) > 2
-    with pytest.raises(UnsupportedModel, match=r"returned the logits of .* tokens where 2 were asked for"):
+    with pytest.raises(UnsupportedModel, match=r"returned the logits of .* tokens where 2 were requested"):
         probe_model(model, MAX_MODEL_LEN, MAX_STEP_TOKENS)
