@@ -16,7 +16,7 @@ FLAG = "--build-native"
 HELP = f"{FLAG} [--native-cache DIR] alone compiles the C for every CPU of this kind, names the files, and ends."
 
 
-def is_asked_for(argv: Sequence[str]) -> bool:
+def is_requested(argv: Sequence[str]) -> bool:
     """Whether a worker's command line is for this command."""
     return FLAG in argv
 

@@ -8,7 +8,7 @@ class WorkerError(Exception):
 
 
 class ConfigError(WorkerError):
-    """A setting or checkpoint this worker cannot run with."""
+    """A setting or checkpoint that this worker cannot run with."""
 
 
 class UnsupportedModel(ConfigError):
@@ -34,7 +34,7 @@ class AdapterLoadError(WorkerError):
 
 
 class ArenaFull(AdapterLoadError):
-    """The adapter does not fit what is free of the arena."""
+    """The adapter does not fit the free part of the arena."""
 
     is_retryable = True
 
@@ -46,11 +46,11 @@ class AdapterUnavailable(AdapterLoadError):
 
 
 class AdapterLost(AdapterLoadError):
-    """The adapter's bytes are nowhere, or damaged where they lie for good: no other try helps."""
+    """The adapter's bytes are missing or damaged in the artifact store: another try does not help."""
 
 
 class AdapterCorrupt(AdapterLoadError):
-    """The bytes that arrived are not the adapter that was asked for."""
+    """The bytes that arrived are not the requested adapter's."""
 
     is_retryable = True
 

@@ -65,7 +65,7 @@ class StepProfile:
         logger.info("profile started steps=%d path=%s", self._num_steps, self._path)
 
     def end_step(self, plan: StepPlan, output: StepOutput) -> None:
-        """Count a step that has been answered, if it computed anything; write behind the last."""
+        """Count a step whose result was sent, if it computed anything; write the file after the last."""
         has_work = len(plan.prefills) or len(output.rows) or len(output.failed_rows)
         if not has_work or self._num_ended == self._num_steps:
             return

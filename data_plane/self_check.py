@@ -1,7 +1,7 @@
-"""Whether an engine computes at all: a fixed prompt, twice, before a worker attaches and where it is in doubt.
+"""Checks an engine with a fixed prompt, twice: before the worker attaches and when the control plane doubts it.
 
-A damaged checkpoint shard, a GPU with broken memory or a kernel that is wrong on one machine mostly show in any prompt.
-A worker that answers every request with logits that are not finite would be the fastest of all, and get the most.
+A damaged checkpoint shard, a GPU with broken memory or a kernel that fails on one machine mostly shows in any prompt. A
+worker whose logits are never finite would end requests fastest, and so receive the most.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_engine(engine: Engine) -> None:
 
 
 def _generate(engine: Engine, capacities: Capacities, num_prompt: int) -> list[int]:
-    """The tokens of a short greedy answer."""
+    """The tokens of a short greedy completion."""
     num_blocks = -(-(num_prompt + NUM_STEPS) // capacities.block_size)
     row = NewRow(
         row=0,

@@ -1,4 +1,4 @@
-"""One worker process: settings, engine, signals, and the plan client that feeds the engine until told to stop."""
+"""One worker process: settings, engine, signals, and the plan client that feeds the engine until it stops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_and_run(argv: Sequence[str]) -> int:
-    if build_native.is_asked_for(argv):
+    if build_native.is_requested(argv):
         return build_native.run(argv)
     parser = Parser(prog="motet worker", description="Compute for a Motet control plane.", epilog=build_native.HELP)
     add_arguments(parser)

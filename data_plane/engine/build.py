@@ -72,7 +72,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
             f"do not fit in memory: {error}"
         ) from error
     _check_arena(arena, config.arena_bytes)
-    _tell_memory(num_blocks * config.block_size, num_blocks * bytes_per_block, config.arena_bytes)
+    _log_memory(num_blocks * config.block_size, num_blocks * bytes_per_block, config.arena_bytes)
     for index, layer in enumerate(layers):
         PagedAttention(
             loaded.context,
@@ -86,7 +86,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
         loaded.stacked.stack.record(arena, max_tokens=max_tokens, rotary_half=loaded.stacked.rotary_half)
         check_recorded(loaded, loaded.stacked, cache, max_tokens)
     if loaded.has_native_linears():
-        # What torch does besides is little. Its threads wait by spinning, and would take the cores from native ones.
+        # Torch has little left to compute, and its threads wait by spinning, which takes cores from native threads.
         torch.set_num_threads(1)
     elif device.type == "cpu" and config.arena_bytes and native.has_native():
         choice.prepare(loaded.dtype)
@@ -117,7 +117,7 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
 
 
 def _set_up_native_code(config: WorkerConfig, device: torch.device) -> None:
-    """Have the C for the CPU ready before anything asks for it, so that no request waits for a compiler."""
+    """Compile the C for the CPU before any request could wait for it."""
     if config.native_cache is not None:
         native.use_cache_folder(config.native_cache)
     native.set_num_threads(config.num_threads)
@@ -148,7 +148,7 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
     return loaded
 
 
-def _tell_memory(num_tokens: int, kv_bytes: int, arena_bytes: int) -> None:
+def _log_memory(num_tokens: int, kv_bytes: int, arena_bytes: int) -> None:
     sentence = f"KV cache for {num_tokens} tokens: {size(kv_bytes)}; adapters: {size(arena_bytes)}"
     logger.info(
         "memory kv_tokens=%d kv_bytes=%d arena_bytes=%d", num_tokens, kv_bytes, arena_bytes, extra=shown(sentence)
@@ -159,12 +159,12 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: cuda was asked for and torch finds no CUDA device; use --device cpu")
+        raise ConfigError("--device: torch finds no CUDA device; use --device cpu")
     return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
 
 
 def check_launches(device_name: str, folder: Path = TABLES) -> None:
-    """Refuse tables of launch parameters that some op could not run with, before a step asks for them."""
+    """Refuse tables with launch parameters that an op cannot run with, before a step uses them."""
     try:
         check_tables(device_name, folder)
     except ValueError as error:
@@ -181,7 +181,7 @@ def _targets(loaded: LoadedModel) -> list[TargetModule]:
 
 
 def _check_arena(arena: AdapterArena, arena_bytes: int) -> None:
-    """Raises ConfigError for an arena that no adapter fits. An empty one is allowed: it serves the base model alone."""
+    """Raises ConfigError for an arena that no adapter fits. 0 bytes are allowed: only the base model is served."""
     if not arena_bytes:
         logger.warning("--arena-bytes is 0: this worker serves the base model and no adapter")
         return
@@ -202,7 +202,7 @@ def _check_arena(arena: AdapterArena, arena_bytes: int) -> None:
 
 
 def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device, bytes_per_block: int) -> int:
-    """Blocks for --num-blocks left out: what fits, at most what all rows of the longest context can use or may be."""
+    """Blocks if --num-blocks is not given: what fits, at most what all rows of the longest context can use."""
     length = config.max_model_len or loaded.context_limit
     return fitting_blocks(
         bytes_per_block,

@@ -1,4 +1,4 @@
-"""KV blocks in host memory, and the moves between them and the device's: where swapped-out rows keep theirs."""
+"""KV blocks in host memory for swapped-out rows, and the moves between them and the device's blocks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class HostBlocks:
             torch.zeros((num_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=is_cuda) for cache in self._caches
         ]
         self._stream = torch.cuda.Stream(self._caches[0].device) if is_cuda else None  # type: ignore[no-untyped-call]  # torch's stubs
-        # Blocks that are still being read, and when that is over. At most one batch: the next waits for it.
+        # Blocks that are still being copied out, and the event after which they are free. The next batch waits for it.
         self._leaving: tuple[torch.cuda.Event, Int64Array] | None = None
-        # Of moves that are not known to be over: before it, after it, blocks.
+        # Moves that may not have ended: the events before and after each, and its number of blocks.
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._num_moved, self._moved_us = 0, 0.0  # since `take_moved`
 
     def move(self, swap_outs: Int32Array, swap_ins: Int32Array) -> None:
         """Copy (block, host block) pairs out, then (host block, block) pairs in.
 
-        What is queued on the current stream later sees the blocks that came in. Blocks that leave may be written
-        after `before_writing` alone.
+        Work queued on the current stream after this call sees the blocks that came in. Blocks that were copied out may
+        be written only after `before_writing`.
         """
         if len(swap_outs) == 0 and len(swap_ins) == 0:
             return
@@ -46,7 +46,7 @@ class HostBlocks:
             self._moved_us += (time.perf_counter() - started) * 1e6
             return
         current = torch.cuda.current_stream(self._caches[0].device)
-        self._stream.wait_stream(current)  # blocks hold what earlier steps wrote, and those have read theirs
+        self._stream.wait_stream(current)  # earlier steps have written these blocks, or have finished reading them
         with torch.cuda.stream(self._stream):
             before, event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's stubs
             before.record()
@@ -72,7 +72,7 @@ class HostBlocks:
             self._leaving = None
 
     def take_moved(self) -> tuple[int, int]:
-        """(blocks, microseconds) of moves that are over and were not taken before, out and in. Waits for nothing."""
+        """(blocks, microseconds) of the moves, out and in, that ended since the last call. Does not wait."""
         while self._timed and self._timed[0][1].query():  # type: ignore[no-untyped-call]  # torch's stubs
             before, after, num_blocks = self._timed.popleft()
             self._num_moved += num_blocks

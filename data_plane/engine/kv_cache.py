@@ -19,9 +19,9 @@ from kernels.fp8 import FP8, KVScale, fp8_refusal
 
 logger = logging.getLogger(__name__)
 
-# Part of the memory left after weights and arena that the KV cache takes: the rest is for activations, logits and the
-# histories of rows with penalties (4 bytes for each row and token of the vocabulary: 131 MB for 256 rows of 128 256,
-# half as much again while the table grows), and on the CPU for the other processes of the machine.
+# The KV cache's share of the memory left by weights and arena. The rest is for activations, logits and the histories of
+# rows with penalties (4 bytes for each row and token of the vocabulary: 131 MB for 256 rows of 128 256, half as much
+# again while the table grows), and on the CPU for the machine's other processes.
 CPU_SHARE = 0.4
 CUDA_SHARE = 0.85
 
@@ -76,12 +76,12 @@ class KVCache:
         self.values = [zeros(layer, layer.value_dim) for layer in layers]
         self.key_scales = [scale(layer) for layer in layers]  # see kernels.fp8
         self.value_scales = [scale(layer) for layer in layers]
-        # Blocks that may hold values that are not finite, left by a row from which nothing finite was sampled.
+        # Blocks that may hold values that are not finite, left by a row without finite logits.
         self._is_dirty = np.zeros(num_blocks, dtype=np.bool_)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that a block consists of, [num_blocks, ...] each."""
+        """All tensors with a part of each block, [num_blocks, ...] each."""
         scales = [scale for scale in (*self.key_scales, *self.value_scales) if isinstance(scale, torch.Tensor)]
         return [*self.keys, *self.values, *scales]
 
@@ -92,19 +92,19 @@ class KVCache:
     def mark_dirty(self, block_ids: Int32Array) -> None:
         """Remember that these blocks may hold values that are not finite.
 
-        They keep them: the blocks may be in the control plane's prefix cache, and whoever starts from them has to fail
-        as it would if it computed them.
+        The values stay: the blocks may be in the control plane's prefix cache, and a request that starts from them must
+        fail as it would if it computed them.
         """
         self._is_dirty[block_ids] = True
 
     def dirty_of(self, block_ids: Int32Array) -> Int32Array:
-        """Those of the blocks that may hold values that are not finite."""
+        """The blocks among these that may hold values that are not finite."""
         return block_ids[self._is_dirty[block_ids]]
 
     def make_finite(self, block_ids: Int32Array) -> None:
-        """Turn what is not finite in the blocks into zero, before somebody begins to fill them.
+        """Replace values that are not finite by zero, before a row fills the blocks.
 
-        It masks the old entries by weights of zero, and zero times NaN is NaN.
+        Attention masks the old entries by weights of zero, and zero times NaN is NaN.
         """
         self._is_dirty[block_ids] = False
         index = torch.from_numpy(block_ids.astype("int64")).to(self.keys[0].device)
@@ -139,7 +139,7 @@ def fitting_blocks(
 
 
 def _free_host_bytes() -> int:
-    """What this process may still take: the machine's available memory, or less where a cgroup limits it."""
+    """Memory that this process may still take: the machine's available memory, or less if a cgroup limits it."""
     free = _available_bytes()
     root = Path("/sys/fs/cgroup")
     try:
@@ -152,7 +152,7 @@ def _free_host_bytes() -> int:
 
 
 def _available_bytes() -> int:
-    """Linux's own estimate of what can be taken without swapping; elsewhere half of the machine's memory."""
+    """Linux's estimate of the memory available without swapping; on other systems half of the machine's memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

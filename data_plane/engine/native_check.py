@@ -1,4 +1,4 @@
-"""Whether a model's recorded layers answer what its modules answer: a prefill and a decode, before attaching."""
+"""Compares a model's recorded layers with its modules, by a prefill and a decode, before the worker attaches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 @torch.inference_mode()
 def check_recorded(loaded: LoadedModel, stacked: StackedLayers, cache: KVCache, max_tokens: int) -> None:
-    """Let the layers run as modules if their native program answers otherwise. Writes the cache's first blocks.
+    """Let the layers run as modules if their native program gives other logits. Writes the cache's first blocks.
 
-    Where they are native, the forward pass round them is the direct one if that gives the same bits.
+    If the layers stay native, the direct forward pass is used too, provided that it gives the same bits.
     """
     if not stacked.stack.is_recorded:
         return
@@ -31,24 +31,24 @@ def check_recorded(loaded: LoadedModel, stacked: StackedLayers, cache: KVCache, 
     if room < 1:
         stacked.stack.forget()  # nothing to compare
         return
-    native = _answers(loaded, cache, room)
+    native = _logits(loaded, cache, room)
     with stacked.stack.as_modules():
-        plain = _answers(loaded, cache, room)
+        plain = _logits(loaded, cache, room)
     errors = (native - plain).norm(dim=1) / plain.norm(dim=1).clamp(min=1e-30)
     if bool((errors <= _ERROR[loaded.dtype]).all()):
         direct = stacked.direct
         if direct is not None:
             direct.is_proven = True
-            direct.is_proven = torch.equal(_answers(loaded, cache, room), native)
+            direct.is_proven = torch.equal(_logits(loaded, cache, room), native)
         is_direct = direct is not None and direct.is_proven
         logger.info("layers are native error=%.1e is_direct=%s", float(errors.max()), is_direct)
         return
-    logger.warning("layers run as modules: their native program answers otherwise error=%.1e", float(errors.max()))
+    logger.warning("layers run as modules: their native program gives other logits error=%.1e", float(errors.max()))
     stacked.stack.forget()
 
 
-def _answers(loaded: LoadedModel, cache: KVCache, num_tokens: int) -> torch.Tensor:
-    """float32 [num_tokens + 1, vocab]: of a prefill, then of a decode behind it."""
+def _logits(loaded: LoadedModel, cache: KVCache, num_tokens: int) -> torch.Tensor:
+    """float32 logits [num_tokens + 1, vocab] of a prefill, then of the decode after it."""
     vocab_size = loaded.probe.vocab_size
     token_ids = torch.randint(0, vocab_size, (num_tokens + 1,), generator=torch.Generator().manual_seed(0))
     num_blocks = -(-(num_tokens + 1) // cache.keys[0].shape[1])

@@ -1,4 +1,4 @@
-"""Which tokens stand in the prompt and how often in the answer, on the device, for the rows whose penalties need it."""
+"""Counts, on the device, of the tokens in each row's prompt and completion, for rows with penalties."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _FIRST_PLACES = 8
 
 
 class TokenHistory:
-    """A table of histories that grows with the rows that hold one; 4 bytes a token of the vocabulary and place."""
+    """A table with one history for each row with penalties; 4 bytes for each place and token of the vocabulary."""
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
         self.table = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        # Invariant: len(free) + places that rows hold == len(table).
+        # Invariant: len(_free) + places of rows == len(table).
         self._free: list[int] = []
 
-    def take(self, prompt: Int32Array, answer: Int32Array) -> int:
+    def take(self, prompt: Int32Array, completion: Int32Array) -> int:
         """The place of a new history that holds these tokens."""
         if not self._free:
             size = len(self.table)
@@ -30,9 +30,9 @@ class TokenHistory:
         place = self._free.pop()
         history = self.table[place].zero_()
         history[self._tokens(prompt)] = IN_PROMPT
-        if len(answer):
-            said = self._tokens(answer)
-            history.scatter_add_(0, said, torch.full_like(said, IN_ANSWER, dtype=torch.int32))
+        if len(completion):
+            generated = self._tokens(completion)
+            history.scatter_add_(0, generated, torch.full_like(generated, IN_ANSWER, dtype=torch.int32))
         return place
 
     def release(self, place: int) -> None:
@@ -40,7 +40,7 @@ class TokenHistory:
         self._free.append(place)
 
     def count(self, places: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note one sampled token for each of these different places; both int64 [n] on the device."""
+        """Count one sampled token at each place; both int64 [n] on the device, no place twice."""
         self.table[places, tokens] += IN_ANSWER
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
-"""Runs an engine once through the kinds of steps that serving has, so that what is compiled for them is compiled now.
+"""Runs every kind of step once, so that the kernels are compiled before the worker serves.
 
-Called by build.py before the worker attaches, where the device compiles kernels. Drives the engine as a control plane
-would, with adapters that add nothing, and leaves it empty.
+Called by build.py on devices that compile kernels. Drives the engine as a control plane would, with adapters that add
+nothing, and leaves the engine empty.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from data_plane.plan import Capacities, NewRow, RowSampling, StepPlan
 
 logger = logging.getLogger(__name__)
 
-# Kernels are compiled by the range that an adapter's rank is in. Ranks between these are compiled when they come, if
-# they need something else at all.
-# DoRA scales and biases do not depend on the rank, so one case covers them.
+# Kernels are compiled for ranges of ranks. If a rank between these needs another kernel, that is compiled when it
+# comes. DoRA scales and biases do not depend on the rank, so one case covers them.
 ADAPTERS = ((8, False), (16, False), (16, True), (32, False), (64, False))  # rank, whether it has such vectors
-# Tokens of a prefill: from 512 on, tokens of one adapter are taken 32 at a time; and an odd number.
+# Tokens of a prefill: from 512 on blocks have 32 tokens of an adapter; and an odd number.
 LONG_CHUNK, SHORT_CHUNK = 512, 17
 # Long enough for attention to a sequence to be cut in parts.
 LONG_CONTEXT = 4096
@@ -58,7 +57,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """What is run, the cases of one adapter side by side."""
+    """All cases, those of one adapter next to each other."""
     return [
         *(Case(num_rows, SHORT_CHUNK, sampling=sampling) for num_rows in (1, 3) for sampling in (_DRAWN, _EVERYTHING)),
         *(Case(num_rows, LONG_CHUNK, num_context) for num_rows in (1, 3) for num_context in (0, LONG_CONTEXT)),
@@ -71,7 +70,7 @@ def cases() -> list[Case]:
 
 
 def warm_up(engine: TorchEngine) -> int:
-    """Run every case, cut to what the engine holds; the number of steps. The engine and its arena must be empty."""
+    """Run every case, reduced to what the engine holds. Returns the number of steps. The engine must be empty."""
     started = time.perf_counter()
     num_steps = 0
     ready, generation = (0, False), 0
@@ -99,9 +98,9 @@ def warm_up(engine: TorchEngine) -> int:
 
 
 def _plans(case: Case, capacities: Capacities, step_id: int, generation: int) -> list[StepPlan]:
-    """Prefill, decode, then the rows' end and a block's copy; none where there is no room for a row that decodes."""
+    """Prefill, decode, then the rows' end and a block copy; empty if the engine has no room for a row that decodes."""
     size = capacities.block_size
-    # Whole blocks of context are the last block again and again, of which only the number matters.
+    # The context is the last block repeated: only the number of blocks matters.
     num_context = min(case.num_context, capacities.max_model_len - 2) // size * size if capacities.num_blocks > 1 else 0
     shared = [capacities.num_blocks - 1] * (num_context // size)
     num_blocks = capacities.num_blocks - bool(shared)

@@ -18,7 +18,7 @@ from contract.v1 import plan_pb2
 
 logger = logging.getLogger(__name__)
 
-# How gRPC's own text begins where nobody takes the connection.
+# How gRPC's text begins if no server accepts the connection.
 _UNREACHABLE = "failed to connect to all addresses"
 
 
@@ -28,18 +28,18 @@ class Ended:
 
     reason: str
     code: grpc.StatusCode | None = None
-    is_unreachable: bool = False  # nobody took the connection
+    is_unreachable: bool = False  # no server accepted the connection
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """In the inbox: the worker is to end the session; it was not asked to stop."""
+    """In the inbox: the worker must end the session and attach again."""
 
     reason: str
 
 
 class Stop:
-    """In the inbox: the process was asked to end."""
+    """In the inbox: the process must end."""
 
 
 InboxItem = plan_pb2.AttachResponse | Ended | Leave | Stop
@@ -78,7 +78,7 @@ class PlanStream:
         self._call.cancel()  # type: ignore[no-untyped-call]  # the stubs lack the type
 
     def read(self) -> None:
-        """Take messages until the call ends. Pings are answered here, past the plans that wait in the inbox."""
+        """Put messages into the inbox until the call ends. A pong is sent from here, ahead of plans in the inbox."""
         try:
             for message in self._call:
                 self.heard_s = self._clock()
@@ -89,7 +89,7 @@ class PlanStream:
             self._end(Ended("the control plane closed the stream"))
         except grpc.RpcError as error:
             self._end(self._ended_by(error))
-        except Exception as error:  # the thread's edge: without a word from here the compute thread would wait for ever
+        except Exception as error:  # the thread's edge: without an Ended the compute thread would wait for ever
             logger.exception("reader failed")
             self._end(Ended(f"reader failed: {type(error).__name__}: {error}"))
 

@@ -1,4 +1,4 @@
-"""What a worker logs about its sessions: each reason once in a while, although it tries to attach every second.
+"""The log lines about a worker's sessions. A reason is logged once a minute, although the worker attaches every second.
 
 Called by plan_client.py, in one thread.
 """
@@ -15,8 +15,8 @@ from data_plane.stream.plan_stream import Ended
 
 logger = logging.getLogger(__name__)
 
-# A control plane that was there is mentioned at WARNING after so long only: it may be started again, or everything
-# stops and this worker is next.
+# A control plane that went away is logged at WARNING only after this time: it may be restarting, or the whole system
+# may be stopping.
 AWAY_S = 5.0
 REPEAT_S = 60.0  # the same reason is logged again after so long
 
@@ -33,7 +33,7 @@ class SessionLog:
 
     def attached(self, epoch: int) -> None:
         """A session began."""
-        is_known = bool(self._warned_s)  # a person was told that there was none
+        is_known = bool(self._warned_s)  # the log said that there was no control plane
         self._gone_s = None
         self._warned_s.clear()
         logger.info(
@@ -60,7 +60,7 @@ class SessionLog:
         is_due = not is_gone and (last_s is None or now_s - last_s >= REPEAT_S)
         if is_due:
             self._warned_s[reason] = now_s
-        what = f"no control plane answers at {self._control_plane}" if ended.is_unreachable else "not attached"
+        what = f"no control plane at {self._control_plane}" if ended.is_unreachable else "not attached"
         logger.log(
             logging.WARNING if is_due else logging.DEBUG,
             "%s worker_id=%s: %s; trying again every second",

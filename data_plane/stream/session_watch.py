@@ -1,7 +1,7 @@
-"""Beside the compute thread of one session: heartbeats out, silence in, and an end to what does not end by itself.
+"""Watches one session from a thread of its own: sends heartbeats, notices a silent control plane, ends a stuck process.
 
-A thread that hangs in a step or in a load cannot be stopped from within its process. Once the session is over, a worker
-that is stuck so exits, and whoever supervises it starts it again; until it exits it attaches nowhere.
+A thread that hangs in a step or a load cannot be stopped from within its process. After the session's end a stuck
+worker exits, and its supervisor starts it again; it does not attach before that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 EXIT_STUCK = 3  # status of a process that could not end a session
 # How long the thread may take to return after the control plane found that its step or load hangs, seconds.
 HUNG_GRACE_S = 10.0
-# A longer delay between two looks was an absence of this process, in which nobody could be heard, seconds.
+# A longer delay between two looks means that this process was stopped and could not receive, seconds.
 MAX_DELAY_S = 1.0
 
 
 @dataclass
 class WorkInHand:
-    """What the threads of a session are at: written by the compute thread and the loaders, read by the watch."""
+    """What the threads of a session are doing: written by the compute thread and the loaders, read by the watch."""
 
     step: tuple[int, float] | None = None  # (step_id, since when); one assignment, so that both belong together
     num_steps: int = 0  # executed
@@ -39,15 +39,15 @@ class WorkInHand:
 
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
-    """What the Welcome says about time, seconds."""
+    """The times in the Welcome, seconds."""
 
     heartbeat_interval_s: float
-    leave_after_s: float  # without a word from the control plane
+    leave_after_s: float  # without a message from the control plane
     stuck_after_s: float
 
 
 class SessionWatch:
-    """One session's. `run` is to run on a thread of its own, from the session's beginning until `finish`."""
+    """Watches one session. `run` needs a thread of its own, from the session's beginning until `finish`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SessionWatch:
         clock: Callable[[], float],
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """`make_heartbeat`: what a heartbeat tells beside the work in hand."""
+        """`make_heartbeat` gives the fields of a heartbeat beside the work in hand."""
         self._stream = stream
         self._work = work
         self._times = times
@@ -76,7 +76,7 @@ class SessionWatch:
             self.look()
 
     def close(self) -> None:
-        """The session is over; what is in hand must come to its end."""
+        """The session is over: the step and the loads in hand must end."""
         self._is_closed = True
 
     def finish(self) -> None:
@@ -84,11 +84,11 @@ class SessionWatch:
         self._finished.set()
 
     def look(self) -> None:
-        """Do what is due."""
+        """Send a heartbeat, leave a silent control plane, or exit a stuck process, whichever is due."""
         now_s = self._clock()
         delay_s = now_s - self._looked_s - self._times.heartbeat_interval_s
         self._looked_s = now_s
-        if delay_s > MAX_DELAY_S:  # this process was stopped: what others sent meanwhile is not read yet
+        if delay_s > MAX_DELAY_S:  # this process was stopped: messages sent meanwhile are not read yet
             self._stream.heard_s = now_s
             if self._over_s is not None:
                 self._over_s += delay_s

@@ -143,7 +143,7 @@ class AdapterArena:
         return load
 
     def _plan(self, manifest: Manifest) -> Placement:
-        """Where each module goes, and how many pages that takes."""
+        """Check the manifest against this worker, and place its modules."""
         where = f"adapter {manifest.digest}"
         if manifest.base_fingerprint != self._base_fingerprint:
             raise AdapterMismatch(
@@ -168,7 +168,7 @@ class AdapterArena:
     def _publish(self, load: Load, page_ids: npt.NDArray[np.int64], placement: Placement, size_bytes: int) -> None:
         on_device = torch.from_numpy(page_ids).to(self._device)
         if self._device.type == "cuda":
-            # The stream's order alone would do; but ready should mean that the bytes are there, and that they arrived.
+            # The stream's order would be enough, but "ready" should mean that the bytes have arrived.
             torch.cuda.current_stream(self._device).synchronize()
         adapter = ResidentAdapter(
             load.slot,

@@ -19,7 +19,9 @@ class TableGroup:
 
     rows: slice  # of the table
     modules: ModuleGroup
-    epilogue: Epilogue  # for steps in which an adapter has vectors here; one form, so that one kernel is compiled
+    epilogue: (
+        Epilogue  # for steps in which an adapter has vectors here; has every table, so that one kernel is compiled
+    )
 
 
 class ModuleGroups:

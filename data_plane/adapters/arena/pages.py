@@ -1,9 +1,9 @@
-"""The arena's memory: pages of 8 ranks by W columns, and who has which.
+"""The arena's memory: pages of 8 ranks by W columns, and which of them are free.
 
 W is the greatest common divisor of all widths of the model's linears (1024 for a typical 8B decoder), so that every
-matrix is a whole number of pages of one kind; only the last pages of a vocabulary may have columns that nobody reads.
-One kind of page means one byte budget without fragmentation: an adapter fits exactly if its bytes do, which is what the
-control plane counts. Not thread-safe: the arena locks.
+matrix is a whole number of pages of one size. Only the last pages of a vocabulary may have unused columns. One page
+size means one byte budget without fragmentation: an adapter fits if its bytes do, and the control plane counts bytes.
+Not thread-safe: the arena locks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PagePool:
         self.page_bytes = PAGE_RANKS * self.tile_width * dtype.itemsize
         self.values_per_page = self.page_bytes // 4  # float32 values
         self.num_pages = arena_bytes // self.page_bytes
-        # Untouched pages of a large CPU tensor take no memory yet; nothing is read that was not written.
+        # Pages of a large CPU tensor take no memory before they are written. No page is read before it is written.
         self.pages = torch.empty(self.num_pages, PAGE_RANKS, self.tile_width, dtype=dtype, device=device)
         self.values = page_values(self.pages)  # float32 [num_pages, values_per_page], the same memory
         # Invariant: sorted, no two runs touch, and sum of lengths + num_used == num_pages.
@@ -98,7 +98,7 @@ class PagePool:
         self.pages.index_fill_(0, torch.from_numpy(page_ids).to(self.pages.device), 0)
 
     def write(self, page_ids: npt.NDArray[np.int64], matrix: torch.Tensor) -> None:
-        """Put a matrix [rank, width] into its pages, what it does not fill as zeros."""
+        """Write a matrix [rank, width] into its pages, with zeros in the rest of them."""
         rank, width = matrix.shape
         num_groups, num_tiles = -(-rank // PAGE_RANKS), self._num_tiles(width)
         padded = matrix.new_zeros(num_groups * PAGE_RANKS, num_tiles * self.tile_width)
@@ -114,7 +114,7 @@ class PagePool:
         return tiles.transpose(1, 2).reshape(-1, num_tiles * self.tile_width)[:rank, :width]
 
     def write_values(self, page_ids: npt.NDArray[np.int64], values: torch.Tensor) -> None:
-        """Put float32 values, on the host, side by side into pages."""
+        """Write float32 values, given on the host, side by side into pages."""
         padded = values.new_zeros(len(page_ids) * self.values_per_page)
         padded[: len(values)] = values
         device = self.pages.device

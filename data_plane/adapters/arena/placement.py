@@ -18,12 +18,12 @@ class Placement:
 
     modules: dict[str, ModulePages]  # by target module name
     num_values: int  # float32 values of all vectors
-    num_matrix_pages: int  # the vectors lie behind them
+    num_matrix_pages: int  # the vectors follow
     num_pages: int
 
 
 def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePool) -> Placement:
-    """Raises AdapterMismatch for a module that the model does not have so."""
+    """Place every module of the manifest. Raises AdapterMismatch for a module that differs from the model's."""
     modules: dict[str, ModulePages] = {}
     first = num_values = 0
     for module in (module for chunk in manifest.chunks for module in chunk.modules):

@@ -1,4 +1,4 @@
-"""Slots: what is in each, and the table on the device that kernels read, with what steps need of it on the host.
+"""Slots: the adapter in each, the slot table on the device that kernels read, and the part of it that the host reads.
 
 The table's tensors keep their addresses for the life of the arena, so that captured graphs may hold them. Only the
 compute thread edits the table.
@@ -20,7 +20,7 @@ from kernels.lora import VECTOR_TABLES, Epilogue, ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class ModulePages:
-    """Where one target module's weights of one adapter lie."""
+    """Where one adapter's weights of one target module lie."""
 
     rank: int
     scaling: float
@@ -75,14 +75,14 @@ class SlotTable:
         # On the host, by slot and target module: the ranks, and whether the module has a vector.
         self.host_rank = np.zeros((num_slots, len(targets)), dtype=np.int32)
         self.host_has_vectors = np.zeros((num_slots, len(targets)), dtype=np.bool_)
-        self.version = 0  # counts what was entered and removed
+        self.version = 0  # rises with every adapter that is entered or removed
         # Invariant: rows lie in page_ids in this order without overlap; their lengths sum to at most num_pages.
         self._rows: dict[int, tuple[int, ResidentAdapter]] = {}  # slot -> (start in page_ids, adapter)
 
     def group(self, targets: Sequence[TargetModule]) -> tuple[ModuleGroup, Epilogue]:
-        """The views of target modules that follow one another in the table and read inputs of one width, for kernels.
+        """Views for kernels of target modules that are neighbours in the table and read inputs of one width.
 
-        The epilogue has both tables and no bias of the base.
+        The epilogue has all vector tables and no bias of the base.
         """
         indices = [self._targets[target.name] for target in targets]
         rows = slice(indices[0], indices[0] + len(indices))
@@ -95,7 +95,7 @@ class SlotTable:
         return group, Epilogue(self._pool.values, **{name: table[rows] for name, table in self.vectors.items()})
 
     def put(self, adapter: ResidentAdapter) -> None:
-        """Enter an adapter into its slot, which is empty."""
+        """Enter an adapter into its slot, which must be empty."""
         assert adapter.slot not in self._rows, f"slot {adapter.slot} is taken"
         start = max((begin + len(held.page_ids) for begin, held in self._rows.values()), default=0)
         if start + len(adapter.page_ids) > len(self.page_ids):
@@ -104,7 +104,7 @@ class SlotTable:
         self.version += 1
 
     def remove(self, slot: int) -> None:
-        """Empty a slot's row; a slot without one is left alone."""
+        """Empty a slot's row. Does nothing for an empty slot."""
         if self._rows.pop(slot, None) is not None:
             self.rank[:, slot] = 0
             self.generation[slot] = 0
@@ -113,7 +113,7 @@ class SlotTable:
             self.version += 1
 
     def _compact(self) -> int:
-        """Move all rows to the front; the first free index."""
+        """Move all rows to the front. Returns the first free index."""
         start = 0
         for _, adapter in sorted(self._rows.values(), key=lambda row: row[0]):
             self._write(adapter, start)

@@ -37,9 +37,9 @@ class AdapterWriter:
         placement: Placement,
         page_ids: npt.NDArray[np.int64],
     ) -> int:
-        """Copy every chunk into page_ids as placed; the bytes of the matrices and vectors.
+        """Copy every chunk into page_ids as placed. Returns the bytes of the matrices and vectors.
 
-        Raises AdapterLoadError for what cannot be used, and for a load that is cancelled on the way.
+        Raises AdapterLoadError for an adapter that cannot be served and for a load that is cancelled meanwhile.
         """
         size_bytes = 0
         vectors = torch.zeros(placement.num_values)

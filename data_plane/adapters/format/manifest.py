@@ -1,4 +1,4 @@
-"""Reads manifests of packed adapters (docs/protocol.md) and verifies chunks. Trusts nothing it is given; no torch."""
+"""Reads manifests of packed adapters (docs/protocol.md) and verifies chunks. Does not trust its input. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data_plane.adapters.kinds import MANIFEST_WORDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
 from data_plane.errors import AdapterCorrupt
 
-# A manifest has about 300 bytes per module; 10 000 modules are a very large model.
+# About 300 bytes per module; a very large model has 10 000 modules.
 MAX_MANIFEST_BYTES = 16 << 20
 
 _MANIFEST_KEYS = {"base_fingerprint", "chunks", "dtype", "format", "kind"}

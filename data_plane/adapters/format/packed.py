@@ -1,4 +1,4 @@
-"""Reads the chunks of packed adapters (docs/protocol.md). Trusts nothing it is given."""
+"""Reads the chunks of packed adapters (docs/protocol.md). Does not trust its input."""
 
 from __future__ import annotations
 

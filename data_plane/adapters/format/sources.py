@@ -1,6 +1,6 @@
 """Where packed adapters come from: the host cache first, the control plane when that fails. No torch here.
 
-Every source verifies each chunk that it hands on. Nothing checks the bytes again after that. Called from loader
+Every source verifies each chunk before returning it. The bytes are not checked again. Called from loader
 threads; all calls block.
 """
 
@@ -21,10 +21,10 @@ from data_plane.plan import AdapterSource
 
 logger = logging.getLogger(__name__)
 
-# A part takes milliseconds on a healthy network; after this the control plane is asked instead.
+# A part takes milliseconds on a healthy network. After these times the control plane is used instead.
 CONNECT_TIMEOUT_S = 0.5
 READ_TIMEOUT_S = 2.0
-# How long Redis is left alone after trouble; doubled while the trouble lasts.
+# Pause before Redis is tried again after an error; it doubles with each further error.
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
 # The control plane has no such adapter, or its store holds wrong bytes.
@@ -35,8 +35,8 @@ FETCH_TIMEOUT_S = 120.0  # one whole adapter through the control plane, from the
 class HostCacheSource:
     """Reads the host cache with a read-only user. Raises ImportError where redis-py is not installed.
 
-    After trouble with Redis itself it asks nothing of it for a while, so that loads do not wait for its timeouts one
-    after the other: a first read with a short time limit finds out when it is back. One source serves all loaders.
+    After an error of Redis itself it does not read for a while, so that loads do not wait for one timeout after the
+    other. The first read after the pause has a short time limit. One source serves all loaders.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class HostCacheSource:
 
         self._redis_error = redis.RedisError
         self._clock = clock  # monotonic, seconds
-        self._quiet_until_s = float("-inf")  # nothing is asked of Redis before
+        self._quiet_until_s = float("-inf")  # Redis is not read before
         self._pause_s = FIRST_PAUSE_S
-        # For the manifest, which is small and read first; and for the chunks. None: the url is unusable.
+        # One client for the manifest, which is small and read first, one for the chunks. None: the url cannot be used.
         self._clients: tuple[redis.Redis, redis.Redis] | None = None
         try:
             self._clients = connect(min(connect_timeout_s, read_timeout_s)), connect(read_timeout_s)
@@ -92,7 +92,7 @@ class HostCacheSource:
         if self._clients is None:
             raise AdapterUnavailable(f"adapter {digest}: the host cache has no usable url")
         if self._clock() < self._quiet_until_s:
-            raise AdapterUnavailable(f"adapter {digest}: the host cache did not answer a moment ago")
+            raise AdapterUnavailable(f"adapter {digest}: the host cache failed a moment ago and is paused")
         try:
             value = self._clients[0 if is_first else 1].get(key)
         except (self._redis_error, OSError) as error:
@@ -106,7 +106,7 @@ class HostCacheSource:
 
 
 class ControlPlaneSource:
-    """Asks the control plane, which reads the artifact store and refills the host cache."""
+    """Reads from the control plane, which reads the artifact store and refills the host cache."""
 
     def __init__(
         self, stub: plan_pb2_grpc.WorkerServiceStub, worker_id: str, *, timeout_s: float = FETCH_TIMEOUT_S
@@ -128,7 +128,7 @@ class ControlPlaneSource:
         request = plan_pb2.FetchAdapterRequest(digest=digest, worker_id=self._worker_id)
         try:
             return _Pieces(self._stub.FetchAdapter(request, timeout=self._timeout_s), digest)
-        except ValueError as error:  # gRPC's word for a channel that is closed
+        except ValueError as error:  # gRPC raises it for a closed channel
             raise AdapterUnavailable(f"adapter {digest}: the session with the control plane is over") from error
 
     def _chunks(self, manifest: Manifest, pieces: _Pieces) -> Iterator[bytes]:
@@ -174,7 +174,7 @@ class _Pieces:
 
 
 class FallbackSource:
-    """Reads `first`, and goes on with `then` at the chunk where `first` fails: both hold the same bytes."""
+    """Reads `first`; if it fails at a chunk, reads the rest from `then`, which has the same bytes."""
 
     def __init__(self, first: AdapterSource, then: AdapterSource) -> None:
         self._first = first

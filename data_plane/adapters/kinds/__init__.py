@@ -1,5 +1,8 @@
-"""The kinds of adapters that a worker serves, one file each. A new kind is its file, its line in KINDS and, where the
-arithmetic is new, its kernel."""
+"""The kinds of adapters that a worker serves, one file each.
+
+A new kind is a file here, a line in KINDS and, if its arithmetic is new, a kernel. contract.packed_layout lists the
+names that a manifest may give.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What adapters need to know of the base model's weights."""
+"""The base model's weights, as the kinds of adapters read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Begins steps over the arena: which adapters a step's tokens have, and what each adapter needs at each linear.
+"""Begins steps over the arena: the adapters of a step's tokens, and what they need at each linear.
 
 Called by the engine on the compute thread.
 """

@@ -1,4 +1,4 @@
-"""The adapters of one step, applied linear by linear or to linears that were fused."""
+"""The adapters of one step, applied to one linear or to several fused ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kernels.lora.native import LoraTokens, lora_tokens
 class ModuleNeeds:
     """What the adapters of a step need at each target module, in the order of the slot table."""
 
-    max_rank: npt.NDArray[np.int32]  # 0: no adapter of the step targets the target module
-    has_vectors: npt.NDArray[np.bool_]  # one of them has a DoRA scale or a LoRA bias there
+    max_rank: npt.NDArray[np.int32]  # 0: no adapter of the step targets the module
+    has_vectors: npt.NDArray[np.bool_]  # an adapter of the step has a vector there
     max_rank_of_all: int
 
     @classmethod
     def of(cls, table: SlotTable, slots: npt.NDArray[np.intp]) -> ModuleNeeds:
-        """Of the adapters in these slots."""
+        """The needs of the adapters in these slots."""
         max_rank = table.host_rank[slots].max(axis=0, initial=0)
         return cls(max_rank, np.logical_or.reduce(table.host_has_vectors[slots]), int(max_rank.max(initial=0)))
 
 
 class ShrunkRows:
-    """Memory for x @ A that grows to what a step needed most and stays."""
+    """Memory for x @ A, as large as the largest step so far."""
 
     def __init__(self) -> None:
         self._values = torch.zeros(0)
@@ -43,10 +43,10 @@ class ShrunkRows:
 
 
 class LoraStep:
-    """What the adapters of one step add, from the arena's pages. Valid until the arena's next begin_step or evict.
+    """What the adapters of one step add, from the arena's pages. Valid until the next step begins or a slot changes.
 
-    Weights are read where they lie, when the step is applied. A slot that was emptied or filled meanwhile would add
-    nothing or another adapter's weights: to apply the step then is a mistake of the caller, and asserted.
+    Weights are read from the pages when the step is applied, so that a slot that changed meanwhile would add other
+    weights. Applying the step after such a change is a mistake of the caller, and asserted.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LoraStep:
         self._shrunk = shrunk
 
     def targets(self, target_name: str) -> bool:
-        """Whether an adapter of the step targets the target module."""
+        """Whether an adapter of the step targets the module."""
         (group,) = self._groups.of((target_name,))
         return bool(self._needs.max_rank[group.rows].any())
 
@@ -68,7 +68,7 @@ class LoraStep:
         """y [num_tokens, out] += scaling * (x [num_tokens, in] @ A.T) @ B, in place, by each token's slot.
 
         With the LoRA bias or the DoRA scale of the slot's adapter, as kernels.lora.Epilogue says.
-        A no-op for a target module that no adapter of the step targets.
+        Does nothing if no adapter of the step targets the module.
         """
         self.apply_group((target_name,), x, y)
 
@@ -83,9 +83,9 @@ class LoraStep:
                 add_lora_group(part, x, group.modules, self._segments, max_rank=max_rank, epilogue=epilogue)
 
     def embed(self, target_name: str, token_ids: torch.Tensor, y: torch.Tensor, multiplier: float) -> None:
-        """`apply` for an embedding, whose x are the columns of A at token_ids [num_tokens].
+        """`apply` for an embedding, where x @ A.T is the columns of A at token_ids [num_tokens].
 
-        What is added is multiplied, as the model multiplies what it looks up.
+        The result is multiplied by `multiplier`, as the model multiplies its embeddings.
         """
         self._check_valid()
         (group,) = self._groups.of((target_name,))

@@ -39,7 +39,7 @@ def packed(told: list[TokenLogprobs], num_top: int) -> PackedLogprobs:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 3])
-def test_chunks_read_as_one_list_whatever_part_is_asked_for(num_top: int) -> None:
+def test_chunks_read_as_one_list_whatever_part_is_requested(num_top: int) -> None:
     rng = random.Random(num_top)
     told: list[TokenLogprobs] = []
     prompt = PromptLogprobs()

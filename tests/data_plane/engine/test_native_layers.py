@@ -108,13 +108,13 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_and_in_any_number_of_threa
                 begin += sequence[1]
 
 
-def test_layers_that_answer_otherwise_run_as_modules(
+def test_layers_with_other_logits_run_as_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("data_plane.layers.recorded_layers.RecordedLayers.run", lambda self, x, *_: (x, x))
     engine = build_engine(worker_config(make_checkpoint(tmp_path, "llama")))
     assert not stack_of(engine).is_recorded
-    assert "their native program answers otherwise" in caplog.text
+    assert "their native program gives other logits" in caplog.text
 
 
 def test_models_of_another_shape_have_no_native_layers(tmp_path: Path) -> None:

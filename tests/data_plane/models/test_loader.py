@@ -157,7 +157,7 @@ def test_chunked_attention_that_also_looks_at_places_gets_no_advice_that_would_n
         assert "--max-model-len" not in str(refusal.value)
 
 
-def test_a_length_that_config_does_not_name_is_asked_for_only_where_it_helps(
+def test_a_length_that_config_does_not_name_is_requested_only_where_it_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "llama", "llama")

@@ -39,7 +39,7 @@ def test_worker_that_finds_no_control_plane_says_so_at_once_and_then_every_minut
     for _ in range(int(REPEAT_S)):
         log.not_attached(REFUSED)
         clock.advance(1.0)
-    told = "no control plane answers at host:50052 worker_id=w0: Connection refused; trying again every second"
+    told = "no control plane at host:50052 worker_id=w0: Connection refused; trying again every second"
     assert warnings(caplog) == [told]
     log.not_attached(REFUSED)
     assert warnings(caplog) == [told, told]

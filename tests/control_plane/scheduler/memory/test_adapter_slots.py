@@ -24,7 +24,7 @@ from tests.fakes.model_worker import oracle
 ONE, TWO, THREE = make_adapter("one"), make_adapter("two"), make_adapter("three")
 
 
-def test_an_adapter_is_asked_for_when_its_request_is_queued() -> None:
+def test_an_adapter_is_requested_when_its_request_is_queued() -> None:
     bench = Bench()
     bench.add(make_request(1, adapter=ONE))
     assert bench.scheduler.slot_commands() == [LoadSlot(0, 1, ONE.digest)]
