@@ -49,7 +49,6 @@ from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
-from control_plane.fleet.settings import FleetSettings
 from control_plane.host_cache.base import HostCache
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
@@ -140,7 +139,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     clients, workers = _make_ports(config, max_connections, stack)
-    fleet = Fleet(assemble(_fleet_settings(config), base_model, weights, registry.incarnation))
+    fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
     life_cycle = AdapterLifeCycle(registry=registry, weights=weights, fleet=fleet, operations=operation_store)
@@ -183,20 +182,21 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     reporter.start()
     fleet.on_workers_changed(reporter.on_workers_changed)
     fleet.on_workers_changed(lambda: reports.update(fleet.reports()))
-    joined: list[tuple[Any, object, grpc.aio.Server]] = [
-        (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service, clients),
-        (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service, clients),
-        (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service, clients),
-        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store), clients),
-        (health_pb2_grpc.add_HealthServicer_to_server, health_service, clients),
-        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights), workers),
-        (health_pb2_grpc.add_HealthServicer_to_server, health_service, workers),
-    ]
-    for add, servicer, server in joined:
-        add(servicer, server)
+    _offer(
+        clients,
+        (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
+        (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
+        (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
+        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store)),
+        (health_pb2_grpc.add_HealthServicer_to_server, health_service),
+    )
+    _offer(
+        workers,
+        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights)),
+        (health_pb2_grpc.add_HealthServicer_to_server, health_service),
+    )
     if not config.no_reflection:
-        names = [generation.SERVICE_NAME, adapters.SERVICE_NAME, status.SERVICE_NAME, operations.SERVICE_NAME]
-        reflection.add_to_server([*names, health.SERVICE_NAME], clients)
+        _offer_reflection(clients)
     client_address = listeners.bind(clients, config.listen)
     worker_address = listeners.bind(workers, config.worker_listen)
     await clients.start()
@@ -212,6 +212,17 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
 
     return ControlPlane(client_address, worker_address, fleet, drain)
+
+
+def _offer(server: grpc.aio.Server, *services: tuple[Any, object]) -> None:
+    """Let a server offer services, each given as the stub's function that adds it, and the servicer."""
+    for add, servicer in services:
+        add(servicer, server)
+
+
+def _offer_reflection(server: grpc.aio.Server) -> None:
+    names = [generation.SERVICE_NAME, adapters.SERVICE_NAME, status.SERVICE_NAME, operations.SERVICE_NAME]
+    reflection.add_to_server([*names, health.SERVICE_NAME], server)
 
 
 async def _read_base_model(config: ServerConfig) -> BaseModel:
@@ -314,23 +325,6 @@ async def _open_storage(
         directory.mkdir()
     cache = await _host_cache(config, stack)
     return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
-
-
-def _fleet_settings(config: ServerConfig) -> FleetSettings:
-    return FleetSettings(
-        max_waiting_requests=config.max_waiting_requests,
-        max_waiting_tokens=config.max_waiting_tokens,
-        plan_depth=config.plan_depth,
-        heartbeat_interval_ms=config.heartbeat_interval_ms,
-        dead_after_ms=config.dead_after_ms,
-        worker_grace_s=config.worker_grace_s,
-        step_timeout_s=config.step_timeout_s,
-        first_step_timeout_s=config.first_step_timeout_s,
-        load_timeout_s=config.load_timeout_s,
-        slow_reader_timeout_s=config.slow_reader_timeout_s,
-        scheduler=config.scheduler_settings(),
-        tenants=config.tenant_table(),
-    )
 
 
 async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) -> HostCache:

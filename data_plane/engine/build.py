@@ -12,9 +12,10 @@ from motet.command_line import size
 from transformers.utils import logging as transformers_logging
 
 from contract.fingerprint import checkpoint_fingerprint
+from contract.hello_bounds import MAX_BLOCKS, MAX_HOST_BLOCKS
 from contract.process_log import shown
 from data_plane.adapters.arena.adapter_arena import AdapterArena
-from data_plane.config import HIGHEST, MAX_HOST_BLOCKS, WorkerConfig
+from data_plane.config import WorkerConfig
 from data_plane.engine.engine import TorchEngine
 from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache, KVFormat, fitting_blocks
@@ -209,7 +210,7 @@ def _num_blocks(config: WorkerConfig, loaded: LoadedModel, device: torch.device,
         arena_bytes=config.arena_bytes,
         host_kv_bytes=config.host_kv_bytes,
         device=device,
-        most=min(config.max_rows * -(-length // config.block_size), HIGHEST["num_blocks"]),
+        most=min(config.max_rows * -(-length // config.block_size), MAX_BLOCKS),
     )
 
 

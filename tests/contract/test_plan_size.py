@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contract.hello_bounds import MAX_HOST_BLOCKS, MAX_ROWS
 from contract.v1 import plan_pb2
 from control_plane.api.rpc.listeners import WORKER_MESSAGE_BYTES
-from control_plane.fleet.gate.hello import BOUNDS, MAX_HOST_BLOCKS, MAX_ROWS
 from control_plane.fleet.workers.wire import PlanEncoder
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.errors import PlanNeverFits
@@ -35,7 +35,6 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
-from data_plane import config
 from data_plane.errors import PlanRefused
 from data_plane.stream import plan_client
 from data_plane.wire import decode_plan
@@ -195,14 +194,6 @@ def test_the_largest_plan_of_the_largest_worker_fits_in_a_message() -> None:
     bytes_per_row = 8 + 8 + 8 + 8 + 4 + 4 + 4  # prefill, appended block, block copy, fed token, freed, paused, resumed
     size = MAX_ROW_BYTES + 2 * 8 * MAX_HOST_BLOCKS + MAX_ROWS * bytes_per_row
     assert size + OTHER_BYTES < min(WORKER_MESSAGE_BYTES, plan_client.MAX_MESSAGE_BYTES)
-
-
-def test_a_workers_flags_are_bounded_as_its_hello_is() -> None:
-    fields = {"token_budget": "max_step_tokens"}
-    assert {fields.get(name, name): highest for name, highest in config.HIGHEST.items()} == {
-        name: BOUNDS[name][1] for name in ("num_blocks", "block_size", "max_step_tokens", "max_rows", "num_slots")
-    }
-    assert BOUNDS["num_host_blocks"][1] == config.MAX_HOST_BLOCKS
 
 
 def test_a_row_that_names_a_prompt_which_is_not_there_is_refused() -> None:

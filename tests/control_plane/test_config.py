@@ -69,7 +69,7 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
         (["--max-waiting-requests", "0"], "--max-waiting-requests: 0 is below 1"),
         (["--plan-depth", "0"], "--plan-depth: 0"),
         (["--drain-timeout-s", "nan"], "--drain-timeout-s: nan"),
-        (["--dead-after-ms", "600"], "--dead-after-ms: 600 is below twice --heartbeat-interval-ms 500"),
+        (["--dead-after-ms", "600"], "--dead-after-ms: 600 is below two heartbeat intervals of 500 ms"),
         (["--dtype", "int8"], "--dtype: 'int8' is none of"),
         (["--listen", "nowhere"], "--listen: 'nowhere' is not HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], "--listen"),

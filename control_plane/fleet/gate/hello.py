@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from contract import PROTOCOL
+from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_HOST_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.v1 import plan_pb2
 from control_plane.errors import BaseModelMismatch, FieldViolation, InvalidRequest
@@ -13,17 +14,13 @@ from control_plane.fleet.workers.reports import check_targets
 _INT32_MAX = 2**31 - 1
 # Bounds a little above what machines have: 2^24 blocks of 16 tokens are 268 million tokens. Within them, a plan that
 # moves every host block and names every row is no larger than a message may be.
-MAX_BLOCKS = 1 << 24
-MAX_HOST_BLOCKS = 1 << 21
-MAX_ROWS = 1 << 16
-MAX_SLOTS = 1 << 16
 MAX_DEVICE_CHARS = 128
 # Field -> lowest and highest value. Ids travel as int32.
 BOUNDS = {
     "num_blocks": (1, MAX_BLOCKS),
-    "block_size": (1, 1 << 16),
+    "block_size": (1, MAX_BLOCK_SIZE),
     "max_rows": (1, MAX_ROWS),
-    "max_step_tokens": (1, 1 << 20),
+    "max_step_tokens": (1, MAX_STEP_TOKENS),
     "arena_bytes": (0, 1 << 50),
     "num_slots": (1, MAX_SLOTS),
     "max_model_len": (2, _INT32_MAX),

@@ -1,0 +1,83 @@
+"""Flags are defined once; the documentation has them all, with their units and defaults."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.flags import add_arguments, find_mistake, flag_of, flags_of, from_args, setting, shown_default
+from control_plane.config import ServerConfig
+from data_plane.config import WorkerConfig
+
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+# How a unit is written in the tables.
+SHORT_UNITS = {"seconds": "s", "milliseconds": "ms", "a count": "count", "a share": "share"}
+TABLES = {ServerConfig: "Control plane", WorkerConfig: "Worker"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    name: str = setting("what to call it")
+    num_things: int = setting("things; more are refused", 3, unit="a count", lowest=1, highest=9)
+    size_bytes: int | None = setting("size", None, unit="bytes", shown_default="none", parse=len)
+    is_loud: bool = setting("speak up", False)
+    pairs: tuple[str, ...] = setting("pairs", (), name="--pair", shown_default="none", parse=str, is_repeatable=True)
+
+
+def parse(*argv: str) -> Sample:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, Sample)
+    return from_args(parser.parse_args(argv), Sample)
+
+
+def test_a_field_makes_its_flag_default_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("--name", "x") == Sample(name="x")
+    assert parse("--name", "x", "--num-things", "4", "--size-bytes", "four", "--is-loud") == Sample(
+        name="x", num_things=4, size_bytes=4, is_loud=True
+    )
+    monkeypatch.setenv("MOTET_NAME", "y")
+    monkeypatch.setenv("MOTET_PAIR", "a,b")
+    assert parse() == Sample(name="y", pairs=("a", "b"))
+
+
+def test_help_has_unit_and_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, Sample)
+    text = " ".join(parser.format_help().split())
+    assert "what to call it (required)" in text
+    assert "things, a count; more are refused (default: 3)" in text
+    assert "size, bytes with KiB/MiB/GiB (default: none)" in text
+
+
+def test_values_out_of_bounds_are_named() -> None:
+    assert find_mistake(Sample(name="x")) is None
+    assert find_mistake(Sample(name="x", num_things=0)) == "--num-things: 0 is below 1"
+    assert find_mistake(Sample(name="x", num_things=10)) == "--num-things: 10 is above 9"
+
+
+def rows_of(config_class: type[Any]) -> list[tuple[list[str], str]]:
+    """Of the table of one side: the flags of each row, and its column of units and defaults."""
+    text = OPERATIONS.read_text("utf-8").split(f"\n{TABLES[config_class]}")[1]
+    table = text[text.index("| flag |") :].split("\n\n")[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return [(re.findall(r"`(--[a-z-]+)", flags), default) for flags, default, *_ in cells]
+
+
+@pytest.mark.parametrize("config_class", TABLES, ids=lambda config_class: config_class.__name__)
+def test_the_documentation_has_every_flag_with_unit_and_default(config_class: type[Any]) -> None:
+    rows = rows_of(config_class)
+    documented = [flag for flags, _ in rows for flag in flags]
+    assert sorted(documented) == sorted(flag_of(config_class, name) for name in flags_of(config_class))
+    column = {flag: default for flags, default in rows for flag in flags}
+    wrong = []
+    for name, flag in flags_of(config_class).items():
+        text = column[flag_of(config_class, name)].replace("`", "")
+        unit = SHORT_UNITS.get(flag.unit, flag.unit.split(" ")[0])
+        default = shown_default(config_class, name) or "required"
+        wrong += [f"{name}: {part!r} is not in {text!r}" for part in (unit, default) if part not in text]
+    assert not wrong
