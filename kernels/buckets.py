@@ -1,6 +1,6 @@
-"""Sizes that a step's launches are rounded up to, so that steps of other lengths launch the same grids.
+"""Rounds the sizes of a step's launches up, so that steps of similar sizes launch the same grids.
 
-In place of triton's own functions of whole numbers, which take microseconds on the host and stand in every launch.
+Replaces Triton's own integer functions, which take microseconds on the host in every launch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 def bucket(count: int) -> int:
     """The count or a little more: 0, powers of two to 64, then eighths of a power of two: 72, 80 .. 128, 144 .. 256.
 
-    Programs that are not needed leave at once, which costs little below 64, and above they are at most an eighth.
+    Programs that are not needed return at once: that costs little below 64, and above 64 they are at most an eighth.
     """
     if count <= 64:
         return round_up(count)
@@ -30,6 +30,6 @@ def ceil_div(count: int, size: int) -> int:
 
 
 def check_power_of_two(name: str, value: int, least: int, most: int) -> None:
-    """Raise ValueError, by name, for a value that is none, or is out of range."""
+    """Raise ValueError, by name, for a value that is not a power of two, or is out of range."""
     if not least <= value <= most or value & (value - 1):
         raise ValueError(f"{name} is {value}, want a power of two from {least} to {most}")

@@ -1,4 +1,4 @@
-"""Which kernels serve a tensor, Triton's on an NVIDIA GPU and plain torch elsewhere, and how arrays reach a device."""
+"""Decides which kernels serve a tensor (Triton's on an NVIDIA GPU, else torch's), and uploads arrays to a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_triton() -> bool:
 
 
 def check_devices(**tensors: torch.Tensor | None) -> None:
-    """Raise ValueError, by name, for a tensor that does not lie where the first one does. None is passed over."""
+    """Raise ValueError, by name, for a tensor that is on another device than the first. None is skipped."""
     head, device = "", None
     for name, tensor in tensors.items():
         if tensor is None:

@@ -34,7 +34,7 @@ OPS: Mapping[str, Op] = {
 
 
 def check_tables(device_name: str, folder: Path = TABLES) -> None:
-    """Raise ValueError for the first entry of the device's tables that its op cannot run with or never asks for."""
+    """Raise ValueError for the first entry of the device's tables that its op cannot run with or never uses."""
     for name, table in read_tables(device_name, folder).items():
         if name not in OPS:
             raise ValueError(f"{table.path}: no op is called {name}, want one of {sorted(OPS)}; delete the table")

@@ -19,7 +19,7 @@ from kernels.native import DTYPES, Program, Step, has_native
 from kernels.native.measured import best_times_s, measured
 from kernels.native.program import one_thread
 
-# The number grows with every change of what is measured, so that older results are not taken for it.
+# Raise the number whenever the measurement changes, so that older results are not used.
 MEASUREMENT = "linear forms 2"
 # A decode step has a row for each running request, a prefill step hundreds.
 DECODE_ROWS, PREFILL_ROWS = (1, 8, 32), (128, 512)
@@ -43,7 +43,7 @@ class Form(StrEnum):
 
 
 def fastest_form(out_features: int, in_features: int, dtype: torch.dtype) -> Form:
-    """The form that serves a weight of this size best, of those that can be had here.
+    """The fastest form for a weight of this size, of the forms that are available here.
 
     Each of the five row counts has the same share: a form's score is the product of its times, so that being twice as
     fast at one row makes up for being half as fast at another number of rows. Three of five shares are decodes of few
@@ -65,7 +65,7 @@ def _fastest(out_features: int, in_features: int, dtype: torch.dtype, forms: tup
 def form_times_us(out_features: int, in_features: int, dtype: torch.dtype) -> Mapping[Form, Mapping[int, float]]:
     """Microseconds of one product in one thread by row count, for each form that can be had here.
 
-    In one thread, since the time of several is that of whoever else uses the cores meanwhile, and the result is kept.
+    In one thread: with several threads the time depends on other processes on the cores, and the result is kept.
     """
     side = SMALL_SIDE if out_features * in_features <= SMALL_SIZE else LARGE_SIDE
     name = str(dtype).removeprefix("torch.")
@@ -95,7 +95,7 @@ def _numbers(num_rows: int, num_columns: int, dtype: torch.dtype, random: torch.
 
 
 def _copies(weight: torch.Tensor, num_copies: int) -> dict[Form, list[torch.Tensor]]:
-    """Copies of the weight in each form that can be had."""
+    """Copies of the weight in each available form."""
     copies = {Form.PLAIN: [weight.clone() for _ in range(num_copies)]}
     if weight.dtype in DTYPES and has_native(weight):
         copies[Form.NATIVE] = [to_panels(weight) for _ in range(num_copies)]

@@ -30,7 +30,7 @@ CASES = (
     Case("one token", (0,), (8,)),
     Case("one token without adapter", (-1,), (8,)),
     Case("no adapter at all", (-1,) * 5, ()),
-    Case("adapters nobody uses", (-1, 2, -1), (8, 4, 16, 3)),
+    Case("adapters that no token has", (-1, 2, -1), (8, 4, 16, 3)),
     Case("rank 1", (0, -1, 0), (1,)),
     Case("mixed", (1, 0, -1, 2, 2, 1, -1, 0, 3), (8, 16, 3, 64)),
     Case("module not targeted by one", (0, 1, 2, 1, 0), (8, 0, 4)),
@@ -70,7 +70,7 @@ class GroupInputs:
 
 
 def make(case: Case, dtype: torch.dtype, *, seed: int = 0) -> Inputs:
-    """Inputs whose adapters add values of order 1. Pages of nobody are NaN."""
+    """Inputs whose adapters add values of order 1. Unused pages are NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(rows: int, width: int, scale: float) -> torch.Tensor:

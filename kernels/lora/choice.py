@@ -1,4 +1,4 @@
-"""From how many tokens of one adapter on torch's products are faster than native code, measured: `products_from`.
+"""Measures from how many tokens of one adapter on torch's products are faster than native code: `products_from`.
 
 Native code reads each page once per block and keeps a block's sums in registers. Products first copy the adapter's
 pages, and may then use units that only large products fill, such as AMX. Measured once for each dtype and two ranks,
@@ -44,7 +44,7 @@ def products_from(dtype: torch.dtype, rank: int) -> int | None:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Measure now what no request should wait for."""
+    """Measure now, so that no request waits for it."""
     for rank in RANKS:
         timed(dtype, rank)
 

@@ -83,7 +83,7 @@ class Sizes:
         return cls(dtype, page, h.shape[3], h.shape[1], h.shape[2], max(group.out_features), h.shape[0])
 
 
-# A step asks for each module, so that the tables' own look-up would be felt.
+# Cached: a step needs the parameters once for each module, and the tables' look-up takes longer.
 @lru_cache(maxsize=4096)
 def shrink_launch(device_name: str | None, sizes: Sizes) -> ShrinkLaunch:
     """What was measured for such a call on the device, or the default."""

@@ -58,10 +58,10 @@ def problem(
     *,
     scaling: float = 1.0,
 ) -> LoraModules:
-    """Of all three ops: shrink and embed read x, expand writes y and alone takes the epilogue.
+    """The argument of all three ops: shrink and embed read x, expand writes y. Only expand takes the epilogue.
 
     x [T, in], of embed int64 [T], and y [T, sum of out] may have rows that lie apart. The tables are read when the op
-    runs, whatever was loaded or evicted since.
+    runs, so that it sees every load and eviction until then.
     """
     out = torch.tensor(group.out_features, dtype=torch.int64)
     table = {} if epilogue is None else {"dora_scale": epilogue.dora_scale, "lora_bias": epilogue.lora_bias}

@@ -1,10 +1,12 @@
 """The operators on pages: shrink (x @ A), expand (h @ B), their forms for slices and for fused linears.
 
-bgmv: every token its own block, for one or few tokens per slot; takes the slots of the tokens. sgmv: blocks of tokens
-that share a slot; takes segments. Segments of tokens become token slots by
-`torch.repeat_interleave(slots, lengths, output_size=num_tokens)`.
-On a GPU the Triton kernels run, on a CPU with a C compiler native code, elsewhere torch's products. In the first two
-bgmv and sgmv give the same bits.
+The server uses `add_lora_group`, `lora_embed` and `lora_expand`. The bgmv and sgmv operators have the interface of
+Punica and vLLM, and the server does not use them yet. bgmv: every token is its own block, for one or few tokens per
+slot; takes the slots of the tokens. sgmv: blocks of tokens that share a slot; takes segments. Lengths of segments
+become token slots by `torch.repeat_interleave(slots, lengths, output_size=num_tokens)`.
+
+On a GPU the Triton kernels run, on a CPU with a C compiler native code, elsewhere torch's products. With Triton and
+with native code bgmv and sgmv give the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from kernels.native import get_num_threads, has_native
 def bgmv_shrink(
     x: torch.Tensor, module: PagedModule, out: torch.Tensor, token_slots: torch.Tensor, *, scaling: float = 1.0
 ) -> None:
-    """out [T, width] float32 = scaling * x [T, in] @ A.T in the first `rank` columns; the others are left alone.
+    """out [T, width] float32 = scaling * x [T, in] @ A.T in the first `rank` columns; the others are not written.
 
     Rows without an adapter, or whose slot is outside the table, are not written. A rank above the width is refused;
     on a GPU its rows are NaN instead.
@@ -94,9 +96,9 @@ def sgmv_expand_slice(
 def lora_shrink(x: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, *, max_rank: int) -> torch.Tensor:
     """x @ A.T of every module of the group in one launch: float32 [planes, modules, T, width] for `lora_expand`.
 
-    The width is a power of two from max_rank on; what lies past a slot's rank is not set. No slot of the segments has a
-    rank above max_rank at these modules; above the width its rows would be NaN on a GPU. The planes add up to the
-    product: with few tokens the sum over the input is computed in parts side by side.
+    The width is the next power of two from max_rank on; columns past a slot's rank are not set. max_rank must be at
+    least the ranks of the segments' slots at these modules; above the width a slot's rows are NaN on a GPU. The planes
+    add up to the product: with few tokens the sum over the input is computed in several parts at once.
     """
     planes, is_triton = 1, runs_triton(x)
     if is_triton and segments.num_tokens < MANY_TOKENS:
@@ -117,8 +119,8 @@ def lora_embed(
 ) -> torch.Tensor:
     """The shrink of an embedding: A[:, token_ids[t]], float32 [1, 1, T, width] as `lora_shrink` gives it.
 
-    token_ids is int32 or int64 [T]. An id that the module has no column of gives NaN, as does, on a GPU, a rank above
-    the width; a CPU refuses that.
+    token_ids is int32 or int64 [T]. An id outside the module's columns gives NaN. So does a rank above the width on a
+    GPU; a CPU refuses it.
     """
     _check_ids(token_ids, segments.num_tokens)
     _check_segments(segments, module.first.shape[0])
@@ -193,8 +195,8 @@ def _by_length(
 ) -> tuple[AdapterSegments, AdapterSegments | None]:
     """The blocks for native code, and those of adapters with so many tokens that products are faster here.
 
-    The times are those of one thread: with fewer of torch's than native code has, as beside native linears, products
-    are not asked for.
+    The measured times are those of one thread. Products are not used if torch has fewer threads than native code, as
+    beside native linears.
     """
     if segments.num_tokens < choice.TOKEN_COUNTS[0] or torch.get_num_threads() < get_num_threads():
         return segments, None

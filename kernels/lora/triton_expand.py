@@ -85,7 +85,7 @@ def expand_kernel(
             is_y = is_token[:, None] & (offs_n < out_features)[None, :]
             y_columns = tl.multiple_of(module_begin + column, ALIGN) + tl.arange(0, BLOCK_N)
             y_at = y_ptr + (tokens * stride_yt)[:, None] + (y_columns.to(tl.int64) * stride_yn)[None, :]
-            if ADD_INPUTS:  # asked for before the products, needed after them
+            if ADD_INPUTS:  # loaded before the products, used after them
                 base = tl.load(y_at, mask=is_y, other=0.0).to(tl.float32)
             first = tl.load(first_ptr + table) + tl.cdiv(rank, PAGE_RANKS) * in_tiles  # B lies behind A
             # Runs of H_ALIGN ranks are read at once, also those past the slot's rank, which are then dropped.

@@ -1,8 +1,8 @@
 """What the LoRA kernels share: where a page's elements lie, and which tokens a block has.
 
-A program takes one block of segments: up to BLOCK_T tokens of one slot. It ends at once if the block is not needed, or
-if the slot's rank at the module does not reach its ranks; so tokens without an adapter and ranks that others have cost
-nothing. Sums are float32 and of a fixed order, without atomics: the same token has the same bits in every batch.
+A program takes one block of segments: up to BLOCK_T tokens of one slot. A program returns at once if its block is
+unused or if its rank tile lies beyond the slot's rank, so base-model tokens and other adapters' larger ranks cost
+nothing. Sums are float32 in a fixed order, without atomics: the same token has the same bits in every batch.
 
 Blocks have 16 or 32 rows, so that every product is mma.sync: ptxas before 13.3 miscompiles pipelined wgmma with an
 operand in registers.
@@ -38,7 +38,7 @@ def page_offsets(
     if TILE_WIDTH % BLOCK_C == 0:  # all columns are of one tile
         page = tl.load(ids_ptr + column // TILE_WIDTH, mask=is_rank & (column < num_columns), other=0).to(tl.int64)
         rows = page * (PAGE_RANKS * TILE_WIDTH) + in_page
-        # Without the hint each value would be loaded by itself, and never ahead of its product.
+        # Without the hint the values are loaded one by one, and not ahead of their product.
         in_tile = tl.multiple_of(column % TILE_WIDTH, BLOCK_C)
         offsets = rows[:, None] + (in_tile + tl.arange(0, BLOCK_C))[None, :]
     else:

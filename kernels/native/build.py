@@ -1,8 +1,8 @@
 """All C sources of `kernels` as one library for this CPU: `library`. Compiled once, then kept. No torch.
 
-A library's name holds digests of the sources, the flags and the compiler's version: a stale one is never found.
-Without a compiler one that was built ahead is used (`prebuild`), and without that there is none: callers have a way
-in plain torch.
+A library's name holds digests of the sources, the flags and the compiler's version, so that an outdated library is
+never used. Without a compiler a library that was built ahead is used (`prebuild`). Without either, `library` returns
+None and callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kernels.native.target import Target, target_of, targets_to_prebuild
 
 logger = logging.getLogger(__name__)
 
-# Sums keep the order that the source gives them, and NaN stays NaN: nothing of -ffast-math but fused multiply-adds.
+# Sums keep the source's order and NaN stays NaN: of -ffast-math only fused multiply-adds are allowed.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
 SOURCES = Path(__file__).parent.parent
 PREBUILT = Path(__file__).parent / "prebuilt"  # where an image has its libraries, beside the code
@@ -47,7 +47,7 @@ _cache_folder: Path | None = None
 
 
 def turn_off() -> None:
-    """Have no native code in this process: everything runs in plain torch."""
+    """Use no native code in this process: everything runs in torch."""
     global _is_off
     _is_off = True
     _forget()
@@ -77,7 +77,7 @@ def cache_folder() -> Path | None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled sources, or None, said once in the log, where they cannot be had."""
+    """The compiled sources. None, logged once, if there is no library and none can be made."""
     loaded = _loaded()
     return None if loaded is None else loaded.library
 

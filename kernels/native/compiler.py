@@ -22,7 +22,7 @@ Compiler = Sequence[str]  # the command and flags that come before all others
 
 
 class CompilerFailed(Exception):
-    """The compiler did not do its work; the text has its own words."""
+    """The compiler failed; the text is its own output."""
 
 
 def find_compiler() -> Compiler | None:

@@ -51,7 +51,7 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
 
 def _model_without_proc() -> str:
     try:
-        told = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=10)
+        found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return platform.processor()
-    return told.stdout.strip() or platform.processor()
+    return found.stdout.strip() or platform.processor()

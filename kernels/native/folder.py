@@ -1,7 +1,7 @@
-"""A folder of files that this user alone, or one who could change the code as well, may have written. No torch.
+"""A folder of files that only this user, or a user who can change the code, may write. No torch.
 
-A file appears whole or not at all, and ends with a digest of what stands before. Nothing that anybody else could have
-changed is read.
+A file appears whole or not at all, and ends with a digest of its content. Files that other users could have changed are
+not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was measured on this machine, so that choices between ways to compute are made once per machine: `measured`.
+"""Keeps measurements of this machine, so that a choice between ways to compute is made once per machine: `measured`.
 
 Results lie beside the compiled library, in one file for each CPU, number of threads, torch and library. A file that is
 damaged, or cannot be read or written, costs a measurement, nothing else. MOTET_MEASURE_AGAIN=1 measures once more.

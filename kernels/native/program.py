@@ -1,7 +1,7 @@
 """Lists of native ops, and the threads that run them.
 
 An op is one of the C sources' OpKind symbols and the ctypes structure that it takes, its problem. A Program is a list
-of ops that stays the same over many steps; what differs between steps stands in the Step that `run` is given.
+of ops that stays the same over many steps; the Step that `run` receives has what differs between steps.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run_one(name: str, problem: ctypes.Structure, step: Step) -> None:
 
 @contextmanager
 def recording() -> Iterator[list[Run]]:
-    """Add every run of the process to the list that is given, one thread's at a time. What is open waits meanwhile.
+    """Add every run of native code in this process to the returned list, one after the other. No op is open meanwhile.
 
     Raises RuntimeError inside of another recording.
     """
@@ -111,7 +111,7 @@ def recording() -> Iterator[list[Run]]:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Threads that ops run in from now on, the caller among them; at first as many as torch's operators have."""
+    """Set the number of threads that ops run in, the caller included. The default is torch's number."""
     global _num_threads
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}, want at least 1")
@@ -125,7 +125,7 @@ def get_num_threads() -> int:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Have ops, and torch's operators, run in the calling thread alone meanwhile. No other thread may run any."""
+    """While entered, ops and torch's operators run in the calling thread only. Other threads must run none."""
     global _num_threads
     before, torch_before = _num_threads, torch.get_num_threads()
     try:
@@ -181,7 +181,7 @@ def _kind(name: str) -> int:
 
 def _loaded() -> ctypes.CDLL:
     loaded = library()
-    assert loaded is not None, "has_native was not asked"
+    assert loaded is not None, "call has_native first"
     return loaded
 
 

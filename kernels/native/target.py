@@ -38,7 +38,7 @@ _LEVELS = (
 
 
 def target_of(cpu: Cpu) -> Target:
-    """The best target that a CPU can run. One that no level fits has a target of its own, which no other CPU shares."""
+    """The best target that a CPU can run. A CPU that fits no level has a target of its own."""
     if cpu.machine in ("x86_64", "AMD64"):
         for level in _LEVELS:
             if level.needs <= cpu.features:

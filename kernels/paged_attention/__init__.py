@@ -1,6 +1,7 @@
 """Attention of a step's queries over keys and values: `paged_attention`, `cross_attention`, `encoder_attention`.
 
-Build one `AttentionBatch` per step and pass it to every layer.
+Build one `AttentionBatch` per step and pass it to every layer. The server uses `paged_attention`, without alibi_slopes
+and sparsity; it does not use `cross_attention`, `encoder_attention` and `BlockSparsity` yet.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def paged_attention(
 
     Causal: the queries of a sequence are its last tokens, whose keys are in the cache already. scale multiplies
     q . k. sliding_window counts the query's own token: 1 sees only itself. softcap bounds the scores by tanh. sinks
-    [Hq] are one more logit per head that takes weight and gives nothing. alibi_slopes [Hq] times (position of the key -
+    [Hq] are one more logit per head that takes weight and adds no value. alibi_slopes [Hq] times (position of the key -
     position of the query) are added to the scores, after the soft cap. sparsity hides blocks of keys. FP8 caches are
     read with the scales that store_kv was given. Head sizes above 256 run without Triton. The block tables are not
-    looked at: an entry of a sequence that is no block of the caches is read all the same.
+    checked: an entry outside the caches reads other memory.
     """
     if not batch.is_causal:
         raise ValueError("the batch is not causal; want one of AttentionBatch.build, or cross_attention")
@@ -96,7 +97,7 @@ def encoder_attention(
 def _attend(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: AttentionBatch, options: Options
 ) -> torch.Tensor:
-    """Check, then run what serves the device."""
+    """Check the arguments, then run the implementation for the device."""
     num_heads, dim = query.shape[-2:]
     num_kv_heads = key_cache.shape[2]
     if query.dim() != 3 or query.shape[0] != batch.query_start[-1]:

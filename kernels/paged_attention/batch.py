@@ -1,4 +1,4 @@
-"""What paged attention knows about one step: who has which blocks, and everything all layers share.
+"""What paged attention knows about one step: the blocks of each sequence, and what all layers share.
 
 Index tensors and masks are built once per (block size, window, dtype, device) of a step and kept in the batch, so
 that a layer only gathers and multiplies.
@@ -128,7 +128,7 @@ class AttentionBatch:
         return cls(torch.from_numpy(tables), start.tolist(), lens.tolist(), tables, is_causal=False, is_ragged=True)
 
     def on_device(self, device: torch.device, block_size: int) -> DeviceBatch:
-        """What the GPU kernels read, uploaded by the first layer that asks."""
+        """What the GPU kernels read, uploaded by the first layer."""
         self.check_width(block_size)
         if device not in self._on_device:
             self._on_device[device] = DeviceBatch.build(

@@ -128,7 +128,7 @@ class Inputs:
 
 
 def make(case: Case, dtype: torch.dtype, *, seed: int = 0, poison: float = 0.0) -> Inputs:
-    """Inputs of the case. `poison` fills cache entries past the sequences' tokens, and blocks of nobody."""
+    """Inputs of the case. `poison` fills cache entries past the sequences' tokens, and unused blocks."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-keys // case.block_size) for _, keys in case.sequences]
     num_blocks = sum(counts) + 3

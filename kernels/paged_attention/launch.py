@@ -1,7 +1,7 @@
 """How the attention kernels are launched: safe defaults, and what `kernels.tuning` knows better.
 
-A launch is chosen by the model's shapes and the device alone, never by the batch: the tiles decide in which order a
-sequence's keys are summed, and its output must not depend on who else is in the step.
+A launch depends on the model's shapes and the device only, never on the batch: the tiles decide in which order a
+sequence's keys are summed, and a sequence's output must not depend on the other sequences of the step.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Sizes:
         return cls(dtype, cache, max(query.shape[2], value_cache.shape[3]), query.shape[1] // key_cache.shape[2])
 
 
-# A step asks in each layer, so that the tables' own look-up would be felt.
+# Cached: a step needs the parameters in each layer, and the tables' look-up takes longer.
 @lru_cache(maxsize=256)
 def decode_launch(device_name: str | None, sizes: Sizes) -> DecodeLaunch:
     """What was measured for such a model on the device, or the default."""

@@ -39,7 +39,7 @@ class Attention(ctypes.Structure):
 def can_serve(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, options: Options) -> bool:
     """Whether there is native code for such tensors: head sizes in sixteens, no sparsity.
 
-    Reads no numbers: a model asks once for all steps.
+    The result holds for all steps of a model.
     """
     return (
         has_native(query, key_cache, value_cache)
@@ -130,7 +130,7 @@ def _parts(num_floats: int) -> torch.Tensor:
 
 def _part_floats(problem: Attention) -> int:
     loaded = library()
-    assert loaded is not None, "has_native was not asked"
+    assert loaded is not None, "call has_native first"
     function = loaded.motet_attention_part_floats
     function.restype = ctypes.c_int64
     return int(function(ctypes.byref(problem)))

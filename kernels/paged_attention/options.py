@@ -1,4 +1,4 @@
-"""What a layer's attention is besides softmax(scale q . k) v: one object for all implementations."""
+"""The options of a layer's attention beside softmax(scale q . k) v: one object for all implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.fp8 import KVScale
 
 @dataclass(frozen=True, slots=True)
 class BlockSparsity:
-    """Each query sees the last few blocks of keys, and every n-th of those before them.
+    """Each query sees the last few blocks of keys, and every n-th block before them. The server does not use it yet.
 
     Key block b is seen from query block q if b > q - local_blocks, or if (b + offset of the head) is a multiple of
     vertical_stride. As in the phi-3-small models; the blocks are counted from the sequence's start.
@@ -50,13 +50,13 @@ class Options:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [Hq]
-    alibi_slopes: torch.Tensor | None = None  # [Hq]
+    alibi_slopes: torch.Tensor | None = None  # [Hq]; the server does not use them yet
     sparsity: BlockSparsity | None = None
     key_scale: KVScale = 1.0
     value_scale: KVScale = 1.0
 
     def check(self, num_heads: int) -> None:
-        """Refuse values that mean nothing."""
+        """Raise ValueError for a value out of range."""
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}, want at least 1 or None")
         if self.sliding_window is not None and self.sparsity is not None:

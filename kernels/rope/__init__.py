@@ -1,4 +1,4 @@
-"""Rotary position embedding, alone or with what stands beside it in a layer.
+"""Rotary position embedding, alone or with the head norms and the cache write of a layer.
 
 `apply_rope` and `apply_rope_and_store_kv` are the public calls; the second is the first, then store_kv. Either norms
 the heads first where a HeadNorm is given, and is one launch on a GPU, and one native op on a CPU.

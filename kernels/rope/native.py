@@ -1,4 +1,4 @@
-"""The native rotation with what stands beside it: the structures that rope.c takes, and the op run alone."""
+"""The native rotation with norms and cache writes: the structures that rope.c takes, and the op run alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor, kv_positions: torch.Tensor | 
 def can_serve(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: HeadNorm | None
 ) -> bool:
-    """Whether native code rotates these; what is stored behind it is asked of kernels.store_kv.native."""
+    """Whether native code rotates these. kernels.store_kv.native says whether it also stores them."""
     weights = [] if norm is None else [norm.query_weight, norm.key_weight]
     heads = [query, key, *weights]
     is_fit = key.dtype in _SERVED and all(tensor.dtype == key.dtype for tensor in heads)

@@ -164,7 +164,7 @@ def apply_rope(
     if num_tokens == 0:
         return
     num_kv_heads, half = key.shape[1], cos.shape[1]
-    # What is not there is given as some other pointer, which is read by nobody.
+    # A missing tensor is passed as another pointer, which is not read.
     value, key_cache, value_cache, kv_positions = store or (key, key, key, key)
     query_tiles = ceil_div(num_heads, BLOCK_HEADS)
     _rope_kernel[(num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS))](

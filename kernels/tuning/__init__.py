@@ -1,9 +1,9 @@
 """Launch parameters that were measured on a device, for ops that work without them.
 
-An op asks `tuned` with its safe defaults, which are a frozen dataclass, and the sizes of the call. Tables are JSON
+An op calls `tuned` with its safe defaults, a frozen dataclass, and the sizes of the call. Tables are JSON
 files, one per device and op, that `python -m benchmarks.kernels.tune` writes; a device without any runs with the
-defaults, and the log says so once. Parameters that can change a bit of a result may be tuned by sizes of the model
-alone: what a request gets must not depend on the batch that it is in.
+defaults, and the log says so once. Parameters that can change a bit of a result may depend on sizes of the model
+only: a request's tokens must not depend on its batch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def tuned(op: str, defaults: Launch, device_name: str | None, **sizes: Size) -> 
 
     defaults: a frozen dataclass of launch parameters; it refuses values that the op cannot run with when it is built.
     device_name: of a GPU (kernels.devices.device_name), None for anything that has no launch parameters.
-    sizes: whole numbers, rounded up to powers of two, and words such as a dtype. Reads files only when a device is
-    asked for the first time. Raises ValueError for a table that is malformed or does not fit the op.
+    sizes: whole numbers, rounded up to powers of two, and words such as a dtype. Reads files only at the first
+    call for a device. Raises ValueError for a table that is malformed or does not fit the op.
     """
     if device_name is None:
         return defaults

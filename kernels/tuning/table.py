@@ -50,7 +50,7 @@ def device_folder(device_name: str) -> str:
 
 
 def read_tables(device_name: str, folder: Path = TABLES) -> dict[str, Table]:
-    """The device's tables by op; empty for a device that nobody measured. Raises ValueError for a malformed one."""
+    """The device's tables by op; empty for a device without measurements. Raises ValueError for a malformed one."""
     paths = sorted((folder / device_folder(device_name)).glob("*.json"))
     return {path.stem: _read(path, device_name) for path in paths}
 
