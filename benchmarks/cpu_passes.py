@@ -24,7 +24,7 @@ from kernels.rms_norm import cpu as norm_cpu
 from kernels.rms_norm import native as norm
 from kernels.rope import cpu as rope_cpu
 from kernels.rope import native as rope
-from kernels.sampling import SamplingRows, native, sample_and_check
+from kernels.sampling import SamplingRows, native, rows_of, sample_and_check
 from kernels.sampling import cpu as sampling_cpu
 from kernels.store_kv import cpu as store_cpu
 
@@ -151,14 +151,7 @@ def _sampling(num_tokens: int, dtype: torch.dtype) -> Iterator[Pass]:
 
 def _rows(num_rows: int, top_k: int, top_p: float) -> SamplingRows:
     order = torch.arange(num_rows)
-    return SamplingRows(
-        temperature=torch.full((num_rows,), 0.8),
-        top_k=torch.full((num_rows,), top_k),
-        top_p=torch.full((num_rows,), top_p),
-        min_p=torch.zeros(num_rows),
-        seed=order,
-        position=order,
-    )
+    return rows_of(num_rows, temperature=0.8, top_k=top_k, top_p=top_p, min_p=0.0, seed=order, position=order)
 
 
 if __name__ == "__main__":

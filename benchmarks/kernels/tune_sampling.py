@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.problem import Problem
 from kernels.cases import to_device
-from kernels.sampling import SamplingRows, sample, triton_kernel
+from kernels.sampling import rows_of, sample, triton_kernel
 from kernels.sampling.launch import SampleLaunch, Sizes
 
 CANDIDATES = [
@@ -35,14 +35,7 @@ def problem(num_rows: int, vocab: int, device: torch.device, dtype: torch.dtype)
     """One bucket; right is who draws the tokens that the CPU draws."""
     logits = (3 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(0))).to(dtype)
     order = torch.arange(num_rows)
-    rows = SamplingRows(
-        temperature=torch.full((num_rows,), 0.8),
-        top_k=torch.full((num_rows,), 50),
-        top_p=torch.full((num_rows,), 0.95),
-        min_p=torch.full((num_rows,), 0.01),
-        seed=order,
-        position=order * 7,
-    )
+    rows = rows_of(num_rows, temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=order, position=order * 7)
     expected = sample(logits, rows, None)
     there, rows_there = logits.to(device), to_device(rows, device)
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.measure import Call
 from benchmarks.kernels.work import Made, Model, Work, random
-from kernels.sampling import IN_ANSWER, IN_PROMPT, Adjustments, SamplingRows, sample, token_logprobs
+from kernels.sampling import IN_ANSWER, IN_PROMPT, Adjustments, SamplingRows, rows_of, sample, token_logprobs
 
 TOP_K, TOP_P, TEMPERATURE = 50, 0.95, 0.8
 NUM_TOP = 5
@@ -60,20 +60,8 @@ def _logprobs(model: Model, count: int, device: torch.device, dtype: torch.dtype
 
 
 def _rows(count: int, device: torch.device, *, has_limits: bool) -> SamplingRows:
-    def full(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((count,), value, dtype=dtype, device=device)
-
-    return SamplingRows(
-        temperature=full(TEMPERATURE, torch.float32),
-        top_k=full(TOP_K if has_limits else 0, torch.int64),
-        top_p=full(TOP_P if has_limits else 1.0, torch.float32),
-        min_p=full(0.0, torch.float32),
-        seed=torch.arange(count, dtype=torch.int64, device=device),
-        position=full(7, torch.int64),
-        has_top_k=has_limits,
-        has_top_p=has_limits,
-        has_min_p=False,
-    )
+    limits = {"top_k": TOP_K, "top_p": TOP_P} if has_limits else {}
+    return rows_of(count, device, temperature=TEMPERATURE, seed=torch.arange(count), position=7, **limits)
 
 
 def _penalties(count: int, vocab: int, device: torch.device) -> Adjustments:

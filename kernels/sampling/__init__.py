@@ -23,6 +23,7 @@ from kernels.sampling.rows import (
     SamplingRows,
     check_adjustments,
     check_rows,
+    rows_of,
 )
 
 # Filters that native code, the Triton kernels and cpu.py know. Rows that use another one take the definition.
@@ -39,6 +40,7 @@ __all__ = [
     "RowParameter",
     "SamplingRows",
     "TokenLogprobs",
+    "rows_of",
     "sample",
     "sample_and_check",
     "token_logprobs",

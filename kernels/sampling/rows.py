@@ -67,6 +67,24 @@ DRAW_PARAMETERS = {
 }
 # Those that SamplingRows says of, in has_NAME, whether a row uses them.
 FILTERS = tuple(name for name in DRAW_PARAMETERS if f"has_{name}" in SamplingRows.__dataclass_fields__)
+
+
+def rows_of(num_rows: int, device: torch.device | str = "cpu", **values: float | torch.Tensor) -> SamplingRows:
+    """n rows with these values, by field of SamplingRows; a number is every row's. What is left out changes nothing."""
+    unknown = values.keys() - _ROW_DTYPES.keys()
+    if unknown:
+        raise ValueError(f"SamplingRows has no {', '.join(sorted(unknown))}")
+    neutral = {name: parameter.neutral for name, parameter in DRAW_PARAMETERS.items()}
+    given = {"position": 0, **neutral, **values}
+    tensors = {
+        name: value.to(device, _ROW_DTYPES[name])
+        if isinstance(value, torch.Tensor)
+        else torch.full((num_rows,), value, dtype=_ROW_DTYPES[name], device=device)
+        for name, value in given.items()
+    }
+    return SamplingRows(**tensors, **{f"has_{name}": name in values for name in FILTERS})  # type: ignore[arg-type]  # mypy takes the flags for tensors
+
+
 # By the fields of Adjustments.
 PENALTIES = {
     "repetition": RowParameter(torch.float32, 1.0),

@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.buckets import ceil_div, round_up
 from kernels.devices import device_name
 from kernels.sampling.launch import SampleLaunch, Sizes, sample_launch
-from kernels.sampling.rows import Adjustments, SamplingRows
+from kernels.sampling.rows import Adjustments, SamplingRows, rows_of
 from kernels.sampling.triton_adjust import adjust
 from kernels.sampling.triton_search import raise_lowest
 from kernels.sampling.triton_values import Launch, highest_kernel, highest_of, load_values, ordered, scaled_scores
@@ -172,6 +172,4 @@ def sample(
 
 def _greedy(num_rows: int, device: torch.device) -> SamplingRows:
     """Rows of temperature 0. What they hold beside it is not read."""
-    floats = torch.zeros(num_rows, dtype=torch.float32, device=device)
-    ints = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    return SamplingRows(floats, ints, floats, floats, ints, ints, False, False, False)
+    return rows_of(num_rows, device)

@@ -19,7 +19,7 @@ from kernels.rms_norm import cases as norm_cases
 from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope_and_store_kv
 from kernels.rope import cases as rope_cases
-from kernels.sampling import Adjustments, SamplingRows, sample, token_logprobs
+from kernels.sampling import Adjustments, rows_of, sample, token_logprobs
 from kernels.store_kv import cases as store_cases
 from kernels.store_kv import store_kv
 from kernels.swap_blocks import swap_blocks
@@ -154,13 +154,14 @@ def test_sampling_draws_what_the_cpu_draws(temperature: float, has_adjustments: 
     count, vocab_size = 48, 128_256
     logits = (3 * torch.randn(count, vocab_size, generator=generator)).to(torch.bfloat16)
     order = torch.arange(count)
-    rows = SamplingRows(
-        temperature=torch.full((count,), temperature),
+    rows = rows_of(
+        count,
+        temperature=temperature,
         top_k=torch.where(order % 3 == 0, 50, 0),
         top_p=torch.where(order % 4 == 0, 0.9, 1.0),
         min_p=torch.where(order % 5 == 0, 0.01, 0.0),
         seed=order - 5,
-        position=torch.full((count,), 7, dtype=torch.int64),
+        position=7,
     )
     adjusted = order[::2]
     history = torch.randint(0, 5, (len(adjusted), vocab_size), generator=generator, dtype=torch.int32)
@@ -186,9 +187,7 @@ def test_sampling_replays_in_a_cuda_graph() -> None:
     generator = torch.Generator().manual_seed(4)
     logits = torch.zeros(8, 32_000, device=CUDA)
     order = torch.arange(8)
-    rows = SamplingRows(
-        torch.ones(8), order * 10, torch.full((8,), 0.9), torch.full((8,), 0.01), order, torch.zeros_like(order)
-    )
+    rows = rows_of(8, temperature=1.0, top_k=order * 10, top_p=0.9, min_p=0.01, seed=order)
     there = to_device(rows, CUDA)
     sample(logits, there)  # compiles
     graph = torch.cuda.CUDAGraph()

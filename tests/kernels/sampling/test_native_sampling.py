@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import SamplingRows, native, reference, sample_and_check
+from kernels.sampling import SamplingRows, native, reference, rows_of, sample_and_check
 from kernels.sampling.cases import make_adjustments
 from tests.kernels.threads import in_threads
 
@@ -28,7 +28,15 @@ def make_rows(limits: list[tuple[float, int, float, float]]) -> SamplingRows:
     """Rows by (temperature, top_k, top_p, min_p)."""
     order = torch.arange(len(limits))
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*limits, strict=True))
-    return SamplingRows(temperature, top_k, top_p, min_p, seed=order * 12345 - 9, position=order % 7)
+    return rows_of(
+        len(limits),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=order * 12345 - 9,
+        position=order % 7,
+    )
 
 
 def make_logits(num_rows: int, vocab_size: int, *, seed: int = 0, levels: int = 0) -> torch.Tensor:
@@ -119,7 +127,8 @@ def test_many_draws_are_those_of_the_definition() -> None:
     """Noise and scores decide each of them; 1,100,000 such draws were compared once, and none differed."""
     count = 20_000
     generator = torch.Generator().manual_seed(5)
-    rows = SamplingRows(
+    rows = rows_of(
+        count,
         temperature=torch.rand(count, generator=generator) * 1.5 + 0.2,
         top_k=torch.randint(0, 60, (count,), generator=generator),
         top_p=torch.rand(count, generator=generator) * 0.5 + 0.5,

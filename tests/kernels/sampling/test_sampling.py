@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import sampling
-from kernels.sampling import SamplingRows, cpu, reference, sample
+from kernels.sampling import SamplingRows, cpu, reference, rows_of, sample
 from kernels.sampling.cases import CASES, Case, make_adjustments
 from kernels.sampling.reference import gumbel
 
@@ -24,13 +24,9 @@ def make_rows(
     seeds: list[int] | None = None,
     position: int = 0,
 ) -> SamplingRows:
-    return SamplingRows(
-        temperature=torch.full((num_rows,), temperature),
-        top_k=torch.full((num_rows,), top_k),
-        top_p=torch.full((num_rows,), top_p),
-        min_p=torch.full((num_rows,), min_p),
-        seed=torch.tensor(seeds if seeds is not None else list(range(num_rows))),
-        position=torch.full((num_rows,), position),
+    seed = torch.tensor(seeds if seeds is not None else list(range(num_rows)))
+    return rows_of(
+        num_rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position
     )
 
 
@@ -71,13 +67,8 @@ def test_draw_of_a_row_is_the_same_alone_and_in_any_batch(case: Case) -> None:
     rows = make_rows(case.num_rows, temperature=0.8, top_p=0.95)
     together = sample(logits, rows)
     for row in range(min(case.num_rows, 4)):
-        alone = SamplingRows(
-            rows.temperature[row : row + 1],
-            rows.top_k[row : row + 1],
-            rows.top_p[row : row + 1],
-            rows.min_p[row : row + 1],
-            rows.seed[row : row + 1],
-            rows.position[row : row + 1],
+        alone = rows_of(
+            1, temperature=0.8, top_p=0.95, seed=rows.seed[row : row + 1], position=rows.position[row : row + 1]
         )
         assert sample(logits[row : row + 1], alone).item() == together[row].item()
 
@@ -95,7 +86,9 @@ def test_cpu_draws_what_the_definition_draws(vocab_size: int, levels: int) -> No
     ][:: 1 if vocab_size < 1000 else 5]
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*limits, strict=True))
     order = torch.arange(len(limits))
-    rows = SamplingRows(temperature, top_k, top_p, min_p, seed=order - 9, position=order % 7)
+    rows = rows_of(
+        len(limits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=order - 9, position=order % 7
+    )
     logits = make_logits(len(limits), vocab_size).to(torch.bfloat16)
     if levels:
         logits = (logits * levels / 4).round() * 4 / levels

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cases import to_device
-from kernels.sampling import SamplingRows, reference, sample, triton_kernel, triton_logprobs
+from kernels.sampling import SamplingRows, reference, rows_of, sample, triton_kernel, triton_logprobs
 from kernels.sampling.cases import make_adjustments
 from kernels.sampling.launch import SampleLaunch
 from kernels.sampling.logprobs import normalise
@@ -25,18 +25,12 @@ PART = {"parameters": SampleLaunch(256, 256)}
 def make_rows(settings_of_rows: Sequence[tuple[float, int, float, float]]) -> SamplingRows:
     """Rows by (temperature, top_k, top_p, min_p)."""
     count = len(settings_of_rows)
-    temperature, top_k, top_p, min_p = zip(*settings_of_rows, strict=True)
-    return SamplingRows(
-        temperature=torch.tensor(temperature, dtype=torch.float32),
-        top_k=torch.tensor(top_k),
-        top_p=torch.tensor(top_p, dtype=torch.float32),
-        min_p=torch.tensor(min_p, dtype=torch.float32),
-        seed=torch.arange(count) - count // 2,
-        position=torch.arange(count) * 3,
-        has_top_k=any(top_k),
-        has_top_p=any(p < 1 for p in top_p),
-        has_min_p=any(min_p),
-    )
+    temperature, top_k, top_p, min_p = torch.tensor(settings_of_rows, dtype=torch.float64).T
+    limits = {"top_k": top_k} if top_k.any() else {}
+    limits |= {"top_p": top_p} if (top_p < 1).any() else {}
+    limits |= {"min_p": min_p} if min_p.any() else {}
+    order = torch.arange(count)
+    return rows_of(count, temperature=temperature, seed=order - count // 2, position=order * 3, **limits)
 
 
 def make_logits(num_rows: int, vocab_size: int, *, seed: int = 0, levels: int = 0) -> torch.Tensor:
@@ -123,7 +117,8 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     logits, rows = make_logits(5, 150), make_rows(MIXED)
     together = triton_kernel.sample(logits.to(DEVICE), to_device(rows, DEVICE), None, **PART)
     kept = torch.tensor([3, 2])
-    some = SamplingRows(*(getattr(rows, item.name)[kept] for item in fields(rows)[:6]))  # flags: all searched
+    tensors = {item.name: getattr(rows, item.name) for item in fields(rows) if not item.name.startswith("has_")}
+    some = rows_of(len(kept), **{name: tensor[kept] for name, tensor in tensors.items()})  # flags: all searched
     assert torch.equal(
         triton_kernel.sample(logits[kept].to(DEVICE), to_device(some, DEVICE), None, **PART), together[kept]
     )
