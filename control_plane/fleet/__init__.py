@@ -1,1 +1,1 @@
-"""The workers: sessions, plan streams, placement, and moving requests off a lost worker."""
+"""The attached workers and the unfinished requests: taking requests on, placing them, and delivering their tokens."""

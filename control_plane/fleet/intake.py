@@ -96,7 +96,7 @@ class Intake:
             return
         settings = self._settings
         for session in list(self._sessions.values()):
-            session.pump_if_due()  # what arrived in this turn of the loop may run already
+            session.pump_if_due()  # requests that arrived in this turn of the loop may run already
         if self.num_waiting >= settings.max_waiting_requests:
             waiting = Counter(self._counters.num_waiting_by_tenant)
             waiting.update(job.request.account for job in self._dispatcher.waiting.values())
@@ -112,13 +112,13 @@ class Intake:
     def _check_share(self, account: str, waiting: Counter[str], limit: int, what: str) -> None:
         """Raise QueueFull if the account holds its share of the full queue: `limit` over the number of accounts.
 
-        So an account that keeps the queue full shuts nobody out. Shares shrink as accounts come, and are zero beyond
-        `limit` accounts. At the very most, limit x (1 + ln limit) wait, and what the last request of each is beyond it.
+        So an account that keeps the queue full keeps no other account out. Shares shrink as accounts come, and are zero
+        beyond `limit` accounts. At most limit x (1 + ln limit) wait, plus what the last request of each is beyond it.
         """
         share = limit // len(waiting.keys() | {account})
         if waiting[account] >= share:
             self.num_rejected += 1
             raise QueueFull(
-                f"{limit} {what} wait already, the most this server holds, and {waiting[account]} of them are tenant "
-                f"{account}'s, whose share is {share}; try again in a moment"
+                f"the queue is full: {limit} {what} wait, and tenant {account} has {waiting[account]} of them with "
+                f"a share of {share}; try again in a moment"
             )

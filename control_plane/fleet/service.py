@@ -1,4 +1,4 @@
-"""WorkerService: joins the plan stream's gRPC ends to the fleet's sessions, and hands out packed adapters."""
+"""WorkerService: joins the plan stream's gRPC calls to the fleet's sessions, and sends packed adapters."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_TIMEOUT_S:g} s")
         if first is _EOF or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
-        # By itself, not with the first write: where that is cancelled, gRPC would send the metadata once more with the
-        # status, fail, and leave the worker without an end of its stream.
+        # Not together with the first write: if that is cancelled, gRPC would send the metadata again with the status,
+        # fail, and leave the worker without an end of its stream.
         await context.send_initial_metadata(())
         try:
             session = self._fleet.attach(first.hello)
@@ -89,9 +89,9 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         try:
             while (message := await context.read()) is not _EOF:
                 session.receive(message)
-            # A worker that leaves says so first. When a process dies, gRPC ends this loop and cancels the handler, in
-            # either order: both are a loss.
-            session.end(EndCause.LOST, "the stream ended without a word from the worker")
+            # A worker that leaves says so first. If its process dies, gRPC ends this loop and cancels the handler,
+            # in either order: both count as a loss.
+            session.end(EndCause.LOST, "the stream ended without a leave message from the worker")
         except Exception as error:  # whatever gRPC raises for a broken stream
             session.end(EndCause.LOST, f"the stream broke: {type(error).__name__}")
 
@@ -118,6 +118,6 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         except MotetError as error:
             logger.warning("adapter not served worker_id=%s digest=%s: %s", worker_id, request.digest, error)
             raise
-        except OSError as error:  # a store that answers in its own words: those stay in the log
+        except OSError as error:  # the store's own error text stays in the log
             logger.exception("adapter not served worker_id=%s digest=%s", worker_id, request.digest)
             raise Unavailable(f"the adapter cannot be read: {type(error).__name__}") from error

@@ -1,4 +1,4 @@
-"""What an operator sets about the workers, and what the fleet tells about them: plain data."""
+"""What an operator sets about the workers, and what the fleet reports about them: plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_WORK_TIMEOUT_S = 1.0  # of steps and loads: far above the time between two h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementCosts:
-    """What placing a request weighs beside the worker's own times; placement.py has the formula.
+    """Costs that placement uses beside the worker's measured times; placement.py has the formula.
 
     Stated for an 8B model on an H200 with a host cache on the same machine. load_ms and slot_ms_per_mib hold until a
     worker's first load; then they only say how loads of several sizes compare.
@@ -30,7 +30,7 @@ class PlacementCosts:
             raise ValueError(f"expected_tokens: {self.expected_tokens} is below 1")
         for name in ("full_batch_slowdown", "load_ms", "slot_ms_per_mib", "store_ms_per_mib"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}: {getattr(self, name)} is no finite cost of 0 or more")
+                raise ValueError(f"{name}: {getattr(self, name)} is not a finite number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

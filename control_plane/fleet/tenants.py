@@ -1,10 +1,10 @@
 """What an operator grants tenants: the JSON object in the file that --tenants names.
 
-The object maps tenants to entries; the entry "default" is for everybody else. A field left out of an entry is no limit,
-or weight 1. Read once, at the start.
+The object maps tenants to entries. The entry "default" is for every tenant without an entry. A field left out of an
+entry means no limit, or weight 1. The file is read once, at the start.
 
-Use is charged to accounts. A tenant with an entry has its own. A client invents further names as it likes, so these
-have none: what a host sends under them, or under none, is charged to one account of that host.
+Use is charged to accounts. A tenant with an entry has an account of its own. Clients can invent other names as they
+like, so those have no accounts: requests of a host under such names, or without a name, are charged to the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TENANT = re.compile(r"[a-z0-9._-]{1,63}")
 
 
 class InvalidTenants(ValueError):
-    """The file grants something that cannot be; names the tenant, the field, the value and the limit."""
+    """The file is not valid. The message names the tenant, the field, the value and the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class TenantLimits:
 
     weight: float = 1.0  # share of service against the other tenants' weights, while several wait
     max_running_requests: int | None = None  # accepted and not ended, those that wait included, a count
-    max_queued_tokens: int | None = None  # prompt tokens of its requests that have no token of an answer yet, a count
+    max_queued_tokens: int | None = None  # prompt tokens of its requests that have no generated token yet, a count
     tokens_per_minute: int | None = None  # prompt and generated tokens; as many may be saved up, a count
 
 
@@ -45,17 +45,17 @@ class TenantTable:
     trusts_names: bool = False  # clients cannot invent names: every tenant has an account
 
     def account_of(self, tenant: str, host: str) -> str:
-        """The account that a request is charged to which a host sends for a tenant."""
+        """The account that is charged for a request that a host sends for a tenant."""
         has_entry = tenant in self.named and tenant != DEFAULT_ENTRY
         return tenant if has_entry or self.trusts_names else host
 
     def limits_of(self, account: str) -> TenantLimits:
-        """Those of the tenant's entry, or of the entry for everybody else."""
+        """The limits of the account's entry, or of the default entry."""
         return self.named.get(account, self.default)
 
 
 def is_tenant(name: str) -> bool:
-    """Whether a tenant may be called so: TENANT_FORM says how."""
+    """Whether this is a valid tenant name: TENANT_FORM says how."""
     return _TENANT.fullmatch(name) is not None
 
 
@@ -73,14 +73,14 @@ def read_tenants(path: Path) -> TenantTable:
     except InvalidTenants:
         raise
     except ValueError as error:  # of json, or of the bytes' encoding
-        raise InvalidTenants(f"is no JSON: {error}") from error
+        raise InvalidTenants(f"is not valid JSON: {error}") from error
     return parse_tenants(document)
 
 
 def parse_tenants(document: object) -> TenantTable:
     """The table in a JSON document. Raises InvalidTenants."""
     if not isinstance(document, dict):
-        raise InvalidTenants(f"holds a {type(document).__name__}; an object of tenants is needed")
+        raise InvalidTenants(f"is a JSON {type(document).__name__}; use an object that maps tenants to limits")
     named = {tenant: _parse_entry(tenant, entry) for tenant, entry in document.items()}
     return TenantTable(named, named.get(DEFAULT_ENTRY, TenantLimits()))
 
@@ -97,9 +97,9 @@ def _parse_entry(tenant: str, entry: object) -> TenantLimits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name == "weight":
             if not (is_number and 0 < value < math.inf):
-                raise InvalidTenants(f"{tenant}.{name}: {value!r} is no finite number above 0")
+                raise InvalidTenants(f"{tenant}.{name}: {value!r} is not a finite number above 0")
         elif not (is_number and isinstance(value, int) and value >= 1):
-            raise InvalidTenants(f"{tenant}.{name}: {value!r} is no integer from 1; leave it out for no limit")
+            raise InvalidTenants(f"{tenant}.{name}: {value!r} is not an integer above 0; leave it out for no limit")
     return TenantLimits(**entry)
 
 
@@ -107,5 +107,5 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
-        raise InvalidTenants(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise InvalidTenants(f"{next(name for name in names if names.count(name) > 1)!r} appears twice; remove one")
     return members

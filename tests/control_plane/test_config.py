@@ -140,9 +140,9 @@ def test_tenants_are_read_from_their_file(model_dir: Path) -> None:
     assert (limits.weight, limits.max_running_requests) == (2, 3)
     for content, message in [
         (b'{"a": {"wieght": 2}}', "a.wieght: unknown"),
-        (b'{"a": {}, "a": {}}', "'a' is given twice"),
-        (b"{", "is no JSON"),
-        (b"\xff\xfe\xff", "is no JSON"),
+        (b'{"a": {}, "a": {}}', "'a' appears twice"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe\xff", "is not valid JSON"),
         (b" " * ((16 << 20) + 1), "larger than 16777216 bytes"),
     ]:
         file.write_bytes(content)

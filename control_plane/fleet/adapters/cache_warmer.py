@@ -1,4 +1,4 @@
-"""Brings adapters into the host cache by the time that workers look there. A load does not wait for it."""
+"""Fills the host cache with adapters that workers will load. A load does not wait for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeightsLike(Protocol):
 
     @property
     def worker_url(self) -> str:
-        """Where workers read adapters; empty: nowhere."""
+        """Where workers read adapters. Empty if workers cannot read the host cache."""
 
     def is_cached(self, digest: str) -> bool:
         """Whether the host cache is thought to hold an adapter."""
@@ -36,14 +36,14 @@ class CacheWarmer:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by digest
 
     def warm(self, digest: str) -> None:
-        """Begin, if it is not under way."""
+        """Start bringing the adapter into the cache, unless that is under way."""
         if digest not in self._tasks:
             task = asyncio.get_running_loop().create_task(self._ensure_cached(digest))
             self._tasks[digest] = task
             task.add_done_callback(lambda _: self._tasks.pop(digest, None))
 
     async def close(self) -> None:
-        """Stop what is under way."""
+        """Stop every task."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -53,7 +53,7 @@ class CacheWarmer:
         try:
             await self._weights.ensure_cached(digest)
         except MotetError as error:
-            # The worker asks FetchAdapter next and reports what it gets.
+            # The worker calls FetchAdapter next, and reports what it gets.
             logger.warning("adapter not cached digest=%s: %s", digest, error)
         except Exception:  # the task's edge
             logger.exception("adapter not cached digest=%s", digest)

@@ -1,4 +1,4 @@
-"""Whether a worker may attach, and with which epoch: its Hello, its quarantine, and which of two sessions counts."""
+"""Decides whether a worker may attach, and with which epoch: its Hello, its quarantine, and which session is newer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SessionLike(Protocol):
 
 
 class WorkerGate:
-    """Hands out epochs."""
+    """Admits workers and hands out epochs."""
 
     def __init__(
         self, settings: FleetSettings, base_model: BaseModelLike, incarnation: int, clock: Callable[[], float]
@@ -66,16 +66,16 @@ class WorkerGate:
 def check_epochs(hello: plan_pb2.Hello, epoch: int, former: SessionLike | None) -> None:
     """Raise MotetError if the worker may not have a session of this epoch.
 
-    A worker whose last session is `former` is that process once more, and takes its place. Any other process waits
-    until `former` is over: two workers of one id would else take the place from each other for ever.
+    A worker whose last session is `former` is the same process again, and replaces that session. Any other process
+    waits until `former` has ended. Otherwise two workers with one id would replace each other for ever.
     """
     if former is not None and hello.last_epoch != former.epoch:
         raise WorkerIdTaken(
-            f"a worker is attached as {hello.worker_id} and alive; this one may attach once that is gone, or under a "
-            "--worker-id of its own"
+            f"a worker with the id {hello.worker_id} is attached and alive; wait until it is gone, or start this "
+            "worker with another --worker-id"
         )
     if hello.last_epoch >= epoch:
         raise StaleControlPlane(
             f"worker {hello.worker_id} served epoch {hello.last_epoch}, and this control plane is at epoch {epoch}: it "
-            "is an older one, or its store was replaced; restart the worker if it shall follow"
+            "is an older one, or its store was replaced; to use this control plane, restart the worker"
         )

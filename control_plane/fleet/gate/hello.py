@@ -60,7 +60,7 @@ def check_hello(hello: plan_pb2.Hello, base_model: BaseModelLike) -> None:
     if len(hello.device) > MAX_DEVICE_CHARS:
         violations.append(FieldViolation("hello.device", f"{len(hello.device)} characters; at most {MAX_DEVICE_CHARS}"))
     elif not hello.device.isprintable():  # `motet status` shows it on a terminal
-        violations.append(FieldViolation("hello.device", "has characters that do not print; send plain text"))
+        violations.append(FieldViolation("hello.device", "has characters that do not print; use printable text"))
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(hello, name)
         if not lowest <= value <= highest:

@@ -1,21 +1,21 @@
 """Which worker a request goes to. Policy only, no state.
 
-**Placement.** Every worker is priced in milliseconds: how long the request is expected to take there. With T the
-worker's decode step, n the tokens that the request is expected to generate, and n * T the time that a request of its
-kind keeps its row and its blocks:
+Every worker is priced in milliseconds: how long the request is expected to take there. T is the worker's decode step,
+n the number of tokens that the request is expected to generate, and n * T the time that such a request keeps its row
+and its blocks:
 
     cost    = max(wait, adapter) + prefill + decode
     wait    = max(rows short / rows, blocks short / blocks) * n * T     until others have ended
-    adapter = 0 in a slot, half a load while it is loading, else a load; n * T / 2 more where every slot is leased
-    load    = load_ms + MiB * slot_ms_per_mib, as a share of that for the worker's usual load times what that takes,
-              and MiB * store_ms_per_mib beside it unless the host cache has the adapter
+    adapter = 0 in a slot, half a load while it is loading, else a load; n * T / 2 more if every slot is leased
+    load    = measured load of the worker * estimate(this size) / estimate(measured size), plus MiB * store_ms_per_mib
+              unless the host cache has the adapter; estimate(MiB) = load_ms + MiB * slot_ms_per_mib
     prefill = (tokens that are not in the worker's prefix cache
                + the same number for each request that waits there) * time of a prefill token
     decode  = n * T * full_batch_slowdown * utilization          utilization: unfinished requests over rows
 
-The cheapest worker is taken, the lower worker id among equal ones; of many workers, the cheapest on a shortlist
-(shortlist.py). Speed enters only where something waits or shares a batch: an idle worker is not judged by its steps of
-the time when it was full.
+The cheapest worker is taken; among equal ones, the lower worker id. Of many workers, the cheapest on a shortlist is
+taken (shortlist.py). Speed counts only if something waits or shares a batch: the price of an idle worker does not
+depend on the steps that it did while it was full.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MAX_LOAD_TRIES = 4  # workers that may fail to load a request's adapter before i
 
 @dataclass(slots=True)
 class Need:
-    """What one request asks of a worker."""
+    """What one request needs from a worker."""
 
     adapter: AdapterRef | None
     is_in_host_cache: bool  # its adapter
     num_known_tokens: int  # prompt and what was generated elsewhere
-    num_new_tokens: int  # expected to be generated, of each answer
-    num_rows: int  # answers
+    num_new_tokens: int  # expected to be generated, per completion
+    num_rows: int  # completions
     prefix: PrefixKeys
 
 
 def cost_ms(worker: WorkerUtilization, need: Need, costs: PlacementCosts) -> float:
-    """Milliseconds that the request is expected to take on the worker; the formula stands above."""
+    """Milliseconds that the request is expected to take on the worker; the formula is above."""
     service_ms = need.num_new_tokens * worker.step_us / 1000
     num_prefill_tokens = need.num_known_tokens - worker.num_hit_tokens
     row_tokens = need.num_known_tokens + need.num_rows * need.num_new_tokens
@@ -70,7 +70,7 @@ def cost_ms(worker: WorkerUtilization, need: Need, costs: PlacementCosts) -> flo
 
 
 def _load_ms(worker: WorkerUtilization, num_bytes: float, costs: PlacementCosts) -> float:
-    """Of an adapter of this size from the host cache."""
+    """Time to load an adapter of this size from the host cache."""
     stated, stated_of_usual = (
         costs.load_ms + size / 2**20 * costs.slot_ms_per_mib for size in (num_bytes, worker.load_bytes)
     )
@@ -80,7 +80,7 @@ def _load_ms(worker: WorkerUtilization, num_bytes: float, costs: PlacementCosts)
 
 
 def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], bool]) -> Need:
-    """What the request asks; `is_cached` tells whether the host cache has an adapter."""
+    """What the request needs. `is_cached`: whether the host cache has an adapter, by digest."""
     num_generated = max((len(answer.token_ids) for answer in request.answers), default=len(request.generated_token_ids))
     return Need(
         adapter=request.adapter,
@@ -103,10 +103,10 @@ AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 def suited(job: Job, sessions: Iterable[WorkerSession]) -> list[WorkerSession]:
-    """Sessions that the job fits; only those where nothing of it failed yet, if there are any.
+    """Sessions that the job fits. If it failed on some of them, only the others, as long as one is left.
 
-    Where its logits were not finite, of those only the ones that gave tokens lately, if there are any: a sick worker
-    has nothing to do, and would else be the first to be asked.
+    If the job's logits were not finite, only sessions that gave tokens lately, if one did: a sick worker is idle, and
+    would otherwise be the first choice.
     """
     fitting = [session for session in sessions if session.refusal(job.request) is None]
     untried = [session for session in fitting if not _has_failed_at(session, job)] or fitting
@@ -132,6 +132,6 @@ def price(session: Candidate, need: Need, costs: PlacementCosts) -> float:
 def by_preference(sessions: Iterable[AnyCandidate], need: Need, costs: PlacementCosts) -> Iterator[AnyCandidate]:
     """The sessions, best first."""
     heap = [(price(session, need, costs), session.worker_id, session) for session in sessions]
-    heapq.heapify(heap)  # mostly only the first is asked for
+    heapq.heapify(heap)  # mostly only the first is needed
     while heap:
         yield heapq.heappop(heap)[2]

@@ -1,8 +1,8 @@
-"""Which of many workers are priced for a request: pricing takes 5 to 10 us each, too long for a thousand.
+"""Chooses which of many workers are priced for a request: pricing takes 5 to 10 us per worker, too long for a thousand.
 
-Priced are the workers that lately got requests with the adapter or with the same beginning of the prompt, and the next
-few in turn, of which the least busy is nearly the least busy of all. What is remembered is a hint: a worker that has
-lost the adapter or the prefix is priced as one.
+We price the workers that recently received this adapter or this prompt prefix, and the next NUM_IN_TURN in round-robin
+order. The least busy of those is nearly the least busy of all. The memory is a hint: a worker that has lost the adapter
+or the prefix is priced without it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Mapping
 from control_plane.fleet.placement.placement import AnyCandidate
 from control_plane.scheduler.types import Request
 
-MAX_PRICED = 32  # up to so many workers each is priced
+MAX_PRICED = 32  # up to this many workers, every one is priced
 NUM_IN_TURN = 16
-MAX_HINTS = 8  # workers remembered of one adapter or beginning
-MAX_KEYS = 8192  # adapters and beginnings remembered
-PREFIX_TOKENS = 64  # of a prompt that count as its beginning
+MAX_HINTS = 8  # workers remembered for one adapter or prefix
+MAX_KEYS = 8192  # adapters and prefixes remembered
+PREFIX_TOKENS = 64  # of a prompt that count as its prefix
 
 
 class Shortlist:
     """Remembers where requests went."""
 
     def __init__(self) -> None:
-        # Hash of an adapter or a beginning -> ids of workers that got it, latest last; least recently used key first.
+        # Hash of an adapter or a prefix -> ids of workers that got it, latest last; least recently used key first.
         # The hash differs between processes: it is a key only, and nothing is ordered by it.
         self._hints: OrderedDict[int, OrderedDict[str, None]] = OrderedDict()
         self._turn = 0
 
     @property
     def num_keys(self) -> int:
-        """Adapters and beginnings that are remembered, at most MAX_KEYS."""
+        """Adapters and prefixes that are remembered, at most MAX_KEYS."""
         return len(self._hints)
 
     def choose(self, sessions: Mapping[str, AnyCandidate], request: Request) -> list[AnyCandidate]:
@@ -50,7 +50,7 @@ class Shortlist:
         return list(chosen.values())
 
     def placed(self, request: Request, worker_id: str) -> None:
-        """Remember that the request went there."""
+        """Remember that the request went to this worker."""
         for key in _keys(request):
             workers = self._hints.setdefault(key, OrderedDict())
             workers[worker_id] = None
@@ -64,5 +64,5 @@ class Shortlist:
 
 def _keys(request: Request) -> list[int]:
     digest = None if request.adapter is None else request.adapter.digest
-    beginning = hash((digest, request.tenant, request.cache_salt, request.prompt_token_ids[:PREFIX_TOKENS]))
-    return [beginning] if digest is None else [beginning, hash(digest)]
+    prefix = hash((digest, request.tenant, request.cache_salt, request.prompt_token_ids[:PREFIX_TOKENS]))
+    return [prefix] if digest is None else [prefix, hash(digest)]

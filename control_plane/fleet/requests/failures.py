@@ -1,4 +1,4 @@
-"""What a client is told when the fleet could not bring its request to an end."""
+"""The errors that clients get when the fleet could not bring their request to an end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_MISMATCH_CHARS = 500
 
 
 def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
-    """The request is larger than every worker that is attached."""
+    """The request fits none of the attached workers; `refusal` is what one of them refused."""
     if isinstance(refusal, AdapterNeverFits):
         assert request.adapter is not None, "no adapter, and it does not fit"
         return AdapterTooLarge(
@@ -37,12 +37,12 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
     if isinstance(refusal, RowsNeverFit):
         field = "decoding.best_of" if request.beam is None else "decoding.beam_search.width"
         return InvalidRequest(FieldViolation(field, str(refusal)))
-    num_prompt, num_answers = len(request.prompt_token_ids), request.num_indices
-    answers = f" for each of {num_answers} answers at once" if num_answers > 1 else ""
+    num_prompt, num_indices = len(request.prompt_token_ids), request.num_indices
+    completions = f" for each of {num_indices} completions at once" if num_indices > 1 else ""
     return ContextTooLong(
         FieldViolation(
             "stopping.max_tokens",
-            f"prompt of {num_prompt} tokens and max_tokens {request.max_tokens}{answers}: {refusal}",
+            f"prompt of {num_prompt} tokens and max_tokens {request.max_tokens}{completions}: {refusal}",
         )
     )
 
@@ -50,9 +50,9 @@ def never_fits(request: Request, refusal: RequestNeverFits) -> MotetError:
 def error_of(output: RequestOutput, request: Request, damage: Callable[[str], MotetError | None]) -> MotetError:
     """The error for an output that ended without reaching its length or a stop token.
 
-    What a worker said about a failed load stays in the log: it may name paths and addresses. Only why an adapter does
-    not fit the model is told: it names modules and sizes. `damage` gives what the control plane itself found wrong with
-    the stored weights of a digest, if anything.
+    What a worker said about a failed load stays in the log: it may name paths and addresses. The client gets only the
+    reason why an adapter does not fit the model, which names modules and sizes. `damage`: the error for an adapter, by
+    digest, whose stored weights the control plane found wrong.
     """
     if output.finish_reason is FinishReason.DEADLINE:
         return DeadlineExceeded("the request's deadline passed")
@@ -62,18 +62,18 @@ def error_of(output: RequestOutput, request: Request, damage: Callable[[str], Mo
     if output.finish_reason is FinishReason.ADAPTER_FAILED:
         assert request.adapter is not None, "no adapter, and its load failed"
         return damage(request.adapter.digest) or adapter_failed(request)
-    assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is no error"
+    assert output.finish_reason is FinishReason.NOT_FINITE, f"{output.finish_reason} is not an error"
     return NotFinite("the model's logits were not finite for this request; check the adapter's weights")
 
 
 def adapter_failed(request: Request) -> MotetError:
-    """No worker that was told to could load the request's adapter."""
-    return AdapterLoadFailed(f"adapter {_digest(request)} could not be loaded by any worker that was asked; try again")
+    """None of the workers that tried could load the request's adapter."""
+    return AdapterLoadFailed(f"adapter {_digest(request)} could not be loaded by any worker that tried; try again")
 
 
 def broken() -> MotetError:
-    """A mistake of ours ended the request; what it was stands in the log."""
-    return MotetError("the request met an internal error")
+    """A mistake of ours ended the request. The log has the exception."""
+    return MotetError("an internal error ended the request; the server log has the details")
 
 
 def lost(job: Job) -> MotetError:
@@ -89,7 +89,7 @@ def no_worker_came(job: Job, grace_s: float) -> MotetError:
 
 
 def poisoned(job: Job) -> MotetError:
-    """The request is what its workers died of."""
+    """The request killed its workers."""
     num_deaths = len(open_deaths(job))
     return PoisonedRequest(f"{num_deaths} workers died while they computed this request; do not send it again")
 

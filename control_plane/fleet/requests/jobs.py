@@ -1,7 +1,7 @@
-"""One request on its way through the fleet: the stream its reader iterates, and the fleet's record of it.
+"""One request on its way through the fleet: the stream that its reader iterates, and the fleet's record of it.
 
-Tokens that are not read yet are kept, those of one index coalesced into one event. The stream only stores; the fleet
-decides when a reader is too slow.
+The stream keeps tokens that are not read yet, and merges those of one index into one event. It only stores;
+slow_readers.py decides when a reader is too slow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from control_plane.scheduler.types import FinishReason, Request, RequestOutput, 
 if TYPE_CHECKING:
     from control_plane.fleet.workers.session import WorkerSession
 
-MAX_UNREAD_TOKENS = 256  # per index that goes on; beyond it the request is not scheduled until its reader catches up
+MAX_UNREAD_TOKENS = 256  # per live index; above this the request is paused until its reader reads
 
 
 # Not frozen: one is made per token, and a frozen one costs three times as much to make.
@@ -30,10 +30,10 @@ class JobEvent:
     finish_reason: FinishReason | None  # LENGTH or STOP_TOKEN in its last event; every other end is an exception
     num_cached_tokens: int  # prompt tokens served by the prefix cache when the request first ran
     queue_time_s: float  # arrival to the first plan that carried the request
-    index: int = 0  # which answer of the request
-    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
+    index: int = 0  # which completion of the request
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if requested
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
-    score: float | None = None  # for beam search: what the answers are ranked by
+    score: float | None = None  # for beam search: what the completions are ranked by
 
 
 class JobStream:
@@ -79,7 +79,7 @@ class JobStream:
         return event
 
     def cancel(self) -> None:
-        """Give the request up; nothing follows. Idempotent, and harmless after the end."""
+        """Cancel the request; nothing follows. Idempotent, and harmless after the end."""
         if not self._has_ended:
             self._on_cancel()
         self._has_ended = True
@@ -90,7 +90,7 @@ class JobStream:
         self._wake()
 
     def cancel_index(self, index: int) -> None:
-        """Give one answer up; nothing of it follows, the others go on. Idempotent, and harmless after its end."""
+        """Cancel one completion; nothing of it follows, the others go on. Idempotent, and harmless after its end."""
         event = self._pending.pop(index, None)
         if event is not None:
             self.num_unread_tokens -= len(event.token_ids)
@@ -121,7 +121,7 @@ class JobStream:
         return self._has_ended
 
     def is_live(self, index: int) -> bool:
-        """Whether more of this answer is awaited."""
+        """Whether more of this completion may be pushed."""
         return index in self._live
 
     def describe(self, num_cached_tokens: int, queue_time_s: float) -> None:
@@ -132,7 +132,7 @@ class JobStream:
     def push_token(self, token_id: int) -> bool:
         """Append a token of index 0 that comes with nothing else; whether the stream is full."""
         if 0 not in self._live:
-            return False  # given up meanwhile
+            return False  # cancelled meanwhile
         pending = self._pending.get(0)
         if pending is None:
             self._pending[0] = JobEvent([token_id], None, 0, 0.0)
@@ -186,8 +186,8 @@ class Death:
 
     epoch: int  # of the session that ended by it
     worker_id: str
-    is_loss: bool  # its stream was lost, no more: the process may have outlived that
-    is_cleared: bool = False  # the request came past it: nothing speaks against the request any more
+    is_loss: bool  # only its stream was lost: the process may have outlived that
+    is_cleared: bool = False  # the request survived elsewhere: the death no longer counts against it
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +208,13 @@ class Job:
     charge: Charge  # what its tenant is charged
     session: WorkerSession | None = None  # None: waits in the fleet
     has_run: bool = False  # it was part of a plan at least once
-    num_losses: int = 0  # deaths of workers that computed it, and of which it may have been the reason
-    num_fruitless_losses: int = 0  # of these, the latest ones in a row where it had gained no token
-    deaths: list[Death] = field(default_factory=list)  # those of them that are not explained by something else
-    not_finite_at: list[NotFinite] = field(default_factory=list)  # since its last token; it moved on from each
-    had_fleet_loss: bool = False  # the loss of a whole fleet was not held against it, which happens once
+    num_losses: int = 0  # deaths of workers that computed it, and that it may have caused
+    num_fruitless_losses: int = 0  # the latest of these in a row in which it had gained no token
+    deaths: list[Death] = field(default_factory=list)  # those of them that nothing else explains
+    not_finite_at: list[NotFinite] = field(default_factory=list)  # workers since its last token; it moved on from each
+    had_fleet_loss: bool = False  # the loss of a whole fleet was discounted, which happens once
     num_tokens_here: int = 0  # accepted since its last placement
     num_generated: int = 0  # tokens delivered to its stream, over all its indices
     num_searched: int = 0  # tokens that its beam search computed, known at its end
     failed_load_epochs: set[int] = field(default_factory=set)  # sessions that could not load its adapter
-    full_since_s: float | None = None  # when its stream filled up; it is paused in its scheduler since then
+    full_since_s: float | None = None  # when its stream filled up: it is paused since then

@@ -1,10 +1,10 @@
-"""Holds every account to its quotas when a request is taken on, and counts what each account used.
+"""Checks every account's quotas when a request is taken on, and counts what each account used.
 
-A tenant is, here and in what is told of quotas, the account that a request is charged to (tenants.py).
+In this module, and in error messages about quotas, "tenant" means the account that is charged (tenants.py).
 
-Called by the fleet for every request: `admit`, `start` with its first token, `end`. Keeps counts only; no I/O, and time
-comes from the clock. tokens_per_minute is a bucket that fills evenly and holds one minute: a request takes its prompt
-and all that it may generate, and gives back what it did not generate when it ends.
+Called for every request: `admit`, `start` with its first token, `end`. Keeps counts only; no I/O, and time comes from
+the clock. tokens_per_minute is a bucket that fills evenly and holds one minute's worth. A request takes its prompt and
+all tokens that it may generate, and gives back at its end what it did not generate.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from control_plane.errors import FieldViolation, QuotaExceeded, QuotaTooSmall
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.types import Request
 
-MAX_IDLE_TENANTS = 1024  # names come from outside and have no end: beyond, idle accounts are forgotten
-BUSY_RETRY_S = 1.0  # until a request of the tenant may have ended or started; nobody knows when
+MAX_IDLE_TENANTS = 1024  # above this, idle accounts are forgotten: names come from outside and have no end
+BUSY_RETRY_S = 1.0  # a guess: when a request of the tenant may have ended or started
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class Charge:
 
     tenant: str
     num_input_tokens: int  # prompt, and tokens of a resumed stream
-    num_reserved_tokens: int  # that it may generate, over all its answers
-    is_queued: bool = True  # has no token of an answer yet
+    num_reserved_tokens: int  # that it may generate, over all its completions
+    is_queued: bool = True  # has no generated token yet
 
 
 class _Bucket:
@@ -48,7 +48,7 @@ class _Bucket:
         return self._level
 
     def add(self, num_tokens: int) -> None:
-        """Negative: take them out."""
+        """Put tokens in; a negative number takes them out."""
         self._level = min(self.num_left + num_tokens, float(self.tokens_per_minute))
 
 
@@ -71,9 +71,9 @@ class TenantUse:
     tenant: str
     limits: TenantLimits
     num_requests: int  # accepted and not ended
-    num_queued_tokens: int  # prompt tokens of those without a token of an answer
+    num_queued_tokens: int  # prompt tokens of requests without a generated token
     tokens_left: int | None  # of tokens_per_minute; None without that quota
-    num_accepted: int  # since the tenant is known, like those below
+    num_accepted: int  # since the account was made, like those below
     num_rejected: int  # by a quota
     num_input_tokens: int  # of ended requests
     num_generated_tokens: int  # of ended requests
@@ -86,8 +86,8 @@ class TenantQuotas:
         self._table = table
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-        self._max_accounts = MAX_IDLE_TENANTS  # at which idle ones are forgotten
-        self.num_queued_tokens = 0  # prompt tokens of requests without a token of an answer, of all tenants
+        self._max_accounts = MAX_IDLE_TENANTS  # number of accounts at which idle accounts are forgotten
+        self.num_queued_tokens = 0  # prompt tokens of requests without a generated token, of all tenants
 
     def admit(self, request: Request) -> Charge:
         """Charge a request to its tenant.
@@ -118,18 +118,18 @@ class TenantQuotas:
             raise
 
     def queued_tokens_by_tenant(self) -> dict[str, int]:
-        """Prompt tokens of requests without a token of an answer, of every tenant that has some. Looks at all."""
+        """Prompt tokens of requests without a generated token, for every tenant that has some. Looks at all tenants."""
         return {tenant: n for tenant, account in self._accounts.items() if (n := account.num_queued_tokens) > 0}
 
     def start(self, charge: Charge) -> None:
-        """The request has the first token of an answer. Told once."""
+        """The request has its first generated token. Called once."""
         assert charge.is_queued, f"a request of tenant {charge.tenant} starts twice"
         charge.is_queued = False
         self._accounts[charge.tenant].num_queued_tokens -= charge.num_input_tokens
         self.num_queued_tokens -= charge.num_input_tokens
 
     def end(self, charge: Charge, num_generated: int) -> None:
-        """The request is over, with this many tokens generated over all its answers or beams. Told once."""
+        """The request is over, with this many tokens generated over all its completions or beams. Called once."""
         account = self._accounts[charge.tenant]
         if charge.is_queued:
             self.start(charge)
@@ -140,7 +140,7 @@ class TenantQuotas:
             account.bucket.add(charge.num_reserved_tokens - num_generated)
 
     def withdraw(self, charge: Charge) -> None:
-        """The request was not taken on after all: as if it had never come."""
+        """The request was not taken on after all: undo `admit`."""
         account = self._accounts[charge.tenant]
         account.num_accepted -= 1
         account.num_input_tokens -= charge.num_input_tokens
@@ -172,7 +172,7 @@ class TenantQuotas:
 
     def _check_alone(self, tenant: str, limits: TenantLimits, num_input: int, num_tokens: int) -> None:
         def refuse(field: str, what: str, quota: str, limit: int | None) -> None:
-            next_step = "shorten the prompt" if field == "input" else "lower max_tokens or the number of answers"
+            next_step = "shorten the prompt" if field == "input" else "lower max_tokens or the number of completions"
             raise QuotaTooSmall(
                 FieldViolation(field, f"{what}, more than {quota} {limit} of tenant {tenant} ever allows; {next_step}")
             )
@@ -199,11 +199,11 @@ class TenantQuotas:
             refuse(f"{account.num_requests} requests have not ended", "max_running_requests", limit, BUSY_RETRY_S)
         limit = limits.max_queued_tokens
         if limit is not None and account.num_queued_tokens + num_input > limit:
-            what = f"{account.num_queued_tokens} prompt tokens wait and {num_input} would come"
+            what = f"{account.num_queued_tokens} prompt tokens are queued and this request has {num_input} more"
             refuse(what, "max_queued_tokens", limit, BUSY_RETRY_S)
         if account.bucket is not None and (missing := num_tokens - account.bucket.num_left) > 0:
             limit = account.bucket.tokens_per_minute
-            what = f"up to {num_tokens} tokens are asked for and {int(account.bucket.num_left)} are left"
+            what = f"the request may use {num_tokens} tokens and {int(account.bucket.num_left)} are left"
             refuse(what, "tokens_per_minute", limit, missing * 60.0 / limit)
 
     def _account(self, tenant: str) -> _Account:
@@ -218,12 +218,12 @@ class TenantQuotas:
         return account
 
     def _forget_idle(self) -> None:
-        """Drop the accounts that would be made anew just as they are, but for what they counted so far."""
+        """Drop the accounts whose state a new account would have, too. Their counts so far are lost."""
         for tenant, account in list(self._accounts.items()):
             is_full = account.bucket is None or account.bucket.num_left >= account.bucket.tokens_per_minute
             if account.num_requests == 0 and is_full:
                 del self._accounts[tenant]
-        # Looked through again only once they have doubled, so that a new name costs the same however many there are.
+        # Look again only once the accounts have doubled: then a new name costs the same however many there are.
         self._max_accounts = max(MAX_IDLE_TENANTS, 2 * len(self._accounts))
 
 

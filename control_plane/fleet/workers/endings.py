@@ -1,4 +1,4 @@
-"""Why sessions end, and whom that speaks against."""
+"""Why sessions end, and whether a request or the worker may be the reason."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class EndCause(enum.Enum):
     """Why a session ended."""
 
     LEFT = "left"  # the worker said that it leaves
-    CLOSED = "closed"  # the control plane shuts down, or the same process attached anew
-    LOST = "lost"  # its stream broke or ended without a word, or it fell silent: its process may be dead
+    CLOSED = "closed"  # the control plane shuts down, or the same process attached again
+    LOST = "lost"  # its stream broke or ended unannounced, or it fell silent: its process may be dead
     FAULT = "fault"  # the worker said that it cannot go on
     HUNG_STEP = "hung step"  # a step does not end
     HUNG_LOAD = "hung load"  # the load of an adapter does not end
-    GARBAGE = "garbage"  # nothing that the worker says can be trusted
-    SICK = "sick"  # its logits are not finite where another worker's are
-    INTERNAL_ERROR = "broken books"  # a mistake of the control plane's own
+    GARBAGE = "garbage"  # what the worker sends cannot be trusted
+    SICK = "sick"  # its logits are not finite for requests that another worker computes
+    INTERNAL_ERROR = "internal error"  # a mistake of the control plane
 
     @property
     def is_death(self) -> bool:
@@ -32,10 +32,10 @@ class EndCause(enum.Enum):
 
     @property
     def code(self) -> grpc.StatusCode | None:
-        """What the worker is told; None: the stream ends in order, since the worker ended it.
+        """The status that the worker gets. None: the stream ends with OK, because the worker ended it.
 
-        DEADLINE_EXCEEDED: a thread of it hangs, and it exits if that goes on. DATA_LOSS: it computes wrongly, and
-        checks itself.
+        DEADLINE_EXCEEDED: a thread of the worker hangs, and the worker exits if that goes on. DATA_LOSS: the worker
+        computes wrongly, and checks itself.
         """
         return _CODES[self]
 

@@ -1,7 +1,7 @@
-"""What the fleet raises towards itself; what clients are told is in control_plane.errors."""
+"""What the fleet raises towards itself. The errors that clients get are in control_plane.errors."""
 
 from __future__ import annotations
 
 
 class GarbageResult(Exception):
-    """The worker's answer contradicts what it was told to do: nothing it says can be trusted."""
+    """What the worker sent contradicts the plans that it got: nothing that it sends can be trusted."""

@@ -1,10 +1,10 @@
-"""Notices work that a worker does not bring to an end: a step or a load that hangs while its heartbeats go on. Pure.
+"""Notices work that a worker does not finish: a step or a load that hangs while its heartbeats go on. Pure.
 
-A step has the worker to itself from the answer of the step before. How long it may take follows from the latest steps:
-`SLOWDOWN` times what the slowest of them would take for as many tokens, at least `step_timeout_s`; before MIN_STEPS of
-them were answered, `first_step_timeout_s`, since kernels may be compiled. A load may take `load_timeout_s` and
-the time of its bytes, counted from when a heartbeat says that it is under way. Work that is under way according to
-nobody was never received.
+- A step has the worker to itself from the moment the step before is finished. Its limit follows from the latest steps:
+  `SLOWDOWN` times what the slowest of them would take for as many tokens, and at least `step_timeout_s`. Until
+  MIN_STEPS steps are finished the limit is `first_step_timeout_s`, because kernels may be compiled.
+- A load may take `load_timeout_s` and the time of its bytes, counted from the first heartbeat that names it.
+- Work that no heartbeat names for NEVER_RECEIVED_S was never received.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from control_plane.fleet.settings import FleetSettings
 SLOWDOWN = 20  # times the slowest of the latest steps
 NUM_STEPS = 32  # the latest ones
 MIN_STEPS = 8
-LOAD_BYTES_PER_S = 4 << 20  # far below what any store gives
-# A worker that says for so long that it has nothing to do did not receive what it was sent. A plan of 64 MiB takes 20 s
-# over a link of 25 Mbit/s.
+LOAD_BYTES_PER_S = 4 << 20  # far below the speed of any store
+# A worker that reports for so long that it is idle did not receive what it was sent. A plan of 64 MiB takes 20 s over a
+# link of 25 Mbit/s.
 NEVER_RECEIVED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """What is not brought to an end."""
+    """Work that takes too long."""
 
     reason: str
-    digest: str | None  # of the adapter, where it is a load; None: a step
+    digest: str | None  # of the adapter if it is a load; None: a step
 
 
 @dataclass(slots=True)
 class _Load:
     digest: str
     num_bytes: int
-    since_s: float | None = None  # under way since; None: no heartbeat said so yet
+    since_s: float | None = None  # since when it is under way; None: no heartbeat named it yet
 
 
 class WorkWatch:
-    """What one session was sent and has not answered. The time is that of an AwakeClock."""
+    """The steps and loads in flight at one session. The time is that of an AwakeClock."""
 
     def __init__(self, settings: FleetSettings) -> None:
         self._settings = settings
-        self._steps: deque[int] = deque()  # tokens of each unanswered step, oldest first
-        self._num_answered = 0  # steps
-        self._head_since_s = 0.0  # since when the oldest of them has the worker; meaningful while there is one
-        self._measured: deque[tuple[int, int]] = deque(maxlen=NUM_STEPS)  # (tokens, microseconds) of answered steps
-        self._loads: dict[tuple[int, int], _Load] = {}  # (slot, generation) -> unanswered
-        self._no_step_since_s: float | None = None  # heartbeats say that no step is under way, though some are due
+        self._steps: deque[int] = deque()  # tokens of each step in flight, oldest first
+        self._num_finished = 0  # steps
+        self._head_since_s = 0.0  # since when the oldest of them has the worker; meaningful while one is in flight
+        self._measured: deque[tuple[int, int]] = deque(maxlen=NUM_STEPS)  # (tokens, microseconds) of finished steps
+        self._loads: dict[tuple[int, int], _Load] = {}  # (slot, generation) -> load in flight
+        self._no_step_since_s: float | None = None  # heartbeats name no step, though steps are in flight
         self._no_load_since_s: float | None = None  # the same for loads
 
     def plan_sent(self, num_steps: int, num_tokens: int, num_decodes: int, now_s: float) -> None:
-        """A plan of so many steps left; the first has `num_tokens`, those after it `num_decodes`."""
+        """A plan of so many steps was sent. The first step has `num_tokens`, the steps after it `num_decodes`."""
         if not self._steps:
             self._head_since_s = now_s
         self._steps.append(num_tokens)
@@ -61,44 +61,44 @@ class WorkWatch:
             self._steps.append(num_decodes)
 
     def step_finished(self, step_time_us: int, now_s: float) -> None:
-        """The oldest step was answered, and took so long on the worker."""
+        """The oldest step is finished, and took so long on the worker."""
         self._measured.append((self._steps.popleft(), step_time_us))
-        self._num_answered += 1
+        self._num_finished += 1
         self._head_since_s = now_s
         self._no_step_since_s = None
 
     def load_sent(self, slot: int, generation: int, digest: str, num_bytes: int) -> None:
-        """The worker was told to load an adapter."""
+        """The worker was sent a command to load an adapter."""
         self._loads[slot, generation] = _Load(digest, num_bytes)
 
     def load_finished(self, slot: int, generation: int) -> None:
-        """A load succeeded or failed; unknown ones are fine."""
+        """A load succeeded or failed. It need not be known."""
         self._loads.pop((slot, generation), None)
         self._no_load_since_s = None
 
     def heartbeat(self, heartbeat: plan_pb2.Heartbeat, now_s: float) -> None:
-        """Take what the worker says that it is at."""
+        """Take the worker's report of what it is doing."""
         is_idle = heartbeat.step_id == 0 and heartbeat.num_plans_waiting == 0
-        self._no_step_since_s = _since(self._no_step_since_s, now_s, is_held=is_idle and bool(self._steps))
+        self._no_step_since_s = _since(self._no_step_since_s, now_s, is_true=is_idle and bool(self._steps))
         for entry in heartbeat.loads:
             load = self._loads.get((entry.slot, entry.generation))
             if load is not None:
                 load.since_s = now_s - entry.age_ms / 1000
         is_idle = not heartbeat.loads
-        self._no_load_since_s = _since(self._no_load_since_s, now_s, is_held=is_idle and bool(self._loads))
+        self._no_load_since_s = _since(self._no_load_since_s, now_s, is_true=is_idle and bool(self._loads))
 
     def overdue(self, now_s: float) -> Overdue | None:
-        """What takes too long at this time, if anything does."""
+        """The work that takes too long at this time, if any does."""
         return self._overdue_step(now_s) or self._overdue_load(now_s)
 
     def _overdue_step(self, now_s: float) -> Overdue | None:
         if not self._steps:
             return None
-        step_id, age_s = self._num_answered + 1, now_s - self._head_since_s
+        step_id, age_s = self._num_finished + 1, now_s - self._head_since_s
         if self._no_step_since_s is not None and now_s - self._no_step_since_s >= NEVER_RECEIVED_S:
             return Overdue(f"step {step_id} was sent {age_s:.1f} s ago, and the worker has nothing to do", None)
         if age_s < min(self._settings.step_timeout_s, self._settings.first_step_timeout_s):
-            return None  # mostly: the limit need not be known
+            return None  # the usual case: the limit need not be known
         limit_s = self._step_limit_s()
         if age_s < limit_s:
             return None
@@ -108,7 +108,7 @@ class WorkWatch:
         )
 
     def _step_limit_s(self) -> float:
-        if self._num_answered < MIN_STEPS:
+        if self._num_finished < MIN_STEPS:
             return self._settings.first_step_timeout_s
         slowest_us = max(time_us * max(1.0, self._steps[0] / max(1, tokens)) for tokens, time_us in self._measured)
         return max(self._settings.step_timeout_s, SLOWDOWN * slowest_us / 1e6)
@@ -126,8 +126,8 @@ class WorkWatch:
         return None
 
 
-def _since(since_s: float | None, now_s: float, *, is_held: bool) -> float | None:
-    """Since when something has held without a break."""
-    if not is_held:
+def _since(since_s: float | None, now_s: float, *, is_true: bool) -> float | None:
+    """Since when a condition has been true without a break."""
+    if not is_true:
         return None
     return now_s if since_s is None else since_s

@@ -1,4 +1,4 @@
-"""Notices a scheduler that has work which it could do, and does not: a mistake of ours that would look like silence."""
+"""Notices a scheduler that has work and does not plan it: a mistake of ours, which would look like silence."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ STALL_S = 5.0
 
 
 class ProgressWatch:
-    """Looks at one scheduler, again and again."""
+    """Watches one scheduler."""
 
     def __init__(self) -> None:
         self._stuck_since_s: float | None = None
 
     def has_stalled(self, scheduler: Scheduler, now_s: float) -> bool:
-        """Judge the moment right after everything that may be planned was: whether it has been stuck for STALL_S."""
+        """Whether the scheduler has been stuck for STALL_S. To be called right after it planned all that it may."""
         if not scheduler.stats().is_stuck:
             self._stuck_since_s = None
             return False

@@ -1,4 +1,4 @@
-"""What a Hello tells of the modules of the worker's model: its bounds, and the report that it becomes."""
+"""What a Hello says about the target modules of the worker's model: checks of its size, and the report made of it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _check_target(entry: plan_pb2.TargetModules, field: str) -> FieldViolation |
     if len(layers) and (layers[0] < 0 or layers[-1] > MAX_LAYER or (np.diff(layers) <= 0).any()):
         return FieldViolation(f"{field}.layers", f"are not ascending numbers of 0 to {MAX_LAYER}")
     if entry.kind not in _KINDS:
-        return FieldViolation(f"{field}.kind", f"{entry.kind} is no kind of module")
+        return FieldViolation(f"{field}.kind", f"{entry.kind} is not a known kind of module")
     for name in ("in_features", "out_features"):
         if not 1 <= getattr(entry, name) <= _INT32_MAX:
             return FieldViolation(f"{field}.{name}", f"{getattr(entry, name)} is not in 1..{_INT32_MAX}")

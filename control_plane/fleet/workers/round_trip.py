@@ -1,12 +1,12 @@
-"""The way to one worker and back, measured, and how many steps a plan must stand for to hide it. Pure.
+"""Measures the way to one worker and back, and how many steps a plan must stand for to hide it. Pure.
 
-A result frees room for a plan; the plan reaches the worker one round trip and one turnaround later. Meanwhile the
+A result frees room for a plan. That plan reaches the worker one round trip and one turnaround later. Meanwhile the
 worker has (plan_depth - 1) plans of n steps to do (scheduler/step/run_ahead.py), so it never waits while
 
     (plan_depth - 1) * n * step_time >= round_trip + turnaround
 
-and n is the least number for which that holds, at most MAX_PLAN_STEPS. More would only make requests that arrive wait
-longer. With a plan depth of 1 nothing runs ahead, and n is 1.
+n is the least number for which this is true, at most MAX_PLAN_STEPS. A larger n would only make new requests wait
+longer. With a plan depth of 1 no plan runs ahead, and n is 1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 _NUM_SAMPLES = 8  # round trips; with the usual heartbeat those of the last four seconds
 _NUM_STEPS = 32
-_MAX_UNANSWERED = 64  # pings; a worker that is so far behind was silent for long and is given up
-MIN_STEPS = 8  # steps before their time is relied on
+_MAX_OPEN_PINGS = 64  # pings; a worker that is so far behind has been silent for long and is given up
+MIN_STEPS = 8  # steps before their time is used
 _TURNAROUND_WEIGHT = 1 / 16  # of the latest one in the running mean
 
 
@@ -30,7 +30,7 @@ class RoundTrip:
     def __init__(self, plan_depth: int) -> None:
         self._plan_depth = plan_depth
         self._num_pings = 0
-        self._sent_s: dict[int, float] = {}  # sequence -> when; of pings without an answer
+        self._sent_s: dict[int, float] = {}  # sequence -> when sent; pings without a pong
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self._steps_us: deque[int] = deque(maxlen=_NUM_STEPS)
         self._turnaround_s = 0.0
@@ -40,11 +40,11 @@ class RoundTrip:
         """Sequence number of a ping that is sent at this time."""
         self._num_pings += 1
         self._sent_s[self._num_pings] = now_s
-        self._sent_s.pop(self._num_pings - _MAX_UNANSWERED, None)
+        self._sent_s.pop(self._num_pings - _MAX_OPEN_PINGS, None)
         return self._num_pings
 
     def pong(self, sequence: int, now_s: float) -> bool:
-        """Take the answer to a ping; False if no such ping waits for one."""
+        """Take the pong to a ping. False if no such ping is open."""
         sent_s = self._sent_s.pop(sequence, None)
         if sent_s is None:
             return False
@@ -56,7 +56,7 @@ class RoundTrip:
         """Take the worker's time for a step, and how long its result took from here to the plan that follows it."""
         self._steps_us.append(step_time_us)
         self._turnaround_s += (turnaround_s - self._turnaround_s) * _TURNAROUND_WEIGHT
-        if len(self._steps_us) == MIN_STEPS:  # from then on every pong is enough
+        if len(self._steps_us) == MIN_STEPS:  # from then on, every pong updates it
             self._update_max_steps()
 
     @property

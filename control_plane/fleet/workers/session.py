@@ -1,8 +1,7 @@
 """One attached worker: its scheduler, its half of the plan stream, its heartbeats.
 
-Driven by events alone: a received message, a change by the fleet, a tick. It does no I/O: messages to be sent pile
-up in `outgoing`, which the service writes to the stream. Every result is applied and answered by the next plan before
-`receive` returns.
+Events drive it: a received message, a change by the fleet, a tick. It does no I/O: messages wait in the outbox, which
+the service writes to the stream. `receive` applies a result and makes the next plan before it returns.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ class SessionOwner(Protocol):
         """Requests of the session gained tokens or ended."""
 
     def on_load(self, digest: str) -> bool:
-        """The worker is told to load this adapter; whether the host cache has it."""
+        """The worker is sent a load of this adapter. True if the host cache has the adapter."""
 
     def on_changed(self) -> None:
-        """A slot changed or a step was answered."""
+        """A slot changed or a step is finished."""
 
     def on_ended(self, session: WorkerSession) -> None:
-        """The session is over; its requests are to be moved. Called once."""
+        """The session has ended, and its requests must move. Called once."""
 
 
 class WorkerSession:
@@ -120,12 +119,12 @@ class WorkerSession:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the session began."""
         return self._clock() - self._begun_s
 
     @property
     def is_death(self) -> bool:
-        """Whether it ended so that a request may be the reason."""
+        """Whether the session ended in a way that a request may have caused."""
         return self.end_cause is not None and self.end_cause.is_death
 
     # ---- the fleet's side ----
@@ -140,23 +139,23 @@ class WorkerSession:
         return self.scheduler.refusal(request)
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> None:
-        """Drop a request, or one of its answers; its blocks and slot are free once no plan in flight uses them."""
+        """Drop a request, or one of its completions. Its blocks and slot are free once no plan in flight uses them."""
         self.scheduler.cancel(request_id, self._clock(), index)
         self._pump_soon()
 
     def withdraw(self, request_id: RequestId) -> Request | None:
-        """Take back a request that waits for a row or its reader, with every accepted token; None if it does not."""
+        """Take back a request that waits for a row or is paused, with every accepted token. None if it has a row."""
         request = self.scheduler.withdraw(request_id)
         self._pump_soon()
         return request
 
     def pause(self, request_id: RequestId) -> None:
-        """Schedule it no more until `resume`."""
-        if not self.ended.is_set():  # its books may be broken
+        """Do not schedule the request until `resume`."""
+        if not self.ended.is_set():  # the scheduler's state may be inconsistent
             self.scheduler.pause(request_id)
 
     def resume(self, request_id: RequestId) -> None:
-        """Schedule it again."""
+        """Schedule the request again."""
         self.scheduler.resume(request_id)
         self._pump_soon()
 
@@ -166,12 +165,12 @@ class WorkerSession:
         self._pump_soon()
 
     def purge_digest(self, digest: str) -> None:
-        """Forget an adapter as far as no live request uses it."""
+        """Drop an adapter's cached blocks, and evict it from its slot once no live request uses it."""
         if self.scheduler.purge_digest(digest):
             self._pump_soon()
 
     def tick(self) -> None:
-        """Send a ping that is due, do what else is due by time, notice a silent worker."""
+        """Send a ping that is due, end requests that are due, notice a silent worker or work that hangs."""
         now_s, awake_s = self._clock(), self._awake()
         silent_s = awake_s - self._last_heard_s
         if silent_s >= self._settings.dead_after_ms / 1000:
@@ -180,11 +179,11 @@ class WorkerSession:
         if now_s - self._last_ping_s >= self._settings.heartbeat_interval_ms / 1000:
             self._ping(now_s)
         with self._edge():
-            self._deliver_ends()  # deadlines, and loads that are to be tried again, need no message to come up
+            self._deliver_ends()  # deadlines and loads that will be tried again come up without a message
             self._pump()
             if self._progress.has_stalled(self.scheduler, awake_s):
                 logger.error("scheduler stalled worker_id=%s %s", self.worker_id, self.scheduler.stats())
-                self.end(EndCause.INTERNAL_ERROR, "the scheduler stalled: requests wait, nothing is under way")
+                self.end(EndCause.INTERNAL_ERROR, "the scheduler stalled: requests wait and no plan is in flight")
             elif (overdue := self._work.overdue(awake_s)) is not None:
                 self.hung_digest = overdue.digest
                 self.end(EndCause.HUNG_LOAD if overdue.digest else EndCause.HUNG_STEP, overdue.reason)
@@ -220,7 +219,7 @@ class WorkerSession:
             self._work.heartbeat(message.heartbeat, self._last_heard_s)
         elif kind == "pong":
             if not self._round_trip.pong(message.pong.sequence, self._clock()):
-                raise GarbageResult(f"pong {message.pong.sequence} answers no ping")
+                raise GarbageResult(f"pong {message.pong.sequence} belongs to no open ping")
         elif kind == "fault":
             fault, reason = message.fault, printable(message.fault.reason)
             logger.error("worker fault worker_id=%s step_id=%d: %s", self.worker_id, fault.step_id, reason)
@@ -239,10 +238,10 @@ class WorkerSession:
         self._work.step_finished(message.step_time_us, self._last_heard_s)
         outputs = self.scheduler.apply(result, received_s)
         try:
-            self._pump()  # before delivering: the worker waits, the readers are woken later anyway
+            self._pump()  # before delivering: the worker waits, and the readers are woken later anyway
             self._round_trip.step(message.step_time_us, self._clock() - received_s)
         finally:
-            # Accepted tokens reach their streams in any case: the requests move on from behind them.
+            # Accepted tokens reach their streams in any case: the requests go on from behind them.
             if outputs:
                 self._owner.on_outputs(self, outputs)
         self._deliver_ends()
@@ -260,7 +259,7 @@ class WorkerSession:
     # ---- plans ----
 
     def pump(self) -> None:
-        """Send every slot command and every plan that the credits allow."""
+        """Send every slot command, and every plan that the plan depth allows."""
         with self._edge():
             self._pump()
             self._deliver_ends()
@@ -280,7 +279,7 @@ class WorkerSession:
             self.outbox.send(self._encoder.encode(plan))
 
     def _deliver_ends(self) -> None:
-        """Tell of requests that ended without an answer of the worker, a plan's and a slot command's included."""
+        """Report requests that ended without a result, those that a plan or a slot command ended included."""
         if not self.ended.is_set() and (outputs := self.scheduler.expire(self._clock())):
             self._owner.on_outputs(self, outputs)
             self._pump_soon()
@@ -292,13 +291,13 @@ class WorkerSession:
             asyncio.get_running_loop().call_soon(self.pump_if_due)
 
     def pump_if_due(self) -> None:
-        """What `_pump_soon` put off, at once; nothing where nothing changed since the last plan."""
+        """Pump now if a pump is due after this turn of the loop."""
         if self._is_pump_due:
             self.pump()
 
     @contextlib.contextmanager
     def _edge(self) -> Iterator[None]:
-        """Whatever goes wrong within ends this session alone: its requests move on, the other workers live."""
+        """End this session alone if anything goes wrong inside: its requests move on, the other workers live."""
         try:
             yield
         except (GarbageResult, ResultMismatch, SlotReportMismatch) as error:

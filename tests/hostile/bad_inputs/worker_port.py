@@ -245,7 +245,7 @@ def _without_plan(facts: Facts) -> Iterator[Conversation]:
         yield said(f"it leaves: {short(reason)}", one(leave=pb.Leave(reason=reason)), OK)
     last = [pb.AttachRequest(leave=pb.Leave()), pb.AttachRequest(pong=pb.Pong(sequence=U64))]
     yield said("garbage after it left", lambda *_: last, OK)
-    silent = said("the end without a word", lambda *_: [], grpc.StatusCode.UNAVAILABLE, "without a word")
+    silent = said("the end without a word", lambda *_: [], grpc.StatusCode.UNAVAILABLE, "without a leave")
     yield replace(silent, leaves=False)
 
 

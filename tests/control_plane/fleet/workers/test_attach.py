@@ -39,7 +39,7 @@ async def test_a_second_worker_of_one_id_waits_while_the_first_is_alive(clock: F
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     await first.turn()
     for last_epoch in (0, first.session.epoch - 1):  # a new process, and one with a session before
-        with pytest.raises(WorkerIdTaken, match=r"attached as w0 and alive.*--worker-id of its own"):
+        with pytest.raises(WorkerIdTaken, match=r"the id w0 is attached and alive.*with another --worker-id"):
             LoopbackWorker(fleet, "w0", last_epoch=last_epoch)
     assert not first.session.ended.is_set()
     await first.run(reader.done)
@@ -67,7 +67,7 @@ async def test_a_worker_that_served_a_later_epoch_is_refused_before_it_is_given_
     fleet = make_fleet(clock)
     request = make_request(fleet, [3], 20)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
-    with pytest.raises(StaleControlPlane, match="its store was replaced; restart the worker") as caught:
+    with pytest.raises(StaleControlPlane, match="to use this control plane, restart the worker") as caught:
         LoopbackWorker(fleet, "w0", last_epoch=(7 << 32) | 1)
     assert status_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION  # which the worker does not try again
     assert fleet.num_workers == 0 and fleet.queue_snapshot().num_waiting == 1
