@@ -1,7 +1,7 @@
 """Child processes of the control plane: started without a fork, waited for on the event loop.
 
 Python's `subprocess` starts them by vfork, which runs no fork handlers. uvloop's `create_subprocess_exec` forks:
-gRPC's handlers then run in the child, start threads there, and kill it by SIGSEGV before it is the program asked for
+gRPC's handlers then run in the child, start threads there, and kill it by SIGSEGV before the program runs
 (7 of 40 starts, measured with grpcio 1.85.1).
 """
 

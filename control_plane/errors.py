@@ -73,7 +73,7 @@ class OperationNotFound(MotetError):
 
 
 class AdapterNotActive(MotetError):
-    """The adapter exists and cannot be used as asked: it is being deleted or its record is broken."""
+    """The adapter exists and cannot be used: it is being deleted or its record is broken."""
 
     reason = "ADAPTER_NOT_ACTIVE"
 
@@ -185,7 +185,7 @@ class SlowConsumer(Exhausted):
 
 
 class Unavailable(MotetError):
-    """The service cannot answer at present; try again after `retry_after_s`."""
+    """The service cannot respond at present; try again after `retry_after_s`."""
 
     reason = "UNAVAILABLE"
 
@@ -231,7 +231,7 @@ class AdapterLoadFailed(Unavailable):
 
 
 class StoreUnavailable(Unavailable):
-    """The artifact store does not answer."""
+    """The artifact store does not respond."""
 
     reason = "STORE_DOWN"
 
@@ -281,5 +281,5 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
 
 
 def status_of(error: MotetError) -> grpc.StatusCode:
-    """The gRPC status code that `error` is told with."""
+    """The gRPC status code for `error`."""
     return next(STATUS_BY_ERROR[cls] for cls in type(error).__mro__ if cls in STATUS_BY_ERROR)

@@ -1,4 +1,4 @@
-"""The control plane's process: builds the parts, joins them, serves until it is told to stop.
+"""The control plane's process: builds the parts, joins them, serves until a signal stops it.
 
 The only place that knows all parts. Whatever was started is ended in reverse order on every exit.
 """
@@ -105,7 +105,7 @@ async def serve(config: ServerConfig) -> int:
 
 
 async def _unless(stop: asyncio.Event, building: Coroutine[Any, Any, ControlPlane]) -> ControlPlane | None:
-    """The control plane, or None if it is stopped before: a start may wait for a store that does not answer."""
+    """The control plane, or None if it is stopped before: a start may wait for a store that does not respond."""
     built, stopped = asyncio.ensure_future(building), asyncio.ensure_future(stop.wait())
     await asyncio.wait([built, stopped], return_when=asyncio.FIRST_COMPLETED)
     if built.done():

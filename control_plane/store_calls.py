@@ -94,4 +94,4 @@ class StoreCalls:
         logger.warning("%s came back num_hung=%d error=%r", self._what, self._num_hung, error)
 
     def _unavailable(self, limit_s: float) -> StoreUnavailable:
-        return StoreUnavailable(f"{self._what} did not answer within {limit_s:g} s; try again", retry_after_s=5.0)
+        return StoreUnavailable(f"{self._what} did not respond within {limit_s:g} s; try again", retry_after_s=5.0)

@@ -295,7 +295,7 @@ class AdapterStatus:
     host_cache_bytes: int
     host_cache_budget_bytes: int
     host_cache_available: bool
-    host_cache_trouble: str = ""  # why it does not answer, for people; empty when it does
+    host_cache_error: str = ""  # why it does not answer, for people; empty when it does
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Pins:
         """
         async with self._name_locks.hold(adapter_id):
             try:
-                # Asked under the name's lock: others may have pinned, unpinned, updated or deleted it since the change.
+                # Read under the name's lock: others may have pinned, unpinned, updated or deleted it since the change.
                 record = self._registry.get(adapter_id)
             except AdapterNotFound:
                 return

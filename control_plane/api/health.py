@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the stub is untyped
-    """Knows the status of each service and tells every change to those that watch it."""
+    """Knows the status of each service and sends every change to those that watch it."""
 
     def __init__(self) -> None:
         self._status: dict[str, int] = {}  # by service, a ServingStatus
@@ -34,18 +34,18 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
     # ruff: noqa: N802
 
     def set(self, service: str, *, is_serving: bool) -> None:
-        """Tell the status of `service`. Changes nothing after `close`."""
+        """Set the status of `service`. Changes nothing after `close`."""
         if not self._is_closed:
             self._status[service] = _Status.SERVING if is_serving else _Status.NOT_SERVING
-            self._tell()
+            self._notify()
 
     def close(self) -> None:
         """NOT_SERVING everywhere, for good."""
         self._is_closed = True
         self._status = dict.fromkeys(self._status, _Status.NOT_SERVING)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -60,13 +60,13 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
         self, request: health_pb2.HealthCheckRequest, _context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status at present, then each change that is still true when the watcher has read the one before."""
-        told = None
+        sent = None
         while True:
             changed = self._changed  # taken before the status is read, so that no change is missed
             status = self._status.get(request.service, _Status.SERVICE_UNKNOWN)
-            if status != told:
+            if status != sent:
                 yield _Status(status=status)
-                told = status
+                sent = status
             await changed.wait()
 
 

@@ -81,7 +81,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
                 host_cache_bytes=cache.used_bytes,
                 host_cache_budget_bytes=cache.budget_bytes,
                 host_cache_available=cache.is_available,
-                host_cache_trouble=cache.trouble,
+                host_cache_error=cache.error,
             ),
             limits=status_pb2.LimitStatus(**dataclasses.asdict(self._limits)),
             tenants=map(_tenant_message, tenants),

@@ -15,7 +15,7 @@ class HostCacheStats:
     used_bytes: int
     budget_bytes: int
     is_available: bool
-    trouble: str  # why it is not available, for people; empty when it is
+    error: str  # why it is not available, for people; empty when it is
     num_hits: int  # adapters opened from the cache
     num_misses: int  # adapters opened from the store
     num_corrupt: int  # cached chunks or manifests whose hash was wrong
@@ -31,10 +31,10 @@ class HostCache(Protocol):
 
     @property
     def is_available(self) -> bool:
-        """Whether the cache answers."""
+        """Whether the cache responds."""
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         """Why the cache is not available, for people; empty when it is."""
 
     @property

@@ -24,7 +24,7 @@ class MemoryHostCache:
         return True
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         """See base.HostCache."""
         return ""
 

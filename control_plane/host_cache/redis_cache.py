@@ -1,6 +1,6 @@
 """The host cache in Redis: keys and parts of docs/protocol.md, blocking I/O in a few threads, a circuit breaker.
 
-Any trouble (down, hung, loading, read-only, full) turns into "not cached" within a second; a watcher tries again with
+Any failure (down, hung, loading, read-only, full) turns into "not cached" within a second; a watcher tries again with
 growing pauses and reads the keys anew before anything there is believed. Only this file imports redis.
 """
 
@@ -36,12 +36,12 @@ LONGEST_PAUSE_S = 10.0
 WATCH_INTERVAL_S = 1.0
 _MARKER = "motet:cache:marker"  # gone when somebody emptied or restarted Redis
 _THREADS = 4
-_NOT_ASKED = "no answer yet"
+_NOT_TRIED = "not tried yet"
 _T = TypeVar("_T")
 
 
 class _CacheDown(Exception):
-    """Redis did not do what was asked; already logged."""
+    """A call to Redis failed; the failure is in the log already."""
 
 
 class RedisHostCache:
@@ -72,15 +72,15 @@ class RedisHostCache:
         self._is_scanning = False
         self._pause_s = FIRST_PAUSE_S
         self._writes_after_s = float("-inf")  # Redis refused to write; reads may go on
-        self._trouble = _NOT_ASKED  # why it is not available; says nothing while it is
+        self._error = _NOT_TRIED  # why it is not available; meaningless while it is
         self._check_lock = asyncio.Lock()
         self._removal_lock = asyncio.Lock()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         """See base.HostCache."""
-        return "" if self.is_available else self._trouble
+        return "" if self.is_available else self._error
 
     @property
     def digests(self) -> Sequence[str]:
@@ -169,7 +169,7 @@ class RedisHostCache:
     async def check(self) -> None:
         """See whether Redis is there and still holds our marker; if not so, believe nothing until its keys are read."""
         async with self._check_lock:
-            was_available, trouble = self.is_available, self._trouble
+            was_available, error = self.is_available, self._error
             try:
                 marker = await self._call(self._get, _MARKER, is_probe=True)
                 if was_available and self.is_available and marker is not None and marker == self._marker:
@@ -178,13 +178,13 @@ class RedisHostCache:
             except _CacheDown:
                 return
             self.is_available = True
-            self._trouble = ""
+            self._error = ""
             self._pause_s = FIRST_PAUSE_S
             logger.info(
                 "host cache available num_adapters=%d used_bytes=%d",
                 len(self.digests),
                 self.used_bytes,
-                extra=shown("host cache answers") if trouble not in ("", _NOT_ASKED) else None,
+                extra=shown("host cache responds") if error not in ("", _NOT_TRIED) else None,
             )
             if self.on_available is not None:
                 self.on_available()
@@ -204,7 +204,7 @@ class RedisHostCache:
             try:
                 await self.check()
             except Exception as error:  # the loop's edge
-                self._note_trouble(error)
+                self._note_error(error)
                 logger.exception("host cache check failed")
             await asyncio.sleep(
                 WATCH_INTERVAL_S if self.is_available else self._pause_s * self._random.uniform(0.8, 1.2)
@@ -224,7 +224,7 @@ class RedisHostCache:
         return value
 
     async def _call(self, function: Callable[..., _T], *arguments: Any, is_probe: bool = False) -> _T:
-        """Run one blocking call in a thread. Raises _CacheDown on any trouble.
+        """Run one blocking call in a thread. Raises _CacheDown on any failure.
 
         A cancelled or timed-out caller leaves the thread to end the call by itself, within the socket's timeout, on a
         connection that nobody else gets meanwhile.
@@ -236,22 +236,22 @@ class RedisHostCache:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
         except (redis.RedisError, OSError, TimeoutError, RuntimeError) as error:
-            self._note_trouble(error)
+            self._note_error(error)
             raise _CacheDown from error
 
-    def _note_trouble(self, error: Exception) -> None:
+    def _note_error(self, error: Exception) -> None:
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
-        # Redis answers, and refuses: out of memory, read-only, not permitted. Reads may still work.
+        # Redis responds, and refuses: out of memory, read-only, not permitted. Reads may still work.
         if self.is_available and isinstance(error, redis.ResponseError):
             self._writes_after_s = self._clock() + self._pause_s
             logger.warning("host cache refuses a command reason=%s pause_s=%.2f", _reason(error), self._pause_s)
             return
         reason = _reason(error)
-        if self.is_available or reason != self._trouble:  # once for each change: it is tried again every few seconds
-            sentence = f"the host cache cannot be used: {reason}; adapters are read from the store until Redis answers"
+        if self.is_available or reason != self._error:  # once for each change: it is tried again every few seconds
+            sentence = f"the host cache cannot be used: {reason}; adapters are read from the store until Redis responds"
             logger.warning("host cache not available reason=%s error=%s", reason, error, extra=shown(sentence))
         self.is_available = False
-        self._trouble = reason
+        self._error = reason
 
     async def _remove_leaving(self) -> bool:
         """Remove what the ledger gave up. Whether all of it is gone; what is left is tried again before each write."""
@@ -345,15 +345,15 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
         return f"Redis refuses: {str(error)[:200]}"
     if isinstance(error, redis.InvalidResponse):
-        return "the server that answers is not a Redis"
+        return "the server there is not a Redis"
     if isinstance(error, (TimeoutError, redis.TimeoutError)):
-        return "Redis does not answer in time"
+        return "Redis does not respond in time"
     cause = error.__cause__ or error.__context__
-    for told in (error, cause):
-        if isinstance(told, ssl.SSLError):
-            return f"TLS fails: {getattr(told, 'verify_message', '') or told.reason or 'no reason given'}"
-        if isinstance(told, OSError) and told.strerror:
-            return f"Redis cannot be reached: {told.strerror}"
+    for found in (error, cause):
+        if isinstance(found, ssl.SSLError):
+            return f"TLS fails: {getattr(found, 'verify_message', '') or found.reason or 'no reason given'}"
+        if isinstance(found, OSError) and found.strerror:
+            return f"Redis cannot be reached: {found.strerror}"
     if isinstance(error, redis.ConnectionError):
         return "Redis cannot be reached, or closes the connection"
     return f"unexpected {type(error).__name__}"

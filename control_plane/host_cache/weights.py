@@ -136,7 +136,7 @@ class AdapterWeights:
             used_bytes=self._cache.used_bytes,
             budget_bytes=self._cache.budget_bytes,
             is_available=self._cache.is_available,
-            trouble=self._cache.trouble,
+            error=self._cache.error,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_corrupt=self._num_corrupt,
@@ -252,7 +252,7 @@ class AdapterWeights:
     # ---- filling ----
 
     async def _fill(self, digest: str) -> Layout:
-        """Read the manifest from the store and write the adapter to the cache if it fits; together with whoever asks
+        """Read the manifest from the store and write the adapter to the cache if it fits; together with other callers
         for the same digest meanwhile, and to the end even if this caller is cancelled."""
         return await asyncio.shield(self._start_fill(digest))
 

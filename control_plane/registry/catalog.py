@@ -48,8 +48,8 @@ class Catalog:
         """`records` as the store has them; whether each can be served is judged here, by what workers report too."""
         self.base_model = base_model
         self._reports = reports
-        self._trouble_by_digest: dict[str, str] = {}  # by the reports of `_judged_at`
-        self._judged_at = reports.changes
+        self._module_error_by_digest: dict[str, str] = {}  # by the reports of `_reports_seen`
+        self._reports_seen = reports.changes
         self.blobs = set(blobs)  # digests that are complete in the store
         self._records: dict[str, AdapterRecord] = {}
         # Invariants: the index holds the keys of _records; a digest's counts are over all records.
@@ -57,12 +57,12 @@ class Catalog:
         self._num_names_by_digest: Counter[str] = Counter()  # names that are being deleted left out
         self._num_pins_by_digest: Counter[str] = Counter()
         for record in records:
-            self.keep(record)
+            self.put(record)
 
     # ---- reading ----
 
     def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
-        """The version a new request gets: the active one, or the one asked for."""
+        """The version a new request gets: the active one, or the one with `digest`."""
         record = self.get(adapter_id)
         if record.state is AdapterState.DELETING:
             raise AdapterNotFound(f"adapter {adapter_id!r} is being deleted", resource=f"adapters/{adapter_id}")
@@ -71,8 +71,8 @@ class Catalog:
         if record.state is AdapterState.FAILED and not (digest and record.versions):
             self.refuse_failed(record)
         version = self.version(record, digest or record.active_digest)
-        if digest and (trouble := self.trouble(version)):
-            raise trouble
+        if digest and (error := self.servability_error(version)):
+            raise error
         return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
 
     def get(self, adapter_id: str) -> AdapterRecord:
@@ -83,7 +83,7 @@ class Catalog:
             nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
             hint = f"did you mean {nearest}? " if nearest else ""
             raise AdapterNotFound(
-                f"there is no adapter {adapter_id!r}; {hint}ListAdapters (`motet adapters list`) shows all adapters",
+                f"adapter {adapter_id!r} does not exist; {hint}ListAdapters (`motet adapters list`) shows all adapters",
                 resource=f"adapters/{adapter_id}",
             )
         return record
@@ -91,7 +91,7 @@ class Catalog:
     def find(self, adapter_id: str) -> AdapterRecord | None:
         """The record of a name, if there is one."""
         record = self._records.get(adapter_id)
-        return None if record is None else self.judged(record)
+        return None if record is None else self.with_state(record)
 
     def current(self, adapter_id: str, etag: str) -> AdapterRecord:
         """The record of a name, if it is the one that the caller read ("" matches any)."""
@@ -116,7 +116,7 @@ class Catalog:
         if page_token and not is_adapter_id(page_token):
             raise bad_page_token()
         names, has_more = self._names.page(page_token, page_size_of(page_size, page_token))
-        return [self.judged(self._records[name]) for name in names], names[-1] if has_more else ""
+        return [self.with_state(self._records[name]) for name in names], names[-1] if has_more else ""
 
     def versions_page(
         self, adapter_id: str, page_size: int = 0, page_token: str = ""
@@ -146,7 +146,7 @@ class Catalog:
 
     # ---- changing ----
 
-    def keep(self, record: AdapterRecord) -> None:
+    def put(self, record: AdapterRecord) -> None:
         """Put a record in the place of the one with its name."""
         old = self._records.get(record.adapter_id)
         if old is not None:
@@ -155,7 +155,7 @@ class Catalog:
         self._names.add(record.adapter_id)
         self._count(record, 1)
 
-    def drop(self, record: AdapterRecord) -> None:
+    def remove(self, record: AdapterRecord) -> None:
         """Forget a record."""
         self._count(record, -1)
         del self._records[record.adapter_id]
@@ -174,21 +174,21 @@ class Catalog:
                 if not counter[digest]:
                     del counter[digest]
 
-    # ---- judging ----
+    # ---- what can be served ----
 
-    def judged(self, record: AdapterRecord) -> AdapterRecord:
+    def with_state(self, record: AdapterRecord) -> AdapterRecord:
         """The record as ACTIVE or FAILED, by whether its active version can be served at present.
 
         One without its active version is FAILED already, with the reason.
         """
         if record.state is AdapterState.DELETING or record.active_version is None:
             return record
-        trouble = self.trouble(record.active_version)
-        state, reason = AdapterState.FAILED if trouble else AdapterState.ACTIVE, str(trouble or "")
+        error = self.servability_error(record.active_version)
+        state, reason = AdapterState.FAILED if error else AdapterState.ACTIVE, str(error or "")
         is_same = (record.state, record.state_reason) == (state, reason)
         return record if is_same else replace(record, state=state, state_reason=reason)
 
-    def trouble(self, version: AdapterVersion) -> MotetError | None:
+    def servability_error(self, version: AdapterVersion) -> MotetError | None:
         """Why this version cannot be served, if it cannot."""
         if version.base_fingerprint != self.base_model.fingerprint:
             return BaseModelMismatch("it was registered for another base model; register it again for this one")
@@ -199,21 +199,21 @@ class Catalog:
             )
         if version.digest not in self.blobs:
             return AdapterNotActive("its weights are missing in the artifact store; register it again")
-        reason = self._module_trouble(version)
+        reason = self._module_error(version)
         return AdapterNotServed(reason) if reason else None
 
-    def _module_trouble(self, version: AdapterVersion) -> str:
-        is_old = self._judged_at != self._reports.changes
-        if is_old or len(self._trouble_by_digest) > 2 * len(self._num_names_by_digest) + 1000:  # deleted ones
-            self._trouble_by_digest.clear()
-            self._judged_at = self._reports.changes
-        reason = self._trouble_by_digest.get(version.digest)
+    def _module_error(self, version: AdapterVersion) -> str:
+        is_old = self._reports_seen != self._reports.changes
+        if is_old or len(self._module_error_by_digest) > 2 * len(self._num_names_by_digest) + 1000:  # deleted ones
+            self._module_error_by_digest.clear()
+            self._reports_seen = self._reports.changes
+        reason = self._module_error_by_digest.get(version.digest)
         if reason is None:
-            reason = self._trouble_by_digest[version.digest] = self._reports.trouble(version.target_modules)
+            reason = self._module_error_by_digest[version.digest] = self._reports.module_error(version.target_modules)
         return reason
 
     def refuse_failed(self, record: AdapterRecord) -> None:
         """Raise the reason for which a name is not served."""
         message = f"adapter {record.adapter_id!r} is {record.state.value}: {record.state_reason}"
-        trouble = self.trouble(record.active_version) if record.active_version else None
-        raise (AdapterNotActive if trouble is None else type(trouble))(message)
+        error = self.servability_error(record.active_version) if record.active_version else None
+        raise (AdapterNotActive if error is None else type(error))(message)

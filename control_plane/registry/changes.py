@@ -61,7 +61,7 @@ class Changes:
             hung.cancel()
         if not task.done():
             raise StoreUnavailable(
-                f"the artifact store did not answer within {self._calls.timeout_s:g} s; the change may still be made: "
+                f"the artifact store did not respond within {self._calls.timeout_s:g} s; the change may still be made: "
                 "read the adapter before you try again",
                 retry_after_s=5.0,
             )
@@ -83,5 +83,5 @@ class Changes:
     def _refuse_while_hung(self) -> None:
         if self._calls.num_hung:
             raise StoreUnavailable(
-                "an earlier change waits for the artifact store, which does not answer; try again", retry_after_s=5.0
+                "an earlier change waits for the artifact store, which does not respond; try again", retry_after_s=5.0
             )

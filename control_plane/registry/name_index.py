@@ -1,7 +1,7 @@
 """Adapter names in order: pages, and the nearest names to a mistyped one, without walking all of them.
 
 A look for nearest names costs the same however many there are: it runs on the event loop, for every unknown name that
-anybody asks for.
+a request needs.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _decode_with_versions(document: dict[str, Any]) -> StoredRecord:
     values = _checked(AdapterRecord, document | {"last_number": len(versions)}, skip=_NOT_STORED)
     record = AdapterRecord(**values, state=state, state_reason="", versions=versions)
     if record.active_version is None:
-        raise ValueError("the active version is none of its versions")
+        raise ValueError("the active version is not among its versions")
     return StoredRecord(record, tuple(version.digest for version in versions), is_old=True)
 
 

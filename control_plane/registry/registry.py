@@ -110,7 +110,7 @@ class Registry:
     # ---- reading ----
 
     def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
-        """The version a new request gets: the active one, or the one asked for."""
+        """The version a new request gets: the active one, or the one with `digest`."""
         return self._catalog.resolve(adapter_id, digest)
 
     def get(self, adapter_id: str) -> AdapterRecord:
@@ -196,8 +196,8 @@ class Registry:
 
         def change(record: AdapterRecord) -> AdapterRecord:
             version = self._catalog.version(record, digest)
-            if trouble := self._catalog.trouble(version):
-                raise trouble
+            if error := self._catalog.servability_error(version):
+                raise error
             return replace(record, active_digest=digest)
 
         return await self._changes.finish(self._change(adapter_id, etag, change))
@@ -345,7 +345,7 @@ class Registry:
             self._store.write_record(record.adapter_id, encode_record(record))
 
         await self._calls.change(write)
-        self._catalog.keep(record)
+        self._catalog.put(record)
 
     def _write_version(self, adapter_id: str, version: AdapterVersion) -> None:
         self._store.write_version(adapter_id, version.digest, encode_version(version))
@@ -360,7 +360,7 @@ class Registry:
             if changed == record:
                 return record
             changed = replace(changed, update_time_s=self._clock(), revision=record.revision + 1)
-            changed = self._catalog.judged(changed)
+            changed = self._catalog.with_state(changed)
             await self._write_record(changed)
             return changed
 
@@ -379,12 +379,12 @@ class Registry:
                 deleting = replace(
                     record,
                     state=AdapterState.DELETING,
-                    state_reason="deletion was asked for",
+                    state_reason="it is being deleted",
                     is_pinned=False,
                     update_time_s=self._clock(),
                     revision=record.revision + 1,
                 )
-                self._catalog.keep(deleting)
+                self._catalog.put(deleting)
                 logger.info("adapter being deleted adapter_id=%s", adapter_id)
             return sorted(version.digest for version in record.versions)
 
@@ -394,7 +394,7 @@ class Registry:
             if record.state is not AdapterState.DELETING:
                 raise AdapterNotActive(f"adapter {adapter_id!r} is not being deleted")
             await self._calls.change(self._store.delete_record, adapter_id)
-            self._catalog.drop(record)
+            self._catalog.remove(record)
             for version in record.versions:
                 await self._delete_unnamed_blob(version.digest)
             logger.info("adapter deleted adapter_id=%s", adapter_id)
@@ -416,7 +416,7 @@ class Registry:
                 update_time_s=self._clock(),
                 revision=record.revision + 1,
             )
-            self._catalog.keep(remaining)
+            self._catalog.put(remaining)
             logger.info("adapter version deleted adapter_id=%s digest=%s", adapter_id, digest)
             try:
                 await self._write_record(remaining)

@@ -344,7 +344,7 @@ def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture)
     assert motet(server, "status") == 0
     text = capsys.readouterr().out
     assert "none attached" in text and "host cache (not answering)" in text
-    server.status.adapters.host_cache_trouble = "Redis refuses: no"
+    server.status.adapters.host_cache_error = "Redis refuses: no"
     assert motet(server, "status") == 0
     assert "host cache (not answering: Redis refuses: no)" in capsys.readouterr().out
 

@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[Callable[..., None], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_refusal_tells_the_value_and_what_to_use_instead(what: str) -> None:
+def test_a_refusal_has_the_value_and_what_to_use_instead(what: str) -> None:
     check, value, expected = REFUSED[what]
     with pytest.raises(InvalidRequest) as caught:
         checks.require(check, value, "f")

@@ -34,7 +34,7 @@ def test_embedded_redis_starts_without_a_fork(tmp_path: Path) -> None:
     assert forks == []
 
 
-async def test_exit_status_is_told_once_the_child_ended() -> None:
+async def test_exit_status_is_reported_once_the_child_ended() -> None:
     child = ChildProcess([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=subprocess.PIPE)
     assert child.returncode is None
     assert child._popen.stdin is not None
@@ -42,7 +42,7 @@ async def test_exit_status_is_told_once_the_child_ended() -> None:
     assert await asyncio.wait_for(child.wait(), 30) == 3 == child.returncode
 
 
-async def test_killed_child_is_told_by_its_signal() -> None:
+async def test_killed_child_is_reported_by_its_signal() -> None:
     child = ChildProcess([sys.executable, "-c", "import time; time.sleep(600)"])
     child.kill()
     assert await asyncio.wait_for(child.wait(), 30) == -signal.SIGKILL

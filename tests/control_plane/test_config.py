@@ -40,7 +40,7 @@ def test_every_flag_is_read(model_dir: Path) -> None:
     assert "secret" not in config.describe() and "host:1" in config.describe()
 
 
-def test_start_tells_the_settings_that_were_changed(model_dir: Path) -> None:
+def test_start_reports_the_settings_that_were_changed(model_dir: Path) -> None:
     config = parse(model_dir, "--redis-url", "redis://:secret@host:1/0", "--plan-depth", "3", "--dtype", "auto")
     assert config.describe(only_changed=True) == f"model_dir={model_dir} redis_url=redis://***@host:1/0 plan_depth=3"
     assert "dtype=auto" in config.describe()

@@ -30,7 +30,7 @@ def test_left_out_the_connections_are_what_the_hard_limit_leaves() -> None:
     assert plan(None, soft=256, hard=1024).max_connections == 1024 - RESERVED
 
 
-def test_connections_that_were_asked_for_and_do_not_fit_are_refused() -> None:
+def test_connections_that_were_requested_and_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--max-connections: 500 .* limit of 1268 .* may have 1024: raise .* lower"):
         plan(500, soft=256, hard=1024)
     assert plan(256, soft=256, hard=1024).max_connections == 256

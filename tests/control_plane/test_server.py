@@ -177,12 +177,12 @@ async def test_whole_control_plane_serves_a_worker_and_drains(tmp_path: Path) ->
         async with hash_worker(tmp_path, workers, "--worker-id", "w0", "--step-time-ms", "5"):
             digests = {name: await upload(channel, name, adapter_files(seed)) for seed, name in enumerate(["a", "b"])}
             assert len(set(digests.values())) == 2
-            answers = await asyncio.gather(*[generate(channel, adapter=name) for name in ("", "a", "b", "a")])
-            base, first, second, again = [tokens_of(answer) for answer in answers]
+            responses = await asyncio.gather(*[generate(channel, adapter=name) for name in ("", "a", "b", "a")])
+            base, first, second, again = [tokens_of(response) for response in responses]
             assert len(base) == 12 and first == again
             assert len({tuple(base), tuple(first), tuple(second)}) == 3  # the chain holds the adapter's digest
-            assert answers[1][0].started.adapter_digest == digests["a"]
-            text = "".join(response.delta.text for response in answers[1])
+            assert responses[1][0].started.adapter_digest == digests["a"]
+            text = "".join(response.delta.text for response in responses[1])
             assert text == byte_level_tokenizer().decode(first, skip_special_tokens=True)
             # A resumed stream goes on with the same tokens.
             resumed = await generate(channel, adapter="a", resume_from={"ids": first[:5]})
@@ -199,26 +199,26 @@ async def _check_admin(channel: grpc.aio.Channel, digest: str) -> None:
     got = (await adapters.GetAdapter(adapters_pb2.GetAdapterRequest(**named))).adapter
     assert {place.tier for place in got.placements} == {1, 2, 3} and got.active_version.digest == digest
     status: Any = status_pb2_grpc.StatusServiceStub(channel)
-    told = await status.GetStatus(status_pb2.GetStatusRequest())
-    assert [worker.worker_id for worker in told.workers] == ["w0"]
-    assert told.adapters.num_registered == 2 and told.adapters.host_cache_available
-    assert told.queues.num_accepted == told.queues.num_finished == 5
+    state = await status.GetStatus(status_pb2.GetStatusRequest())
+    assert [worker.worker_id for worker in state.workers] == ["w0"]
+    assert state.adapters.num_registered == 2 and state.adapters.host_cache_available
+    assert state.queues.num_accepted == state.queues.num_finished == 5
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", "motet.v1.GenerationService", "motet.v1.AdapterService"):
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        response = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
     reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    async for answer in reflection.ServerReflectionInfo(iter([request])):
-        names = {service.name for service in answer.list_services_response.service}
+    async for response in reflection.ServerReflectionInfo(iter([request])):
+        names = {service.name for service in response.list_services_response.service}
     assert {"motet.v1.GenerationService", "google.longrunning.Operations"} <= names
     assert "motet.worker.v1.WorkerService" not in names
     operation = await adapters.DeleteAdapter(adapters_pb2.DeleteAdapterRequest(**named))
     operations = operations_pb2_grpc.OperationsStub(channel)
     done = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=30)
     assert done.WhichOneof("result") == "response"
-    told = await status.GetStatus(status_pb2.GetStatusRequest())
-    assert (told.adapters.num_registered, told.adapters.num_stored, told.adapters.num_host_cached) == (1, 1, 1)
+    state = await status.GetStatus(status_pb2.GetStatusRequest())
+    assert (state.adapters.num_registered, state.adapters.num_stored, state.adapters.num_host_cached) == (1, 1, 1)
 
 
 async def _check_drain(process: Process, channel: grpc.aio.Channel) -> None:
@@ -250,8 +250,8 @@ async def test_registrations_and_pins_survive_a_restart(tmp_path: Path) -> None:
         await process.wait()
     async with control_plane(tmp_path, *flags) as (process, clients, workers):
         async with hash_worker(tmp_path, workers), grpc.aio.insecure_channel(clients) as channel:
-            answer = await generate(channel, adapter="a")
-            assert answer[0].started.adapter_digest == digest and len(tokens_of(answer)) == 12
+            response = await generate(channel, adapter="a")
+            assert response[0].started.adapter_digest == digest and len(tokens_of(response)) == 12
             adapters = adapters_pb2_grpc.AdapterServiceStub(channel)
             got = (await adapters.GetAdapter(adapters_pb2.GetAdapterRequest(name="adapters/a"))).adapter
             assert got.pinned
@@ -446,7 +446,7 @@ async def test_a_place_that_cannot_be_used_is_named_with_its_flag(
     assert last.startswith("motet control-plane: ") and words in last and "Traceback" not in err.decode()
 
 
-async def test_start_tells_people_what_is_served_and_what_is_off(
+async def test_start_shows_people_what_is_served_and_what_is_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = checkpoint(tmp_path / "model")

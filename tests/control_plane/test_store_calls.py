@@ -26,7 +26,7 @@ class HungStore:
 
 async def test_a_read_has_a_time_limit_and_the_thread_is_found_again_later() -> None:
     calls, store = StoreCalls(timeout_s=0.05), HungStore()
-    with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.05 s"):
+    with pytest.raises(StoreUnavailable, match=r"did not respond within 0\.05 s"):
         await calls.read(store.call)
     assert calls.num_hung == 1
     assert await StoreCalls().read(lambda: 7) == 7

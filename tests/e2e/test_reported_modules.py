@@ -38,7 +38,7 @@ def told(engine: TorchEngine, base_model: BaseModel) -> Modules:
 
 def register(directory: Path, base_model: BaseModel, modules: Modules) -> tuple[PackedInfo, list[bytes]]:
     files = {name: directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)}
-    return pack(files, base_model, told=modules, max_adapter_bytes=1 << 24)
+    return pack(files, base_model, reported=modules, max_adapter_bytes=1 << 24)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

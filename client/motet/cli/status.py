@@ -53,8 +53,8 @@ def render(status: ServerStatus) -> str:
         for w in status.workers
     ]
     context = f"{model.max_model_len} tokens" if model.max_model_len else "not known before a worker attaches"
-    trouble = f": {adapters.host_cache_trouble}" if adapters.host_cache_trouble else ""
-    cache_state = "" if adapters.host_cache_available else f" (not answering{trouble})"
+    error = f": {adapters.host_cache_error}" if adapters.host_cache_error else ""
+    cache_state = "" if adapters.host_cache_available else f" (not answering{error})"
     sections = [
         f"motet {status.server_version}, model {model.name} ({model.dtype}, context {context}, "
         f"fingerprint {model.fingerprint[:12]})",

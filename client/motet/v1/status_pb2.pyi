@@ -123,22 +123,22 @@ class QueueStatus(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_migrated: _Optional[int] = ...) -> None: ...
 
 class AdapterStatus(_message.Message):
-    __slots__ = ("num_registered", "num_stored", "num_host_cached", "host_cache_bytes", "host_cache_budget_bytes", "host_cache_available", "host_cache_trouble")
+    __slots__ = ("num_registered", "num_stored", "num_host_cached", "host_cache_bytes", "host_cache_budget_bytes", "host_cache_available", "host_cache_error")
     NUM_REGISTERED_FIELD_NUMBER: _ClassVar[int]
     NUM_STORED_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_CACHED_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHE_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
-    HOST_CACHE_TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_ERROR_FIELD_NUMBER: _ClassVar[int]
     num_registered: int
     num_stored: int
     num_host_cached: int
     host_cache_bytes: int
     host_cache_budget_bytes: int
     host_cache_available: bool
-    host_cache_trouble: str
-    def __init__(self, num_registered: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_host_cached: _Optional[int] = ..., host_cache_bytes: _Optional[int] = ..., host_cache_budget_bytes: _Optional[int] = ..., host_cache_available: bool = ..., host_cache_trouble: _Optional[str] = ...) -> None: ...
+    host_cache_error: str
+    def __init__(self, num_registered: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_host_cached: _Optional[int] = ..., host_cache_bytes: _Optional[int] = ..., host_cache_budget_bytes: _Optional[int] = ..., host_cache_available: bool = ..., host_cache_error: _Optional[str] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
     __slots__ = ("tenant", "weight", "num_requests", "max_running_requests", "num_queued_tokens", "max_queued_tokens", "num_tokens_left", "tokens_per_minute", "num_accepted", "num_rejected", "num_input_tokens", "num_generated_tokens")

@@ -1,4 +1,4 @@
-"""Disk space that is promised to several writers at once, so that they do not all count on the same free bytes."""
+"""Reserves disk space for several writers at once, so that they do not all count on the same free bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from control_plane.errors import Exhausted
 
-# What the writers leave free.
+# The writers leave this much free.
 SPARE_BYTES = 64 * 2**20
 RETRY_AFTER_S = 60.0
 
@@ -20,7 +20,7 @@ def free_bytes_of(directory: Path) -> int:
 
 
 class DiskSpace:
-    """The space of one disk. `free_bytes` tells what is free there at present."""
+    """The space of one disk. `free_bytes` returns what is free there at present."""
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
         self._free_bytes = free_bytes
@@ -30,7 +30,7 @@ class DiskSpace:
 
     @contextlib.contextmanager
     def reserved(self, num_bytes: int) -> Iterator[Reservation]:
-        """Keep so much for one writer while the block runs. Raises Exhausted where less is left."""
+        """Reserve `num_bytes` for one writer while the block runs. Raises Exhausted if less is left."""
         left = self._free_bytes() - self._reserved_bytes - SPARE_BYTES
         if num_bytes > left:
             raise Exhausted(
@@ -58,7 +58,7 @@ class Reservation:
         self.num_bytes = num_bytes
 
     def use(self, num_bytes: int) -> None:
-        """So much of it was written."""
+        """Record that `num_bytes` of the reservation were written."""
         assert num_bytes <= self.num_bytes, f"{num_bytes} bytes written where {self.num_bytes} were left"
         self.num_bytes -= num_bytes
         self._space._give_back(num_bytes)

@@ -36,8 +36,8 @@ MAX_CHUNK_BYTES = 2**20
 MAX_LISTED_FILES = 16  # in a header that is looked at file by file
 MAX_OPEN_UPLOADS = 16
 IDLE_TIMEOUT_S = 30.0
-# A client may be waited for GRACE_S, and a second longer for every LEAST_BYTES_PER_S that it sent. So an upload of N
-# bytes ends after at most GRACE_S + N / LEAST_BYTES_PER_S of waiting.
+# The server waits for a client for GRACE_S, and a second longer for every LEAST_BYTES_PER_S that the client sent. So
+# the waiting for an upload of N bytes ends after at most GRACE_S + N / LEAST_BYTES_PER_S.
 GRACE_S = 30.0
 LEAST_BYTES_PER_S = 64 * 2**10
 # Chunks go to the disk when so many bytes have come together: every write costs a change of threads.
@@ -47,7 +47,7 @@ _WRITE_BYTES = 256 * 2**10
 class UploadReceiver:
     """Bounds the uploads of one server.
 
-    `clock` measures how long clients are waited for. `free_bytes` tells what is free on the disk of a directory.
+    `clock` measures how long the server waits for clients. `free_bytes` returns what is free on a directory's disk.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class UploadReceiver:
             held.push_async_callback(messages.close)
             first = await messages.next()
             if first is None or first.WhichOneof("part") != "header":
-                raise refuse("header", "missing; the first message of an upload is its header")
+                raise refuse("header", "is missing; send the header as the first message of an upload")
             check_header(first.header, self._max_adapter_bytes)
             self._directory.mkdir(parents=True, exist_ok=True)
             space = held.enter_context(self._space.reserved(sum(file.size_bytes for file in first.header.files)))
@@ -88,8 +88,8 @@ class UploadReceiver:
 class _Messages:
     """The messages of one upload. Ends the upload of a client that is silent, or slower than the least rate.
 
-    Only the time is counted in which the server ran and waited for the client: a server that is slow or was stopped
-    itself blames nobody.
+    Only time in which the server ran and waited for the client counts. Time in which the server itself was slow or
+    stopped does not.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class _Messages:
         allowed_s = GRACE_S + self._received_bytes / LEAST_BYTES_PER_S - self._waited_s
         if allowed_s <= 0:
             raise self._too_slow()
-        asked_s = self._clock()
+        begin_s = self._clock()
         try:
             async with AwakeTimeout(min(allowed_s, self._idle_timeout_s), self._clock):
                 message = await anext(self._messages)
@@ -121,7 +121,7 @@ class _Messages:
                 raise self._too_slow() from None
             raise DeadlineExceeded(f"no chunk came for {self._idle_timeout_s:g} s; start the upload again") from None
         finally:
-            self._waited_s += self._clock() - asked_s
+            self._waited_s += self._clock() - begin_s
         self._received_bytes += len(message.chunk.data)
         return message
 
@@ -161,7 +161,9 @@ class Upload:
                 raise Exhausted("the server ran out of disk space for this upload", retry_after_s=60.0) from error
             raise
         if await self._messages.next() is not None:
-            raise refuse("chunk", "after the last byte of the last file; send what the header announces")
+            raise refuse(
+                "chunk", "comes after the last byte of the last file; send as many bytes as the header announces"
+            )
         return paths
 
     async def _receive_file(self, index: int, file: adapters_pb2.UploadFile, out: IO[bytes]) -> None:
@@ -177,7 +179,7 @@ class Upload:
                     f"the upload of {file.name} ended after {received} of {file.size_bytes} bytes; send it again",
                 )
             if message.WhichOneof("part") != "chunk":
-                raise refuse("header", "sent twice; chunks follow the header")
+                raise refuse("header", "appears twice; send it once, then chunks")
             _check_chunk(message.chunk, index, received, file)
             unwritten.append(message.chunk.data)
             num_unwritten += len(message.chunk.data)
@@ -206,17 +208,17 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_request_id(header.request_id, "header.request_id", violations)
     expected = " and ".join(FILE_NAMES)
     if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
-        violations.add("header.files", f"{len(header.files)} files; exactly {expected}, each once")
+        violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")
         violations.raise_if_any()
     for index, file in enumerate(header.files[: len(FILE_NAMES) + 1]):
         if file.name not in FILE_NAMES:
-            violations.add(f"header.files[{index}].name", f"only {expected} are taken")
+            violations.add(f"header.files[{index}].name", f"is not a file of an adapter; send {expected}")
         if not is_digest(file.sha256):
             violations.add(f"header.files[{index}].sha256", f"is not a valid SHA-256: {DIGEST_FORM}")
         if file.size_bytes == 0:
-            violations.add(f"header.files[{index}].size_bytes", "0; the file is empty")
+            violations.add(f"header.files[{index}].size_bytes", "is 0; send a file that is not empty")
     if sorted(file.name for file in header.files) != sorted(FILE_NAMES) and not violations:
-        violations.add("header.files", f"{len(header.files)} files; exactly {expected}, each once")
+        violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")
     total = sum(file.size_bytes for file in header.files)
     if total > max_adapter_bytes:
         violations.add(
@@ -231,15 +233,21 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
 def _check_chunk(chunk: adapters_pb2.UploadChunk, index: int, received: int, file: adapters_pb2.UploadFile) -> None:
     violations = Violations()
     if chunk.file_index != index:
-        violations.add("chunk.file_index", f"{chunk.file_index}; {index} is not complete, files come in order")
+        violations.add(
+            "chunk.file_index", f"is {chunk.file_index}, but file {index} is not complete; send the files in order"
+        )
     elif chunk.offset != received:
-        violations.add("chunk.offset", f"{chunk.offset}; {received} bytes of {file.name} were sent so far")
+        violations.add(
+            "chunk.offset",
+            f"is {chunk.offset}, but {received} bytes of {file.name} were sent so far; send the chunks in order",
+        )
     if not chunk.data:
-        violations.add("chunk.data", "empty")
+        violations.add("chunk.data", "is empty; send at least one byte")
     if len(chunk.data) > MAX_CHUNK_BYTES:
-        violations.add("chunk.data", f"{len(chunk.data)} bytes; at most {MAX_CHUNK_BYTES}")
+        violations.add("chunk.data", f"has {len(chunk.data)} bytes; send at most {MAX_CHUNK_BYTES}")
     if received + len(chunk.data) > file.size_bytes:
         violations.add(
-            "chunk.data", f"{received + len(chunk.data)} bytes of {file.name}; {file.size_bytes} were announced"
+            "chunk.data",
+            f"brings {file.name} to {received + len(chunk.data)} bytes; the header announces {file.size_bytes}",
         )
     violations.raise_if_any()

@@ -1,4 +1,4 @@
-"""The deltas of an answer that is told at the end, held as the bytes that will be sent.
+"""The deltas of a completion that is sent when the request ends, held as the bytes that will be sent.
 
 As objects, tokens with 20 candidates take 2.5 kB each and tens of microseconds to make a message of; a request for 64
 samples may hold half a million of them. The messages are made while the tokens come, and kept encoded.
@@ -18,7 +18,7 @@ MAX_DELTA_LOGPROBS = 2048  # log-probabilities in one delta, candidates included
 
 
 class KeptDeltas:
-    """What one answer is to be told, in order."""
+    """The deltas of one completion, in order."""
 
     def __init__(self) -> None:
         self._encoded: list[bytes] = []
@@ -30,7 +30,7 @@ class KeptDeltas:
         """Append tokens, at most as many as one delta may have, and the text that they made final."""
         if not token_ids and not text:
             return
-        num_logprobs = sum(1 + len(told.top) for told in logprobs or ())
+        num_logprobs = sum(1 + len(entry.top) for entry in logprobs or ())
         if self._open is not None and (
             len(self._open.delta.token_ids) + len(token_ids) > MAX_DELTA_TOKENS
             or self._num_open_logprobs + num_logprobs > MAX_DELTA_LOGPROBS
@@ -49,7 +49,7 @@ class KeptDeltas:
             self._num_open_logprobs += num_logprobs
 
     def messages(self, index: int) -> Iterator[generation_pb2.GenerateResponse]:
-        """The deltas, made one by one as they are asked for; `index` is the answer's place among those returned."""
+        """The deltas, each made when the caller takes it. `index` is the completion's place among those returned."""
         self._seal()
         for encoded in self._encoded:
             message = generation_pb2.GenerateResponse.FromString(encoded)

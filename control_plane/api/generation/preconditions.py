@@ -1,4 +1,4 @@
-"""What a request may rely on: the model and the prompt that an earlier `started` told.
+"""What a request may rely on: the model and the prompt that an earlier `started` reported.
 
 A continued stream must never mix the tokens of two models or of two prompts.
 """

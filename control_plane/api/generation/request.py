@@ -36,7 +36,7 @@ MAX_PROMPT_LOGPROB_ENTRIES = 1 << 18  # about 3 MB; a gRPC client takes messages
 class CheckedRequest:
     """A request that is well formed; the prompt is not tokenised yet."""
 
-    request_id: str  # the client's label, may be empty
+    client_request_id: str  # may be empty
     adapter_id: str  # empty: the base model
     adapter_digest: str  # empty: the active version
     text: str | None
@@ -76,16 +76,18 @@ def check_request(
     if request.adapter_digest:
         check_digest(request.adapter_digest, "adapter_digest", violations)
         if not request.adapter:
-            violations.add("adapter_digest", "set without adapter; name the adapter too")
+            violations.add("adapter_digest", "is set without adapter; name the adapter too")
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
-        violations.add("cache_salt", f"{len(request.cache_salt.encode())} bytes; at most {MAX_CACHE_SALT_BYTES}")
+        violations.add(
+            "cache_salt", f"has {len(request.cache_salt.encode())} bytes; use at most {MAX_CACHE_SALT_BYTES}"
+        )
     text, token_ids, messages = _checked_input(request, vocab_size, violations)
     sampling = check_sampling(request.sampling, vocab_size, draw_seed, violations)
     max_tokens, min_tokens = _checked_stopping(request.stopping, vocab_size, violations)
     decoding = check_decoding(request.decoding, sampling, violations)
     if decoding.beam is not None and request.stopping.stop:
         violations.add(
-            "stopping.stop", "set with decoding.beam_search, which compares tokens and not text; use stop_token_ids"
+            "stopping.stop", "is set with decoding.beam_search, which compares tokens and not text; use stop_token_ids"
         )
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         violations.add("priority", f"is {request.priority}; give a value from {-MAX_PRIORITY} to {MAX_PRIORITY}")
@@ -99,7 +101,7 @@ def check_request(
     check_preconditions(request.preconditions, violations)
     violations.raise_if_any()
     return CheckedRequest(
-        request_id=request.request_id,
+        client_request_id=request.request_id,
         adapter_id=adapter_id,
         adapter_digest=request.adapter_digest,
         text=text,
@@ -156,7 +158,7 @@ def effective_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, max_mo
 
 
 def effective_stop_token_ids(checked: CheckedRequest, eos_token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
-    """The tokens that end the answer. Raises InvalidRequest where min_tokens would leave no token to choose."""
+    """The tokens that end a completion. Raises InvalidRequest where min_tokens would leave no token to choose."""
     token_ids = checked.stop_token_ids if checked.ignore_eos else checked.stop_token_ids.union(eos_token_ids)
     if checked.sampling.min_tokens and len(token_ids) >= vocab_size:
         raise refuse(
@@ -168,7 +170,7 @@ def effective_stop_token_ids(checked: CheckedRequest, eos_token_ids: Sequence[in
 
 
 def check_prompt_logprobs(checked: CheckedRequest, num_prompt_tokens: int) -> None:
-    """Raises InvalidRequest if the log-probabilities asked for would not fit the message that tells them."""
+    """Raises InvalidRequest if the requested log-probabilities would not fit into one message."""
     num_logprobs = checked.sampling.num_prompt_logprobs
     if num_logprobs is None:
         return
@@ -187,15 +189,15 @@ def _checked_input(
     kind = request.WhichOneof("input")
     if kind == "text":
         if not request.text:
-            violations.add("text", "empty; a prompt needs at least one token")
+            violations.add("text", "is empty; a prompt needs at least one token")
         return request.text, None, None
     if kind == "token_ids":
         if not request.token_ids.ids:
-            violations.add("token_ids.ids", "empty; a prompt needs at least one token")
+            violations.add("token_ids.ids", "is empty; a prompt needs at least one token")
         return None, _checked_token_ids(request.token_ids.ids, "token_ids.ids", vocab_size, violations), None
     if kind == "chat":
         return None, None, _checked_messages(request.chat.messages, violations)
-    violations.add("input", "not set; send one of text, token_ids and chat")
+    violations.add("input", "is not set; send one of text, token_ids and chat")
     return None, None, None
 
 
@@ -217,14 +219,14 @@ def _checked_messages(
     messages: Sequence[types_pb2.ChatMessage], violations: Violations
 ) -> tuple[dict[str, str], ...] | None:
     if not messages:
-        violations.add("chat.messages", "empty; a conversation needs at least one message")
+        violations.add("chat.messages", "is empty; a conversation needs at least one message")
     if len(messages) > MAX_MESSAGES:
-        violations.add("chat.messages", f"{len(messages)} messages; at most {MAX_MESSAGES}")
+        violations.add("chat.messages", f"has {len(messages)} messages; use at most {MAX_MESSAGES}")
         return None
     for index, message in enumerate(messages):
         if not 1 <= len(message.role) <= MAX_ROLE_CHARS:
             violations.add(
-                f"chat.messages[{index}].role", f"{len(message.role)} characters; from 1 to {MAX_ROLE_CHARS}"
+                f"chat.messages[{index}].role", f"has {len(message.role)} characters; use 1 to {MAX_ROLE_CHARS}"
             )
     return tuple({"role": message.role, "content": message.content} for message in messages)
 
@@ -235,7 +237,7 @@ def _checked_render_time_s(request: generation_pb2.GenerateRequest, violations: 
     moment = request.chat.render_time
     if not (0 <= moment.seconds <= MAX_RENDER_TIME_S and 0 <= moment.nanos < 10**9):
         violations.add(
-            "chat.render_time", f"{moment.seconds} s and {moment.nanos} ns since 1970; a time from 1970 to 3000"
+            "chat.render_time", f"is {moment.seconds} s and {moment.nanos} ns since 1970; use a time from 1970 to 3000"
         )
     return moment.seconds + moment.nanos / 1e9
 
@@ -256,10 +258,13 @@ def _check_resume(request: generation_pb2.GenerateRequest, decoding: Decoding, v
     if decoding.num_indices > 1:
         violations.add(
             "resume_from",
-            f"set with {decoding.num_indices} answers; only a request for one can be continued, send it anew",
+            f"is set with {decoding.num_indices} completions; only one can be continued, so send the request anew",
         )
     if request.sampling.HasField("prompt_logprobs"):
-        violations.add("sampling.prompt_logprobs", "set with resume_from; they were told at the start, leave it unset")
+        violations.add(
+            "sampling.prompt_logprobs",
+            "is set with resume_from; the first stream returned them already, so leave it unset",
+        )
 
 
 def _checked_stopping(
@@ -267,14 +272,16 @@ def _checked_stopping(
 ) -> tuple[int | None, int]:
     """max_tokens, None where unset, and min_tokens."""
     if len(params.stop) > MAX_STOP_STRINGS:
-        violations.add("stopping.stop", f"{len(params.stop)} stop strings; at most {MAX_STOP_STRINGS}")
+        violations.add("stopping.stop", f"has {len(params.stop)} stop strings; use at most {MAX_STOP_STRINGS}")
     for index, stop in enumerate(params.stop[: MAX_STOP_STRINGS + 1]):
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             violations.add(
-                f"stopping.stop[{index}]", f"{quoted(stop)}: {len(stop)} characters; from 1 to {MAX_STOP_CHARS}"
+                f"stopping.stop[{index}]", f"{quoted(stop)} has {len(stop)} characters; use 1 to {MAX_STOP_CHARS}"
             )
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        violations.add("stopping.stop_token_ids", f"{len(params.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
+        violations.add(
+            "stopping.stop_token_ids", f"has {len(params.stop_token_ids)} ids; use at most {MAX_STOP_TOKEN_IDS}"
+        )
     else:
         _checked_token_ids(params.stop_token_ids, "stopping.stop_token_ids", vocab_size, violations)
     if not params.HasField("max_tokens"):

@@ -1,6 +1,6 @@
 """GenerationService: one request, one stream.
 
-Checks, tokenises, resolves the adapter once, submits to the fleet and turns what comes back into events. Nothing
+Checks, tokenises, resolves the adapter once, submits to the fleet and turns what comes back into stream. Nothing
 is sent before the first token: initial metadata would commit the RPC and switch client retries off.
 """
 
@@ -26,7 +26,7 @@ from control_plane.api.generation.request import (
     effective_max_tokens,
     effective_stop_token_ids,
 )
-from control_plane.api.generation.response_stream import GenerationEvents, parts_of
+from control_plane.api.generation.response_stream import ResponseStream, parts_of
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
@@ -84,11 +84,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Longest context that workers compute at present, tokens."""
         length = self._served.max_model_len
         if length is None:
-            raise NoWorker("no worker has attached yet to tell the longest context; try again in a moment")
+            raise NoWorker("no worker has attached yet, so the longest context is not known; try again in a moment")
         return length
 
     async def Generate(  # noqa: N802 - the stub's name
-        self, request: generation_pb2.GenerateRequest, context: Context
+        self, message: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream one generation."""
         arrival_s = self._clock()
@@ -98,7 +98,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         account = self._fleet.account_of(caller.tenant, caller.host)
         max_model_len = self._max_model_len()
         checked = check_request(
-            request,
+            message,
             vocab_size=self._model.vocab_size,
             max_model_len=max_model_len,
             draw_seed=self._draw_seed,
@@ -116,7 +116,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         max_tokens = effective_max_tokens(checked, len(prompt), max_model_len)
         check_prompt_logprobs(checked, len(prompt))
         decoding = checked.decoding
-        work = Request(
+        request = Request(
             request_id=self._fleet.next_request_id(),
             prompt_token_ids=tuple(prompt),
             max_tokens=max_tokens,
@@ -133,35 +133,35 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             num_samples=decoding.best_of if decoding.beam is None else 1,
             beam=decoding.beam,
         )
-        events = self._events(checked, work, resolved, render_time_s)
-        if await events.resume():
+        stream = self._response_stream(checked, request, resolved, render_time_s)
+        if await stream.resume():
             # The client had every token already; only the end of its stream was lost.
-            for message in events.finished_by_resume():
-                yield message
+            for response in stream.finished_by_resume():
+                yield response
             return
         if resolved is not None:
             self._resolved_anew(resolved, is_exact=True)
-        job = self._fleet.submit(work)
+        job = self._fleet.submit(request)
         try:
             async for event in job:
                 if event.prompt_logprobs:
-                    await events.take_prompt_logprobs(event.prompt_logprobs)
+                    await stream.take_prompt_logprobs(event.prompt_logprobs)
                 for part in parts_of(event):
-                    for message in events.take(part, job.cancel_index):
-                        yield message
+                    for response in stream.take(part, job.cancel_index):
+                        yield response
                     if part is not event:
                         await asyncio.sleep(0)
-                if events.is_finished:
+                if stream.is_finished:
                     return
         finally:
             job.cancel()
-        raise MotetError(f"the stream of request {work.request_id} ended without a finish reason")
+        raise MotetError(f"the stream of request {request.request_id} ended without a finish reason")
 
     def _resolved_anew(self, resolved: ResolvedAdapter, *, is_exact: bool) -> ResolvedAdapter:
-        """What was resolved before others had their turn of the event loop, if that version still exists.
+        """`resolved` again, after other tasks had a turn of the event loop, if that version still exists.
 
-        Raises AdapterNotFound where it was deleted: nothing waits for this request yet, and it must not load the
-        weights again. Where the client named no version (not `is_exact`) and the name has another one, that is taken.
+        A version that was deleted meanwhile must not be loaded again: raises AdapterNotFound. If the client named no
+        version (not `is_exact`) and the adapter has another active one, that one is taken.
         """
         try:
             return self._registry.resolve(resolved.adapter_id, resolved.ref.digest)
@@ -170,18 +170,18 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 raise
             return self._registry.resolve(resolved.adapter_id)
 
-    def _events(
-        self, checked: CheckedRequest, work: Request, resolved: ResolvedAdapter | None, render_time_s: float | None
-    ) -> GenerationEvents:
+    def _response_stream(
+        self, checked: CheckedRequest, request: Request, resolved: ResolvedAdapter | None, render_time_s: float | None
+    ) -> ResponseStream:
         stops = StopStrings(checked.stop)
-        return GenerationEvents(
-            label=checked.request_id or f"req-{work.request_id}",
+        return ResponseStream(
+            client_request_id=checked.client_request_id or f"req-{request.request_id}",
             adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
-            tenant=work.tenant,
+            tenant=request.tenant,
             checked=checked,
             model_fingerprint=self._model.fingerprint,
             render_time_s=render_time_s,
-            work=work,
+            request=request,
             vocab_size=self._model.vocab_size,
             make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
             clock=self._clock,
@@ -198,7 +198,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> Sequence[int]:
         if checked.token_ids is not None:
             return checked.token_ids
-        # What is refused at present whatever its prompt is not tokenised first.
+        # Do not tokenise a prompt whose request would be refused in any case.
         self._fleet.check_room(account, checked.decoding.num_indices * (checked.max_tokens or 1))
         if checked.text is not None:
             ids = await self._codec.encode_text(checked.text, tenant=account, max_model_len=max_model_len)

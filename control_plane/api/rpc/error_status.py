@@ -39,7 +39,7 @@ def shorten(text: str, max_bytes: int) -> str:
 
 
 def status_proto(error: MotetError) -> status_pb2.Status:
-    """The google.rpc.Status that tells `error`."""
+    """The google.rpc.Status for `error`."""
     message = shorten(str(error), MAX_MESSAGE_BYTES)
     status = status_pb2.Status(code=status_of(error).value[0], message=message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)

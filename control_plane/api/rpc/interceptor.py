@@ -73,7 +73,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """The bounded handler with its errors mapped."""
         handler: Any = await continuation(handler_call_details)
-        if handler is None:  # an unknown method; grpc answers UNIMPLEMENTED
+        if handler is None:  # an unknown method; grpc ends it with UNIMPLEMENTED
             return handler  # type: ignore[return-value]  # the stubs forget None
         # Always a stream of both: grpc reads the message of a unary request before it calls the handler, for as long as
         # the client likes. And always a coroutine that writes: grpc leaves the generator of a cancelled RPC to the
@@ -97,10 +97,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
                     held.enter_context(limit.place(caller.peer))
                     held.enter_context(acting_as(caller))
                     if handler.request_streaming:
-                        answer = inner(requests, context)
+                        result = inner(requests, context)
                     else:
-                        answer = inner(await self._request(handler.request_deserializer, context), context)
-                    await self._respond(answer, context, is_stream=handler.response_streaming)
+                        result = inner(await self._request(handler.request_deserializer, context), context)
+                    await self._respond(result, context, is_stream=handler.response_streaming)
 
         return handle
 
@@ -116,16 +116,16 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
             raise InvalidRequest(FieldViolation("request", "missing; the call ended without a message"))
         return raw if parse is None else parse(raw)
 
-    async def _respond(self, answer: Any, context: Context, *, is_stream: bool) -> None:
+    async def _respond(self, result: Any, context: Context, *, is_stream: bool) -> None:
         # Cases: 1. a generator of responses; 2. a coroutine that writes its responses itself; 3. one response.
-        if is_stream and not inspect.isawaitable(answer):
-            async with contextlib.aclosing(answer):
-                async for message in answer:
+        if is_stream and not inspect.isawaitable(result):
+            async with contextlib.aclosing(result):
+                async for message in result:
                     await self._write(message, context)
         elif is_stream:
-            await answer
+            await result
         else:
-            await self._write(await answer if inspect.isawaitable(answer) else answer, context)
+            await self._write(await result if inspect.isawaitable(result) else result, context)
 
     async def _write(self, message: Any, context: Context) -> None:
         try:
@@ -154,7 +154,7 @@ async def _mapped_errors(method: str, context: Context, limit: Limit) -> AsyncIt
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # the client left, its deadline passed, or the server stops
             raise
-        # Left alone, a CancelledError that nobody asked for would leave the client waiting for ever.
+        # Left alone, a CancelledError that is not a cancellation of this task would leave the client waiting for ever.
         await _abort_internal(method, context, error, limit)
     except grpc.aio.InternalError as error:
         if context.done():  # the handler's own status could not be sent: the connection is gone
@@ -176,7 +176,8 @@ async def _abort(context: Context, status: Any, limit: Limit) -> None:
         async with limit():
             await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
     except TimeoutError as error:
-        # The status stands behind responses that the client does not read: it gets it when it does, nobody waits here.
+        # The status is queued behind responses that the client has not read. The client gets it when it reads; this
+        # handler does not wait.
         raise asyncio.CancelledError from error
-    except grpc.aio.InternalError as error:  # the connection is gone, and whoever could be told
+    except grpc.aio.InternalError as error:  # the connection is gone
         raise asyncio.CancelledError from error

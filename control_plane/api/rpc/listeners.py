@@ -3,7 +3,7 @@
 The reasons are measurements: without a bound on streams one connection's rapid resets disable the server, and the
 option that allows clients to ping is min_ping_interval_without_data_ms (the often-seen min_recv_ping_... does not
 exist and is ignored). RPCs are counted by the interceptor and not by grpc.aio, whose maximum_concurrent_rpcs refuses
-everybody alike, status and health included, without telling when to try again.
+everybody alike, status and health included, without saying when to try again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKER_CONNECTIONS = 512
 CONNECTION_IDLE_MS = 5 * 60_000
 HANDSHAKE_TIMEOUT_MS = 20_000  # how long a peer may take to speak HTTP/2
 # RPCs that have arrived and that the event loop has not taken up. Beyond 1000 gRPC would cancel some of them at random,
-# which a client cannot tell from its own cancellation; our limits answer with a reason and a time to try again.
+# which a client cannot distinguish from its own cancellation; our limits refuse with a reason and a time to try again.
 PENDING_RPCS = 20_000
 
 Option = tuple[str, int]

@@ -1,7 +1,7 @@
 """The gRPC reflection service, in both of its versions, with a bound on silent clients.
 
 grpcio-reflection brings version v1alpha only. v1 has the same messages under another package name, so that one servicer
-answers both; its description is made from that of v1alpha.
+serves both; its description is made from that of v1alpha.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_to_server(service_names: Iterable[str], server: grpc.aio.Server) -> None
 
 
 class ReflectionService(reflection.aio.ReflectionServicer):  # type: ignore[misc, name-defined]  # stubs lack it
-    """The library's servicer; ends a stream whose client asks nothing for `idle_timeout_s`."""
+    """The library's servicer; ends a stream whose client sends nothing for `idle_timeout_s`."""
 
     def __init__(self, service_names: Iterable[str], *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> None:
         super().__init__(service_names)

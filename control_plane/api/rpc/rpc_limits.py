@@ -1,6 +1,6 @@
 """Which limit an RPC counts against: one for the work, and small ones of their own for what watches and what probes.
 
-Whoever fills one limit takes nothing from the others, so that status and health answer while clients hold every place
+Whoever fills one limit takes nothing from the others, so that status and health work while clients hold every place
 for work, and idle watches take no place from requests.
 """
 

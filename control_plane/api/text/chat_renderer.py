@@ -26,7 +26,7 @@ class RenderLimits:
 
     cpu_limit_s: float = 2.0  # CPU time, seconds
     memory_limit_bytes: int = 512 * 2**20  # beyond what an idle child has
-    wall_limit_s: float = 30.0  # for a child that neither computes nor answers, seconds
+    wall_limit_s: float = 30.0  # for a child that neither computes nor responds, seconds
 
 
 class RenderRefused(Exception):
@@ -103,7 +103,7 @@ class ChatRenderer:
                 status = await self._ask(child, conversation, "this conversation")
                 if status is None:
                     self._idle.append(child)
-                    return child.take_answer()
+                    return child.take_result()
             raise Unavailable("the process that renders conversations ended twice; try again")
 
     async def _start_child(self) -> _Child:
@@ -119,14 +119,14 @@ class ChatRenderer:
         if status is not None:
             raise Unavailable("the process that renders conversations ended at its start; try again")
         try:
-            child.take_answer()
+            child.take_result()
         except RenderRefused:
             await self._drop(child)
             raise
         return child
 
     async def _ask(self, child: _Child, request: bytes, what: str) -> int | None:
-        """Have the child answer; its exit status where it died instead.
+        """Have the child render; its exit status where it died instead.
 
         Raises RenderRefused where the request took too long.
         """
@@ -158,13 +158,13 @@ class ChatRenderer:
 
 
 class _Child:
-    """One process and the socket to it. Answers one request after the other."""
+    """One process and the socket to it. Renders one conversation after the other."""
 
     def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.process = process
         self._reader = reader
         self._writer = writer
-        self._answer: tuple[bool, str] | None = None
+        self._result: tuple[bool, str] | None = None
 
     @classmethod
     async def start(cls) -> _Child:
@@ -181,16 +181,16 @@ class _Child:
         return cls(process, reader, writer)
 
     async def ask(self, request: bytes) -> None:
-        """Send it and read the answer. Raises OSError or IncompleteReadError where the process ended."""
+        """Send the conversation and read the result. Raises OSError or IncompleteReadError where the process ended."""
         self._writer.write(FRAME_HEADER.pack(len(request), 1) + request)
         await self._writer.drain()
         size_bytes, is_text = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
-        self._answer = bool(is_text), (await self._reader.readexactly(size_bytes)).decode()
+        self._result = bool(is_text), (await self._reader.readexactly(size_bytes)).decode()
 
-    def take_answer(self) -> str:
+    def take_result(self) -> str:
         """The text that it made last. Raises RenderRefused where it made none."""
-        assert self._answer is not None, "nothing was asked"
-        (is_text, text), self._answer = self._answer, None
+        assert self._result is not None, "nothing was rendered"
+        (is_text, text), self._result = self._result, None
         if not is_text:
             raise RenderRefused(text)
         return text

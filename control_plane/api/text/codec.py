@@ -122,7 +122,7 @@ class TextCodec:
         tenant: str = DEFAULT_TENANT,
         max_model_len: int = sys.maxsize,
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers. Raises as `encode_text`, on field "chat".
+        """Token ids of a conversation up to the assistant's turn. Raises as `encode_text`, on field "chat".
 
         `time_s`: the moment that the template prints as today's date, in seconds since 1970; None: now.
         """

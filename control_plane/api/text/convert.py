@@ -1,7 +1,7 @@
 """Converts a checkpoint's slow tokenizer into a tokenizer.json: `python -m control_plane.api.text.convert DIR OUT`.
 
 A process of its own, because transformers may pull torch in, which the server never does. Runs no code of the
-checkpoint and asks no network.
+checkpoint and uses no network.
 """
 
 from __future__ import annotations

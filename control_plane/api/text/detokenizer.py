@@ -116,7 +116,7 @@ class _WindowDetokenizer:
         if self._bytes is None:
             return text + self._emit()
         self._bytes.decode(self._factory.bytes_of(token_id))
-        # An unfinished code point is told as one U+FFFD, at the end.
+        # An unfinished code point becomes one U+FFFD, at the end.
         return text + self._emit(num_unfinished=1 if self._bytes.getstate()[0] else 0)
 
     def finish(self) -> str:

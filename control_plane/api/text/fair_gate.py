@@ -1,6 +1,6 @@
 """Lets a bounded number of texts be worked on at once, one tenant after the other.
 
-Asked by the codec before each text that costs more than a moment. Keeps counts only: it starts no threads and reads no
+Called by the codec before each text that costs more than a moment. Keeps counts only: it starts no threads and reads no
 clock.
 """
 

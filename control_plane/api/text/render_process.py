@@ -21,7 +21,7 @@ from control_plane.api.text.frames import FRAME_HEADER
 
 
 def main() -> int:
-    """Answer until the server closes the socket."""
+    """Render conversations until the server closes the socket."""
     with socket.socket(fileno=sys.stdin.fileno()) as sock, sock.makefile("rwb") as stream:
         setup = json.loads(_read(stream) or "{}")
         cpu_limit_s = float(setup["cpu_limit_s"])
@@ -30,9 +30,9 @@ def main() -> int:
         try:
             template = ChatTemplate(setup["source"], setup["special_tokens"])
         except ChatTemplateError as error:
-            _answer(stream, str(error), is_text=False)
+            _respond(stream, str(error), is_text=False)
             return 1
-        _answer(stream, "", is_text=True)
+        _respond(stream, "", is_text=True)
         while (request := _read(stream)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
             conversation = json.loads(request)
@@ -40,7 +40,7 @@ def main() -> int:
                 text, is_text = template.render(conversation["messages"], conversation["time_s"]), True
             except ChatTemplateError as error:
                 text, is_text = str(error), False
-            _answer(stream, text, is_text=is_text)
+            _respond(stream, text, is_text=is_text)
     return 0
 
 
@@ -54,7 +54,7 @@ def _read(stream: BufferedRWPair[Any, Any]) -> bytes | None:
     return bytes(stream.read(size_bytes))
 
 
-def _answer(stream: BufferedRWPair[Any, Any], text: str, *, is_text: bool) -> None:
+def _respond(stream: BufferedRWPair[Any, Any], text: str, *, is_text: bool) -> None:
     # A template can make lone surrogates, which no prompt may hold.
     encoded = text.encode("utf-8", "replace")
     stream.write(FRAME_HEADER.pack(len(encoded), is_text))
@@ -63,7 +63,7 @@ def _answer(stream: BufferedRWPair[Any, Any], text: str, *, is_text: bool) -> No
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Bound what is allocated from here on. Only Linux tells what is in use, and only there the bound holds."""
+    """Bound what is allocated from here on. Only Linux reports what is in use, and only there the bound holds."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except OSError:

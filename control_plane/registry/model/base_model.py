@@ -2,7 +2,7 @@
 
 Reads config.json, generation_config.json and safetensors headers; never weights, never torch. Linears carry the module
 paths of transformers' AutoModelForCausalLM, which is what PEFT's keys hold after "base_model.model.". They are what
-registration goes by before a worker has told the modules of the loaded model (target_modules.py).
+registration goes by before a worker has reported the modules of the loaded model (target_modules.py).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ServedModule:
 
 
 Modules = Mapping[str, ServedModule]  # by path in the transformers model
-NOTHING_TOLD: Modules = MappingProxyType({})
+NOTHING_REPORTED: Modules = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class WorkerReport:
     """What one worker serves, or several together."""
 
     max_model_len: int  # tokens
-    modules: Modules = field(default_factory=lambda: NOTHING_TOLD)  # empty: not told
+    modules: Modules = field(default_factory=lambda: NOTHING_REPORTED)  # empty: not reported
 
 
 def joined(reports: Iterable[WorkerReport]) -> WorkerReport | None:
     """What at least one of the workers serves; None without a worker.
 
-    Of workers one of which tells no modules, nothing is known.
+    If one of the workers reports no modules, the modules are unknown.
     """
     known = list(reports)
     if not known:

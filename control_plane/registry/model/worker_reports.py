@@ -1,7 +1,7 @@
 """Owns what is known of what the workers serve: by the attached ones, or else by those that were attached last.
 
-The fleet says who is attached. The registry judges adapters by the modules, the API checks requests and tells the
-status by the longest context. A file remembers the last word, so that a restart knows it before a worker is back.
+The fleet says who is attached. The registry judges adapters by the modules, the API checks requests and reports
+the longest context in the status. A file remembers the last word, so that a restart knows it before a worker is back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from control_plane.registry.model.served_modules import (
-    NOTHING_TOLD,
+    NOTHING_REPORTED,
     Modules,
     WorkerReport,
     decode_report,
@@ -36,17 +36,17 @@ class WorkerReports:
 
     @property
     def modules(self) -> Modules:
-        """The modules of the base model; empty before a worker told them."""
-        return NOTHING_TOLD if self._report is None else self._report.modules
+        """The modules of the base model; empty before a worker reported them."""
+        return NOTHING_REPORTED if self._report is None else self._report.modules
 
     @property
     def max_model_len(self) -> int | None:
         """Longest context that a request may ask for, tokens; None if nobody named one yet."""
-        told = None if self._report is None else self._report.max_model_len
-        known = [length for length in (told, self._limit) if length is not None]
+        reported = None if self._report is None else self._report.max_model_len
+        known = [length for length in (reported, self._limit) if length is not None]
         return min(known, default=None)
 
-    def trouble(self, names: Iterable[str]) -> str:
+    def module_error(self, names: Iterable[str]) -> str:
         """Why an adapter on these modules cannot be served; empty if it can, or if nothing is known."""
         modules = self.modules
         if not modules:

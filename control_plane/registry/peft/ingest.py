@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from contract.packed_layout import FORMAT, arena_bytes, chunk_name
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.model.served_modules import NOTHING_TOLD, Modules
+from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
 from control_plane.registry.peft.base_weights import check_base_weights
 from control_plane.registry.peft.chunk_writer import PackedTensor, write_chunk
@@ -57,15 +57,16 @@ def ingest(
     *,
     max_adapter_bytes: int,
     directory: Path,
-    told: Modules = NOTHING_TOLD,
+    reported: Modules = NOTHING_REPORTED,
     check: Callable[[], None] = lambda: None,
 ) -> PackedInfo:
     """Check the adapter in full and write its chunks into `directory`, which is empty. Raises InvalidAdapter.
 
-    `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose. `told`
-    is what workers say of the model's modules. `check` is called every few MiB, and may raise to end the work.
+    `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose.
+    `reported` is what workers report of the model's modules. `check` is called every few MiB, and may
+    raise to end the work.
     """
-    targets = TargetModules.of(base_model, told)
+    targets = TargetModules.of(base_model, reported)
     for name in sorted(set(files) - {CONFIG_FILE, WEIGHTS_FILE}):
         raise refuse(shorten(name), f"only {CONFIG_FILE} and {WEIGHTS_FILE} belong to an adapter")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -82,7 +83,7 @@ def ingest(
                 "save_embedding_layers=False: PEFT else stores the base's weight beside adapters on embedding and head",
             )
         # Room for other kinds of adapters too: they are refused by their tensors' names, not by a count.
-        max_tensors = 4 * max(len(targets.served), len(targets.told)) + 64
+        max_tensors = 4 * max(len(targets.served), len(targets.reported)) + 64
         entries = read_header(file, size, max_tensors=max_tensors)
         modules = plan_modules(config, entries, targets)
         check_base_weights(file, modules, targets)

@@ -67,7 +67,7 @@ class Packer:
                 await asyncio.to_thread(scratch.cleanup)
 
     async def _pack(self, files: dict[str, Path], directory: Path, is_abandoned: threading.Event) -> PackedInfo:
-        told, is_over = self._reports.modules, threading.Event()
+        reported, is_over = self._reports.modules, threading.Event()
 
         def check() -> None:
             if is_abandoned.is_set() or is_over.is_set():
@@ -80,7 +80,7 @@ class Packer:
             return ingest(
                 files,
                 self._base_model,
-                told=told,
+                reported=reported,
                 max_adapter_bytes=self._max_adapter_bytes,
                 directory=directory,
                 check=check,
@@ -98,7 +98,7 @@ class Packer:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Trouble with the files that are read and packed, in a client's words; the log has the rest."""
+    """Turn failures of the disk into errors for clients. The log has the details."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Which modules of the base model adapters may change: by what the workers report, or before any worker told it, by the
-checkpoint's headers.
+"""Which modules of the base model adapters may change: by what the workers report, or by the checkpoint's headers
+before any worker reported.
 
 An immutable view for one registration, which may read it in a thread of its own.
 """
@@ -20,13 +20,13 @@ class TargetModules:
 
     base_model: BaseModel
     served: dict[str, ServedModule]  # those that take adapters
-    told: Modules  # by the workers, those included that take none; empty: not told
+    reported: Modules  # by the workers, those included that take no adapters; empty: not reported
 
     @classmethod
-    def of(cls, base_model: BaseModel, told: Modules) -> TargetModules:
-        """By the workers' word where there is one."""
-        if told:
-            return cls(base_model, {name: module for name, module in told.items() if not module.reason}, told)
+    def of(cls, base_model: BaseModel, reported: Modules) -> TargetModules:
+        """By what the workers report, or by the checkpoint where they report nothing."""
+        if reported:
+            return cls(base_model, {name: module for name, module in reported.items() if not module.reason}, reported)
         served = {
             name: ServedModule(ModuleKind.LINEAR, in_features, out_features)
             for name, (out_features, in_features) in base_model.linear_shapes.items()
@@ -60,10 +60,10 @@ class TargetModules:
 
     def refusal(self, name: str) -> str:
         """Why a module that is not among `served` takes no adapters."""
-        module = self.told.get(name)
+        module = self.reported.get(name)
         if module is not None:
             return f"{name} takes no adapters: {module.reason}; leave it out of target_modules"
-        if self.told:
+        if self.reported:
             return f"the base model has no module {name}; {CHECK_BASE}"
         tail = _tail(name)
         if tail and any(_tail(known) == tail for known in self.base_model.linear_shapes):

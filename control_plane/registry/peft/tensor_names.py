@@ -48,10 +48,10 @@ def split_key(key: str, targets: TargetModules) -> tuple[str, str]:
         module = key[len(_KEY_PREFIX) : -len(suffix)]
         if module in targets.served and (targets.is_embedding_module(module) or suffix not in _BASE_PARTS):
             return module, _PARTS[suffix]
-    raise refuse(shorten(key), _trouble(key, suffix, targets))
+    raise refuse(shorten(key), _name_error(key, suffix, targets))
 
 
-def _trouble(key: str, suffix: str | None, targets: TargetModules) -> str:
+def _name_error(key: str, suffix: str | None, targets: TargetModules) -> str:
     """What is wrong with a name, and what to do about it."""
     parts = key.split(".")
     for part, words in _OTHER_KINDS.items():
@@ -65,15 +65,15 @@ def _trouble(key: str, suffix: str | None, targets: TargetModules) -> str:
     if "base_layer" in module.split(".") or (module in targets.served and suffix in _BASE_PARTS):
         return "belongs to LoRA on stacked parameters, which is not served; train with target_modules of linears"
     if suffix is None:
-        return _trouble_of_other_names(parts)
+        return _unknown_name_error(parts)
     # 3. The right module under another name.
-    if module not in targets.told and (known := _known_as(module, targets)) is not None:
+    if module not in targets.reported and (known := _known_as(module, targets)) is not None:
         return f"the base model has this module as {shorten(known)}{_reason(key, parts)}; rename the tensors"
     # 4. No such module, or one that takes no adapters.
     return targets.refusal(shorten(module))
 
 
-def _trouble_of_other_names(parts: list[str]) -> str:
+def _unknown_name_error(parts: list[str]) -> str:
     """Of a name that ends in none of the known ways."""
     if len(parts) > 2 and parts[-1] == "weight" and parts[-3] in ("lora_A", "lora_B"):
         return (
@@ -91,7 +91,7 @@ def _known_as(module: str, targets: TargetModules) -> str | None:
 
 
 def _reason(key: str, parts: list[str]) -> str:
-    """Where another name comes from, where that can be told."""
+    """Where another name comes from, where that is known."""
     if not key.startswith(_KEY_PREFIX):
         return f", and names begin with {_KEY_PREFIX}"
     wrapper = next((_WRAPPERS[part] for part in parts if part in _WRAPPERS), None)

@@ -261,25 +261,25 @@ def _version(adapter_id: str, digest: str) -> str:
 
 @contextmanager
 def _reading(verb: str) -> Iterator[None]:
-    """Storage trouble in a client's words; the log has the rest. A missing file stays FileNotFoundError."""
+    """Turn failures of the storage into errors for clients. A missing file stays FileNotFoundError."""
     try:
         yield
     except (FileNotFoundError, StoreLocked):
         raise
     except OSError as error:
-        raise _trouble(verb, error) from error
+        raise _storage_error(verb, error) from error
 
 
 @contextmanager
 def _changing(verb: str) -> Iterator[None]:
-    """As `_reading`, for calls for which a missing file is trouble too."""
+    """As `_reading`, for calls that fail if a file is missing."""
     try:
         yield
     except OSError as error:
-        raise _trouble(verb, error) from error
+        raise _storage_error(verb, error) from error
 
 
-def _trouble(verb: str, error: OSError) -> Exhausted | StoreUnavailable:
+def _storage_error(verb: str, error: OSError) -> Exhausted | StoreUnavailable:
     logger.error("artifact store failed verb=%s error=%s", verb, error)
     if isinstance(error, DirectoryAway):
         return StoreUnavailable(
@@ -290,4 +290,4 @@ def _trouble(verb: str, error: OSError) -> Exhausted | StoreUnavailable:
         return StoreUnavailable(f"this server does not hold the artifact store: {error}", retry_after_s=5.0)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Exhausted("the artifact store is full; the operator must free space", retry_after_s=30.0)
-    return StoreUnavailable(f"the artifact store does not answer ({verb}); try again")
+    return StoreUnavailable(f"the artifact store does not respond ({verb}); try again")

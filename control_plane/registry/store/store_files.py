@@ -150,7 +150,7 @@ class LocalFiles:
             self._lock.check()
             return []
 
-    def may_be_written(self, path: str) -> bool:  # noqa: ARG002 - one answer for all
+    def may_be_written(self, path: str) -> bool:  # noqa: ARG002 - the same for all
         """See StoreFiles. The lock keeps everybody else out."""
         return False
 

@@ -122,7 +122,7 @@ class StoreLease:
             )
 
     def renew(self) -> None:
-        """Show life. Raises OSError where the store does not answer."""
+        """Show life. Raises OSError where the store does not respond."""
         started_s = self._clock()
         self._num_renewals += 1
         self._files.replace(_path(self._number), self._document())

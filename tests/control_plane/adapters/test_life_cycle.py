@@ -47,7 +47,7 @@ async def test_an_admin_job_deletes_an_adapter_and_the_audit_log_names_it(caplog
     ]
 
 
-async def test_placements_tell_every_tier() -> None:
+async def test_placements_report_every_tier() -> None:
     tiers = Tiers()
     record = tiers.registry.add("poet")
     assert tiers.life_cycle.placements(record) == Placements(True, True, ("w0",))

@@ -42,7 +42,7 @@ async def test_error_that_is_kept_holds_no_frames() -> None:
         try:
             raise OSError("disk")
         except OSError as error:
-            raise StoreUnavailable("the artifact store does not answer; try again") from error
+            raise StoreUnavailable("the artifact store does not respond; try again") from error
 
     operation = store.start("a", "create", fail, is_cancellable=True)
     assert await operation.wait(5)

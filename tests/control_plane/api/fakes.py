@@ -81,7 +81,7 @@ def adapter_record(
 
 
 class FakeRegistry(Registry):
-    """Records in a dict; `calls` tells what was asked, `files` what was registered."""
+    """Records in a dict; `calls` lists the calls, `files` what was registered."""
 
     def __init__(self) -> None:
         self.records: dict[str, AdapterRecord] = {}
@@ -89,8 +89,8 @@ class FakeRegistry(Registry):
         self.files: dict[str, dict[str, bytes]] = {}
         self.gate: asyncio.Event | None = None  # register waits for it
         self.delete_gate: asyncio.Event | None = None  # begin_delete waits for it
-        self.answer_gate: asyncio.Event | None = None  # what is pinned or unpinned already waits for it
-        self.answer_due = asyncio.Event()
+        self.response_gate: asyncio.Event | None = None  # what is pinned or unpinned already waits for it
+        self.response_due = asyncio.Event()
         self.delete_begun, self.delete_finished = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
         self.entered, self.entered_twice, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -184,18 +184,18 @@ class FakeRegistry(Registry):
         if self.error is not None:
             raise self.error
         self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=True)
-        await self._answer()
+        await self._respond()
         return self.records[adapter_id]
 
     async def clear_pinned(self, adapter_id: str) -> AdapterRecord:
         self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=False)
-        await self._answer()
+        await self._respond()
         return self.records[adapter_id]
 
-    async def _answer(self) -> None:
-        self.answer_due.set()
-        if self.answer_gate is not None:
-            await self.answer_gate.wait()
+    async def _respond(self) -> None:
+        self.response_due.set()
+        if self.response_gate is not None:
+            await self.response_gate.wait()
 
     async def begin_delete(self, adapter_id: str, etag: str = "") -> list[str]:
         record = self.get(adapter_id)
@@ -229,13 +229,13 @@ class FakeRegistry(Registry):
 
 
 class FakeWeights(AdapterWeights):
-    """Counts pins; `calls` tells the order."""
+    """Counts pins; `calls` lists the calls in order."""
 
     def __init__(self, calls: list[tuple[object, ...]]) -> None:
         self.calls = calls
         self.pinned: list[str] = []
         self.stored: list[str] = []  # digests that were registered
-        self.trouble = ""
+        self.error = ""
         self.max_pinned = 10
         self.pin_gate: asyncio.Event | None = None  # pin waits for it
         self.pin_begun = asyncio.Event()
@@ -267,8 +267,8 @@ class FakeWeights(AdapterWeights):
             num_adapters=1,
             used_bytes=10,
             budget_bytes=100,
-            is_available=not self.trouble,
-            trouble=self.trouble,
+            is_available=not self.error,
+            error=self.error,
             num_hits=3,
             num_misses=2,
             num_corrupt=1,

@@ -1,4 +1,4 @@
-"""grpc.health.v1: what it tells, and that no watcher holds up a change."""
+"""grpc.health.v1: what it reports, and that no watcher holds up a change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def served() -> AsyncIterator[tuple[HealthService, grpc.aio.Channel]]:
     await server.stop(None)
 
 
-async def test_watcher_is_told_every_change_and_an_unknown_service_is_not_found(
+async def test_watcher_gets_every_change_and_an_unknown_service_is_not_found(
     served: tuple[HealthService, grpc.aio.Channel],
 ) -> None:
     service, channel = served
@@ -72,7 +72,7 @@ async def test_watcher_is_told_every_change_and_an_unknown_service_is_not_found(
 
 
 async def test_watcher_that_does_not_read_holds_up_nobody() -> None:
-    """A generator that is not asked for its next value stands for a response that the client leaves unread."""
+    """A generator whose next value nobody takes stands for a response that the client leaves unread."""
     service = HealthService()
     service.set("a", is_serving=True)
     slow = service.Watch(Request(service="a"), None)  # type: ignore[arg-type]

@@ -15,16 +15,16 @@ from tests.control_plane.api.fakes import Api
 
 async def test_status_carries_every_number_of_every_part(api: Api) -> None:
     api.registry.add("a")
-    answer = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
-    assert [worker.worker_id for worker in answer.workers] == ["w0", "w1"]
-    worker = answer.workers[0]
+    response = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
+    assert [worker.worker_id for worker in response.workers] == ["w0", "w1"]
+    worker = response.workers[0]
     names = list(WorkerSnapshot.__dataclass_fields__)
     assert sorted(names) == sorted(field.name for field in worker.DESCRIPTOR.fields)
     for number, name in enumerate(names):
         if name not in ("worker_id", "device"):
             assert getattr(worker, name) == number, name
-    assert (answer.queues.num_requests, answer.queues.num_accepted, answer.queues.num_rejected) == (3, 9, 1)
-    assert answer.adapters == status_pb2.AdapterStatus(
+    assert (response.queues.num_requests, response.queues.num_accepted, response.queues.num_rejected) == (3, 9, 1)
+    assert response.adapters == status_pb2.AdapterStatus(
         num_registered=1,
         num_stored=1,
         num_host_cached=1,
@@ -32,14 +32,14 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
         host_cache_budget_bytes=100,
         host_cache_available=True,
     )
-    assert answer.server_version == motet.__version__
-    api.weights.trouble = "Redis refuses: no"
-    answer = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
-    assert (answer.adapters.host_cache_available, answer.adapters.host_cache_trouble) == (False, "Redis refuses: no")
-    assert answer.model.name == "tiny" and answer.model.max_model_len == 64
-    assert answer.limits.max_chunk_bytes == 1 << 20
-    (tenant,) = answer.tenants
-    assert answer.num_other_tenants == 7
+    assert response.server_version == motet.__version__
+    api.weights.error = "Redis refuses: no"
+    response = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
+    assert (response.adapters.host_cache_available, response.adapters.host_cache_error) == (False, "Redis refuses: no")
+    assert response.model.name == "tiny" and response.model.max_model_len == 64
+    assert response.limits.max_chunk_bytes == 1 << 20
+    (tenant,) = response.tenants
+    assert response.num_other_tenants == 7
     assert tenant == status_pb2.TenantStatus(
         tenant="a",
         weight=2.5,
@@ -56,12 +56,12 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
     assert not tenant.HasField("max_running_requests")
 
 
-async def test_status_tells_the_context_that_workers_compute(api: Api) -> None:
+async def test_status_has_the_context_that_workers_compute(api: Api) -> None:
     api.served.update([WorkerReport(max_model_len=40)])
     assert await max_model_len(api) == 40
 
 
-async def test_status_tells_no_context_before_anybody_named_one(tmp_path: Path) -> None:
+async def test_status_has_no_context_before_anybody_named_one(tmp_path: Path) -> None:
     async with Api(tmp_path, TextCodec(None, None, reason="not needed"), max_model_len=None).running() as api:
         assert await max_model_len(api) == 0
 

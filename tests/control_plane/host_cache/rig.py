@@ -101,7 +101,7 @@ class RedisProcess:
 def make_weights(
     cache: HostCache, store: FakeStore, *, is_wanted: Callable[[str], bool] | None = None
 ) -> AdapterWeights:
-    """Over a fake store. Wanted is what was ever added to it, unless told otherwise."""
+    """Over a fake store. Wanted is what was ever added to it, unless given otherwise."""
     return AdapterWeights(cache, store, StoreCalls(), is_wanted=is_wanted or store.added.__contains__)
 
 

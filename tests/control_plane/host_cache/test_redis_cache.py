@@ -74,50 +74,50 @@ def permits_no_scan(process: RedisProcess) -> str:
 
 
 @pytest.mark.parametrize(
-    ("state", "trouble"),
+    ("state", "error"),
     [
         (is_up, ""),
         (wants_a_password, "Redis refuses: it wants a password"),
         (has_another_password, "Redis refuses: invalid username-password pair or user is disabled."),
         (is_not_there, "Redis cannot be reached: "),
-        (is_stopped, "Redis does not answer in time"),
+        (is_stopped, "Redis does not respond in time"),
         (permits_no_scan, "Redis refuses: this user has no permissions to run the 'scan' command"),
     ],
     ids=lambda case: case.__name__ if callable(case) else "",
 )
-async def test_why_redis_cannot_be_used_is_told_and_logged_once(
+async def test_why_redis_cannot_be_used_is_reported_and_logged_once(
     redis_process: RedisProcess,
     store: FakeStore,
     caplog: pytest.LogCaptureFixture,
     state: Callable[[RedisProcess], str],
-    trouble: str,
+    error: str,
 ) -> None:
     # On a busy machine a Redis that is well may take its time.
     timeout_s = 0.4 if state is is_stopped else 10.0
     cache = RedisHostCache(state(redis_process), budget_bytes=BUDGET, call_timeout_s=timeout_s)
     for _ in range(3):
         await cache.check()
-    told = make_weights(cache, store).stats()
-    assert told.trouble.startswith(trouble) and told.is_available is (not trouble)
-    assert (not trouble) is (not told.trouble)
+    stats = make_weights(cache, store).stats()
+    assert stats.error.startswith(error) and stats.is_available is (not error)
+    assert (not error) is (not stats.error)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (1 if trouble else 0)
-    assert all(f"not available reason={told.trouble}" in warning for warning in warnings)
-    assert str(redis_process.socket) not in told.trouble and "wr0ng" not in caplog.text
+    assert len(warnings) == (1 if error else 0)
+    assert all(f"not available reason={stats.error}" in warning for warning in warnings)
+    assert str(redis_process.socket) not in stats.error and "wr0ng" not in caplog.text
     await cache.close()
 
 
-async def test_a_server_that_is_no_redis_is_told_as_such(store: FakeStore) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_server_that_is_not_a_redis_is_named_so(store: FakeStore) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     cache = RedisHostCache(f"redis://127.0.0.1:{port}", budget_bytes=BUDGET)
     await cache.check()
-    assert cache.trouble == "the server that answers is not a Redis"
-    assert str(port) not in cache.trouble
+    assert cache.error == "the server there is not a Redis"
+    assert str(port) not in cache.error
     await cache.close()
     server.close()
 
@@ -306,7 +306,7 @@ async def test_killed_redis_is_a_miss_and_is_used_again_when_back(
     assert weights.is_cached(digest)
 
 
-async def test_hung_redis_is_given_up_and_the_store_answers(store: FakeStore, redis_process: RedisProcess) -> None:
+async def test_hung_redis_is_given_up_and_the_store_responds(store: FakeStore, redis_process: RedisProcess) -> None:
     cache = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=0.4)
     await cache.check()
     weights = make_weights(cache, store)
@@ -335,7 +335,7 @@ async def test_hung_redis_costs_one_call_and_not_one_for_every_adapter(
     await cache.close()
 
 
-async def test_people_are_told_that_redis_answers_again_where_they_were_told_that_it_does_not(
+async def test_people_read_that_redis_responds_again_after_reading_that_it_does_not(
     redis_process: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -349,9 +349,9 @@ async def test_people_are_told_that_redis_answers_again_where_they_were_told_tha
         while not cache.is_available:
             await cache.check()
     assert [record.shown for record in caplog.records if hasattr(record, "shown")] == [
-        "the host cache cannot be used: Redis does not answer in time; adapters are read from the store until Redis "
-        "answers",
-        "host cache answers",
+        "the host cache cannot be used: Redis does not respond in time; adapters are read from the store until Redis "
+        "responds",
+        "host cache responds",
     ]
     await cache.close()
 
@@ -412,7 +412,7 @@ async def test_keys_of_another_type_are_replaced_and_the_cache_goes_on(
         redis_process.client.delete(key)
         redis_process.client.lpush(key, b"x")
     await cache.check()
-    assert cache.is_available and cache.trouble == ""
+    assert cache.is_available and cache.error == ""
     assert not redis_process.client.exists(manifest_key(digest)) and not weights.is_cached(digest)
     await weights.ensure_cached(digest)
     assert weights.is_cached(digest)
@@ -451,7 +451,7 @@ async def test_what_could_not_be_removed_counts_until_it_is(
     assert cache.used_bytes == store.size(new)
 
 
-async def test_a_cancelled_read_never_mixes_up_answers(weights: AdapterWeights, store: FakeStore) -> None:
+async def test_a_cancelled_read_never_mixes_up_responses(weights: AdapterWeights, store: FakeStore) -> None:
     digests = [store.add(seed) for seed in range(3)]
     for digest in digests:
         await weights.ensure_cached(digest)
@@ -477,7 +477,7 @@ async def test_dropped_adapters_leave_no_key(
     assert not redis_process.client.keys("motet:a:*")
 
 
-async def test_bad_digests_and_damaged_stores_are_told(weights: AdapterWeights, store: FakeStore) -> None:
+async def test_bad_digests_and_damaged_stores_are_refused(weights: AdapterWeights, store: FakeStore) -> None:
     with pytest.raises(InvalidRequest, match="digest"):
         await weights.open_packed("../../etc/passwd")
     with pytest.raises(AdapterNotFound):

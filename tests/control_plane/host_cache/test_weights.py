@@ -54,7 +54,7 @@ async def test_a_large_chunk_is_never_in_memory_as_a_whole(store: FakeStore) -> 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
 @pytest.mark.parametrize("size", [2000, LARGE], ids=["small", "large"])
-async def test_damage_in_the_store_is_told_before_any_wrong_byte_and_remembered(
+async def test_damage_in_the_store_is_reported_before_any_wrong_byte_and_remembered(
     cache: MemoryHostCache, store: FakeStore, damage: str, size: int
 ) -> None:
     for weights in (make_weights(cache, store), make_weights(MemoryHostCache(budget_bytes=0), store)):
@@ -205,7 +205,7 @@ async def test_a_store_that_hangs_is_unavailable_and_does_not_hold_other_readers
     store.hung, other = store.add(1), store.add(2)
     reading = asyncio.ensure_future(weights.open_packed(store.hung))
     assert await read_all(await weights.open_packed(other)) == store.content(other)
-    with pytest.raises(StoreUnavailable, match="did not answer within 3 s"):
+    with pytest.raises(StoreUnavailable, match="did not respond within 3 s"):
         await reading
     store.is_back.set()
     while calls.num_hung:

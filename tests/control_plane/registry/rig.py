@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.model.served_modules import NOTHING_TOLD, Modules
+from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE, PackedInfo, ingest
 from control_plane.registry.registry import Registry
@@ -58,7 +58,7 @@ def base_model(dtype: str = "float32", fingerprint: str = "ab" * 32) -> BaseMode
 def tensors(
     seed: int = 0, rank: int = 4, modules: Sequence[str] = tuple(MODULES), *, vectors: str = ""
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """A and B of every module, by PEFT's names; with its "bias" or "magnitude" if asked for."""
+    """A and B of every module, by PEFT's names; with its "bias" or "magnitude" if requested."""
     generator = np.random.default_rng(seed)
     result: dict[str, np.ndarray[Any, Any]] = {}
     for module in modules:
@@ -107,12 +107,16 @@ def pack(
     base: BaseModel | None = None,
     *,
     max_adapter_bytes: int = 1 << 20,
-    told: Modules = NOTHING_TOLD,
+    reported: Modules = NOTHING_REPORTED,
 ) -> tuple[PackedInfo, list[bytes]]:
     """What ingest makes of an adapter, and its chunks."""
     with tempfile.TemporaryDirectory() as directory:
         info = ingest(
-            files, base or base_model(), told=told, max_adapter_bytes=max_adapter_bytes, directory=Path(directory)
+            files,
+            base or base_model(),
+            reported=reported,
+            max_adapter_bytes=max_adapter_bytes,
+            directory=Path(directory),
         )
         return info, [chunk.path.read_bytes() for chunk in info.chunks]
 
@@ -124,7 +128,7 @@ async def open_registry(
     calls: StoreCalls = CALLS,
     reports: WorkerReports | None = None,
 ) -> Registry:
-    """A registry whose clock counts up from 1000. Without reports no worker has told what it serves."""
+    """A registry whose clock counts up from 1000. Without reports no worker has reported what it serves."""
     ticks = itertools.count(1000)
     return await Registry.open(
         store=ArtifactStore(place),

@@ -1,4 +1,4 @@
-"""A store that hangs: who waits is told, other names go on, and what was begun is made to its end in order."""
+"""A store that hangs: who waits gets an error, other names go on, and what was begun is made to its end in order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def ended(registry: Registry) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_change_that_hangs_is_told_and_made_to_its_end(
+async def test_a_change_that_hangs_is_reported_and_made_to_its_end(
     registry: Registry, storage: HangingFiles, tmp_path: Path
 ) -> None:
     await registry.register("a", files(tmp_path, 1))

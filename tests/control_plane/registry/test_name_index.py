@@ -47,7 +47,7 @@ def test_a_name_unlike_all_others_has_no_nearest_one() -> None:
 
 @pytest.mark.parametrize("name", ["nobody", "adapter-O12345", "a" * 63])
 def test_an_unknown_name_is_compared_with_a_few_candidates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for an unknown name time and again must not keep the event loop busy with suggestions."""
+    """A client that requests an unknown name again and again must not keep the event loop busy with suggestions."""
     compared: list[str] = []
 
     def counted(left: str, right: str) -> int:

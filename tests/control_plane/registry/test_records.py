@@ -1,4 +1,4 @@
-"""Documents of records and versions: what is written is read, what is damaged is told."""
+"""Documents of records and versions: what is written is read, what is damaged is reported."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ DAMAGED: list[tuple[str, bytes, str]] = [
     ("a truth as a number", json.dumps(json.loads(encode_record(RECORD)) | {"revision": True}).encode(), "revision"),
     ("labels are numbers", json.dumps(json.loads(encode_record(RECORD)) | {"labels": {"a": 1}}).encode(), "labels"),
     ("old: no versions", json.dumps(OLD | {"versions": {}}).encode(), "versions"),
-    ("old: active is none of them", json.dumps(OLD | {"active_digest": "x"}).encode(), "none of its versions"),
+    ("old: active is not among them", json.dumps(OLD | {"active_digest": "x"}).encode(), "not among its versions"),
     ("old: no such state", json.dumps(OLD | {"state": "x"}).encode(), "AdapterState"),
 ]
 

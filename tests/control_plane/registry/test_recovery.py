@@ -164,13 +164,13 @@ async def test_a_store_that_others_reach_keeps_what_they_may_be_writing(
 async def test_a_deletion_that_could_not_begin_deletes_nothing_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object store has no rename: the copy was made, the original stayed, and the client was told to try again."""
+    """An object store has no rename: the copy was made, the original stayed, and the client was to try again."""
     place = f"memory://{tmp_path.name}"
     registry = await open_registry(place)
     await registry.register("a", files(tmp_path, 1))
 
     def fail(self: MemoryFileSystem, path: str, **kwargs: Any) -> None:
-        raise OSError("no answer")
+        raise OSError("no response")
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "rm", fail)

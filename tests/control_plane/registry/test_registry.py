@@ -115,7 +115,7 @@ async def test_the_same_bytes_again_change_nothing_or_become_active(registry: Re
     assert (again.active_digest, len(again.versions)) == (first.active_digest, 2)
 
 
-async def test_registering_tells_the_record_that_was_there_before(registry: Registry, tmp_path: Path) -> None:
+async def test_registering_returns_the_record_that_was_there_before(registry: Registry, tmp_path: Path) -> None:
     created = await registry.register("a", files(tmp_path, 1))
     assert created.previous is None
     added = await registry.register("a", files(tmp_path, 2))
@@ -407,7 +407,7 @@ async def test_a_broken_record_is_set_apart_and_the_rest_serves(tmp_path: Path) 
     await registry.close()
 
 
-async def test_another_base_model_or_type_is_told_and_undone_by_going_back(tmp_path: Path) -> None:
+async def test_another_base_model_or_type_is_reported_and_undone_by_going_back(tmp_path: Path) -> None:
     place = str(tmp_path / "store")
     registry = await open_registry(place)
     await registry.register("a", files(tmp_path))
@@ -423,7 +423,7 @@ async def test_another_base_model_or_type_is_told_and_undone_by_going_back(tmp_p
     await registry.close()
 
 
-async def test_lost_weights_are_told_and_come_back_with_the_same_bytes(tmp_path: Path) -> None:
+async def test_lost_weights_are_reported_and_come_back_with_the_same_bytes(tmp_path: Path) -> None:
     registry = await open_registry(str(tmp_path / "store"))
     digest = (await registry.register("a", files(tmp_path))).record.active_digest
     await registry.close()
@@ -446,7 +446,7 @@ async def test_an_unreadable_incarnation_never_goes_back(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, Exhausted), (5, StoreUnavailable)])
-async def test_disk_trouble_while_packing_is_no_mistake_of_ours(
+async def test_disk_failure_while_packing_is_not_a_mistake_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
 ) -> None:
     registry = await open_registry(str(tmp_path / "store"))
@@ -465,9 +465,9 @@ async def test_disk_trouble_while_packing_is_no_mistake_of_ours(
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, Exhausted), (5, StoreUnavailable)])
-async def test_storage_trouble_is_told_and_the_next_try_works(tmp_path: Path, number: int, error: type) -> None:
+async def test_storage_failure_is_reported_and_the_next_try_works(tmp_path: Path, number: int, error: type) -> None:
     storage = FailingFiles(tmp_path / "store")
-    storage.error = lambda: OSError(number, "trouble")
+    storage.error = lambda: OSError(number, "failure")
     registry = await open_registry(storage)
     for step in range(1, 5):
         storage.num_mutations, storage.fail_at = 0, step
@@ -583,7 +583,7 @@ async def test_a_store_that_is_away_refuses_changes_and_loses_none(tmp_path: Pat
 
 
 def served(*without: str, reason: str = "it sees only some of the tokens") -> WorkerReport:
-    """What a worker tells that serves all modules but those whose names end so."""
+    """The report of a worker that serves all modules but those whose names end so."""
     return WorkerReport(
         64,
         {
@@ -641,8 +641,8 @@ async def test_judging_many_adapters_again_costs_each_a_look_when_it_is_read(tmp
     for index in range(3):
         await registry.register(f"a{index}", files(tmp_path, index))
     looks: list[object] = []
-    plain = reports.trouble
-    reports.trouble = lambda names: looks.append(names) or plain(names)  # type: ignore[method-assign,func-returns-value]
+    plain = reports.module_error
+    reports.module_error = lambda names: looks.append(names) or plain(names)  # type: ignore[method-assign,func-returns-value]
     reports.update([served()])
     assert looks == []
     for _ in range(5):

@@ -1,6 +1,6 @@
 """What distinguishes one kind of adapter from the others in PEFT's files and in the packed layout.
 
-What reads the configuration, matches the tensors and packs them asks the kind; none of them knows a kind by its name.
+The code that reads the configuration, matches the tensors and packs them uses the kind, and knows none by its name.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from control_plane.store_calls import MAX_HUNG_CALLS, StoreCalls
 LONG_S = 60.0
 
 
-async def test_a_root_that_hangs_is_told_in_time_and_takes_no_threads_of_others(
+async def test_a_root_that_hangs_is_refused_in_time_and_takes_no_threads_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in FILE_NAMES:
@@ -31,10 +31,10 @@ async def test_a_root_that_hangs_is_told_in_time_and_takes_no_threads_of_others(
     calls = StoreCalls(timeout_s=0.05, what="the adapter root")
     roots = AdapterRoots({"team": tmp_path.parent}, calls)
     monkeypatch.setattr(Path, "is_file", hang)
-    asked = (roots.files(f"team/{tmp_path.name}") for _ in range(2 * MAX_HUNG_CALLS))
-    refused = await asyncio.gather(*asked, return_exceptions=True)
+    readings = (roots.files(f"team/{tmp_path.name}") for _ in range(2 * MAX_HUNG_CALLS))
+    refused = await asyncio.gather(*readings, return_exceptions=True)
     assert {type(error) for error in refused} == {StoreUnavailable}
-    assert "the adapter root did not answer within 0.05 s" in str(refused[0])
+    assert "the adapter root did not respond within 0.05 s" in str(refused[0])
     async with asyncio.timeout(LONG_S):
         assert await asyncio.to_thread(lambda: 7) == 7
         is_back.set()

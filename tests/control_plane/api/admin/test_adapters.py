@@ -76,7 +76,7 @@ async def test_upload_registers_the_bytes_and_leaves_nothing_behind(api: Api) ->
     assert no_upload_left(api)
 
 
-async def test_upload_and_create_tell_what_they_changed(api: Api) -> None:
+async def test_upload_and_create_report_what_they_changed(api: Api) -> None:
     first = await upload(api, messages())
     assert first.registration == adapters_pb2.Registration(change=adapters_pb2.REGISTRATION_CHANGE_CREATED)
     api.registry.add("poet", OTHER_DIGEST)
@@ -161,7 +161,7 @@ BAD_UPLOADS: dict[str, tuple[Messages, str]] = {
 }
 
 
-def test_an_upload_that_is_too_large_is_told_what_to_do() -> None:
+def test_an_upload_that_is_too_large_is_refused_with_advice() -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_header(messages()[0].header, max_adapter_bytes=1)
     (violation,) = caught.value.violations
@@ -185,7 +185,7 @@ async def test_wrong_hash_is_data_loss(api: Api) -> None:
     assert not api.calls and no_upload_left(api)
 
 
-async def test_bad_adapter_is_told_and_cleaned_up(api: Api) -> None:
+async def test_bad_adapter_is_refused_and_cleaned_up(api: Api) -> None:
     from control_plane.errors import FieldViolation
 
     api.registry.error = InvalidAdapter(FieldViolation("adapter_config.json:r", "0; at least 1"))
@@ -242,7 +242,7 @@ async def test_upload_that_does_not_end_in_order_registers_nothing(api: Api, way
     assert api.calls == [("register", "poet", False)]
 
 
-async def test_repeated_request_id_answers_as_before_for_a_day(api: Api) -> None:
+async def test_repeated_request_id_gets_the_same_response_for_a_day(api: Api) -> None:
     first = await upload(api, messages(request_id="once"))
     assert await upload(api, messages(request_id="once")) == first
     assert len(api.calls) == 1
@@ -470,15 +470,15 @@ async def test_pin_and_unpin_reach_every_tier_though_the_client_leaves(api: Api)
     api.registry.add("a")
     context: Any = None
     for is_pinned in (True, False):
-        gate = api.registry.answer_gate = asyncio.Event()
-        api.registry.answer_due.clear()
+        gate = api.registry.response_gate = asyncio.Event()
+        api.registry.response_due.clear()
         if is_pinned:
             pin = adapters_pb2.PinAdapterRequest(name="adapters/a")
             handler: asyncio.Task[Any] = asyncio.create_task(api.adapters.PinAdapter(pin, context))
         else:
             unpin = adapters_pb2.UnpinAdapterRequest(name="adapters/a")
             handler = asyncio.create_task(api.adapters.UnpinAdapter(unpin, context))
-        await left(handler, api.registry.answer_due, gate)
+        await left(handler, api.registry.response_due, gate)
         await api.life_cycle.restore_pins()  # comes after the change, which holds the lock of the name
         assert api.registry.records["a"].is_pinned == is_pinned
         assert api.weights.pinned == [*api.fleet.pinned] == ([DIGEST] if is_pinned else [])

@@ -77,9 +77,9 @@ async def test_cancel_does_not_stop_a_deletion(api: Api) -> None:
     assert ended.WhichOneof("result") == "response"
 
 
-async def test_failure_is_told_in_the_operation(api: Api) -> None:
+async def test_failure_is_reported_in_the_operation(api: Api) -> None:
     async def down() -> None:
-        raise StoreUnavailable("the artifact store does not answer; try again")
+        raise StoreUnavailable("the artifact store does not respond; try again")
 
     async def bug() -> None:
         raise RuntimeError("/root/secret")

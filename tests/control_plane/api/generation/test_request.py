@@ -1,4 +1,4 @@
-"""Requests of random values: refused by field, or in range and told back as values that may be sent again."""
+"""Requests of random values: refused by field, or in range and returned as values that may be sent again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def random_request(rng: random.Random) -> generation_pb2.GenerateRequest:
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ({"sampling": {"temperature": -1}}, "sampling.temperature: is -1.0; give a value from 0 to 100; 0 is greedy"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p: is 0.0; give a value above 0 and at most 1"),
@@ -66,10 +66,10 @@ def random_request(rng: random.Random) -> generation_pb2.GenerateRequest:
         ({"adapter": "Legal"}, "adapter: 'Legal' is not a valid adapter id: use 1 to 63 characters of a-z, 0-9, "),
     ],
 )
-def test_refusal_tells_the_value_and_what_to_give(message: dict[str, Any], told: str) -> None:
+def test_refusal_has_the_value_and_advice(message: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check(generation_pb2.GenerateRequest(token_ids={"ids": [5]}, **message))
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -100,7 +100,7 @@ def test_accepted_values_are_in_range_and_may_be_sent_again(seed: int) -> None:
     assert num_accepted > 100
 
 
-def test_a_pristine_request_is_greedy_for_one_answer() -> None:
+def test_a_pristine_request_is_greedy_for_one_completion() -> None:
     checked = check(generation_pb2.GenerateRequest(token_ids=types_pb2.TokenIds(ids=[5])))
     assert (checked.sampling.temperature, checked.sampling.seed, checked.decoding.num_indices) == (0.0, 77, 1)
     assert not checked.decoding.is_ranked

@@ -135,7 +135,7 @@ BAD: dict[str, tuple[generation_pb2.GenerateRequest, str]] = {
         decoding(beam_search={"width": 2, "length_penalty": -10.5}),
         "decoding.beam_search.length_penalty",
     ),
-    "more answers than beams": (decoding(n=3, beam_search={"width": 2}), "decoding.n"),
+    "more completions than beams": (decoding(n=3, beam_search={"width": 2}), "decoding.n"),
     "best_of of beams": (decoding(best_of=2, beam_search={"width": 2}), "decoding.best_of"),
     "stop string with beams": (beams(stopping={"stop": ["x"]}), "stopping.stop"),
     "temperature with beams": (beams(sampling={"temperature": 0.5}), "sampling.temperature"),
@@ -145,7 +145,7 @@ BAD: dict[str, tuple[generation_pb2.GenerateRequest, str]] = {
     "penalty with beams": (beams(sampling={"repetition_penalty": 1.5}), "sampling.repetition_penalty"),
     "priority": (request(priority=101), "priority"),
     "low priority": (request(priority=-(2**31)), "priority"),
-    "resume of several answers": (
+    "resume of several completions": (
         request(decoding={"n": 2}, resume_from=types_pb2.TokenIds(ids=[3])),
         "resume_from",
     ),
@@ -233,7 +233,7 @@ async def test_smallest_repetition_penalty_may_be_sent(api: Api) -> None:
     assert abs(responses[0].started.sampling.repetition_penalty - 0.01) < 1e-8
 
 
-async def test_context_too_long_tells_the_numbers(api: Api) -> None:
+async def test_context_too_long_has_the_numbers(api: Api) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(api, stopping(max_tokens=62))
     message = caught.value.details() or ""
@@ -242,7 +242,7 @@ async def test_context_too_long_tells_the_numbers(api: Api) -> None:
 
 
 async def test_the_context_is_that_of_the_workers_at_present(api: Api) -> None:
-    """Never more than they compute: who asks for more is told, and is not given less."""
+    """Never more than they compute: a request for more is refused, and never shortened."""
     script(api, job_event([7], FinishReason.LENGTH))
     await generate(api, stopping(max_tokens=61))
     api.served.update([WorkerReport(max_model_len=40)])
@@ -262,7 +262,7 @@ async def test_without_a_length_from_anybody_requests_wait_for_a_worker(tmp_path
     assert details(caught.value)[0].reason == "NO_WORKER"
 
 
-async def test_all_violations_are_told_at_once(api: Api) -> None:
+async def test_all_violations_are_in_one_refusal(api: Api) -> None:
     message = request(sampling={"temperature": -1, "top_p": 2}, request_id="x" * 200)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(api, message)
@@ -338,7 +338,7 @@ async def test_defaults_are_made_effective(api: Api) -> None:
     assert started.decoding == types_pb2.DecodingParams(n=1, best_of=1)
     assert started.tenant == api.fleet.requests[0].tenant == "default"
     assert api.fleet.requests[0].account == "default at ipv4:127.0.0.1"
-    # What `started` told may be sent back as it is.
+    # What `started` reports may be sent back as it is.
     again = await generate(
         api,
         request(text="he", sampling=started.sampling, stopping=started.stopping, decoding=started.decoding),
@@ -418,7 +418,7 @@ async def test_stop_string_over_tokens_and_events_cuts_exactly(api: Api) -> None
     script(api, job_event(ids_of("he", "ll")), job_event(ids_of("o", "!", "he")))
     responses = await generate(api, request(stopping={"stop": ["llo", "xyz"], "max_tokens": 9}))
     assert text_of(responses) == "he"
-    assert tokens_of(responses) == ids_of("he", "ll", "o")  # what came after the stop string is not told
+    assert tokens_of(responses) == ids_of("he", "ll", "o")  # what came after the stop string is not sent
     finished = responses[-1].finished
     assert (finished.reason, finished.stop_string) == (types_pb2.FINISH_REASON_STOP_STRING, "llo")
     assert finished.usage.completion_tokens == 3
@@ -505,11 +505,11 @@ async def test_started_names_the_model_and_the_prompt(api: Api) -> None:
 async def test_resume_on_another_model_or_prompt_is_refused(api: Api, fields: dict[str, str]) -> None:
     script(api, job_event([5], FinishReason.LENGTH))
     started = (await generate(api, request()))[0].started
-    told = {"model_fingerprint": started.model_fingerprint, "prompt_sha256": started.prompt_sha256}
+    expected = {"model_fingerprint": started.model_fingerprint, "prompt_sha256": started.prompt_sha256}
     resume_from = types_pb2.TokenIds(ids=[5])
-    await generate(api, request(preconditions=told, resume_from=resume_from))
+    await generate(api, request(preconditions=expected, resume_from=resume_from))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(api, request(preconditions=told | fields, resume_from=resume_from))
+        await generate(api, request(preconditions=expected | fields, resume_from=resume_from))
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert details(caught.value)[0].reason == "PRECONDITION_FAILED"
     (field,) = fields
@@ -520,7 +520,7 @@ async def test_resume_on_another_model_or_prompt_is_refused(api: Api, fields: di
     assert len(api.fleet.requests) == 2
 
 
-async def test_conversation_that_prints_the_date_is_the_same_prompt_at_the_time_that_was_told(tmp_path: Path) -> None:
+async def test_conversation_that_prints_the_date_is_the_same_prompt_at_the_reported_time(tmp_path: Path) -> None:
     template = "{{ strftime_now('%d %H:%M:%S') }}{{ messages[0].content }}"
     codec = TextCodec(byte_level_tokenizer(), ChatRenderer(template, {}))
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "he"}]}
@@ -529,11 +529,13 @@ async def test_conversation_that_prints_the_date_is_the_same_prompt_at_the_time_
         started = (await generate(api, request(chat=chat)))[0].started
         assert started.render_time.ToSeconds() == api.wall_s
         api.wall_s += 24 * 3600.0
-        told = {"model_fingerprint": started.model_fingerprint, "prompt_sha256": started.prompt_sha256}
+        expected = {"model_fingerprint": started.model_fingerprint, "prompt_sha256": started.prompt_sha256}
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(api, request(chat=chat, preconditions=told))
+            await generate(api, request(chat=chat, preconditions=expected))
         assert details(caught.value)[0].reason == "PRECONDITION_FAILED"
-        again = (await generate(api, request(chat=chat | {"render_time": started.render_time}, preconditions=told)))[0]
+        again = (
+            await generate(api, request(chat=chat | {"render_time": started.render_time}, preconditions=expected))
+        )[0]
         assert again.started.render_time == started.render_time
         first, second = api.fleet.requests
         assert first.prompt_token_ids == second.prompt_token_ids
@@ -552,7 +554,7 @@ async def test_long_stream_goes_on_where_it_broke(tmp_path: Path, num_resumed: i
         finished = responses[-1].finished
         assert (finished.stop_string, finished.usage.completion_tokens) == ("aabc", num_resumed + 1)
         assert (tokens_of(responses), text_of(responses)) == (ids_of("c"), "")
-        # The same where the broken stream had told the stop string's last token.
+        # The same where the broken stream had delivered the stop string's last token.
         ended = await generate(api, request(**fields | {"resume_from": {"ids": [*tokens, *ids_of("c")]}}))
         assert [response.WhichOneof("event") for response in ended] == ["started", "finished"]
         last = ended[-1].finished

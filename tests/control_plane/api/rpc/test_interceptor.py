@@ -26,7 +26,7 @@ GOOD = types_pb2.TokenIds(ids=[1, 2]).SerializeToString()
 
 
 class Handlers:
-    """One method of each kind; all do `action`, then answer."""
+    """One method of each kind; all do `action`, then respond."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -90,8 +90,8 @@ async def served() -> AsyncIterator[tuple[Handlers, grpc.aio.Channel]]:
 
 async def call(channel: grpc.aio.Channel, kind: str, raw: bytes = GOOD) -> list[bytes]:
     method = getattr(channel, kind)(f"/t.T/{kind}")
-    answer = method(iter([raw]) if kind.startswith("stream") else raw, timeout=5)
-    return [await answer] if kind.endswith("unary") else [message async for message in answer]
+    response = method(iter([raw]) if kind.startswith("stream") else raw, timeout=5)
+    return [await response] if kind.endswith("unary") else [message async for message in response]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,7 +152,7 @@ async def test_every_error_of_the_table_arrives_with_its_details(
 async def test_anything_else_is_internal_without_a_word_of_it(
     served: tuple[Handlers, grpc.aio.Channel], kind: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A CancelledError that nobody asked for would otherwise leave the client waiting for ever."""
+    """A CancelledError that is not a cancellation of the RPC would otherwise leave the client waiting for ever."""
     handlers, channel = served
     handlers.error = error
     with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -65,7 +65,7 @@ async def test_rpcs_beyond_the_limit_are_refused_at_once() -> None:
     await server.stop(None)
 
 
-async def test_port_in_use_is_told_plainly_and_once(api: Api, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_port_in_use_is_reported_plainly_and_once(api: Api, capfd: pytest.CaptureFixture[str]) -> None:
     first, second = listeners.worker_server(), listeners.worker_server()
     address = listeners.bind(first, "127.0.0.1:0")
     await first.start()
@@ -80,7 +80,7 @@ async def test_port_in_use_is_told_plainly_and_once(api: Api, capfd: pytest.Capt
     ("address", "reason"),
     [("192.0.2.1:0", "Cannot assign requested address"), ("no-such-host.invalid:1", "not known|resolution|No address")],
 )
-async def test_address_of_another_machine_is_told_plainly(address: str, reason: str) -> None:
+async def test_address_of_another_machine_is_reported_plainly(address: str, reason: str) -> None:
     server = listeners.worker_server()
     with pytest.raises(OSError, match=rf"cannot listen on {address}: .*({reason}).*; give another address"):
         listeners.bind(server, address)

@@ -36,8 +36,8 @@ async def ask(channel: grpc.aio.Channel, service: str, **question: str) -> Any:
         Request.SerializeToString,
         reflection_pb2.ServerReflectionResponse.FromString,
     )
-    [answer] = [answer async for answer in call(iter([Request(**question)]), timeout=30)]
-    return answer
+    [response] = [response async for response in call(iter([Request(**question)]), timeout=30)]
+    return response
 
 
 @pytest.mark.parametrize("service", VERSIONS)
@@ -45,8 +45,8 @@ async def test_both_versions_list_and_describe_every_service(channel: grpc.aio.C
     listed = (await ask(channel, service, list_services="")).list_services_response.service
     assert {one.name for one in listed} == {"motet.v1.StatusService", *VERSIONS}
     for one in listed:
-        answer = await ask(channel, service, file_containing_symbol=one.name)
-        raw = answer.file_descriptor_response.file_descriptor_proto[0]
+        response = await ask(channel, service, file_containing_symbol=one.name)
+        raw = response.file_descriptor_response.file_descriptor_proto[0]
         described = descriptor_pb2.FileDescriptorProto.FromString(raw)
         package, _, name = one.name.rpartition(".")
         assert described.package == package and name in {found.name for found in described.service}
@@ -58,7 +58,7 @@ async def test_silent_reflection_stream_ends_by_itself() -> None:
         await asyncio.Event().wait()
 
     service = reflection.ReflectionService(["motet.v1.StatusService"], idle_timeout_s=0.01)
-    answers = service.ServerReflectionInfo(one_question(), None)
-    assert (await anext(answers)).list_services_response.service
+    responses = service.ServerReflectionInfo(one_question(), None)
+    assert (await anext(responses)).list_services_response.service
     with pytest.raises(DeadlineExceeded, match=r"no request came for 0\.01 s"):
-        await anext(answers)
+        await anext(responses)

@@ -93,7 +93,7 @@ async def test_call_without_a_message_ends_after_a_while_and_gives_its_place_bac
         assert await channel.unary_unary("/t.T/Wait")(b"", timeout=30) == b"done"
 
 
-async def test_call_that_ends_without_a_message_is_told_so() -> None:
+async def test_call_that_ends_without_a_message_is_refused() -> None:
     async with Port() as port:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (await port.open()).stream_unary("/t.T/Wait")(iter(()), timeout=30)
@@ -116,8 +116,8 @@ async def test_full_port_refuses_its_hog_with_a_time_and_serves_everybody_else()
         assert retry.retry_delay.seconds == 1
         assert await status_of(hog) == await status_of(other) == "1"
         health: Any = health_pb2_grpc.HealthStub(hog)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        response = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
         mine = other.unary_unary("/t.T/Wait")(b"")
         async with asyncio.timeout(30):
             await port.entered.acquire()

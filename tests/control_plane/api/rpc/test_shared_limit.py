@@ -63,7 +63,7 @@ def test_a_place_is_given_back_when_the_block_fails() -> None:
 
 
 @given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=150))
-def test_books_balance_and_the_total_stays_bounded(size: int, moves: list[tuple[int, int]]) -> None:
+def test_counts_balance_and_the_total_stays_bounded(size: int, moves: list[tuple[int, int]]) -> None:
     """Whatever comes and goes: what is held is the sum of the parts, within the bound of a host with one connection."""
     limit = SharedLimit(size, "requests")
     held: list[contextlib.ExitStack] = []

@@ -132,7 +132,7 @@ async def test_conversation_whose_processes_are_killed_may_be_sent_again(make: M
         await looping
 
 
-async def test_process_that_neither_computes_nor_answers_is_ended(make: Make) -> None:
+async def test_process_that_neither_computes_nor_responds_is_ended(make: Make) -> None:
     renderer = make(wall_limit_s=4.0)
     await renderer.start()
     (pid,) = renderer.pids

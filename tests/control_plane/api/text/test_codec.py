@@ -65,7 +65,7 @@ def with_special_tokens() -> Tokenizer:
 )
 @pytest.mark.parametrize("num_repeats", [1, 1500], ids=["inline", "in a thread"])
 async def test_ids_are_those_of_encode(make: Callable[[], Tokenizer], num_repeats: int) -> None:
-    """The call that releases the interpreter's lock tells the same as the plain one, special tokens included."""
+    """The call that releases the interpreter's lock returns the same as the plain one, special tokens included."""
     tokenizer, text = make(), "hello<s> é ñ ñ 😀</s>\x00\n" * num_repeats
     codec = TextCodec(tokenizer, ChatRenderer("{{ messages[0].content }}", {}))
     assert await codec.encode_text(text) == tokenizer.encode(text).ids
@@ -75,7 +75,7 @@ async def test_ids_are_those_of_encode(make: Callable[[], Tokenizer], num_repeat
 
 
 class Untouched:
-    """Stands for a tokenizer that must not be asked."""
+    """Stands for a tokenizer that must not be called."""
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
         raise AssertionError("a text was encoded that is too long by its length")
@@ -95,7 +95,7 @@ async def test_text_far_beyond_the_context_is_refused_by_its_length(codec: TextC
 
 
 @pytest.mark.parametrize(("num_chars", "max_model_len"), [(70, 64), (3000, 2000)], ids=["inline", "in a thread"])
-async def test_text_of_too_many_tokens_tells_their_number(codec: TextCodec, num_chars: int, max_model_len: int) -> None:
+async def test_text_of_too_many_tokens_has_their_number(codec: TextCodec, num_chars: int, max_model_len: int) -> None:
     with pytest.raises(
         ContextTooLong, match=rf"^text: prompt of {num_chars} tokens; at most {max_model_len - 1}, one less than the"
     ):
@@ -113,7 +113,7 @@ async def test_refusal_of_a_long_text_keeps_nothing_of_its_encoding(codec: TextC
 
 
 class GatedTokenizer:
-    """Encodes when the test says so; `texts` has what it was asked for, by first characters."""
+    """Encodes when the test says so; `texts` has what was requested, by first characters."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()

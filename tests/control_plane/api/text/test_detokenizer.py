@@ -102,7 +102,7 @@ def test_byte_tokens_are_held_until_their_run_ends() -> None:
 
 
 class CountingFactory(DetokenizerFactory):
-    """Tells the most tokens that were decoded at once."""
+    """Records the most tokens that were decoded at once."""
 
     longest = 0
 

@@ -59,7 +59,7 @@ def test_matchers_of_one_request_share_the_stop_strings_and_nothing_else() -> No
 
 
 class CountingText(str):
-    """Text that tells how many of its characters were compared."""
+    """Text that counts how many of its characters were compared."""
 
     num_compared = 0
 

@@ -130,7 +130,7 @@ def test_lengths_of_every_name_are_read_and_none_is_needed(tmp_path: Path) -> No
         ({"torch_dtype": "float64"}, "dtype 'float64'"),
     ],
 )
-def test_what_cannot_be_served_is_told(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_what_cannot_be_served_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(BaseModelError, match=message):
         BaseModel.load(_write(tmp_path / "m", {"layers.0.q.weight": (2, 2)}, **change))
 
@@ -142,7 +142,7 @@ def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
         BaseModel.load(directory, "float32", 65)
 
 
-def test_a_directory_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BaseModelError, match=r"config\.json is missing"):
         BaseModel.load(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -29,7 +29,7 @@ def test_workers_serve_together_what_any_of_them_serves() -> None:
     assert joined([REPORT, other]) == joined([other, REPORT]) == WorkerReport(128, {**REPORT.modules, "router": router})
 
 
-def test_of_workers_one_of_which_tells_nothing_no_module_is_known() -> None:
+def test_no_module_is_known_if_one_of_the_workers_reports_none() -> None:
     for silent in ([REPORT, WorkerReport(32)], [WorkerReport(32), REPORT], [REPORT, WorkerReport(32), REPORT]):
         assert joined(silent) == WorkerReport(64)
 

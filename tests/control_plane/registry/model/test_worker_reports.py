@@ -31,19 +31,19 @@ async def test_what_the_last_workers_served_stays_known_when_they_are_gone() -> 
     reports.update([WorkerReport(40, MODULES)])
     reports.update([])
     assert reports.max_model_len == 40 and reports.modules == MODULES
-    reports.update([WorkerReport(50)])  # one that tells no modules
+    reports.update([WorkerReport(50)])  # a worker that reports no modules
     assert reports.max_model_len == 50 and reports.modules == MODULES
 
 
 async def test_an_adapter_is_judged_by_its_first_module_that_is_not_served() -> None:
     reports = WorkerReports()
-    assert reports.trouble(["anything"]) == ""
+    assert reports.module_error(["anything"]) == ""
     reports.update([WorkerReport(40, MODULES)])
-    assert reports.trouble(["layers.0.up"]) == ""
-    assert reports.trouble(["layers.0.up", "layers.0.router"]) == (
+    assert reports.module_error(["layers.0.up"]) == ""
+    assert reports.module_error(["layers.0.up", "layers.0.router"]) == (
         "it changes layers.0.router, which takes no adapters: it sees only some of the tokens"
     )
-    assert "layers.1.up, and the workers' model has no such module" in reports.trouble(["layers.1.up"])
+    assert "layers.1.up, and the workers' model has no such module" in reports.module_error(["layers.1.up"])
 
 
 async def test_changes_counts_the_changes_of_modules_alone() -> None:

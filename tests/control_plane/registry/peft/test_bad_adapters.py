@@ -110,8 +110,8 @@ def test_unknown_fields_without_a_value_pass(tmp_path: Path) -> None:
     assert pack(files)[0].max_rank == 4
 
 
-def test_a_choice_of_layers_is_told_what_to_do_and_that_works(tmp_path: Path) -> None:
-    """With the names that the message asks for, the adapter of one layer is taken."""
+def test_a_choice_of_layers_is_refused_with_advice_that_works(tmp_path: Path) -> None:
+    """With the names from the message, the adapter of one layer is taken."""
     weights = safetensors_bytes(tensors(modules=MODULES[:2]))
     for fields in ({"layers_to_transform": [0]}, {"layers_pattern": "layers"}, {"layers_pattern": ["layers"]}):
         assert "full module names in target_modules" in refused(write_adapter(tmp_path, weights=weights, **fields))[1]
@@ -265,8 +265,8 @@ BAD_TENSORS += [
     ("weights", "field", "word"), [case[1:] for case in BAD_TENSORS], ids=[case[0] for case in BAD_TENSORS]
 )
 def test_a_bad_tensor_is_refused_by_name(tmp_path: Path, weights: bytes, field: str, word: str) -> None:
-    told, description = refused(write_adapter(tmp_path, weights=weights))
-    assert told == field
+    refused_field, description = refused(write_adapter(tmp_path, weights=weights))
+    assert refused_field == field
     assert word in description
 
 
@@ -350,8 +350,8 @@ def test_a_bad_vector_is_refused_by_name(tmp_path: Path, key: str, kind: str, te
     if kind == "magnitude":
         cases.append((_vectors_bent(kind, _put(name + ".weight", BIAS)), name + ".weight", "appears twice"))
     for weights, field, words in cases:
-        told, description = refused(write_adapter(tmp_path, weights=weights, **{key: True}))
-        assert told == field
+        refused_field, description = refused(write_adapter(tmp_path, weights=weights, **{key: True}))
+        assert refused_field == field
         assert words in description
 
 

@@ -50,10 +50,10 @@ def test_slices_of_any_size_give_the_same_bytes(
     head_size = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:head_size])
     assert result.sha256 == hashlib.sha256(data).hexdigest() and result.size_bytes == len(data)
-    for tensor, told in zip(tensors, result.tensor_sha256, strict=True):
+    for tensor, reported in zip(tensors, result.tensor_sha256, strict=True):
         begin, end = header[tensor.name]["data_offsets"]
         raw = data[head_size + begin : head_size + end]
-        assert told == hashlib.sha256(raw).hexdigest()
+        assert reported == hashlib.sha256(raw).hexdigest()
     if dtype == "float32":
         begin, end = header["x.a"]["data_offsets"]
         expected = values.T if is_transposed else values
@@ -113,7 +113,7 @@ def test_one_bad_value_anywhere_is_found(monkeypatch: pytest.MonkeyPatch, place:
             written([tensor], values.tobytes())
 
 
-def test_a_file_that_becomes_shorter_is_told() -> None:
+def test_a_file_that_becomes_shorter_is_reported() -> None:
     values = np.zeros((16, 16), "<f4")
     with pytest.raises(InvalidAdapter, match="became shorter"):
         written([PackedTensor("x.a", entry(values, 0), "float32")], values.tobytes()[:-1])

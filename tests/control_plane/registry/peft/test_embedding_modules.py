@@ -89,8 +89,8 @@ def test_weight_tying_is_refused_where_there_is_something_to_tie(
         del checkpoint["lm_head.weight"]
     base = base_model(tmp_path, checkpoint)
     if is_tied:
-        told = refusal(tmp_path, base, adapter(), ensure_weight_tying=True)
-        assert told[0] == "ensure_weight_tying" and "leave embedding and head out" in told[1]
+        refused_with = refusal(tmp_path, base, adapter(), ensure_weight_tying=True)
+        assert refused_with[0] == "ensure_weight_tying" and "leave embedding and head out" in refused_with[1]
     else:
         assert packed(tmp_path, base, adapter(), ensure_weight_tying=True) == packed(tmp_path, base, adapter())
 
@@ -172,8 +172,8 @@ def test_what_peft_would_not_load_is_refused(tmp_path: Path, checkpoint: Tensors
         (adapter(), {"modules_to_save": ["lm_head"]}, "modules_to_save", "not served"),
     ]
     for tensors, fields, field, words in cases:
-        told, description = refusal(tmp_path, base, tensors, **fields)
-        assert told == field
+        refused_field, description = refusal(tmp_path, base, tensors, **fields)
+        assert refused_field == field
         assert words in description
     only_head = {name: values for name, values in adapter().items() if "lm_head" in name}
     assert refusal(tmp_path, base, only_head)[0] == "model.embed_tokens.lora_embedding_A"

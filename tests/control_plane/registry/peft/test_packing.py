@@ -58,7 +58,7 @@ async def test_files_that_cannot_be_read_in_time_hold_up_no_other_adapter(
     hung = write_adapter(tmp_path / "hung")
     refused = await asyncio.gather(*(packed_digest(hung) for _ in range(3)), return_exceptions=True)
     assert [type(error) for error in refused] == [StoreUnavailable] * 3
-    assert "the disk with the adapter's files did not answer within 0.2" in str(refused[0])
+    assert "the disk with the adapter's files did not respond within 0.2" in str(refused[0])
     packer._calls._timeout_s = LONG_S  # this machine may be slow
     assert await packed_digest(good) == expected
     disk.is_back.set()

@@ -48,8 +48,8 @@ def test_every_start_counts_and_one_that_fails_leaves_no_lock(tmp_path: Path) ->
     [
         (OSError(errno.ENOSPC, "x"), Exhausted, "full; the operator must free space"),
         (OSError(errno.EDQUOT, "x"), Exhausted, "full; the operator must free space"),
-        (OSError(errno.EIO, "/secret/path"), StoreUnavailable, r"does not answer \(write\); try again"),
-        (FileNotFoundError(errno.ENOENT, "x"), StoreUnavailable, r"does not answer \(write\); try again"),
+        (OSError(errno.EIO, "/secret/path"), StoreUnavailable, r"does not respond \(write\); try again"),
+        (FileNotFoundError(errno.ENOENT, "x"), StoreUnavailable, r"does not respond \(write\); try again"),
         (DirectoryAway("/secret/path is not there"), StoreUnavailable, "the operator must bring it back"),
         (
             LeaseLost("another control plane took the store over"),
@@ -58,7 +58,7 @@ def test_every_start_counts_and_one_that_fails_leaves_no_lock(tmp_path: Path) ->
         ),
     ],
 )
-def test_trouble_is_told_in_words_for_clients(tmp_path: Path, error: OSError, kind: type, words: str) -> None:
+def test_failures_are_errors_for_clients(tmp_path: Path, error: OSError, kind: type, words: str) -> None:
     files = FailingFiles(tmp_path)
     files.error = error
     with pytest.raises(kind, match=words) as caught:

@@ -133,8 +133,8 @@ def test_what_changed_lately_may_be_written_still(files: RemoteFiles, monkeypatc
     ages = {"old": LEFTOVER_AGE + timedelta(minutes=1), "new": LEFTOVER_AGE - timedelta(minutes=1)}
     for name, age in ages.items():
         # Some file systems tell times without a zone, in UTC.
-        told = (datetime.now(UTC) - age).replace(tzinfo=None)
-        monkeypatch.setattr(MemoryFileSystem, "modified", lambda self, path, told=told: told)
+        modified = (datetime.now(UTC) - age).replace(tzinfo=None)
+        monkeypatch.setattr(MemoryFileSystem, "modified", lambda self, path, modified=modified: modified)
         assert files.may_be_written("blobs/d") is (name == "new")
 
     def unknown(self: Any, path: str) -> datetime:
@@ -144,11 +144,11 @@ def test_what_changed_lately_may_be_written_still(files: RemoteFiles, monkeypatc
     assert files.may_be_written("blobs/d")
 
 
-def test_errors_of_a_library_are_trouble_with_the_store(root: str) -> None:
+def test_errors_of_a_library_are_failures_of_the_store(root: str) -> None:
     files = RemoteFiles(OwnErrors(), root)
     with pytest.raises(OSError, match="no route to bucket"):
         files.read("x")
-    with pytest.raises(StoreUnavailable, match=r"does not answer \(read\)"):
+    with pytest.raises(StoreUnavailable, match=r"does not respond \(read\)"):
         ArtifactStore(files).read_manifest("0" * 64)
 
 

@@ -1,4 +1,4 @@
-"""GenerationService with several answers, ranked answers, beams, log-probabilities, tenants; over a real channel."""
+"""GenerationService with several and ranked completions, beams, log-probabilities and tenants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = FinishReason.LENGTH
 Response = generation_pb2.GenerateResponse
 
 
-def told(token_id: int, logprob: float = -0.5, top: tuple[tuple[int, float], ...] = ()) -> TokenLogprobs:
+def logprobs_of(token_id: int, logprob: float = -0.5, top: tuple[tuple[int, float], ...] = ()) -> TokenLogprobs:
     return TokenLogprobs(token_id, logprob, 1 + len(top), top)
 
 
@@ -32,11 +32,11 @@ def event(index: int, tokens: list[int], reason: FinishReason | None = None, **f
 
 
 def scored(index: int, tokens: list[int], logprobs: list[float], reason: FinishReason | None = None) -> JobEvent:
-    return event(index, tokens, reason, logprobs=[told(*pair) for pair in zip(tokens, logprobs, strict=True)])
+    return event(index, tokens, reason, logprobs=[logprobs_of(*pair) for pair in zip(tokens, logprobs, strict=True)])
 
 
 def of_index(responses: list[Response], index: int) -> tuple[list[int], str, Any]:
-    """Tokens, text and end of one answer; its offsets are contiguous and nothing follows its end."""
+    """Tokens, text and end of one completion; its offsets are contiguous and nothing follows its end."""
     deltas = [r.delta for r in responses if r.WhichOneof("event") == "delta" and r.delta.index == index]
     ends = [r for r in responses if r.WhichOneof("event") == "finished" and r.finished.index == index]
     tokens: list[int] = []
@@ -73,7 +73,7 @@ async def test_samples_come_as_they_are_each_with_its_own_end(api: Api) -> None:
     assert (work.num_samples, work.beam, work.sampling.num_logprobs) == (2, None, None)
 
 
-async def test_stop_string_ends_its_own_answer_only(api: Api) -> None:
+async def test_stop_string_ends_its_own_completion_only(api: Api) -> None:
     script(
         api,
         event(0, ids_of("he", "ll")),
@@ -89,7 +89,7 @@ async def test_stop_string_ends_its_own_answer_only(api: Api) -> None:
     assert api.fleet.jobs[0].given_up == [1]
 
 
-async def test_best_of_ranks_by_mean_log_probability_and_tells_nothing_before(api: Api) -> None:
+async def test_best_of_ranks_by_mean_log_probability_and_returns_nothing_before(api: Api) -> None:
     script(
         api,
         scored(0, ids_of("he"), [-1.0]),
@@ -109,13 +109,13 @@ async def test_best_of_ranks_by_mean_log_probability_and_tells_nothing_before(ap
     best, second = of_index(responses, 0), of_index(responses, 1)
     assert best[:2] == (ids_of("ll", "x", "a"), "llxa") and best[2].seed == sample_seed(5, 1)  # mean -1/3
     assert second[:2] == (ids_of("o"), "o") and second[2].seed == sample_seed(5, 2)
-    # Log-probabilities were needed and not asked for.
+    # Log-probabilities were needed and not requested.
     assert api.fleet.requests[0].sampling.num_logprobs == 0
     assert not any(response.delta.logprobs for response in responses)
     assert not best[2].HasField("cumulative_logprob") and not responses[0].started.sampling.HasField("logprobs")
 
 
-async def test_best_of_tells_log_probabilities_that_were_asked_for(api: Api) -> None:
+async def test_best_of_returns_requested_log_probabilities(api: Api) -> None:
     script(api, scored(0, [5], [-2.0], LENGTH), scored(1, [6, 7], [-1.0, -0.5], LENGTH))
     responses = await generate(api, request(decoding={"best_of": 2}, sampling={"logprobs": 0}))
     tokens, _, end = of_index(responses, 0)
@@ -123,7 +123,9 @@ async def test_best_of_tells_log_probabilities_that_were_asked_for(api: Api) -> 
     assert [entry.logprob for r in responses for entry in r.delta.logprobs] == [-1.0, -0.5]
 
 
-async def test_answers_told_at_the_end_come_in_parts_of_bounded_size(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_completions_chosen_at_the_end_come_in_parts_of_bounded_size(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kept_deltas, "MAX_DELTA_TOKENS", 4)
     script(
         api,
@@ -171,7 +173,7 @@ async def test_beams_come_at_the_end_best_first(api: Api) -> None:
     assert again[0].started.decoding == responses[0].started.decoding
 
 
-async def test_a_long_beam_that_comes_at_once_is_told_in_parts(tmp_path: Path) -> None:
+async def test_a_long_beam_that_comes_at_once_is_sent_in_parts(tmp_path: Path) -> None:
     codec = TextCodec(byte_level_tokenizer(), None)
     async with Api(tmp_path, codec, max_model_len=2000).running() as api:
         tokens = ids_of("he", "ll", "o") * 250
@@ -179,8 +181,8 @@ async def test_a_long_beam_that_comes_at_once_is_told_in_parts(tmp_path: Path) -
         responses = await generate(api, request(decoding={"beam_search": {"width": 2}}, stopping={"max_tokens": 750}))
     deltas = [response.delta for response in responses if response.WhichOneof("event") == "delta"]
     assert [len(delta.token_ids) for delta in deltas] == [256, 256, 238]
-    told_tokens, text, end = of_index(responses, 0)
-    assert (told_tokens, text) == (tokens, "hello" * 250)
+    received, text, end = of_index(responses, 0)
+    assert (received, text) == (tokens, "hello" * 250)
     assert (end.reason, end.score, end.usage.completion_tokens) == (types_pb2.FINISH_REASON_LENGTH, -0.25, 750)
     await codec.close()
 
@@ -190,9 +192,9 @@ async def test_kept_log_probabilities_come_in_parts_of_bounded_size(api: Api, mo
     top = ((9, -0.25), (5, -1.5))
     script(
         api,
-        *[event(0, [5], logprobs=[told(5, -1.5, top)]) for _ in range(4)],
-        event(0, [6], LENGTH, logprobs=[told(6, -1.0, top)]),
-        event(1, [7], LENGTH, logprobs=[told(7, -9.0, top)]),
+        *[event(0, [5], logprobs=[logprobs_of(5, -1.5, top)]) for _ in range(4)],
+        event(0, [6], LENGTH, logprobs=[logprobs_of(6, -1.0, top)]),
+        event(1, [7], LENGTH, logprobs=[logprobs_of(7, -9.0, top)]),
     )
     responses = await generate(api, request(decoding={"best_of": 2}, sampling={"logprobs": 2}))
     deltas = [response.delta for response in responses if response.WhichOneof("event") == "delta"]
@@ -204,9 +206,11 @@ async def test_log_probabilities_of_prompt_and_tokens(api: Api) -> None:
     top = ((9, -0.25), (5, -1.5))
     script(
         api,
-        job_event([5], logprobs=[told(5, -1.5, top)], prompt_logprobs=[told(6, -2.0), told(7, -3.0)]),
-        job_event([8, 4], logprobs=[told(8, -1.0), told(4, -0.5)]),
-        job_event([3], LENGTH, logprobs=[told(3, -1.0)]),
+        job_event(
+            [5], logprobs=[logprobs_of(5, -1.5, top)], prompt_logprobs=[logprobs_of(6, -2.0), logprobs_of(7, -3.0)]
+        ),
+        job_event([8, 4], logprobs=[logprobs_of(8, -1.0), logprobs_of(4, -0.5)]),
+        job_event([3], LENGTH, logprobs=[logprobs_of(3, -1.0)]),
     )
     responses = await generate(api, request(sampling={"logprobs": 2, "prompt_logprobs": 0}))
     started, deltas = responses[0].started, [r.delta for r in responses[1:-1]]
@@ -222,14 +226,14 @@ async def test_log_probabilities_of_prompt_and_tokens(api: Api) -> None:
 
 async def test_tokens_behind_a_stop_string_have_no_log_probabilities(api: Api) -> None:
     tokens = ids_of("he", "o", "x")
-    script(api, job_event(tokens, logprobs=[told(token, -1.0) for token in tokens]))
+    script(api, job_event(tokens, logprobs=[logprobs_of(token, -1.0) for token in tokens]))
     responses = await generate(api, request(sampling={"logprobs": 0}, stopping={"stop": ["o"]}))
     assert [entry.token_id for entry in responses[1].delta.logprobs] == tokens[:2]
     assert responses[-1].finished.cumulative_logprob == -2.0
 
 
 async def test_sum_of_a_resumed_stream_is_not_made_up(api: Api) -> None:
-    script(api, job_event([5], LENGTH, logprobs=[told(5)]))
+    script(api, job_event([5], LENGTH, logprobs=[logprobs_of(5)]))
     responses = await generate(
         api, request(sampling={"logprobs": 0}, resume_from={"ids": [4]}, stopping={"max_tokens": 2})
     )
@@ -279,7 +283,7 @@ def call(api: Api, *metadata: tuple[str, str]) -> Any:
     return api.stub(generation_pb2_grpc.GenerationServiceStub).Generate(request(), metadata=metadata)
 
 
-async def test_tenant_of_the_metadata_is_counted_and_told(api: Api) -> None:
+async def test_tenant_of_the_metadata_is_counted_and_returned(api: Api) -> None:
     script(api, job_event([5], LENGTH))
     responses = [response async for response in call(api, ("motet-tenant", "team-a.x_1"))]
     assert responses[0].started.tenant == api.fleet.requests[0].tenant == "team-a.x_1"
@@ -294,16 +298,16 @@ async def test_bad_tenant_is_refused(api: Api, tenants: list[str]) -> None:
     assert not api.fleet.requests
 
 
-async def test_answers_to_be_ranked_keep_no_log_probabilities_that_nobody_asked_for(
+async def test_completions_to_be_ranked_keep_no_log_probabilities_that_were_not_requested(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may be held back for millions of tokens; their sum ranks them."""
     kept = []
     add = KeptDeltas.add
 
-    def spied(answer: KeptDeltas, token_ids: Any, text: str, logprobs: Any) -> None:
+    def spied(completion: KeptDeltas, token_ids: Any, text: str, logprobs: Any) -> None:
         kept.append(logprobs)
-        add(answer, token_ids, text, logprobs)
+        add(completion, token_ids, text, logprobs)
 
     monkeypatch.setattr(KeptDeltas, "add", spied)
     script(api, scored(0, [5], [-2.0], LENGTH), scored(1, [6, 7], [-1.0, -0.5], LENGTH))
