@@ -33,7 +33,7 @@ class StoreCalls:
 
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, what: str = "the artifact store") -> None:
         """`what` names the storage in messages."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s  # longest time for a call; writes of large files have more. May be changed
         self._what = what
         self._threads = DaemonThreads(_NUM_THREADS, name="motet-store")
         self._num_hung = 0
@@ -43,14 +43,9 @@ class StoreCalls:
         """Calls that run longer than their time limit at this moment."""
         return self._num_hung
 
-    @property
-    def timeout_s(self) -> float:
-        """Longest time for a call, seconds; writes of large files have more."""
-        return self._timeout_s
-
     async def read(self, call: Callable[..., _T], *arguments: Any, extra_s: float = 0.0) -> _T:
-        """A call whose outcome nobody needs later. Raises StoreUnavailable once its time is over; the call goes on."""
-        task, limit_s = self._start(call, arguments), self._timeout_s + extra_s
+        """Make a call that only reads. Raises StoreUnavailable after the time limit; the call itself goes on."""
+        task, limit_s = self._start(call, arguments), self.timeout_s + extra_s
         try:
             await asyncio.wait([task], timeout=limit_s)
         except asyncio.CancelledError:
@@ -67,7 +62,7 @@ class StoreCalls:
         Once its time is over, HANG is set for who waits for the change.
         """
         task = self._start(call, arguments)
-        await asyncio.wait([task], timeout=self._timeout_s + size_bytes / BYTES_PER_S)
+        await asyncio.wait([task], timeout=self.timeout_s + size_bytes / BYTES_PER_S)
         if not task.done():
             self._count_hung(task, call)
             if (hang := HANG.get()) is not None:
@@ -80,7 +75,7 @@ class StoreCalls:
 
     def _start(self, call: Callable[..., _T], arguments: tuple[Any, ...]) -> asyncio.Task[_T]:
         if self._num_hung >= MAX_HUNG_CALLS:
-            raise self._unavailable(self._timeout_s)
+            raise self._unavailable(self.timeout_s)
         return asyncio.get_running_loop().create_task(self._threads.run(call, *arguments))
 
     def _count_hung(self, task: asyncio.Task[Any], call: Callable[..., Any]) -> None:

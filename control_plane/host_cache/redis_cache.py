@@ -1,7 +1,7 @@
 """The host cache in Redis: keys and parts of docs/protocol.md, blocking I/O in a few threads, a circuit breaker.
 
 Any failure (down, hung, loading, read-only, full) turns into "not cached" within a second; a watcher tries again with
-growing pauses and reads the keys anew before anything there is believed. Only this file imports redis.
+growing pauses and reads the keys again before it trusts anything there. Only this file imports redis.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RedisHostCache:
         self._client = _client(url, call_timeout_s)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="motet-redis")
         self._marker = b""  # what the marker key held when the keys were last read
-        self._scan_count = 0  # a write that spans a scan gives up: the scan has removed its parts
+        self.num_scans = 0  # a write that spans a scan gives up: the scan has removed its parts
         self._is_scanning = False
         self._pause_s = FIRST_PAUSE_S
         self._writes_after_s = float("-inf")  # Redis refused to write; reads may go on
@@ -132,7 +132,7 @@ class RedisHostCache:
         all_sizes = (len(manifest), *sizes)
         if not await self._remove_leaving() or self._is_scanning:
             return False
-        scan_count = self._scan_count
+        num_scans = self.num_scans
         if not self._ledger.reserve(digest, all_sizes):
             return False
         if not await self._remove_leaving():
@@ -144,16 +144,16 @@ class RedisHostCache:
             for index, size in enumerate(sizes):
                 for key in chunk_keys(digest, index, size):
                     await self._call(self._client.set, key, await anext(parts))
-            if scan_count == self._scan_count:
+            if num_scans == self.num_scans:
                 await self._call(self._client.set, manifest_key(digest), manifest)
-            is_whole = scan_count == self._scan_count
+            is_whole = num_scans == self.num_scans
         except _CacheDown:
             pass
         finally:
             if is_whole:
                 self._ledger.commit(digest)
                 self._pause_s = FIRST_PAUSE_S
-            elif scan_count == self._scan_count:
+            elif num_scans == self.num_scans:
                 self._ledger.release(digest)
                 await self._remove_leaving()
             else:  # a scan ended the reservation, and removed what was written before it
@@ -167,7 +167,7 @@ class RedisHostCache:
         await self._remove_leaving()
 
     async def check(self) -> None:
-        """See whether Redis is there and still holds our marker; if not so, believe nothing until its keys are read."""
+        """See whether Redis responds and still has our marker. If not, trust nothing until its keys are read."""
         async with self._check_lock:
             was_available, error = self.is_available, self._error
             try:
@@ -227,7 +227,7 @@ class RedisHostCache:
         """Run one blocking call in a thread. Raises _CacheDown on any failure.
 
         A cancelled or timed-out caller leaves the thread to end the call by itself, within the socket's timeout, on a
-        connection that nobody else gets meanwhile.
+        connection that no other call gets meanwhile.
         """
         if not (self.is_available or is_probe):
             raise _CacheDown
@@ -254,7 +254,7 @@ class RedisHostCache:
         self._error = reason
 
     async def _remove_leaving(self) -> bool:
-        """Remove what the ledger gave up. Whether all of it is gone; what is left is tried again before each write."""
+        """Remove what the ledger gave up. Returns whether all is removed. The rest is tried again before each write."""
         try:
             async with self._removal_lock:  # what another caller removed may be written again by then
                 for digest, sizes in self._ledger.leaving:
@@ -273,7 +273,7 @@ class RedisHostCache:
 
     async def _scan(self) -> None:
         """Make the ledger what Redis holds; remove what is not whole or exceeds the budget."""
-        self._scan_count += 1
+        self.num_scans += 1
         self._is_scanning = True
         try:
             marker, found = await self._call(self._scan_keys, is_probe=True)

@@ -46,7 +46,7 @@ class BlobStore(Protocol):
 
 
 class AdapterWeights:
-    """The one way to an adapter's bytes in the control plane."""
+    """All reads of adapters' bytes in the control plane go through here."""
 
     def __init__(
         self, cache: HostCache, store: BlobStore, calls: StoreCalls, *, is_wanted: Callable[[str], bool]
@@ -92,7 +92,7 @@ class AdapterWeights:
             await self._fill(digest)
 
     async def drop(self, digest: str) -> None:
-        """Forget it in the cache: it is being deleted. A pinned one stays: another name holds that pin."""
+        """Remove an adapter that is being deleted from the cache. A pinned one stays: another name holds that pin."""
         fill = self._fills.get(digest)
         if fill is not None:
             await asyncio.wait([fill])
@@ -101,7 +101,7 @@ class AdapterWeights:
             await self._cache.drop(digest)
 
     def touch(self, digest: str) -> None:
-        """It was used just now."""
+        """Record that the adapter was used just now."""
         self._cache.touch(digest)
 
     async def pin(self, digest: str) -> None:
@@ -122,12 +122,18 @@ class AdapterWeights:
         return self._cache.contains(digest)
 
     def damage(self, digest: str) -> AdapterDamaged | None:
-        """The error for an adapter whose stored bytes were found wrong, until they are read whole or stored anew."""
+        """The error for an adapter whose stored bytes were found wrong, until they are read whole or stored again."""
         return _damaged_error(digest) if digest in self._damaged else None
 
     def stored_anew(self, digest: str) -> None:
         """The adapter was registered just now, and repaired where it was damaged."""
         self._damaged.discard(digest)
+
+    async def wait_idle(self) -> None:
+        """Wait for the fills and removals that run in the background."""
+        while tasks := [*self._fills.values(), *self._drops]:
+            await asyncio.wait(tasks)
+            await asyncio.sleep(0)  # so that what ended is forgotten
 
     def stats(self) -> HostCacheStats:
         """Counts and sizes."""
@@ -145,7 +151,7 @@ class AdapterWeights:
     # ---- reading ----
 
     async def _parts(self, layout: Layout) -> AsyncIterator[bytes]:
-        """Verified parts. A chunk that the cache lacks or garbles comes from the store; the cache is filled anew."""
+        """Verified parts. A chunk that the cache lacks or garbles comes from the store; the cache is filled again."""
         is_lost = False
         for index in range(len(layout.sizes)):
             read: _ReadPart = self._cached_part
@@ -207,7 +213,7 @@ class AdapterWeights:
         try:
             data = await self._from_store(self._store.read_range, layout.digest, index, start, size_bytes)
         except FileNotFoundError:
-            await self._stored_layout(layout.digest)  # says so if the whole adapter is gone
+            await self._stored_layout(layout.digest)  # raises if the whole adapter is missing
             return None
         return data if len(data) == size_bytes else None
 
@@ -293,7 +299,7 @@ class AdapterWeights:
                 yield data
 
     def _reconcile(self) -> None:
-        """The cache is there again: forget what nobody wants any more, bring back what is pinned."""
+        """After the cache became available: remove deleted adapters from it, bring back pinned ones."""
         for digest in self._cache.digests:
             if not self._is_wanted(digest):
                 logger.info("forgetting a deleted adapter in the host cache digest=%s", digest)

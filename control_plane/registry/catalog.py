@@ -1,6 +1,6 @@
-"""The registry's memory: every record, the index of names, what is in the store, and what of it can be served.
+"""The registry's memory: every record, the index of names, what is in the store, and what can be served.
 
-No I/O. The registry writes a change to the store first and keeps it here then.
+No I/O. The registry writes a change to the store first, then puts it here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class RegistryStats:
 
     num_registered: int  # names
     num_stored: int  # distinct digests in the store
+    num_changes: int = 0  # under way
+    num_locks: int = 0  # names and blobs that a change holds or waits for
 
 
 class Catalog:
@@ -45,7 +47,7 @@ class Catalog:
         *,
         reports: WorkerReports,
     ) -> None:
-        """`records` as the store has them; whether each can be served is judged here, by what workers report too."""
+        """`records` as the store has them. Whether each can be served depends on what workers report, too."""
         self.base_model = base_model
         self._reports = reports
         self._module_error_by_digest: dict[str, str] = {}  # by the reports of `_reports_seen`
@@ -147,7 +149,7 @@ class Catalog:
     # ---- changing ----
 
     def put(self, record: AdapterRecord) -> None:
-        """Put a record in the place of the one with its name."""
+        """Put a record in place of the record with the same name."""
         old = self._records.get(record.adapter_id)
         if old is not None:
             self._count(old, -1)
@@ -156,7 +158,7 @@ class Catalog:
         self._count(record, 1)
 
     def remove(self, record: AdapterRecord) -> None:
-        """Forget a record."""
+        """Remove a record."""
         self._count(record, -1)
         del self._records[record.adapter_id]
         self._names.remove(record.adapter_id)
@@ -177,9 +179,9 @@ class Catalog:
     # ---- what can be served ----
 
     def with_state(self, record: AdapterRecord) -> AdapterRecord:
-        """The record as ACTIVE or FAILED, by whether its active version can be served at present.
+        """The record as ACTIVE or FAILED, depending on whether its active version can be served at present.
 
-        One without its active version is FAILED already, with the reason.
+        A record without its active version is FAILED already, with the reason.
         """
         if record.state is AdapterState.DELETING or record.active_version is None:
             return record
@@ -189,7 +191,7 @@ class Catalog:
         return record if is_same else replace(record, state=state, state_reason=reason)
 
     def servability_error(self, version: AdapterVersion) -> MotetError | None:
-        """Why this version cannot be served, if it cannot."""
+        """The error if this version cannot be served, or None."""
         if version.base_fingerprint != self.base_model.fingerprint:
             return BaseModelMismatch("it was registered for another base model; register it again for this one")
         if version.dtype != self.base_model.dtype:

@@ -57,7 +57,7 @@ class NameIndex:
         for candidate in shared:
             shared[candidate] += _num_alike(backwards, candidate[::-1])
         likely = sorted(shared, key=lambda candidate: (-shared[candidate], candidate))[:_MAX_COMPARED]
-        distances = {candidate: _edit_distance(name, candidate) for candidate in likely}
+        distances = {candidate: edit_distance(name, candidate) for candidate in likely}
         near = [candidate for candidate in likely if _is_near(name, candidate, distances[candidate])]
         return sorted(near, key=lambda candidate: (distances[candidate], candidate))[:count]
 
@@ -81,7 +81,7 @@ def _num_alike(left: str, right: str) -> int:
     )
 
 
-def _edit_distance(left: str, right: str) -> int:
+def edit_distance(left: str, right: str) -> int:
     """Characters to insert, delete or replace. Myers' algorithm: one column of the table is two integers of bits."""
     if not left:
         return len(right)

@@ -1,4 +1,4 @@
-"""Names, versions and their states: the registry that API and fleet ask. Every change reaches the store first.
+"""Names, versions and their states. Every change reaches the store first.
 
 Reading is synchronous and touches memory only. Changes of one name happen one after the other; of two that carry the
 same etag one wins. A caller's cancellation never leaves memory and store apart.
@@ -137,7 +137,7 @@ class Registry:
 
     def stats(self) -> RegistryStats:
         """Counts."""
-        return self._catalog.stats()
+        return replace(self._catalog.stats(), num_changes=len(self._changes), num_locks=len(self._changes.locks))
 
     # ---- changes ----
 
@@ -294,7 +294,7 @@ class Registry:
             return Registered(changed, record)
         if len(record.versions) >= MAX_VERSIONS:
             raise Exhausted(
-                f"adapter {adapter_id!r} has {MAX_VERSIONS} versions, the limit; delete versions that nobody uses "
+                f"adapter {adapter_id!r} has {MAX_VERSIONS} versions, the limit; delete versions that are not in use "
                 "(DeleteAdapterVersion, `motet adapters remove NAME --version DIGEST`), or use another id",
                 retry_after_s=60.0,
             )

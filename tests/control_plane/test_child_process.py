@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -35,10 +34,11 @@ def test_embedded_redis_starts_without_a_fork(tmp_path: Path) -> None:
 
 
 async def test_exit_status_is_reported_once_the_child_ended() -> None:
-    child = ChildProcess([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=subprocess.PIPE)
+    stdin, to_child = os.pipe()
+    child = ChildProcess([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=stdin)
+    os.close(stdin)
     assert child.returncode is None
-    assert child._popen.stdin is not None
-    child._popen.stdin.close()
+    os.close(to_child)
     assert await asyncio.wait_for(child.wait(), 30) == 3 == child.returncode
 
 

@@ -1,7 +1,7 @@
 """A limit on how much is in use at once, shared between hosts and between the connections of one host.
 
 The interceptor holds RPCs in such limits, the upload receiver open uploads. Below the limit everybody is let in. At
-the limit only those are let in who hold less than their equal part, so that nobody can shut the others out.
+the limit, only peers that hold less than their equal part are let in, so that no peer can shut the others out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RETRY_AFTER_S = 1.0
 
 
 class SharedLimit:
-    """At most `limit` at once, but for peers that hold less than their equal part.
+    """At most `limit` at once. Above the limit, peers that hold less than their equal part still get a place.
 
     The equal part of a host is the limit over the number of hosts that hold anything, and that of a connection is its
     host's part over the number of this host's connections that hold anything. With k hosts of one connection each,
@@ -38,9 +38,14 @@ class SharedLimit:
         """How many are held at present."""
         return self._num_held
 
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts hold anything at present."""
+        return len(self._held)
+
     @contextlib.contextmanager
     def place(self, peer: str) -> Iterator[None]:
-        """Hold one for gRPC's `peer` while the block runs. Raises Exhausted where it has its part already."""
+        """Hold one for gRPC's `peer` while the block runs. Raises Exhausted if the peer has its equal part."""
         host, connection = host_of(peer), peer
         if not self._has_room(host, connection):
             raise Exhausted(

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -35,6 +36,13 @@ MAX_WAITING_BYTES = 64 * 2**20  # of texts that wait for a place
 _NO_TEMPLATE = "the checkpoint has no chat template"
 
 
+class Encoder(Protocol):
+    """The part of tokenizers.Tokenizer that encodes texts."""
+
+    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> Any:
+        """One encoding for each text."""
+
+
 class TextCodec:
     """Text and conversations to token ids, token ids to text."""
 
@@ -45,9 +53,13 @@ class TextCodec:
         *,
         reason: str = "",
         no_chat_reason: str = _NO_TEMPLATE,
+        encoder: Encoder | None = None,
     ) -> None:
-        """`reason`: why there is no tokenizer, `no_chat_reason`: why there is no template, for clients."""
-        self._tokenizer = tokenizer
+        """`reason`: why there is no tokenizer, `no_chat_reason`: why there is no template, for clients.
+
+        `encoder` encodes texts; None: the tokenizer does.
+        """
+        self._encoder = encoder or tokenizer
         self._factory = None if tokenizer is None else DetokenizerFactory(tokenizer)
         self._bound = None if tokenizer is None else length_bound(tokenizer)
         self._chat = chat
@@ -84,7 +96,7 @@ class TextCodec:
 
     @property
     def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
+        return self._encoder is not None
 
     @property
     def reason(self) -> str:
@@ -157,14 +169,14 @@ class TextCodec:
                 raise prompt_too_long(field, f"{len(text)} characters, at least {num_tokens} tokens", max_model_len)
 
     def _encode(self, text: str, field: str, max_model_len: int) -> list[int]:
-        assert self._tokenizer is not None
+        assert self._encoder is not None
         try:
             # `encode` would hold the interpreter's lock all the while (1 MB: 0.4 to 0.6 s) and take twice the time.
             # The template of a conversation writes the special tokens itself.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=field == "text")
+            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=field == "text")
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library, which is written in Rust, is no Exception
+        except BaseException as error:  # a panic of the library, which is written in Rust, is not an Exception
             logger.warning("tokenizer failed error=%s", type(error).__name__)
             raise refuse(field, "the checkpoint's tokenizer cannot encode it; send token_ids instead") from error
         num_tokens = len(encoding)
@@ -175,5 +187,5 @@ class TextCodec:
         return list(encoding.ids)
 
     def _require_tokenizer(self) -> None:
-        if self._tokenizer is None:
+        if self._encoder is None:
             raise TokenizerUnavailable(f"{self._reason}; send token_ids and no stop strings instead")

@@ -165,11 +165,11 @@ def _byte_by_char() -> dict[str, int]:
     return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(rest)}
 
 
-_BYTE_BY_CHAR = _byte_by_char()
+BYTE_BY_CHAR = _byte_by_char()
 
 
 def _byte_level_bytes(token: str) -> bytes:
     # As the library does: a token with any other character (an added one) stands for its own UTF-8.
-    if all(char in _BYTE_BY_CHAR for char in token):
-        return bytes(_BYTE_BY_CHAR[char] for char in token)
+    if all(char in BYTE_BY_CHAR for char in token):
+        return bytes(BYTE_BY_CHAR[char] for char in token)
     return token.encode()

@@ -1,4 +1,4 @@
-"""Lets a bounded number of texts be worked on at once, one tenant after the other.
+"""Bounds how many texts are tokenised at once, and gives the tenants turns.
 
 Called by the codec before each text that costs more than a moment. Keeps counts only: it starts no threads and reads no
 clock.
@@ -10,14 +10,25 @@ import asyncio
 import contextlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from control_plane.errors import Exhausted
 
 RETRY_S = 1.0  # a text of 1 MiB takes about half a second
 
 
+@dataclass(frozen=True, slots=True)
+class FairGateStats:
+    """What is inside, and what waits."""
+
+    num_inside: int  # texts that have a place
+    num_tenants_inside: int
+    num_tenants_waiting: int  # those with a cancelled turn that has not come up yet included
+    num_waiting_bytes: int  # of all texts that wait for a place
+
+
 class FairGate:
-    """Turns of tenants, round robin. No tenant has all places at once: a newcomer never waits for one tenant alone."""
+    """Gives places to tenants, round robin. No tenant has all places, so that none waits for one other alone."""
 
     def __init__(self, num_places: int, max_waiting_bytes: int) -> None:
         assert num_places > 1, f"{num_places} places cannot be shared"
@@ -30,9 +41,15 @@ class FairGate:
         self.num_waiting_bytes = 0  # of all texts that wait for a place
         self._waiting_bytes_by_tenant: Counter[str] = Counter()
 
+    def stats(self) -> FairGateStats:
+        """Counts at present."""
+        return FairGateStats(
+            self._num_inside, len(self._num_inside_by_tenant), len(self._waiting), self.num_waiting_bytes
+        )
+
     @contextlib.asynccontextmanager
     async def place(self, tenant: str, size_bytes: int) -> AsyncIterator[None]:
-        """Hold a place while inside. Raises Exhausted where too much waits already."""
+        """Hold a place while the block runs. Raises Exhausted if too much waits already."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_places()
@@ -60,7 +77,7 @@ class FairGate:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self._leave(tenant)  # it got its place in the same moment
+                self._leave(tenant)  # the place was given at the moment of the cancellation
             raise
         finally:
             self.num_waiting_bytes -= size_bytes

@@ -21,7 +21,7 @@ from control_plane.registry.peft.safetensors_header import ITEMSIZE as SOURCE_IT
 from control_plane.registry.peft.tensor_codec import decode, encode
 
 SLICE_VALUES = 1 << 20  # converted at a time: up to 20 MB with all copies
-_HASHED_BYTES = 4 << 20  # read at a time
+HASHED_BYTES = 4 << 20  # read at a time
 _SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -141,7 +141,7 @@ def _read_block(
 
 
 def _convert(raw: bytes, tensor: PackedTensor, shape: tuple[int, int]) -> bytes:
-    """A block as it stands in the chunk. Raises InvalidAdapter for values that cannot be served."""
+    """A block as it is stored in the chunk. Raises InvalidAdapter for values that cannot be served."""
     entry = tensor.entry
     values = decode(raw, entry.dtype, shape)
     if not np.isfinite(values).all():
@@ -155,9 +155,9 @@ def _convert(raw: bytes, tensor: PackedTensor, shape: tuple[int, int]) -> bytes:
 def _hash_tensor(out: BinaryIO, size_bytes: int, whole: Any, check: Callable[[], None]) -> str:
     """The hash of the next so many bytes, which `whole` takes in too."""
     own = hashlib.sha256()
-    for begin in range(0, size_bytes, _HASHED_BYTES):
+    for begin in range(0, size_bytes, HASHED_BYTES):
         check()
-        data = out.read(min(_HASHED_BYTES, size_bytes - begin))
+        data = out.read(min(HASHED_BYTES, size_bytes - begin))
         own.update(data)
         whole.update(data)
     return own.hexdigest()

@@ -1,7 +1,7 @@
 """What each field of adapter_config.json means for serving: nothing, something that is read, or a refusal.
 
-adapter_config.py reads the fields of READ; this file judges all others. A field that is in none of the tables and
-carries a value is refused: it could change the meaning.
+adapter_config.py reads the fields of READ; this file decides about all others. A field that is in no table and has a
+value is refused, because it could change the meaning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ INERT = {
     "runtime_config",  # PEFT ignores it in a file
 }
 # These are refused unless empty, with what to do instead.
-_REFUSED = {
+REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
     "arrow_config": "Arrow routing is not served; train plain LoRA",
     "kasa_config": "KaSA is not served; train plain LoRA",
@@ -91,9 +91,9 @@ def check_fields(config: dict[str, Any]) -> None:
             continue
         if key == "modules_to_save" and _names_task_heads_only(value):
             continue
-        if key in _REFUSED:
-            raise refuse(key, f"is {show(value)}; {_REFUSED[key]}")
-        raise refuse(shorten(key), "is not a field that we know, and it carries a value; remove it or set it to null")
+        if key in REFUSED:
+            raise refuse(key, f"is {show(value)}; {REFUSED[key]}")
+        raise refuse(shorten(key), "is not a known field, and it carries a value; remove it or set it to null")
 
 
 def show(value: Any) -> str:
@@ -123,7 +123,7 @@ def _check_init(init: Any) -> None:
             "path_initial_model_for_weight_conversion=...)"
         )
     elif init == "loftq":
-        advice = f"and {_REFUSED['loftq_config']}"
+        advice = f"and {REFUSED['loftq_config']}"
     else:
         advice = (
             "which is not known; adapters that start with true, false, gaussian, orthogonal, eva or mica are served: "

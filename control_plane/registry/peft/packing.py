@@ -1,6 +1,6 @@
-"""Packs the files of an adapter into a directory that is gone when its registration ends. A few adapters at a time.
+"""Packs the files of an adapter into a directory that is removed when the registration ends. A few adapters at a time.
 
-The files may lie on a disk that hangs: nobody waits for that longer than their size allows.
+The files may be on a disk that hangs, so reading them has a time limit, which grows with their size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Packer:
         *,
         max_adapter_bytes: int,
         scratch_dir: Path | None,
-        timeout_s: float = TIMEOUT_S,
+        calls: StoreCalls | None = None,
     ) -> None:
         """`scratch_dir` takes adapters while they are packed; None: the system's directory for such files."""
         self._base_model = base_model
@@ -45,7 +45,7 @@ class Packer:
         self._max_adapter_bytes = max_adapter_bytes
         self._scratch_dir = scratch_dir
         self._turns = asyncio.Semaphore(_CONCURRENT_INGESTS)
-        self._calls = StoreCalls(timeout_s=timeout_s, what="the disk with the adapter's files")
+        self._calls = calls or StoreCalls(timeout_s=TIMEOUT_S, what="the disk with the adapter's files")
 
     @asynccontextmanager
     async def packed(self, files: Mapping[str, Path], is_abandoned: threading.Event) -> AsyncIterator[PackedInfo]:
@@ -89,7 +89,7 @@ class Packer:
         try:
             return await self._calls.read(pack, extra_s=await self._calls.read(size) / BYTES_PER_S)
         finally:
-            is_over.set()  # nobody waits for it any more, if it goes on
+            is_over.set()  # the packing ends if it still runs
 
     def close(self) -> None:
         """Let the threads end; a hung one does not keep the process."""

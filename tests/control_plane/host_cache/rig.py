@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -108,10 +107,3 @@ def make_weights(
 async def read_all(packed: PackedAdapter) -> bytes:
     """All bytes of the chunks of an adapter."""
     return b"".join([part async for part in packed.parts()])
-
-
-async def settle(weights: AdapterWeights) -> None:
-    """Wait for the fills and drops that run in the background."""
-    while tasks := [*weights._fills.values(), *weights._drops]:
-        await asyncio.wait(tasks)
-        await asyncio.sleep(0)

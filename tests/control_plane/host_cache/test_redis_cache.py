@@ -13,7 +13,7 @@ from contract.cache_keys import PART_BYTES, manifest_key
 from control_plane.errors import AdapterDamaged, AdapterNotFound, InvalidRequest, PinBudgetExceeded
 from control_plane.host_cache.redis_cache import RedisHostCache, check_url
 from control_plane.host_cache.weights import AdapterWeights
-from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, make_weights, read_all, settle
+from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, make_weights, read_all
 
 BUDGET = 20_000
 
@@ -212,7 +212,7 @@ async def test_damaged_entries_are_misses_and_are_filled_again(
     else:
         client.copy(f"motet:a:{other}:manifest", f"motet:a:{digest}:manifest", replace=True)
     assert await read_all(await weights.open_packed(digest)) == store.content(digest)
-    await settle(weights)
+    await weights.wait_idle()
     assert weights.is_cached(digest)
     reads = store.num_chunk_reads
     assert await read_all(await weights.open_packed(digest)) == store.content(digest)
@@ -236,7 +236,7 @@ async def test_flushall_is_noticed_and_pins_come_back(
     await weights.ensure_cached(other)
     redis_process.client.flushall()
     await cache.check()
-    await settle(weights)
+    await weights.wait_idle()
     assert (weights.is_cached(pinned), weights.is_cached(other)) == (True, False)
 
 
@@ -247,9 +247,9 @@ async def test_no_write_begins_while_redis_is_scanned(
     digest = store.add(1)
     manifest, chunks = store.blobs[digest]
     redis_process.client.flushall()
-    num_scans = cache._scan_count
+    num_scans = cache.num_scans
     checking = asyncio.create_task(cache.check())
-    while cache._scan_count == num_scans:
+    while cache.num_scans == num_scans:
         await asyncio.sleep(0)
 
     async def arriving() -> AsyncIterator[bytes]:

@@ -15,7 +15,7 @@ from control_plane.host_cache.memory_cache import MemoryHostCache
 from control_plane.host_cache.packed import read_layout
 from control_plane.host_cache.weights import HELD_BYTES, AdapterWeights
 from control_plane.store_calls import StoreCalls
-from tests.control_plane.host_cache.rig import FakeStore, make_blob, make_weights, read_all, settle
+from tests.control_plane.host_cache.rig import FakeStore, make_blob, make_weights, read_all
 
 BUDGET = 64 << 20
 LARGE = HELD_BYTES + 1000  # a chunk that is never in memory as a whole
@@ -142,7 +142,7 @@ async def test_a_deleted_adapter_is_read_for_streams_that_finish_but_never_cache
     # Until its weights are removed from the store, a worker may fetch it and a request may ask for it in advance.
     assert await read_all(await weights.open_packed(digest)) == store.content(digest)
     await weights.ensure_cached(digest)
-    await settle(weights)
+    await weights.wait_idle()
     assert not weights.is_cached(digest) and weights.stats().used_bytes == 0
 
 
@@ -185,7 +185,7 @@ async def test_a_cache_that_is_there_again_forgets_what_was_deleted_meanwhile(
     await cache.drop(pinned)
     assert cache.on_available is not None
     cache.on_available()
-    await settle(second)
+    await second.wait_idle()
     assert [second.is_cached(digest) for digest in (kept, deleted, pinned)] == [True, False, True]
 
 

@@ -49,7 +49,7 @@ async def registry(storage: HangingFiles) -> AsyncIterator[Registry]:
 
 
 async def ended(registry: Registry) -> None:
-    while len(registry._changes):
+    while registry.stats().num_changes:
         await asyncio.sleep(0)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.registry import name_index
-from control_plane.registry.name_index import NameIndex, _edit_distance
+from control_plane.registry.name_index import NameIndex, edit_distance
 
 
 def plain_distance(left: str, right: str) -> int:
@@ -23,7 +23,7 @@ def plain_distance(left: str, right: str) -> int:
 @given(left=st.text("ab-", max_size=70), right=st.text("ab-", max_size=70))
 @settings(max_examples=300)
 def test_edit_distance_is_that_of_the_definition(left: str, right: str) -> None:
-    assert _edit_distance(left, right) == plain_distance(left, right)
+    assert edit_distance(left, right) == plain_distance(left, right)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_unknown_name_is_compared_with_a_few_candidates(name: str, monkeypatc
         compared.append(right)
         return plain_distance(left, right)
 
-    monkeypatch.setattr(name_index, "_edit_distance", counted)
+    monkeypatch.setattr(name_index, "edit_distance", counted)
     index = NameIndex([f"adapter-{number:06d}" for number in range(50_000)] + ["a" * length for length in range(1, 63)])
     index.nearest(name)
     assert len(compared) <= 6

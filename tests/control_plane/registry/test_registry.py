@@ -29,7 +29,8 @@ from control_plane.registry.peft import packing
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
-from control_plane.registry.store.store_files import LocalFiles, StoreLocked
+from control_plane.registry.store.remote_files import open_files
+from control_plane.registry.store.store_files import LocalFiles, StoreFiles, StoreLocked
 from tests.control_plane.registry.rig import SHAPES, Crash, base_model, files, open_registry
 
 
@@ -87,9 +88,13 @@ class WatchedFiles(LocalFiles):
 
 
 @pytest.fixture(params=["local", "memory"])
-async def registry(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Registry]:
-    place = str(tmp_path / "store") if request.param == "local" else f"memory://{tmp_path.name}"
-    opened = await open_registry(place)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> StoreFiles:
+    return open_files(str(tmp_path / "store") if request.param == "local" else f"memory://{tmp_path.name}")
+
+
+@pytest.fixture
+async def registry(storage: StoreFiles) -> AsyncIterator[Registry]:
+    opened = await open_registry(storage)
     yield opened
     await opened.close()
 
@@ -225,7 +230,9 @@ async def test_versions_are_paged_newest_first(registry: Registry, tmp_path: Pat
         registry.versions_page("a", 2, "x")
 
 
-async def test_concurrent_registrations_and_deletions_stay_whole(registry: Registry, tmp_path: Path) -> None:
+async def test_concurrent_registrations_and_deletions_stay_whole(
+    registry: Registry, storage: StoreFiles, tmp_path: Path
+) -> None:
     """The same bytes under many names, some deleted meanwhile: what is listed can be read."""
     source = files(tmp_path)
 
@@ -239,8 +246,8 @@ async def test_concurrent_registrations_and_deletions_stay_whole(registry: Regis
     )
     digest = registry.resolve("k0").version.digest
     assert registry.stats().num_registered == 6
-    assert registry._store.has_blob(digest)
-    assert not registry._changes.locks
+    assert ArtifactStore(storage).has_blob(digest)
+    assert registry.stats().num_locks == 0
 
 
 async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
@@ -256,7 +263,9 @@ async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
 # ---- versions ----
 
 
-async def test_versions_are_deleted_but_for_the_active_one(registry: Registry, tmp_path: Path) -> None:
+async def test_versions_are_deleted_but_for_the_active_one(
+    registry: Registry, storage: StoreFiles, tmp_path: Path
+) -> None:
     first, second, third = [
         (await registry.register("a", files(tmp_path, seed))).record.active_digest for seed in range(3)
     ]
@@ -273,12 +282,12 @@ async def test_versions_are_deleted_but_for_the_active_one(registry: Registry, t
     await registry.begin_delete_version("a", first, etag)
     with pytest.raises(AdapterNotFound, match="no version"):
         registry.resolve("a", first)
-    assert registry._store.has_blob(first)  # until the streams that use it have ended
+    assert ArtifactStore(storage).has_blob(first)  # until the streams that use it have ended
     await registry.finish_delete_version(first)
-    assert registry.resolve("b", first) and registry._store.has_blob(first)  # another name has the same weights
+    assert registry.resolve("b", first) and ArtifactStore(storage).has_blob(first)  # another name has the same weights
     await registry.begin_delete_version("a", second)
     await registry.finish_delete_version(second)
-    assert not registry._store.has_blob(second)
+    assert not ArtifactStore(storage).has_blob(second)
     record = registry.get("a")
     assert [version.digest for version in record.versions] == [third] and record.etag != etag
     again = (await registry.register("a", files(tmp_path, 1))).record
@@ -286,14 +295,14 @@ async def test_versions_are_deleted_but_for_the_active_one(registry: Registry, t
 
 
 async def test_a_version_that_is_registered_again_while_it_is_deleted_keeps_its_weights(
-    registry: Registry, tmp_path: Path
+    registry: Registry, storage: StoreFiles, tmp_path: Path
 ) -> None:
     first = (await registry.register("a", files(tmp_path, 1))).record.active_digest
     await registry.register("a", files(tmp_path, 2))
     await registry.begin_delete_version("a", first)
     await registry.register("a", files(tmp_path, 1))
     await registry.finish_delete_version(first)
-    assert registry.resolve("a").version.digest == first and registry._store.has_blob(first)
+    assert registry.resolve("a").version.digest == first and ArtifactStore(storage).has_blob(first)
 
 
 async def test_a_full_name_says_how_to_make_room_and_takes_its_own_versions(
@@ -371,8 +380,8 @@ async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_afte
         named = {version.digest for record in again.list_page()[0] for version in record.versions}
         for record in again.list_page()[0]:
             assert record.state is AdapterState.ACTIVE
-            assert all(again._store.has_blob(version.digest) for version in record.versions)
-        assert set(again._store.list_names().blobs) == named
+            assert all(ArtifactStore(str(root)).has_blob(version.digest) for version in record.versions)
+        assert set(ArtifactStore(str(root)).list_names().blobs) == named
         await again.register("a", files(tmp_path, 1))
         await again.close()
         if not has_crashed:
@@ -495,24 +504,23 @@ async def test_a_cancelled_registration_leaves_memory_and_store_alike(tmp_path: 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest"])
 async def test_registering_the_same_bytes_again_repairs_a_damaged_blob(
-    registry: Registry, tmp_path: Path, damage: str
+    registry: Registry, storage: StoreFiles, tmp_path: Path, damage: str
 ) -> None:
     digest = (await registry.register("a", files(tmp_path))).record.active_digest
-    store = registry._store
     chunk, manifest = f"blobs/{digest}/00001.safetensors", f"blobs/{digest}/manifest.json"
-    good = {path: store._files.read(path) for path in (chunk, manifest)}
+    good = {path: storage.read(path) for path in (chunk, manifest)}
     if damage == "flip":
-        store._files.write(chunk, good[chunk][:-1] + bytes([good[chunk][-1] ^ 1]))
+        storage.write(chunk, good[chunk][:-1] + bytes([good[chunk][-1] ^ 1]))
     elif damage == "cut":
-        store._files.write(chunk, good[chunk][:-1])
+        storage.write(chunk, good[chunk][:-1])
     elif damage == "missing":
-        store._files.delete(chunk)
+        storage.delete(chunk)
     else:
-        store._files.write(manifest, b"{}")
+        storage.write(manifest, b"{}")
     record = registry.get("a")
     registered = await registry.register("a", files(tmp_path))
     assert registered.record is record and registered.is_repaired  # nothing of the name changes
-    assert {path: store._files.read(path) for path in good} == good
+    assert {path: storage.read(path) for path in good} == good
     assert not (await registry.register("a", files(tmp_path))).is_repaired
 
 

@@ -40,6 +40,6 @@ async def test_a_root_that_hangs_is_refused_in_time_and_takes_no_threads_of_othe
         is_back.set()
         while calls.num_hung:
             await asyncio.sleep(0)
-    calls._timeout_s = LONG_S
+    calls.timeout_s = LONG_S
     assert set(await roots.files(f"team/{tmp_path.name}")) == set(FILE_NAMES)
     roots.close()

@@ -515,7 +515,7 @@ async def test_resume_on_another_model_or_prompt_is_refused(api: Api, fields: di
     (field,) = fields
     message = caught.value.details() or ""
     assert message.startswith(f"preconditions.{field}: ") and message.endswith(
-        "send the request anew, without resume_from and preconditions"
+        "send a new request, without resume_from and preconditions"
     )
     assert len(api.fleet.requests) == 2
 
@@ -620,12 +620,16 @@ async def test_version_deleted_while_the_prompt_is_tokenised_fails_only_who_name
     await codec.close()
 
 
+class UntouchedEncoder:
+    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> Any:
+        raise AssertionError("a prompt was encoded")
+
+
 @pytest.mark.parametrize("prompt", [{"text": "he"}, {"chat": {"messages": [{"role": "user", "content": "he"}]}}])
 async def test_request_that_has_no_room_is_refused_before_it_is_tokenised(tmp_path: Path, prompt: Any) -> None:
-    codec = TextCodec(byte_level_tokenizer(), ChatRenderer("{{ messages[0].content }}", {}))
-    untouchable: Any = None
+    chat = ChatRenderer("{{ messages[0].content }}", {})
+    codec = TextCodec(byte_level_tokenizer(), chat, encoder=UntouchedEncoder())
     async with Api(tmp_path, codec).running() as api:
-        codec._gate = codec._tokenizer = untouchable
         api.fleet.refusal = QueueFull("8 requests wait already; try again in a moment")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(api, request(**prompt, stopping={"max_tokens": 7}, decoding={"n": 3}))

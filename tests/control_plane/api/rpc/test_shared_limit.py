@@ -78,4 +78,4 @@ def test_counts_balance_and_the_total_stays_bounded(size: int, moves: list[tuple
         assert limit.num_held == len(held) <= size * (1 + math.log(6))
     for place in held:
         place.close()
-    assert limit.num_held == 0 and not limit._held
+    assert limit.num_held == limit.num_hosts == 0

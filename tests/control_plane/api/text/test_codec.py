@@ -28,16 +28,23 @@ class PanickingTokenizer:
 
 
 @pytest.fixture
-async def codec() -> AsyncIterator[TextCodec]:
-    codec = TextCodec(byte_level_tokenizer(), ChatRenderer("{{ messages[0].content }}", {}))
+def encoder() -> Any:
+    """What encodes; None: the tokenizer. Tests put another one in its place."""
+    return None
+
+
+@pytest.fixture
+async def codec(encoder: Any) -> AsyncIterator[TextCodec]:
+    codec = TextCodec(byte_level_tokenizer(), ChatRenderer("{{ messages[0].content }}", {}), encoder=encoder)
     yield codec
     await codec.close()
 
 
+@pytest.mark.parametrize("encoder", [PanickingTokenizer()], ids=["PanickingTokenizer"])
 @pytest.mark.parametrize("num_chars", [3, MAX_INLINE_CHARS + 1], ids=["inline", "in a thread"])
-async def test_panic_of_the_tokenizer_names_the_field(codec: TextCodec, num_chars: int) -> None:
-    broken: Any = PanickingTokenizer()
-    codec._tokenizer = broken
+async def test_panic_of_the_tokenizer_names_the_field(
+    codec: TextCodec, encoder: PanickingTokenizer, num_chars: int
+) -> None:
     for field, encoding in (
         ("text", codec.encode_text("a" * num_chars)),
         ("chat", codec.encode_chat([{"role": "user", "content": "a" * num_chars}])),
@@ -81,9 +88,8 @@ class Untouched:
         raise AssertionError("a text was encoded that is too long by its length")
 
 
-async def test_text_far_beyond_the_context_is_refused_by_its_length(codec: TextCodec) -> None:
-    untouched: Any = Untouched()
-    codec._tokenizer = untouched
+@pytest.mark.parametrize("encoder", [Untouched()], ids=["Untouched"])
+async def test_text_far_beyond_the_context_is_refused_by_its_length(codec: TextCodec, encoder: Untouched) -> None:
     too_long = "a" * 1_000_000
     for field, encoding in (
         ("text", codec.encode_text(too_long, max_model_len=4096)),
@@ -125,9 +131,8 @@ class GatedTokenizer:
         return byte_level_tokenizer().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
-async def test_texts_of_one_tenant_do_not_hold_up_those_of_another(codec: TextCodec) -> None:
-    gated: Any = GatedTokenizer()
-    codec._tokenizer = gated
+@pytest.mark.parametrize("encoder", [GatedTokenizer()], ids=["GatedTokenizer"])
+async def test_texts_of_one_tenant_do_not_hold_up_those_of_another(codec: TextCodec, encoder: GatedTokenizer) -> None:
 
     def encode(name: str) -> asyncio.Task[list[int]]:
         return asyncio.create_task(codec.encode_text(name * MAX_INLINE_CHARS, tenant=name[0]))
@@ -136,24 +141,25 @@ async def test_texts_of_one_tenant_do_not_hold_up_those_of_another(codec: TextCo
     await asyncio.sleep(0)
     other = encode("b0")
     async with asyncio.timeout(30):
-        while "b0" not in gated.texts:
+        while "b0" not in encoder.texts:
             await asyncio.sleep(0.01)
-    assert len(gated.texts) == NUM_PLACES, "every place but one is the flooding tenant's"
-    gated.go_on.set()
+    assert len(encoder.texts) == NUM_PLACES, "every place but one is the flooding tenant's"
+    encoder.go_on.set()
     assert len(await other) == 2 * MAX_INLINE_CHARS
     await asyncio.gather(*flood)
 
 
-async def test_more_texts_than_may_wait_are_refused_with_a_time_to_come_back(codec: TextCodec) -> None:
-    gated: Any = GatedTokenizer()
-    codec._tokenizer = gated
+@pytest.mark.parametrize("encoder", [GatedTokenizer()], ids=["GatedTokenizer"])
+async def test_more_texts_than_may_wait_are_refused_with_a_time_to_come_back(
+    codec: TextCodec, encoder: GatedTokenizer
+) -> None:
     text = "a" * 2**20
     waiting = [asyncio.create_task(codec.encode_text(text)) for _ in range(NUM_PLACES + 40)]
     refused = asyncio.as_completed(waiting)
     with pytest.raises(Exhausted, match=r"wait to be tokenised.*at most 67108864.*try again in 1 s") as caught:
         await next(refused)
     assert caught.value.retry_after_s == 1.0
-    gated.go_on.set()
+    encoder.go_on.set()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert 32 <= sum(isinstance(outcome, list) for outcome in outcomes) <= NUM_PLACES + 32
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from control_plane.api.text.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
+from control_plane.api.text.detokenizer import BYTE_BY_CHAR, DetokenizerFactory
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from tests.control_plane.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
@@ -31,7 +31,7 @@ def straddling_tokenizer() -> Tokenizer:
     """Tokens that begin and end within code points."""
     tokenizer = sequence_byte_level_tokenizer()
     vocab = tokenizer.get_vocab(with_added_tokens=False)
-    char_by_byte = {value: char for char, value in _BYTE_BY_CHAR.items()}
+    char_by_byte = {value: char for char, value in BYTE_BY_CHAR.items()}
     for bytes_ in (b"\x82a\xe2", b"\xac\xf0\x9f", b"\x98\x80\xe2\x82", b"\xe2\x82", b"\xf0", b"\x80\x80", b"\xed\xa0"):
         vocab["".join(char_by_byte[value] for value in bytes_)] = len(vocab)
     tokenizer.model = models.BPE(vocab=vocab, merges=[])
@@ -122,7 +122,7 @@ def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
 @pytest.mark.parametrize("broken", ["80", "ff", "c3", "e2 82", "f0 9f 98", "8261e2", "82e282 f0", "9f61f0 9f98"])
 def test_cost_of_a_token_does_not_grow_with_broken_bytes(broken: str) -> None:
     """Text that ends in U+FFFD is final but for an unfinished code point, whatever the tokens break."""
-    char_by_byte = {value: char for char, value in _BYTE_BY_CHAR.items()}
+    char_by_byte = {value: char for char, value in BYTE_BY_CHAR.items()}
     tokens = ["".join(char_by_byte[value] for value in bytes.fromhex(token)) for token in broken.split()]
     tokenizer = sequence_byte_level_tokenizer()
     vocab = tokenizer.get_vocab(with_added_tokens=False)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from control_plane.api.text.fair_gate import FairGate
+from control_plane.api.text.fair_gate import FairGate, FairGateStats
 from control_plane.errors import Exhausted
 
 
@@ -143,5 +143,4 @@ async def test_random_comings_and_goings_leave_nothing_behind() -> None:
         for done in at_gate._done.values():
             done.set()
         await asyncio.gather(*at_gate.tasks.values(), return_exceptions=True)
-        assert at_gate.gate.num_waiting_bytes == 0 and not at_gate.gate._waiting
-        assert not at_gate.gate._num_inside and not at_gate.gate._num_inside_by_tenant
+        assert at_gate.gate.stats() == FairGateStats(0, 0, 0, 0)

@@ -130,10 +130,10 @@ def test_every_field_of_peft_is_known() -> None:
 
     from control_plane.registry.peft import config_fields
 
-    known = config_fields.READ | config_fields.INERT | set(config_fields._REFUSED)
+    known = config_fields.READ | config_fields.INERT | set(config_fields.REFUSED)
     assert {field.name for field in dataclasses.fields(LoraConfig)} <= known
     assert not config_fields.READ & config_fields.INERT
-    assert not (config_fields.READ | config_fields.INERT) & set(config_fields._REFUSED)
+    assert not (config_fields.READ | config_fields.INERT) & set(config_fields.REFUSED)
 
 
 @pytest.mark.parametrize(

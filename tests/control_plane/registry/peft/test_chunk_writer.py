@@ -44,7 +44,7 @@ def test_slices_of_any_size_give_the_same_bytes(
     whole = written(tensors, source)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_writer, "SLICE_VALUES", slice_values)
-        patch.setattr(chunk_writer, "_HASHED_BYTES", 7)
+        patch.setattr(chunk_writer, "HASHED_BYTES", 7)
         assert written(tensors, source) == whole
     result, data = whole
     head_size = 8 + int.from_bytes(data[:8], "little")
@@ -68,7 +68,7 @@ def test_a_large_tensor_is_never_in_memory_as_a_whole(
 ) -> None:
     """16 MB of values in slices of 16 384: what is held at any time is a few slices."""
     monkeypatch.setattr(chunk_writer, "SLICE_VALUES", 1 << 14)
-    monkeypatch.setattr(chunk_writer, "_HASHED_BYTES", 1 << 16)
+    monkeypatch.setattr(chunk_writer, "HASHED_BYTES", 1 << 16)
     with open(f"{tmp_path}/in", "w+b") as source, open(f"{tmp_path}/out", "x+b") as out:  # noqa: PTH123
         source.truncate(4 * shape[0] * shape[1])
         tensor = PackedTensor(

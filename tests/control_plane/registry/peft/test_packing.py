@@ -14,6 +14,7 @@ from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft import packing
 from control_plane.registry.peft.ingest import CONFIG_FILE, ingest
 from control_plane.registry.peft.packing import Packer
+from control_plane.store_calls import StoreCalls
 from tests.control_plane.registry.rig import base_model, pack, write_adapter
 
 LONG_S = 60.0
@@ -49,7 +50,8 @@ async def test_files_that_cannot_be_read_in_time_hold_up_no_other_adapter(
     reports = WorkerReports(tmp_path / "reports.json", limit=128)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    packer = Packer(base_model(), reports, max_adapter_bytes=1 << 20, scratch_dir=scratch, timeout_s=0.2)
+    calls = StoreCalls(timeout_s=0.2, what="the disk with the adapter's files")
+    packer = Packer(base_model(), reports, max_adapter_bytes=1 << 20, scratch_dir=scratch, calls=calls)
 
     async def packed_digest(files: dict[str, Path]) -> str:
         async with packer.packed(files, threading.Event()) as packed:
@@ -59,11 +61,11 @@ async def test_files_that_cannot_be_read_in_time_hold_up_no_other_adapter(
     refused = await asyncio.gather(*(packed_digest(hung) for _ in range(3)), return_exceptions=True)
     assert [type(error) for error in refused] == [StoreUnavailable] * 3
     assert "the disk with the adapter's files did not respond within 0.2" in str(refused[0])
-    packer._calls._timeout_s = LONG_S  # this machine may be slow
+    calls.timeout_s = LONG_S  # this machine may be slow
     assert await packed_digest(good) == expected
     disk.is_back.set()
     async with asyncio.timeout(LONG_S):
-        while packer._calls.num_hung:
+        while calls.num_hung:
             await asyncio.sleep(0)
     assert [type(error) for error in disk.ended] == [Abandoned] * 3
     assert not list(scratch.iterdir())

@@ -61,8 +61,13 @@ def root() -> Iterator[str]:
 
 
 @pytest.fixture
-def files(root: str) -> Iterator[RemoteFiles]:
-    opened = RemoteFiles(MemoryFileSystem(), root)
+def lease(root: str) -> StoreLease:
+    return StoreLease(RemoteFiles(MemoryFileSystem(), root))
+
+
+@pytest.fixture
+def files(root: str, lease: StoreLease) -> Iterator[RemoteFiles]:
+    opened = RemoteFiles(MemoryFileSystem(), root, lease=lease)
     opened.lock()
     yield opened
     opened.close()
@@ -85,18 +90,18 @@ def test_files_are_written_read_in_parts_moved_and_deleted(files: RemoteFiles, t
         files.read("blobs/d/0")
 
 
-def test_a_second_control_plane_on_one_bucket_is_refused(files: RemoteFiles, root: str) -> None:
-    second = StoreLease(RemoteFiles(MemoryFileSystem(), root), wait=lambda timeout_s: files._lease.renew())
+def test_a_second_control_plane_on_one_bucket_is_refused(files: RemoteFiles, lease: StoreLease, root: str) -> None:
+    second = StoreLease(RemoteFiles(MemoryFileSystem(), root), wait=lambda timeout_s: lease.renew())
     with pytest.raises(StoreLocked, match="in use: another control plane uses the store"):
         RemoteFiles(MemoryFileSystem(), root, lease=second).lock()
 
 
-def test_a_control_plane_that_lost_the_store_changes_nothing(files: RemoteFiles, root: str) -> None:
+def test_a_control_plane_that_lost_the_store_changes_nothing(files: RemoteFiles, lease: StoreLease, root: str) -> None:
     files.write("adapters/a.json", b"mine")
     second = RemoteFiles(MemoryFileSystem(), root, is_exclusive=True)
     second.lock()
     second.write("adapters/a.json", b"theirs")
-    files._lease.renew()
+    lease.renew()
     for change in (
         lambda: files.write("adapters/a.json", b"mine"),
         lambda: files.write_file("adapters/a.json", Path(__file__)),
