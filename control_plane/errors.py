@@ -1,4 +1,4 @@
-"""Every error the control plane can tell a client, and the one table to gRPC status codes.
+"""Every error that a client may see, and the one table to gRPC status codes.
 
 Code elsewhere raises these plainly; `control_plane.api.rpc.interceptor` turns them into a status with google.rpc
 details. Messages are read by clients: they name the field, the value, the limit and the next step, and never a

@@ -1,4 +1,4 @@
-"""StatusService: what the system is and how it fares."""
+"""StatusService: the model, the workers, the queues and the adapters at one moment."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def registered_message(registered: Registered) -> adapters_pb2.Adapter:
 
 def _change(registered: Registered) -> adapters_pb2.RegistrationChange:
     record, previous = registered.record, registered.previous
-    if previous is None or not previous.versions:  # a record that could not be read is written anew
+    if previous is None or not previous.versions:  # a record that could not be read is written again
         return adapters_pb2.REGISTRATION_CHANGE_CREATED
     if record is previous and not registered.is_repaired:
         return adapters_pb2.REGISTRATION_CHANGE_NONE

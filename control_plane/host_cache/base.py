@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class HostCacheStats:
-    """What the cache holds and how it fares."""
+    """What the cache holds, and whether it works."""
 
     num_adapters: int
     used_bytes: int

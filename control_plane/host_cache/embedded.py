@@ -108,7 +108,7 @@ class EmbeddedRedis:
             self._write_config()
             await self._launch()
         except BaseException:
-            await self.stop()  # nobody else would: passwords and socket directory stay behind otherwise
+            await self.stop()  # else passwords and socket directory stay behind
             raise
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 

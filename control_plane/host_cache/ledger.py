@@ -1,4 +1,4 @@
-"""Who is in the cache, how large, how recently used, and what must go to make room. No I/O."""
+"""Which adapters are in the cache, their sizes, how recently they were used, and which to evict. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Sizes = tuple[int, ...]  # of one adapter: manifest, then chunks; bytes
 
 
 class Ledger:
-    """LRU by bytes over digests that nobody pinned."""
+    """LRU by bytes over digests that are not pinned."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes

@@ -22,7 +22,7 @@ class BlobWriter:
         self._catalog = catalog
 
     async def put(self, packed: PackedInfo) -> bool:
-        """Have the whole blob in the store; whether one was repaired that is there already, which is read in full.
+        """Write the blob unless the store has it whole, which a full read shows. Returns whether one was repaired.
 
         A half-written blob goes again; a damaged one that could not be repaired stays as it is.
         """

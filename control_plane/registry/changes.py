@@ -1,7 +1,7 @@
-"""Runs the registry's changes to their end, whatever becomes of the callers.
+"""Runs the registry's changes to their end, also when the callers leave.
 
-A caller that is cancelled, or that waits for a store that hangs, leaves; the change goes on, so that memory and store
-stay alike. One change of a name runs at a time.
+A caller leaves when it is cancelled, or when the store hangs. The change goes on, so that memory and store stay the
+same. One change of a name runs at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class Abandoned(Exception):
-    """Nobody waits for this change any more, and it had not begun to change anything."""
+    """The caller left before the change had changed anything."""
 
 
 class Changes:
@@ -32,7 +32,7 @@ class Changes:
     def __init__(self, calls: StoreCalls) -> None:
         self._calls = calls
         self._tasks: set[asyncio.Task[Any]] = set()
-        # A name's lock is taken before a blob's. Nobody waits for a holder that a hung store keeps.
+        # A name's lock is taken before a blob's. A waiter gives up when the holder waits for a store that hangs.
         self.locks = KeyedLocks(self._refuse_while_hung)
 
     def __len__(self) -> int:

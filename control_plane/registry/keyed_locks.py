@@ -1,4 +1,4 @@
-"""Locks by key, for coroutines: one holder per key, forgotten when nobody wants it."""
+"""Locks by key, for coroutines: one holder per key. A lock is removed when it has no holder and no waiter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ CHECK_INTERVAL_S = 1.0
 
 
 class KeyedLocks:
-    """One lock for each key that anybody holds or waits for.
+    """One lock for each key that has a holder or a waiter.
 
-    `check` is called every `check_interval_s` by whoever waits for a key, and may raise to end that wait.
+    `check` is called every `check_interval_s` by each waiter, and may raise to end that wait.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None, *, check_interval_s: float = CHECK_INTERVAL_S) -> None:
@@ -25,7 +25,7 @@ class KeyedLocks:
 
     @asynccontextmanager
     async def hold(self, key: str) -> AsyncIterator[None]:
-        """Have the key to oneself."""
+        """Hold the key's lock while the block runs."""
         shared = self._shared.setdefault(key, _SharedLock())
         shared.num_users += 1
         try:

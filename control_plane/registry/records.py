@@ -19,7 +19,7 @@ _FORMAT = 2
 
 
 class AdapterState(enum.Enum):
-    """Where an adapter stands in its life."""
+    """Whether an adapter can be used."""
 
     ACTIVE = "active"
     DELETING = "deleting"  # stored as the record's name
@@ -99,7 +99,7 @@ class StoredRecord:
 
     record: AdapterRecord  # without versions, unless `is_old`
     digests: tuple[str, ...]  # of its versions, newest first
-    is_old: bool  # of the format that holds the versions: to be written anew
+    is_old: bool  # in the old format, which holds the versions: to be written again
 
 
 # Fields of a record that its document does not have: found out, or in documents of their own.
@@ -136,7 +136,7 @@ def decode_record(raw: bytes) -> StoredRecord:
         case 2:
             digests = document.pop("version_digests", None)
             if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
-                raise ValueError("version_digests is missing or no list")
+                raise ValueError("version_digests is missing or is not a list")
             values = _checked(AdapterRecord, document, skip=_NOT_STORED)
             record = AdapterRecord(**values, state=AdapterState.ACTIVE, state_reason="", versions=())
             return StoredRecord(record, tuple(digests), is_old=False)
@@ -165,7 +165,7 @@ def with_versions(stored: StoredRecord, found: Mapping[str, AdapterVersion]) -> 
 def _decode_with_versions(document: dict[str, Any]) -> StoredRecord:
     listed = document.pop("versions", None)
     if not isinstance(listed, list) or not all(isinstance(version, dict) for version in listed):
-        raise ValueError("versions is missing or no list")
+        raise ValueError("versions is missing or is not a list")
     # They had no numbers: counted from the oldest, which is the last.
     versions = tuple(_version(version | {"number": len(listed) - place}) for place, version in enumerate(listed))
     state = AdapterState(document.pop("state", None))
@@ -181,7 +181,7 @@ def _version(document: dict[str, Any]) -> AdapterVersion:
     values = _checked(AdapterVersion, document)
     modules = values.pop("target_modules")
     if not all(isinstance(module, str) for module in modules):
-        raise ValueError("target_modules is no list of names")
+        raise ValueError("target_modules is not a list of names")
     # Interned: thousands of versions name the same few hundred modules.
     return AdapterVersion(**values, target_modules=tuple(map(sys.intern, modules)))
 

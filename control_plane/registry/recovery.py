@@ -146,7 +146,7 @@ def _write_anew(store: ArtifactStore, record: AdapterRecord) -> None:
     for version in record.versions:
         store.write_version(record.adapter_id, version.digest, encode_version(version))
     store.write_record(record.adapter_id, encode_record(record))
-    logger.info("adapter record written anew adapter_id=%s num_versions=%d", record.adapter_id, len(record.versions))
+    logger.info("adapter record written again adapter_id=%s num_versions=%d", record.adapter_id, len(record.versions))
 
 
 async def _blobs_in_order(

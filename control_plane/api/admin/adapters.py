@@ -38,7 +38,7 @@ from control_plane.errors import Unavailable
 from control_plane.registry.registry import Registry
 
 SERVICE_NAME = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
-ADAPTERS_AT_ONCE = 32  # of a page, before others have their turn of the event loop
+ADAPTERS_AT_ONCE = 32  # of a page, before other tasks get a turn of the event loop
 MAX_MASK_PATHS = 16  # more than there are fields that can be changed
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -222,7 +222,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     async def DeleteAdapterVersion(
         self, request: adapters_pb2.DeleteAdapterVersionRequest, _context: Context
     ) -> operations_pb2.Operation:
-        """Refuse new requests of the version at once; the operation ends when every tier is clear of it."""
+        """Refuse new requests of the version at once; the operation ends when no tier has the version."""
         self._gate.check()
         adapter_id = adapter_id_in(request.name)
         require(check_digest, request.digest, "digest")

@@ -1,4 +1,4 @@
-"""Receives the files of an adapter from an upload stream into a directory that is gone when the upload ends.
+"""Receives the files of an adapter from an upload stream into a directory that is removed when the upload ends.
 
 Owns sizes, order, hashes and the least rate of an upload; knows nothing of what the files mean.
 """

@@ -28,7 +28,7 @@ def require_model(expected: str, fingerprint: str) -> None:
     if expected and expected != fingerprint:
         raise PreconditionFailed(
             f"preconditions.model_fingerprint: {expected[:12]} is not the model served here, {fingerprint[:12]}; "
-            "send the request anew, without resume_from and preconditions"
+            "send a new request, without resume_from and preconditions"
         )
 
 
@@ -40,7 +40,7 @@ def require_prompt(expected: str, token_ids: Sequence[int]) -> None:
     if expected != present:
         raise PreconditionFailed(
             f"preconditions.prompt_sha256: the prompt has the SHA-256 {present[:12]}, not {expected[:12]}: the "
-            "tokenizer, the chat template or the input changed; send the request anew, without resume_from and "
+            "tokenizer, the chat template or the input changed; send a new request, without resume_from and "
             "preconditions"
         )
 

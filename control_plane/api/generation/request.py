@@ -258,7 +258,7 @@ def _check_resume(request: generation_pb2.GenerateRequest, decoding: Decoding, v
     if decoding.num_indices > 1:
         violations.add(
             "resume_from",
-            f"is set with {decoding.num_indices} completions; only one can be continued, so send the request anew",
+            f"is set with {decoding.num_indices} completions; only one can be continued, so send a new request",
         )
     if request.sampling.HasField("prompt_logprobs"):
         violations.add(

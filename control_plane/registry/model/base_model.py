@@ -38,7 +38,7 @@ _LAYERS_PATH = {
 }
 # These keep the weights of their linears transposed.
 _TRANSPOSED_TYPES = {"gpt2"}
-# What checkpoints call layers, with whatever stands before: saved without the head, or out of a larger model.
+# What checkpoints call layers. The part before differs if a model was saved without its head or taken out of another.
 _LAYER_TENSOR = re.compile(r"^(?P<path>(?:[a-z_0-9]+\.)*?(?:layers|h|blocks))\.(?P<index>\d+)\.(?P<module>.+)\.weight$")
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 # Last part of the name of a router's weight, which transformers holds as a parameter, not as a linear.
@@ -122,7 +122,7 @@ def _float_tensors(model_dir: Path) -> dict[str, CheckpointTensor]:
     if index_path.exists():
         weight_map = _read_json(index_path, is_required=True).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise BaseModelError(f"{index_path}: weight_map is missing or no map of names to files")
+            raise BaseModelError(f"{index_path}: weight_map is missing or is not a map of names to files")
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise BaseModelError(f"{index_path}: weight_map names a file outside the checkpoint directory")
@@ -154,7 +154,7 @@ def _shard_header(path: Path) -> tuple[dict[str, Any], int]:
             raise
         raise BaseModelError(f"cannot read {path}: {error}") from error
     if not isinstance(header, dict):
-        raise BaseModelError(f"{path}: the safetensors header is no object")
+        raise BaseModelError(f"{path}: the safetensors header is not a JSON object")
     return header, 8 + size
 
 

@@ -121,7 +121,9 @@ def _target_modules(value: Any) -> frozenset[str] | None:
             f"is the pattern {show(value)}, and patterns are not read; list module names, or all-linear",
         )
     if value is None:
-        raise refuse("target_modules", "is null, so PEFT chose the modules itself; list the module names it chose")
+        raise refuse(
+            "target_modules", "is null, so PEFT chose the modules itself; list the module names that PEFT chose"
+        )
     names = _names("target_modules", value)
     if not names:
         raise refuse("target_modules", "names no module; list module names, or all-linear")

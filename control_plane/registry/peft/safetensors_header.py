@@ -64,7 +64,9 @@ def read_header(file: BinaryIO, file_size: int, *, max_tensors: int) -> dict[str
     header_size = int.from_bytes(prefix, "little")
     limit = BASE_HEADER_BYTES + HEADER_BYTES_PER_TENSOR * max_tensors
     if header_size > limit:
-        raise refuse(FIELD, f"header of {header_size} bytes, limit {limit}; this is no safetensors file of an adapter")
+        raise refuse(
+            FIELD, f"header of {header_size} bytes, limit {limit}; this is not a safetensors file of an adapter"
+        )
     if header_size > file_size - 8:
         raise refuse(FIELD, f"header of {header_size} bytes in a file of {file_size} bytes; the upload was cut off")
     header = _parse(file.read(header_size), header_size)
@@ -118,7 +120,7 @@ def _no_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def shorten(name: str, limit: int = 120) -> str:
@@ -129,7 +131,7 @@ def shorten(name: str, limit: int = 120) -> str:
 
 def _parse(raw: bytes, header_size: int) -> dict[str, Any]:
     if len(raw) != header_size or not raw.startswith(b"{"):
-        raise refuse(FIELD, "the header does not begin with '{'; this is no safetensors file")
+        raise refuse(FIELD, "the header does not begin with '{'; this is not a safetensors file")
     return parse_json_object(raw, FIELD)
 
 

@@ -2,7 +2,7 @@
 
     blobs/{digest}/00000.safetensors ...   chunks
     blobs/{digest}/manifest.json           written last: a blob without it does not exist
-    adapters/{id}.json                     records: what is inside is the registry's affair
+    adapters/{id}.json                     records; the registry defines their content
     adapters/{id}.deleting                 the record of a name that is being deleted, renamed
     versions/{id}/{digest}.json            one document per version; those that no record names do not count
     incarnation.json                       counts the times that the store was opened
@@ -90,7 +90,7 @@ class ArtifactStore:
                 elif name.endswith(TEMP_SUFFIX):
                     self._files.delete(f"adapters/{name}")
                 else:
-                    logger.warning("file in the store is no record, left alone name=%r", name)
+                    logger.warning("file in the store is not a record, left alone name=%r", name)
             # A rename that broke off in a remote store leaves both: the deletion had not begun.
             for adapter_id in set(records) & set(deleting):
                 self._files.delete(_deleting(adapter_id))
@@ -195,7 +195,7 @@ class ArtifactStore:
             self._files.write(_record(adapter_id), document)
 
     def mark_deleting(self, adapter_id: str) -> None:
-        """Rename the record of a name: once it is gone the name is being deleted. Needs no space on a local disk."""
+        """Rename the record of a name: without it the name is being deleted. Needs no space on a local disk."""
         with _changing("delete"):
             try:
                 self._files.move(_record(adapter_id), _deleting(adapter_id))

@@ -75,7 +75,9 @@ class RemoteFiles:
             raise StoreLocked(f"the store is in use: {error}; give each control plane its own") from error
         except OSError as error:
             if self._is_exclusive:
-                logger.warning("store without a lease: that nobody else uses it is the operator's word error=%s", error)
+                logger.warning(
+                    "store without a lease, because the operator says that no other process uses it error=%s", error
+                )
             elif isinstance(error, LeaseUnsupported):
                 raise StoreLocked(
                     f"the store ({type(self.filesystem).__name__}) cannot keep two control planes apart: {error}; if "
@@ -176,7 +178,7 @@ class RemoteFiles:
         self._lease.check()
         with _as_os_errors():
             yield
-        self._lease.check()  # lost meanwhile, another control plane may have undone it: that is no success
+        self._lease.check()  # lost meanwhile, another control plane may have undone it: that is not a success
 
     def _path(self, path: str) -> str:
         return f"{self.root}/{path}"

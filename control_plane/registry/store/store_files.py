@@ -65,8 +65,8 @@ class StoreFiles(Protocol):
 class LocalFiles:
     """A directory of this machine: write beside, fsync, rename, fsync the directory.
 
-    A directory that is moved or unmounted while it is locked is never made anew: every change raises OSError until the
-    same directory is back.
+    A directory that is moved or unmounted while it is locked is never created again: every change raises OSError until
+    the same directory is back.
     """
 
     def __init__(self, root: Path) -> None:
@@ -171,7 +171,7 @@ class LocalFiles:
             raise
         _sync_directory(target.parent)
         _sync_directory(target.parent.parent)  # the parent may be new
-        self._lock.check()  # moved or unmounted meanwhile, the file may lie elsewhere: that is no success
+        self._lock.check()  # moved or unmounted meanwhile, the file may be elsewhere: that is not a success
 
     def _make_parent(self, target: Path) -> None:
         """Make the directories between the root and the file. The root itself must be there."""

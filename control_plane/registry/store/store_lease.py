@@ -1,6 +1,6 @@
 """A lease on a remote store: one control plane at a time, kept by documents that are written only where none is.
 
-    leases/{number}.json        the highest number holds the store; its owner writes it anew every few seconds
+    leases/{number}.json        the highest number holds the store; its owner rewrites it every few seconds
 
 A lease whose document did not change for `LEASE_S` is void, and the next number may be taken. Two who take one number
 cannot both succeed, and one that lost its lease finds a higher number. No clocks of two machines are compared.
@@ -41,10 +41,10 @@ class LeaseFiles(Protocol):
     """What the lease needs of the store."""
 
     def create(self, path: str, data: bytes) -> None:
-        """Write the file. Raises FileExistsError where one is, whoever is quicker."""
+        """Write the file. Raises FileExistsError if it exists, also if it appears at the same time."""
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write the file in the place of the one that is there."""
+        """Replace the file."""
 
     def read(self, path: str) -> bytes:
         """The whole file."""
@@ -69,7 +69,7 @@ class StoreLease:
         renew_interval_s: float = RENEW_INTERVAL_S,
         renews: bool = True,
     ) -> None:
-        """`takes_over`: the operator says that nobody else is there, so an earlier lease is not waited for.
+        """`takes_over`: the operator says that no other process uses the store, so an earlier lease is ignored.
 
         `renews`: in a thread of its own, from `acquire` to `release`.
         """
