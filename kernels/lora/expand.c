@@ -11,42 +11,42 @@ enum { MIX_ROWS = LANES == 16 ? 12 : 4, MOST_PAIRS = LANES == 16 ? 8 : 4, MOST_S
 /* Columns of a chunk, and the chunks of a task at most. */
 enum { CHUNK = 256, MOST_CHUNKS = 4 };
 
-/* Up to CHUNK columns of one tile of one site, for one block of tokens. */
+/* Up to CHUNK columns of one tile of one module, for one block of tokens. */
 typedef struct {
-    int64_t site, column, count; /* columns of the site */
+    int64_t module, column, count; /* columns of the module */
     int64_t tile, offset;        /* where they lie in B */
     int64_t place;               /* of the first one in y */
 } Part;
 
-static int64_t chunks_of_tile(const LoraSites *p) { return (p->tile_width + CHUNK - 1) / CHUNK; }
+static int64_t chunks_of_tile(const LoraModules *p) { return (p->tile_width + CHUNK - 1) / CHUNK; }
 
-static int64_t chunks_of_block(const LoraSites *p) {
+static int64_t chunks_of_block(const LoraModules *p) {
     int64_t tiles = 0;
-    for (int64_t site = 0; site < p->num_sites; site++) tiles += tiles_of(p, p->out[site]);
+    for (int64_t module = 0; module < p->num_modules; module++) tiles += tiles_of(p, p->out[module]);
     return tiles * chunks_of_tile(p);
 }
 
-/* A part may be empty: of the last tile of a site only the first columns are used. */
-static Part part_of(const LoraSites *p, int64_t index) {
+/* A part may be empty: of the last tile of a module only the first columns are used. */
+static Part part_of(const LoraModules *p, int64_t index) {
     Part part = {0};
     const int64_t per_tile = chunks_of_tile(p);
-    for (;; part.site++) {
-        const int64_t chunks = tiles_of(p, p->out[part.site]) * per_tile;
+    for (;; part.module++) {
+        const int64_t chunks = tiles_of(p, p->out[part.module]) * per_tile;
         if (index < chunks) break;
         index -= chunks;
-        part.place += p->out[part.site];
+        part.place += p->out[part.module];
     }
     part.tile = index / per_tile;
     part.offset = index % per_tile * CHUNK;
     part.column = part.tile * p->tile_width + part.offset;
-    const int64_t in_tile = p->tile_width - part.offset, in_site = p->out[part.site] - part.column;
+    const int64_t in_tile = p->tile_width - part.offset, in_module = p->out[part.module] - part.column;
     part.count = in_tile < CHUNK ? in_tile : CHUNK;
-    if (in_site < part.count) part.count = in_site;
+    if (in_module < part.count) part.count = in_module;
     part.place += part.column;
     return part;
 }
 
-/* One block's h of one site: rows of `stride` bytes, rounded to the dtype, with zeros past the rank. Of bfloat16 where
+/* One block's h of one module: rows of `stride` bytes, rounded to the dtype, with zeros past the rank. Of bfloat16 where
  * the CPU multiplies pairs of bfloat16, else of float32. */
 typedef struct {
     char *values;
@@ -61,10 +61,10 @@ typedef struct {
 
 static int64_t shrunk_stride(int64_t width) { return (width + LANES - 1) / LANES * LANES * (int64_t)sizeof(float); }
 
-INLINE void copy_shrunk(const LoraTokens *tokens, int64_t num_tokens, int64_t site, int64_t begin, int64_t rows,
+INLINE void copy_shrunk(const LoraTokens *tokens, int64_t num_tokens, int64_t module, int64_t begin, int64_t rows,
                         int64_t rank, const Shrunk *h, int dtype) {
     for (int64_t row = 0; row < rows; row++) {
-        const float *from = tokens->h + (site * num_tokens + tokens->order[begin + row]) * tokens->width;
+        const float *from = tokens->h + (module * num_tokens + tokens->order[begin + row]) * tokens->width;
         char *to = h->values + row * h->stride;
         for (int64_t first = 0; first < rank; first += LANES) {
             float some[LANES] = {0};
@@ -172,7 +172,7 @@ INLINE void mix_part(const Matrix *b, const Shrunk *h, int64_t row, Strip here, 
 #endif
 
 /* `count` values of a vector from index `at` on, over the pages. */
-static void read_vector(const LoraSites *p, int64_t at, int64_t count, float *values) {
+static void read_vector(const LoraModules *p, int64_t at, int64_t count, float *values) {
     const int64_t page_bytes = PAGE_RANKS * p->tile_width * item_bytes((int)p->dtype), per_page = page_bytes / 4;
     while (count > 0) {
         const int64_t offset = at % per_page, here = per_page - offset < count ? per_page - offset : count;
@@ -194,9 +194,9 @@ INLINE void load_floats(const float *from, int64_t count, int dtype, vec *first,
     *second = dtype == BFLOAT16 ? SHUFFLE_VECTORS(one, other, ODDS) : other;
 }
 
-/* What a part's sums become: y = gain (y - base_bias + scaling (sums + lora_bias)) + base_bias. */
+/* What a part's sums become: y = dora_scale (y - base_bias + scaling (sums + lora_bias)) + base_bias. */
 typedef struct {
-    const float *gain, *lora_bias, *base_bias; /* of the part's columns, or NULL */
+    const float *dora_scale, *lora_bias, *base_bias; /* of the part's columns, or NULL */
     float scaling;
 } Finish;
 
@@ -212,10 +212,10 @@ INLINE void finish_pair(const Finish *finish, char *y, int64_t place, int64_t co
     else
         load_part(y, place, count, dtype, &one, &other);
     first = one + finish->scaling * first, second = other + finish->scaling * second;
-    if (finish->gain) {
+    if (finish->dora_scale) {
         vec own_first = {0}, own_second = {0};
         if (finish->base_bias) load_floats(finish->base_bias + place, count, dtype, &own_first, &own_second);
-        load_floats(finish->gain + place, count, dtype, &one, &other);
+        load_floats(finish->dora_scale + place, count, dtype, &one, &other);
         first = one * (first - own_first) + own_first;
         second = other * (second - own_second) + own_second;
     }
@@ -227,7 +227,7 @@ INLINE void finish_pair(const Finish *finish, char *y, int64_t place, int64_t co
 
 /* The block's rows of y, and what is computed for them. */
 typedef struct {
-    const LoraSites *p;
+    const LoraModules *p;
     const int32_t *tokens;
     const Matrix *b;
     const Shrunk *h;
@@ -259,7 +259,7 @@ INLINE void expand_strip(const Work *work, char *const *y, int64_t first_row, in
     const int64_t item = item_bytes(dtype), fetched = (place + (is_many ? pairs * PAIR : 0)) * item;
     if (!is_many || dtype == FLOAT32) EACH_ROW fetch(y[row] + fetched, pairs * PAIR * item);
     mix_strip(work->b, work->h, first_row, here, next, sums, rows, pairs, dtype);
-    if (work->finish->gain || work->finish->lora_bias) {
+    if (work->finish->dora_scale || work->finish->lora_bias) {
         vec mixed[2 * MOST_SUMS], *to = mixed;
         EACH_ROW EACH_PAIR {
             *to++ = sums[row][pair][0];
@@ -333,47 +333,47 @@ INLINE void expand_part(const Work *work, int64_t rows, const Part *next, int dt
 }
 
 /* The chunks `first` to `last` of a block. */
-INLINE void expand_chunks(const LoraSites *p, const Step *step, int64_t block, int64_t slot, int64_t first,
+INLINE void expand_chunks(const LoraModules *p, const Step *step, int64_t block, int64_t slot, int64_t first,
                           int64_t last, char *scratch, int dtype) {
     const LoraTokens *tokens = step->lora;
     const int64_t begin = tokens->block_start[block], rows = tokens->block_end[block] - begin;
-    float *gain = (float *)scratch, *lora_bias = gain + CHUNK;
+    float *dora_scale = (float *)scratch, *lora_bias = dora_scale + CHUNK;
     Shrunk h = {(char *)(lora_bias + CHUNK), shrunk_stride(tokens->width), 0};
     Matrix b = {0};
     Part part = part_of(p, first), next;
-    for (int64_t index = first, site = -1; index < last; index++, part = next) {
+    for (int64_t index = first, module = -1; index < last; index++, part = next) {
         if (index + 1 < last) next = part_of(p, index + 1);
-        const int64_t at = part.site * p->num_slots + slot, rank = p->rank[at];
+        const int64_t at = part.module * p->num_slots + slot, rank = p->rank[at];
         if (rank == 0 || part.count <= 0) continue;
-        if (site != part.site) {
-            site = part.site;
-            b = matrix_of(p, site, slot, 1);
+        if (module != part.module) {
+            module = part.module;
+            b = matrix_of(p, module, slot, 1);
             h.num_groups = (rank + PAGE_RANKS - 1) / PAGE_RANKS;
-            copy_shrunk(tokens, step->num_tokens, site, begin, rows, rank, &h, dtype);
+            copy_shrunk(tokens, step->num_tokens, module, begin, rows, rank, &h, dtype);
         }
         Finish finish = {.scaling = p->scaling[at]};
         if (p->lora_bias && p->lora_bias[at] >= 0) {
             read_vector(p, p->lora_bias[at] + part.column, part.count, lora_bias);
             finish.lora_bias = lora_bias;
         }
-        if (p->gain && p->gain[at] >= 0) {
-            read_vector(p, p->gain[at] + part.column, part.count, gain);
-            finish.gain = gain;
+        if (p->dora_scale && p->dora_scale[at] >= 0) {
+            read_vector(p, p->dora_scale[at] + part.column, part.count, dora_scale);
+            finish.dora_scale = dora_scale;
             finish.base_bias = p->base_bias ? p->base_bias + part.place : NULL;
         }
         const Work work = {p, tokens->order + begin, &b, &h, &part, &finish};
-        const int has_next = index + 1 < last && next.site == site && next.count > 0;
+        const int has_next = index + 1 < last && next.module == module && next.count > 0;
         expand_part(&work, rows, has_next ? &next : NULL, dtype);
     }
 }
 
 /* Chunks of one task. No bit depends on them. */
-static int64_t chunks_of_task(const LoraSites *p, const LoraTokens *tokens, int64_t num_threads) {
+static int64_t chunks_of_task(const LoraModules *p, const LoraTokens *tokens, int64_t num_threads) {
     const int64_t fair = tokens->num_blocks * chunks_of_block(p) / (TASKS_OF_THREAD * num_threads);
     return fair < 1 ? 1 : fair < MOST_CHUNKS ? fair : MOST_CHUNKS;
 }
 
-static int64_t tasks_of_block(const LoraSites *p, const LoraTokens *tokens, int64_t num_threads) {
+static int64_t tasks_of_block(const LoraModules *p, const LoraTokens *tokens, int64_t num_threads) {
     const int64_t chunks = chunks_of_task(p, tokens, num_threads);
     return (chunks_of_block(p) + chunks - 1) / chunks;
 }
@@ -383,7 +383,7 @@ static int64_t num_expand_tasks(const void *problem, const Step *step, int64_t n
 }
 
 static void expand(const void *problem, const Step *step, int64_t task, int64_t num_threads, void *scratch) {
-    const LoraSites *p = problem;
+    const LoraModules *p = problem;
     const int64_t tasks = tasks_of_block(p, step->lora, num_threads), block = task / tasks;
     const int64_t chunks = chunks_of_task(p, step->lora, num_threads), first = task % tasks * chunks;
     const int64_t all_chunks = chunks_of_block(p), last = first + chunks < all_chunks ? first + chunks : all_chunks;

@@ -1,10 +1,11 @@
 /* Adapter weights in the arena's pages, as the LoRA ops read them. kernels/lora/layout.py says how they lie.
  *
- * The ops serve sites that read the same rows and write side by side:
+ * The ops serve modules that read the same rows and write side by side:
  *
- *   shrink:  h[site, t] = x[t] @ A[site, s].T            s the slot of token t
+ *   shrink:  h[module, t] = x[t] @ A[module, s].T            s the slot of token t
  *   embed:   h[0, t]    = A[s][:, token_ids[t]]
- *   expand:  y[t, columns of site] = gain (y - base_bias + scaling (h[site, t] @ B[site, s] + lora_bias)) + base_bias
+ *   expand:  y[t, columns of module] = dora_scale (y - base_bias + scaling (h[module, t] @ B[module, s] + lora_bias))
+ *            + base_bias
  *
  * Sums are float32; h is rounded to the dtype, y once at the end. A page is read once for all tokens of a block. A
  * token's sums have one order, whatever block it is in.
@@ -30,16 +31,16 @@ typedef struct {
     void *y;                   /* [num_tokens, sum of out], rows y_stride apart */
     const char *pages;         /* [num_pages, PAGE_RANKS, tile_width] */
     const int32_t *page_ids;
-    const int32_t *first;      /* [num_sites, num_slots], and so rank and scaling */
+    const int32_t *first;      /* [num_modules, num_slots], and so rank and scaling */
     const int32_t *rank;
     const float *scaling;
-    const int64_t *gain;       /* [num_sites, num_slots] or NULL: where the site's vector begins; below 0: none */
+    const int64_t *dora_scale; /* [num_modules, num_slots] or NULL: where the module's vector begins; below 0: none */
     const int64_t *lora_bias;
     const float *base_bias;    /* [sum of out] or NULL */
-    const int64_t *out;        /* [num_sites] */
-    int64_t x_stride, y_stride, in, num_sites, num_slots, tile_width, dtype;
+    const int64_t *out;        /* [num_modules] */
+    int64_t x_stride, y_stride, in, num_modules, num_slots, tile_width, dtype;
     double shrink_scaling;     /* h is multiplied by it */
-} LoraSites;
+} LoraModules;
 
 /* The pages of one matrix side: groups of 8 ranks, tiles of columns. */
 typedef struct {
@@ -52,16 +53,16 @@ INLINE const char *page_of(const Matrix *m, int64_t group, int64_t tile) {
     return m->pages + m->ids[group * m->num_tiles + tile] * m->page_bytes;
 }
 
-INLINE int64_t tiles_of(const LoraSites *p, int64_t width) { return (width + p->tile_width - 1) / p->tile_width; }
+INLINE int64_t tiles_of(const LoraModules *p, int64_t width) { return (width + p->tile_width - 1) / p->tile_width; }
 
-/* A (which 0) or B (which 1) of a site and slot. */
-static Matrix matrix_of(const LoraSites *p, int64_t site, int64_t slot, int which) {
-    const int64_t at = site * p->num_slots + slot, row_bytes = p->tile_width * item_bytes((int)p->dtype);
+/* A (which 0) or B (which 1) of a module and slot. */
+static Matrix matrix_of(const LoraModules *p, int64_t module, int64_t slot, int which) {
+    const int64_t at = module * p->num_slots + slot, row_bytes = p->tile_width * item_bytes((int)p->dtype);
     const int64_t a_tiles = tiles_of(p, p->in), groups = (p->rank[at] + PAGE_RANKS - 1) / PAGE_RANKS;
     return (Matrix){
         .pages = p->pages,
         .ids = p->page_ids + p->first[at] + (which ? groups * a_tiles : 0),
-        .num_tiles = which ? tiles_of(p, p->out[site]) : a_tiles,
+        .num_tiles = which ? tiles_of(p, p->out[module]) : a_tiles,
         .page_bytes = PAGE_RANKS * row_bytes,
         .row_bytes = row_bytes,
     };
@@ -73,7 +74,7 @@ INLINE void fetch(const char *from, int64_t bytes) {
 }
 
 /* -1 for a block without an adapter. */
-INLINE int64_t slot_of(const LoraSites *p, const LoraTokens *tokens, int64_t block) {
+INLINE int64_t slot_of(const LoraModules *p, const LoraTokens *tokens, int64_t block) {
     const int64_t slot = tokens->block_slot[block];
     return slot >= 0 && slot < p->num_slots ? slot : -1;
 }

@@ -80,7 +80,7 @@ INLINE void dot_page(const char *const *x, int64_t begin, int64_t count, const c
 }
 
 /* h[row] = x[row] @ the 8 ranks of a group. Pages from `fetched` on are not fetched ahead. */
-INLINE void shrink_rows(const LoraSites *p, const Matrix *a, const char *const *x, float *const *h, int64_t group,
+INLINE void shrink_rows(const LoraModules *p, const Matrix *a, const char *const *x, float *const *h, int64_t group,
                         int64_t num_ranks, int64_t fetched, int rows, int dtype) {
     vec sums[TILE_ROWS][PAGE_RANKS];
     EACH_ROW EACH_RANK sums[row][rank] = (vec){0};
@@ -98,12 +98,12 @@ INLINE void shrink_rows(const LoraSites *p, const Matrix *a, const char *const *
     }
 }
 
-/* The groups begin to end of ranks of one site for one block of tokens. */
-INLINE void shrink_groups(const LoraSites *p, const Step *step, int64_t block, int64_t site, int64_t slot,
+/* The groups begin to end of ranks of one module for one block of tokens. */
+INLINE void shrink_groups(const LoraModules *p, const Step *step, int64_t block, int64_t module, int64_t slot,
                           int64_t begin, int64_t end, int dtype) {
     const LoraTokens *tokens = step->lora;
-    const int64_t rank = p->rank[site * p->num_slots + slot];
-    const Matrix a = matrix_of(p, site, slot, 0);
+    const int64_t rank = p->rank[module * p->num_slots + slot];
+    const Matrix a = matrix_of(p, module, slot, 0);
     const int64_t first = tokens->block_start[block], last = tokens->block_end[block];
     for (int64_t group = begin; group < end; group++)
         for (int64_t at = first; at < last;) {
@@ -114,7 +114,7 @@ INLINE void shrink_groups(const LoraSites *p, const Step *step, int64_t block, i
             for (int64_t row = 0; row < rows; row++) {
                 const int64_t token = tokens->order[at + row];
                 x[row] = (const char *)p->x + token * p->x_stride * item_bytes(dtype);
-                h[row] = tokens->h + (site * step->num_tokens + token) * tokens->width;
+                h[row] = tokens->h + (module * step->num_tokens + token) * tokens->width;
             }
             if (rows == 1) shrink_rows(p, &a, x, h, group, rank, fetched, 1, dtype);
 #if defined(__AVX512F__)
@@ -125,33 +125,33 @@ INLINE void shrink_groups(const LoraSites *p, const Step *step, int64_t block, i
         }
 }
 
-/* Tasks of one block and site: all its ranks, or one group of 8 each where there are few blocks. */
-static int64_t rank_parts(const LoraSites *p, const LoraTokens *tokens, int64_t num_threads) {
-    if (tokens->num_blocks * p->num_sites >= TASKS_OF_THREAD * num_threads) return 1;
+/* Tasks of one block and module: all its ranks, or one group of 8 each where there are few blocks. */
+static int64_t rank_parts(const LoraModules *p, const LoraTokens *tokens, int64_t num_threads) {
+    if (tokens->num_blocks * p->num_modules >= TASKS_OF_THREAD * num_threads) return 1;
     return (tokens->width + PAGE_RANKS - 1) / PAGE_RANKS;
 }
 
 static int64_t num_shrink_tasks(const void *problem, const Step *step, int64_t num_threads) {
-    const LoraSites *p = problem;
-    return step->lora ? step->lora->num_blocks * p->num_sites * rank_parts(p, step->lora, num_threads) : 0;
+    const LoraModules *p = problem;
+    return step->lora ? step->lora->num_blocks * p->num_modules * rank_parts(p, step->lora, num_threads) : 0;
 }
 
 static void shrink(const void *problem, const Step *step, int64_t task, int64_t num_threads, void *scratch) {
     (void)scratch;
-    const LoraSites *p = problem;
+    const LoraModules *p = problem;
     const int64_t parts = rank_parts(p, step->lora, num_threads), part = task % parts;
-    const int64_t site = task / parts % p->num_sites;
-    const int64_t block = task / parts / p->num_sites, slot = slot_of(p, step->lora, block);
+    const int64_t module = task / parts % p->num_modules;
+    const int64_t block = task / parts / p->num_modules, slot = slot_of(p, step->lora, block);
     if (slot < 0) return;
-    const int64_t groups = (p->rank[site * p->num_slots + slot] + PAGE_RANKS - 1) / PAGE_RANKS;
+    const int64_t groups = (p->rank[module * p->num_slots + slot] + PAGE_RANKS - 1) / PAGE_RANKS;
     const int64_t begin = parts == 1 ? 0 : part, end = parts == 1 || groups < part + 1 ? groups : part + 1;
     if (begin >= end) return;
     if (p->dtype == BFLOAT16)
-        shrink_groups(p, step, block, site, slot, begin, end, BFLOAT16);
+        shrink_groups(p, step, block, module, slot, begin, end, BFLOAT16);
     else if (p->dtype == FLOAT16)
-        shrink_groups(p, step, block, site, slot, begin, end, FLOAT16);
+        shrink_groups(p, step, block, module, slot, begin, end, FLOAT16);
     else
-        shrink_groups(p, step, block, site, slot, begin, end, FLOAT32);
+        shrink_groups(p, step, block, module, slot, begin, end, FLOAT32);
 }
 
 static int64_t num_embed_tasks(const void *problem, const Step *step, int64_t num_threads) {
@@ -162,7 +162,7 @@ static int64_t num_embed_tasks(const void *problem, const Step *step, int64_t nu
 /* An id that A has no column of gives NaN. */
 static void embed(const void *problem, const Step *step, int64_t block, int64_t num_threads, void *scratch) {
     (void)num_threads, (void)scratch;
-    const LoraSites *p = problem;
+    const LoraModules *p = problem;
     const LoraTokens *tokens = step->lora;
     const int64_t slot = slot_of(p, tokens, block);
     if (slot < 0) return;

@@ -106,7 +106,7 @@ INLINE void run_tokens(const RotateStore *p, const Rotation *rotation, int64_t b
         rotate_heads(p, &room, query, p->num_heads, p->query_head_stride, is_normed ? room.query_weight : NULL, dtype);
         rotate_heads(p, &room, key, p->store.num_heads, p->store.key.head_stride, is_normed ? room.key_weight : NULL,
                      dtype);
-        if (p->store.key.cache) store_token(&p->store, token, rotation->slots[token], dtype, room.store);
+        if (p->store.key.cache) store_token(&p->store, token, rotation->kv_positions[token], dtype, room.store);
     }
 }
 

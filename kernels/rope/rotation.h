@@ -9,7 +9,7 @@
  * kernels/rope/native.py. */
 typedef struct Rotation {
     const void *cos, *sin;         /* [num_tokens, half]: row t is token t's */
-    const int64_t *slots;          /* [num_tokens], -1: not stored; NULL where nothing is */
+    const int64_t *kv_positions;   /* [num_tokens], -1: not stored; NULL where nothing is */
     int64_t cos_stride, sin_stride; /* between rows, in elements */
     int64_t dtype;                 /* of both tables */
 } Rotation;

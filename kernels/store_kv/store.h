@@ -1,4 +1,4 @@
-/* How a token's keys and values are written to their slot of a paged cache: alone (store_kv.c), or behind the rotation
+/* How a token's keys and values are written to their position in a paged cache: alone (store_kv.c), or behind the rotation
  * (rope.c). */
 
 #ifndef MOTET_STORE_H
@@ -15,8 +15,8 @@ typedef uint8_t bytes __attribute__((vector_size(LANES)));
 /* Keys or values. Mirrored by kernels/store_kv/native.py. */
 typedef struct {
     void *tokens;  /* [num_tokens, heads, dim] */
-    void *cache;   /* [num_slots, heads, dim]; NULL: nothing is stored */
-    float *scales; /* [num_slots, heads], written, of an FP8 cache with a scale per token and head; else NULL */
+    void *cache;   /* [num_kv_positions, heads, dim]; NULL: nothing is stored */
+    float *scales; /* [num_kv_positions, heads], written, of an FP8 cache with a scale per token and head; else NULL */
     int64_t stride, head_stride, dim; /* of tokens, in elements */
     float inverse_scale;              /* of an FP8 cache with one scale */
 } Part;
@@ -24,7 +24,7 @@ typedef struct {
 /* Mirrored by kernels/store_kv/native.py. */
 typedef struct {
     Part key, value;
-    int64_t num_heads, num_slots;
+    int64_t num_heads, num_kv_positions;
     int64_t dtype, cache_dtype; /* of the tokens, and of both caches */
 } Store;
 
@@ -84,26 +84,26 @@ INLINE void store_head(const Part *part, const void *head, int64_t place, int dt
     quantize(scratch, part->dim, inverse, to);
 }
 
-INLINE void store_part_of_token(const Store *p, const Part *part, int64_t token, int64_t slot, int dtype,
+INLINE void store_part_of_token(const Store *p, const Part *part, int64_t token, int64_t kv_position, int dtype,
                                 int cache_dtype, float *scratch) {
     const char *tokens = (const char *)part->tokens + token * part->stride * item_bytes(dtype);
     for (int64_t head = 0; head < p->num_heads; head++) {
         const void *values = tokens + head * part->head_stride * item_bytes(dtype);
-        store_head(part, values, slot * p->num_heads + head, dtype, cache_dtype, scratch);
+        store_head(part, values, kv_position * p->num_heads + head, dtype, cache_dtype, scratch);
     }
 }
 
-/* Writes a token's keys and values to its slot; one that is no slot of the caches, such as -1, is passed over. */
-INLINE void store_token(const Store *p, int64_t token, int64_t slot, int dtype, float *scratch) {
-    if (slot < 0 || slot >= p->num_slots) return;
+/* Writes a token's keys and values to its KV position. A position outside the caches, such as -1, is skipped. */
+INLINE void store_token(const Store *p, int64_t token, int64_t kv_position, int dtype, float *scratch) {
+    if (kv_position < 0 || kv_position >= p->num_kv_positions) return;
     const Part *parts[] = {&p->key, &p->value};
     for (int part = 0; part < 2; part++) {
         if (p->cache_dtype == dtype)
-            store_part_of_token(p, parts[part], token, slot, dtype, dtype, scratch);
+            store_part_of_token(p, parts[part], token, kv_position, dtype, dtype, scratch);
         else if (p->cache_dtype == FLOAT8)
-            store_part_of_token(p, parts[part], token, slot, dtype, FLOAT8, scratch);
+            store_part_of_token(p, parts[part], token, kv_position, dtype, FLOAT8, scratch);
         else
-            store_part_of_token(p, parts[part], token, slot, dtype, (int)p->cache_dtype, scratch);
+            store_part_of_token(p, parts[part], token, kv_position, dtype, (int)p->cache_dtype, scratch);
     }
 }
 

@@ -1,4 +1,4 @@
-/* Keys and values to their slots of the paged caches. A task is a run of tokens; no two tokens have one slot. */
+/* Writes keys and values to their KV positions. A task is a run of tokens; no two tokens have one position. */
 
 #include "store.h"
 
@@ -7,7 +7,7 @@ enum { NUMBERS_OF_TASK = 16384 };
 /* Mirrored by kernels/store_kv/native.py. */
 typedef struct {
     Store store;
-    const int64_t *slots; /* [num_tokens] */
+    const int64_t *kv_positions; /* [num_tokens] */
 } StoreKv;
 
 static int64_t tokens_of_task(const Store *p) {
@@ -33,11 +33,11 @@ static void run(const void *problem, const Step *step, int64_t task, int64_t num
     const int64_t end = begin + tokens < step->num_tokens ? begin + tokens : step->num_tokens;
     for (int64_t token = begin; token < end; token++) {
         if (p->store.dtype == BFLOAT16)
-            store_token(&p->store, token, p->slots[token], BFLOAT16, scratch);
+            store_token(&p->store, token, p->kv_positions[token], BFLOAT16, scratch);
         else if (p->store.dtype == FLOAT16)
-            store_token(&p->store, token, p->slots[token], FLOAT16, scratch);
+            store_token(&p->store, token, p->kv_positions[token], FLOAT16, scratch);
         else
-            store_token(&p->store, token, p->slots[token], FLOAT32, scratch);
+            store_token(&p->store, token, p->kv_positions[token], FLOAT32, scratch);
     }
 }
 
