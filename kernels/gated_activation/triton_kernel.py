@@ -12,7 +12,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _gated_activation_kernel(
+def gated_activation_kernel(
     y_ptr,  # [T, n], contiguous
     x_ptr,  # [T, 2 n]
     stride_xt,
@@ -43,7 +43,7 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     if y.numel() == 0:
         return y
     block = min(round_up(width), BLOCK)
-    _gated_activation_kernel[(num_tokens, ceil_div(width, block))](
+    gated_activation_kernel[(num_tokens, ceil_div(width, block))](
         y, x, x.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation
     )
     return y

@@ -20,7 +20,7 @@ from kernels.paged_attention.triton_loop import attend, decode_range, finish
 
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
-def _decode_kernel(
+def decode_kernel(
     # pointers
     out_ptr,  # [T, Hq, Dv]
     part_ptr,  # float32 [num_parts, Hq, Dv]: weighted values of the first programs, those of several splits
@@ -81,7 +81,7 @@ def _decode_kernel(
 ):
     """One split of one sequence with one query, one tile of heads. Grid: (P, Hkv * HEAD_TILES).
 
-    A sequence of one split is finished here; `_combine_kernel` joins the others.
+    A sequence of one split is finished here; `combine_kernel` joins the others.
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -139,8 +139,8 @@ def _decode_kernel(
 
 
 @triton.jit(do_not_specialize=["window"])
-def _combine_kernel(
-    # pointers, as in _decode_kernel
+def combine_kernel(
+    # pointers, as in decode_kernel
     out_ptr,
     part_ptr,
     part_sum_ptr,
@@ -232,7 +232,7 @@ def run_decode(
         "SPLIT_KEYS": launch.split_keys,
         "SPLITS": launch.max_splits,
     }
-    _decode_kernel[(len(work.programs), num_heads // group * head_tiles)](
+    decode_kernel[(len(work.programs), num_heads // group * head_tiles)](
         **every,
         programs_ptr=work.programs,
         HEADS=heads,
@@ -242,8 +242,8 @@ def run_decode(
         num_stages=launch.num_stages,
     )
     if len(work.joins) > 0:
-        _combine_kernel[(len(work.joins), num_heads)](
-            **{name: every[name] for name in _combine_kernel.arg_names if name in every},
+        combine_kernel[(len(work.joins), num_heads)](
+            **{name: every[name] for name in combine_kernel.arg_names if name in every},
             joins_ptr=work.joins,
             num_warps=1 if arguments["BLOCK_DV"] <= 128 else 2,
         )

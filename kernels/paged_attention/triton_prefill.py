@@ -21,7 +21,7 @@ from kernels.paged_attention.triton_loop import attend, finish, sparse_range
 
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
-def _prefill_kernel(
+def prefill_kernel(
     # pointers
     out_ptr,  # [T, Hq, Dv]
     query_ptr,  # [T, Hq, D]
@@ -173,7 +173,7 @@ def run_prefill(output: torch.Tensor, batch: DeviceBatch, arguments: Mapping[str
     if len(work) == 0:
         return
     head_tiles = ceil_div(group, heads)
-    _prefill_kernel[(len(work), output.shape[1] // group * head_tiles)](
+    prefill_kernel[(len(work), output.shape[1] // group * head_tiles)](
         **arguments,
         tiles_ptr=work,
         HEADS=heads,

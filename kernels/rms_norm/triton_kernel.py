@@ -10,7 +10,7 @@ from kernels.buckets import round_up
 
 
 @triton.jit
-def _rms_norm_kernel(
+def rms_norm_kernel(
     # pointers
     y_ptr,  # [T, H], contiguous
     x_ptr,  # [T, H]
@@ -57,7 +57,7 @@ def rms_norm(
     if num_tokens == 0:
         return y
     block = round_up(hidden)
-    _rms_norm_kernel[(num_tokens,)](
+    rms_norm_kernel[(num_tokens,)](
         y,
         x,
         y if residual is None else residual,

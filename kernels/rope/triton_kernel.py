@@ -65,7 +65,7 @@ def _turn_heads(
 
 
 @triton.jit
-def _rope_kernel(
+def rope_kernel(
     # pointers
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, Hkv, D]
@@ -167,7 +167,7 @@ def apply_rope(
     # A missing tensor is passed as another pointer, which is not read.
     value, key_cache, value_cache, kv_positions = store or (key, key, key, key)
     query_tiles = ceil_div(num_heads, BLOCK_HEADS)
-    _rope_kernel[(num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS))](
+    rope_kernel[(num_tokens, query_tiles + ceil_div(num_kv_heads, BLOCK_HEADS))](
         query,
         key,
         value,

@@ -23,7 +23,7 @@ def _penalise(x, history, is_seen, repetition, presence, frequency):
 
 
 @triton.jit
-def _penalise_kernel(
+def penalise_kernel(
     # pointers
     adjusted_ptr,  # float32 [m, V], contiguous
     logits_ptr,  # [n, V]
@@ -57,7 +57,7 @@ def _penalise_kernel(
 
 
 @triton.jit(do_not_specialize=["num_biases"])
-def _bias_kernel(
+def bias_kernel(
     # pointers
     adjusted_ptr,  # float32 [m, V], contiguous
     logits_ptr,  # [n, V]
@@ -111,11 +111,11 @@ def adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
         adjustments.history,
     )
     # No a * b + c in one rounding: the CPU rounds twice.
-    _penalise_kernel[(num_rows, ceil_div(vocab_size, BLOCK))](
+    penalise_kernel[(num_rows, ceil_div(vocab_size, BLOCK))](
         *shared, vocab_size, *logits.stride(), BLOCK=BLOCK, enable_fp_fusion=False
     )
     if num_biases > 0:
-        _bias_kernel[(bucket(ceil_div(num_biases, BLOCK_BIASES)),)](
+        bias_kernel[(bucket(ceil_div(num_biases, BLOCK_BIASES)),)](
             *shared,
             adjustments.bias_row,
             adjustments.bias_token,

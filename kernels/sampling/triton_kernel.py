@@ -34,7 +34,7 @@ def _gumbel(seed, position, token_ids):
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _draw_kernel(
+def draw_kernel(
     # pointers
     best_ptr,  # float64 [n, num_parts]
     best_id_ptr,  # int32 [n, num_parts]
@@ -91,7 +91,7 @@ def _draw_kernel(
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def _pick_kernel(tokens_ptr, best_ptr, best_id_ptr, num_parts, PARTS: tl.constexpr):
+def pick_kernel(tokens_ptr, best_ptr, best_id_ptr, num_parts, PARTS: tl.constexpr):
     """tokens[row], int64: the best of the parts, the lowest id among equals. Grid: (n,)."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, PARTS)
@@ -147,7 +147,7 @@ def sample(
         raise_lowest(launch, of_mass=True)
     best = torch.empty(grid, dtype=torch.float64, device=device)
     best_id = torch.empty(grid, dtype=torch.int32, device=device)
-    _draw_kernel[grid](
+    draw_kernel[grid](
         best,
         best_id,
         launch.highest,
@@ -166,7 +166,7 @@ def sample(
         enable_fp_fusion=False,
     )
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    _pick_kernel[(num_rows,)](tokens, best, best_id, num_parts, PARTS=round_up(num_parts))
+    pick_kernel[(num_rows,)](tokens, best, best_id, num_parts, PARTS=round_up(num_parts))
     return tokens
 
 

@@ -10,7 +10,7 @@ BLOCK = 4096  # tokens per load
 
 
 @triton.jit
-def _normalise_kernel(
+def normalise_kernel(
     # pointers
     normaliser_ptr,  # float32 [n]
     rank_ptr,  # int64 [n]
@@ -52,7 +52,7 @@ def normalise(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tens
     normaliser = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows > 0:
-        _normalise_kernel[(num_rows,)](
+        normalise_kernel[(num_rows,)](
             normaliser, rank, logits, token_ids, vocab_size, *logits.stride(), BLOCK=BLOCK, num_warps=8
         )
     return normaliser, rank

@@ -61,7 +61,7 @@ def _descend(sums, prefix, above, limit):
 
 
 @triton.jit(do_not_specialize=["pass_index", "num_rows", "num_parts"])
-def _digit_kernel(
+def digit_kernel(
     # pointers
     sums_ptr,  # int64 [passes, n, num_parts, 16]
     prefix_ptr,  # uint32 as int32 [passes, n]: digits found before each pass
@@ -129,7 +129,7 @@ def _digit_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def _lowest_kernel(
+def lowest_kernel(
     lowest_ptr,
     sums_ptr,
     prefix_ptr,
@@ -160,7 +160,7 @@ def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
     sums = new((NUM_PASSES, num_rows, launch.num_parts, 1 << DIGIT_BITS), dtype=torch.int64)
     prefix, above = new((NUM_PASSES, num_rows)), new((NUM_PASSES, num_rows), dtype=torch.int64)
     for index in range(NUM_PASSES):
-        _digit_kernel[(num_rows, launch.num_parts)](
+        digit_kernel[(num_rows, launch.num_parts)](
             sums,
             prefix,
             above,
@@ -181,7 +181,7 @@ def raise_lowest(launch: Launch, *, of_mass: bool) -> None:
             num_warps=launch.parameters.search_warps,
             enable_fp_fusion=False,
         )
-    _lowest_kernel[(num_rows,)](
+    lowest_kernel[(num_rows,)](
         launch.lowest,
         sums,
         prefix,

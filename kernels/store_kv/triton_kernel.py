@@ -51,7 +51,7 @@ def _store_one(
 
 
 @triton.jit
-def _store_kv_kernel(
+def store_kv_kernel(
     # pointers
     key_ptr,  # [T, Hkv, D]
     value_ptr,  # [T, Hkv, Dv]
@@ -112,8 +112,8 @@ def _store_head(
 
 
 @triton.jit
-def _store_scaled_kernel(
-    # pointers, as in _store_kv_kernel
+def store_scaled_kernel(
+    # pointers, as in store_kv_kernel
     key_ptr,
     value_ptr,
     key_cache_ptr,
@@ -168,7 +168,7 @@ def store_kv(
     if num_tokens == 0 or width == 0:
         return
     if isinstance(key_scale, torch.Tensor):
-        _store_scaled_kernel[(num_tokens, num_heads)](
+        store_scaled_kernel[(num_tokens, num_heads)](
             key,
             value,
             key_cache,
@@ -189,7 +189,7 @@ def store_kv(
         return
     assert not isinstance(value_scale, torch.Tensor), "check_scales lets no mixture pass"
     chunk = min(round_up(width), MAX_CHUNK)
-    _store_kv_kernel[(num_tokens, ceil_div(width, chunk))](
+    store_kv_kernel[(num_tokens, ceil_div(width, chunk))](
         key,
         value,
         key_cache,

@@ -11,9 +11,9 @@ from typing import Any
 
 import triton
 
-from kernels.gated_activation.triton_kernel import BLOCK, _gated_activation_kernel
-from kernels.rms_norm.triton_kernel import _rms_norm_kernel, num_warps_for
-from kernels.rope.triton_kernel import BLOCK_HEADS, _rope_kernel
+from kernels.gated_activation.triton_kernel import BLOCK, gated_activation_kernel
+from kernels.rms_norm.triton_kernel import num_warps_for, rms_norm_kernel
+from kernels.rope.triton_kernel import BLOCK_HEADS, rope_kernel
 from tests.kernels.compiling import compile_for_h200, stack_bytes
 
 
@@ -49,17 +49,17 @@ def compile_rope(dim: int, rotary_dim: int, *, has_norm: bool, has_positions: bo
         "HAS_CACHE": True,
     }
     kinds = {"positions_ptr": "*i64", "kv_positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-    compile_kernel(_rope_kernel, constants, kinds | {"eps": "fp32", "weight_offset": "fp32"}, 1)
+    compile_kernel(rope_kernel, constants, kinds | {"eps": "fp32", "weight_offset": "fp32"}, 1)
 
 
 def compile_norm(hidden: int, *, has_residual: bool) -> None:
     constants = {"HIDDEN": hidden, "BLOCK_H": triton.next_power_of_2(hidden), "HAS_RESIDUAL": has_residual}
     kinds = {"eps": "fp32", "weight_offset": "fp32"}
-    compile_kernel(_rms_norm_kernel, constants, kinds, num_warps_for(constants["BLOCK_H"]))
+    compile_kernel(rms_norm_kernel, constants, kinds, num_warps_for(constants["BLOCK_H"]))
 
 
 if __name__ == "__main__":
     compile_rope(128, 128, has_norm=False, has_positions=True)
     compile_rope(80, 32, has_norm=True, has_positions=False)
     compile_norm(4096, has_residual=True)
-    compile_kernel(_gated_activation_kernel, {"WIDTH": 14336, "BLOCK": BLOCK, "ACTIVATION": "silu"}, {}, 4)
+    compile_kernel(gated_activation_kernel, {"WIDTH": 14336, "BLOCK": BLOCK, "ACTIVATION": "silu"}, {}, 4)

@@ -104,9 +104,9 @@ def test_batches_of_one_bucket_launch_the_same_grids_whatever_their_lengths(
 
     first = step(decodes, [(40, 40), (88, 1700)], 140)
     assert [(name, grid) for name, grid, _ in first] == [
-        ("_decode_kernel", (3 + (1 if window else 4), 2)),
-        ("_combine_kernel", (1 if window else 3, 8)),
-        ("_prefill_kernel", (2 + 126 // 64, 2)),
+        ("decode_kernel", (3 + (1 if window else 4), 2)),
+        ("combine_kernel", (1 if window else 3, 8)),
+        ("prefill_kernel", (2 + 126 // 64, 2)),
     ]
     assert step(others[0], [(126, 300), (2, 2000)], 144) == first
     assert step(others[1], [(64, 64), (64, 90)], 129) == first
@@ -187,8 +187,8 @@ def test_sampling_launches_the_same_grids_whatever_the_rows_ask_for(launches: li
         index = torch.arange(num_biases)
         biases = {"bias_row": index % 3, "bias_token": index, "bias": torch.ones(num_biases)}
         sampling.sample(make_logits(3, 301), make_rows(settings), replace(adjustments, **biases))
-        return [(name, grid, told) for name, grid, told in launches if name != "_bias_kernel"] + [
-            (name, grid, {}) for name, grid, _ in launches if name == "_bias_kernel"
+        return [(name, grid, told) for name, grid, told in launches if name != "bias_kernel"] + [
+            (name, grid, {}) for name, grid, _ in launches if name == "bias_kernel"
         ]
 
     first = launched([(1.0, 5, 0.9, 0.1), (0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0)], 129)

@@ -9,8 +9,8 @@ from typing import Any
 import triton
 
 from kernels.paged_attention.launch import DecodeLaunch, PrefillLaunch, Sizes
-from kernels.paged_attention.triton_decode import _combine_kernel, _decode_kernel
-from kernels.paged_attention.triton_prefill import _prefill_kernel
+from kernels.paged_attention.triton_decode import combine_kernel, decode_kernel
+from kernels.paged_attention.triton_prefill import prefill_kernel
 from tests.kernels.compiling import compile_for_h200, num_unwaited, stack_bytes
 
 AS_QUERY = ("out_ptr", "query_ptr", "sinks_ptr", "slopes_ptr")
@@ -86,11 +86,11 @@ def compile_all(
     constants |= {f"HAS_{name}": False for name in ("WINDOW", "SINKS", "SOFTCAP", "SLOPES", "TOKEN_SCALES")}
     constants |= options
     tiles = constants | {"BLOCK_M": decode.block_m, "BLOCK_N": decode.block_n, "HEADS": min(group, decode.block_m)}
-    compile_kernel(_decode_kernel, tiles, dtype, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
+    compile_kernel(decode_kernel, tiles, dtype, cache, num_warps=decode.num_warps, num_stages=decode.num_stages)
     if has_combine:
-        compile_kernel(_combine_kernel, tiles, dtype, cache, num_warps=1, num_stages=1)
+        compile_kernel(combine_kernel, tiles, dtype, cache, num_warps=1, num_stages=1)
     tiles |= {"BLOCK_M": prefill.block_m, "BLOCK_N": prefill.block_n, "QUERIES": prefill.block_m // group}
-    compile_kernel(_prefill_kernel, tiles, dtype, cache, num_warps=prefill.num_warps, num_stages=prefill.num_stages)
+    compile_kernel(prefill_kernel, tiles, dtype, cache, num_warps=prefill.num_warps, num_stages=prefill.num_stages)
 
 
 def main() -> None:

@@ -20,27 +20,27 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
-    of_each = ["_decode_kernel", "_prefill_kernel"]
-    assert [kernel["kernel"] for kernel in compiled if kernel["kernel"] != "_combine_kernel"] == of_each * 9
+    of_each = ["decode_kernel", "prefill_kernel"]
+    assert [kernel["kernel"] for kernel in compiled if kernel["kernel"] != "combine_kernel"] == of_each * 9
     assert len(compiled) == 2 * 9 + 2
     for kernel in compiled:
         is_narrow = kernel["dtype"] == "bf16"
         runs_ahead = kernel["num_stages"] > 2
-        if kernel["kernel"] == "_decode_kernel":
+        if kernel["kernel"] == "decode_kernel":
             assert (kernel["num_mma"] > 0) == is_narrow
             assert kernel["num_wgmma"] == 0
-        if kernel["kernel"] == "_prefill_kernel":
+        if kernel["kernel"] == "prefill_kernel":
             assert (kernel["num_wgmma"] > 0) == is_narrow
-        if kernel["kernel"] != "_combine_kernel":
+        if kernel["kernel"] != "combine_kernel":
             assert runs_ahead or not is_narrow
             assert (kernel["num_ahead"] > 0) == runs_ahead, "no tile is loaded while another is computed"
         assert kernel["num_unwaited"] == 0, "a wgmma that ptxas before 13.3 may have broken"
-        is_fp8 = kernel["cache"] == "fp8e4nv" and kernel["kernel"] != "_combine_kernel"
+        is_fp8 = kernel["cache"] == "fp8e4nv" and kernel["kernel"] != "combine_kernel"
         assert (kernel["num_fp8_casts"] > 0) == is_fp8
         assert kernel["stack_bytes"] == 0, "registers are spilled"
         # One program of prefill, whose registers leave no room for two, or two others on a multiprocessor of 228 KiB.
         # (The 99 KiB of sm_89 hold one of each: wgmma takes more than the products there.)
-        assert kernel["shared_bytes"] < (227 if kernel["kernel"] == "_prefill_kernel" else 114) * 1024
+        assert kernel["shared_bytes"] < (227 if kernel["kernel"] == "prefill_kernel" else 114) * 1024
 
 
 PRODUCT = """

@@ -45,13 +45,13 @@ def main() -> None:
     for of_mass in (False, True):
         for is_first in (False, True):
             options = {"IS_FIRST": is_first, "OF_MASS": of_mass, "stride_lv": 1}
-            compile_kernel(triton_search._digit_kernel, options | sizes, num_warps=launch.search_warps)
-        compile_kernel(triton_search._lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
-    compile_kernel(triton_kernel._draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
-    compile_kernel(triton_kernel._pick_kernel, {"PARTS": 16})
-    compile_kernel(triton_adjust._penalise_kernel, {"BLOCK": triton_adjust.BLOCK, "stride_lv": 1})
-    compile_kernel(triton_adjust._bias_kernel, {"BLOCK": triton_adjust.BLOCK_BIASES})
-    compile_kernel(triton_logprobs._normalise_kernel, {"BLOCK": triton_logprobs.BLOCK, "stride_lv": 1}, num_warps=8)
+            compile_kernel(triton_search.digit_kernel, options | sizes, num_warps=launch.search_warps)
+        compile_kernel(triton_search.lowest_kernel, {"LAST_PASS": 7, "OF_MASS": of_mass, "PARTS": 16})
+    compile_kernel(triton_kernel.draw_kernel, {"HAS_MIN_P": True, "stride_lv": 1} | sizes)
+    compile_kernel(triton_kernel.pick_kernel, {"PARTS": 16})
+    compile_kernel(triton_adjust.penalise_kernel, {"BLOCK": triton_adjust.BLOCK, "stride_lv": 1})
+    compile_kernel(triton_adjust.bias_kernel, {"BLOCK": triton_adjust.BLOCK_BIASES})
+    compile_kernel(triton_logprobs.normalise_kernel, {"BLOCK": triton_logprobs.BLOCK, "stride_lv": 1}, num_warps=8)
 
 
 if __name__ == "__main__":

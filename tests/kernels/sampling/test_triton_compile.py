@@ -21,4 +21,4 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     assert len(compiled) == 8
     assert all(kernel["num_local"] == 0 for kernel in compiled.values()), "an array lies in local memory"
     # The CPU rounds each product and each sum.
-    assert compiled["_penalise_kernel"]["num_fused"] == compiled["_bias_kernel"]["num_fused"] == 0
+    assert compiled["penalise_kernel"]["num_fused"] == compiled["bias_kernel"]["num_fused"] == 0

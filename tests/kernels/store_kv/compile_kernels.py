@@ -18,10 +18,10 @@ def main() -> None:
         types = {**TOKENS, **SCALES, "key_cache_ptr": f"*{cache}", "value_cache_ptr": f"*{cache}"}
         types["value_scale_ptr"] = "*fp32"
         chunk = {"NUM_HEADS": 8, "CHUNK": 1024, "IS_FP8": cache != "bf16"}
-        compiled = [compile_for_h200(triton_kernel._store_kv_kernel, SIZES | chunk, types)]
+        compiled = [compile_for_h200(triton_kernel.store_kv_kernel, SIZES | chunk, types)]
         if cache != "bf16":
             head = {"MIN_SCALE": MIN_SCALE, "BLOCK_D": 128, "BLOCK_DV": 128}
-            compiled.append(compile_for_h200(triton_kernel._store_scaled_kernel, SIZES | head, types, num_warps=1))
+            compiled.append(compile_for_h200(triton_kernel.store_scaled_kernel, SIZES | head, types, num_warps=1))
         for kernel in compiled:
             ptx = kernel.asm["ptx"]
             print(json.dumps({"cache": cache, "num_fp8_casts": ptx.count("satfinite.e4m3x2")}))
