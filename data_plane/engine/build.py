@@ -119,12 +119,11 @@ def build_engine(config: WorkerConfig) -> TorchEngine:
 
 def _set_up_native_code(config: WorkerConfig, device: torch.device) -> None:
     """Compile the C for the CPU before any request could wait for it."""
-    if config.native_cache is not None:
-        native.use_cache_folder(config.native_cache)
+    settings = native.settings()
+    is_off = settings.is_off or config.native_code == "off"
+    native.configure(native.NativeSettings(is_off=is_off, cache_folder=config.native_cache or settings.cache_folder))
     native.set_num_threads(config.num_threads)
-    if config.native_code == "off":
-        native.turn_off()
-    elif device.type == "cpu":
+    if config.native_code != "off" and device.type == "cpu":
         logger.info("preparing native code", extra=shown("preparing native code, compiled at the first start"))
         native.library()
 

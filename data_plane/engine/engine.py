@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from data_plane.engine.host_blocks import HostBlocks
 from data_plane.engine.kv_cache import KVCache
 from data_plane.engine.logprobs import LogprobsRequest, compute_logprobs, joined
 from data_plane.engine.rows import BoolArray, Int64Array, Rows
-from data_plane.engine.sampler import Sampler
+from data_plane.engine.sampler import Sampler, SamplerStats
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import AdapterSlots, Capacities, Int32Array, RowLogprobs, StepOutput, StepPlan
@@ -25,8 +26,25 @@ from kernels.devices import upload
 logger = logging.getLogger(__name__)
 
 # One forward pass keeps at most so many bytes of float32 logits for log-probabilities of prompts.
-_PROMPT_LOGITS_BYTES = 256 << 20
+PROMPT_LOGITS_BYTES = 256 << 20
 _NO_ROWS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """A row between two steps."""
+
+    is_used: bool
+    slot: int | None  # of its adapter; None: the base model
+    num_computed: int  # leading tokens whose KV is in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of an engine."""
+
+    num_rows: int  # in use
+    sampler: SamplerStats
 
 
 class TorchEngine:
@@ -39,11 +57,13 @@ class TorchEngine:
         arena: AdapterArena,
         capacities: Capacities,
         host_blocks: HostBlocks | None = None,
+        *,
+        prompt_logits_bytes: int = PROMPT_LOGITS_BYTES,
     ) -> None:
         self.capacities = capacities
         self.slots: AdapterSlots = arena
         self.model = model
-        self._cache = cache
+        self.kv_cache = cache
         self.arena = arena
         self.adapter_steps = AdapterSteps(arena)
         self._host_blocks = host_blocks
@@ -58,7 +78,7 @@ class TorchEngine:
         device = cache.keys[0].device
         self._sampler = Sampler(max_rows=capacities.max_rows, vocab_size=capacities.vocab_size, device=device)
         self._last_tokens = torch.zeros(capacities.max_rows, dtype=torch.int64, device=device)
-        self._most_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * capacities.vocab_size), 1)
+        self._most_prompt_logits = max(prompt_logits_bytes // (4 * capacities.vocab_size), 1)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Apply the plan, compute, sample (see Engine)."""
@@ -89,6 +109,16 @@ class TorchEngine:
         self._rows.clear()
         self._sampler.clear()
         self.arena.clear()
+
+    def inspect(self, row: int) -> RowState:
+        """What is known of a row between two steps."""
+        rows = self._rows
+        slot = int(rows.slot[row])
+        return RowState(bool(rows.is_used[row]), slot if slot >= 0 else None, int(rows.num_computed[row]))
+
+    def stats(self) -> EngineStats:
+        """What the rows hold at present."""
+        return EngineStats(int(self._rows.is_used.sum()), self._sampler.stats())
 
     def _apply(self, plan: StepPlan) -> None:
         """The plan's differences, in the order of plan.proto."""
@@ -124,7 +154,7 @@ class TorchEngine:
             self._host_blocks.move(plan.swap_outs, plan.swap_ins)
             self._host_blocks.before_writing(plan.block_copies[:, 1].astype(np.int64))
         if len(plan.block_copies):
-            self._cache.copy_blocks(plan.block_copies)
+            self.kv_cache.copy_blocks(plan.block_copies)
         if plan.new_rows or len(plan.appended_blocks):
             self._clean_fresh_blocks(plan)
 
@@ -203,19 +233,19 @@ class TorchEngine:
     def _mark_dirty(self, rows: Int32Array) -> None:
         """Remember the blocks that these rows filled: the rows end, and their KV may not be finite."""
         for row in rows.tolist():
-            self._cache.mark_dirty(self._rows.own_blocks_of(row))
+            self.kv_cache.mark_dirty(self._rows.own_blocks_of(row))
 
     def _clean_fresh_blocks(self, plan: StepPlan) -> None:
         """Make blocks finite before rows fill them: appended blocks, and new rows' blocks behind computed tokens."""
         size = self.capacities.block_size
         fresh = [plan.appended_blocks[:, 1]]
         fresh += [new.block_ids[-(-new.num_computed_tokens // size) :] for new in plan.new_rows]
-        dirty = self._cache.dirty_of(np.concatenate(fresh))
+        dirty = self.kv_cache.dirty_of(np.concatenate(fresh))
         if len(dirty) == 0:
             return
         if self._host_blocks is not None:
             self._host_blocks.before_writing(dirty.astype(np.int64))
-        self._cache.make_finite(dirty)
+        self.kv_cache.make_finite(dirty)
 
 
 def _fetch(tokens: torch.Tensor, finite: torch.Tensor) -> tuple[Int32Array, BoolArray]:

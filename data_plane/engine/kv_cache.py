@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,28 +117,7 @@ class KVCache:
                 cache[index] = cache[index].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def fitting_blocks(
-    bytes_per_block: int, *, arena_bytes: int, host_kv_bytes: int, device: torch.device, most: int
-) -> int:
-    """Blocks that free memory holds beside the arena, and on the CPU beside the swapped-out blocks; at most `most`.
-
-    Raises ConfigError if not one fits.
-    """
-    if device.type == "cuda":
-        free, share, host_kv_bytes = torch.cuda.mem_get_info(device)[0], CUDA_SHARE, 0
-    else:
-        free, share = _free_host_bytes(), CPU_SHARE
-    num_blocks = int(max(free - arena_bytes - host_kv_bytes, 0) * share) // bytes_per_block
-    if num_blocks < 1:
-        also = f" and --host-kv-bytes {host_kv_bytes}" if host_kv_bytes else ""
-        raise ConfigError(
-            f"--num-blocks: {free} bytes are free and --arena-bytes takes {arena_bytes}{also}; no KV block of "
-            f"{bytes_per_block} bytes fits; lower --arena-bytes{' or --host-kv-bytes' if host_kv_bytes else ''}"
-        )
-    return min(num_blocks, most)
-
-
-def _free_host_bytes() -> int:
+def free_host_bytes() -> int:
     """Memory that this process may still take: the machine's available memory, or less if a cgroup limits it."""
     free = _available_bytes()
     root = Path("/sys/fs/cgroup")
@@ -158,3 +137,30 @@ def _available_bytes() -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def fitting_blocks(
+    bytes_per_block: int,
+    *,
+    arena_bytes: int,
+    host_kv_bytes: int,
+    device: torch.device,
+    most: int,
+    free_bytes: Callable[[], int] = free_host_bytes,
+) -> int:
+    """Blocks that free memory holds beside the arena, and on the CPU beside the swapped-out blocks; at most `most`.
+
+    Raises ConfigError if not one fits.
+    """
+    if device.type == "cuda":
+        free, share, host_kv_bytes = torch.cuda.mem_get_info(device)[0], CUDA_SHARE, 0
+    else:
+        free, share = free_bytes(), CPU_SHARE
+    num_blocks = int(max(free - arena_bytes - host_kv_bytes, 0) * share) // bytes_per_block
+    if num_blocks < 1:
+        also = f" and --host-kv-bytes {host_kv_bytes}" if host_kv_bytes else ""
+        raise ConfigError(
+            f"--num-blocks: {free} bytes are free and --arena-bytes takes {arena_bytes}{also}; no KV block of "
+            f"{bytes_per_block} bytes fits; lower --arena-bytes{' or --host-kv-bytes' if host_kv_bytes else ''}"
+        )
+    return min(num_blocks, most)

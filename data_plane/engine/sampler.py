@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,16 @@ from kernels.sampling import (
 # Token ids and what is added to their logits; -inf bans.
 _Biases = tuple[Int64Array, Float32Array]
 _NO_BIASES: _Biases = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerStats:
+    """Counts of a sampler."""
+
+    num_adjusted_rows: int  # rows whose logits are changed in some step
+    num_biased_rows: int
+    num_histories: int  # of rows with penalties
+    num_history_places: int  # allocated, histories included
 
 
 class Sampler:
@@ -82,6 +92,12 @@ class Sampler:
         counts = {"num_logprobs": self.num_logprobs, "num_prompt_logprobs": self.num_prompt_logprobs}
         return numbers | {name: values[row].item() for name, values in counts.items()}
 
+    def stats(self) -> SamplerStats:
+        """What the rows hold at present."""
+        return SamplerStats(
+            int(self._is_adjusted.sum()), len(self._biases), self._history.num_held, len(self._history.table)
+        )
+
     def free(self, rows: Int32Array) -> None:
         """End rows."""
         for row in rows[self._is_adjusted[rows]].tolist():
@@ -106,7 +122,7 @@ class Sampler:
         And whether all logits of the row are finite, bool [n]; else the token means nothing. positions [n] are the
         places of the tokens in the rows' answers, from 0.
         """
-        adjustments = self._adjustments(rows, positions) if self._is_adjusted[rows].any() else None
+        adjustments = self.adjustments(rows, positions) if self._is_adjusted[rows].any() else None
         tokens, is_finite = sample_and_check(logits, self._draws(rows, positions), adjustments)
         places = self._history_place[rows]
         if (places >= 0).any():
@@ -130,7 +146,7 @@ class Sampler:
             settings[f"has_{name}"] = bool((values[name] != DRAW_PARAMETERS[name].neutral).any())
         return SamplingRows(**settings, position=self._tensor(np.zeros_like(rows)))
 
-    def _adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
+    def adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
         """Of the rows whose logits change in this step; None if there is none."""
         biases_at = {
             index: self._biases_of(int(rows[index]), int(positions[index]))

@@ -19,6 +19,11 @@ class TokenHistory:
         # Invariant: len(_free) + places of rows == len(table).
         self._free: list[int] = []
 
+    @property
+    def num_held(self) -> int:
+        """Histories that rows hold."""
+        return len(self.table) - len(self._free)
+
     def take(self, prompt: Int32Array, completion: Int32Array) -> int:
         """The place of a new history that holds these tokens."""
         if not self._free:

@@ -81,10 +81,12 @@ def _measure(side: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
         for sizes, row_counts in ((side, DECODE_ROWS), (min(side, PREFILL_SIDE), PREFILL_ROWS)):
             weight = _numbers(sizes, sizes, dtype, random)
             is_streamed = row_counts is DECODE_ROWS
-            copies = _copies(weight, COPIES_BYTES // (weight.numel() * weight.element_size()) if is_streamed else 4)
+            copies = copies_by_form(
+                weight, COPIES_BYTES // (weight.numel() * weight.element_size()) if is_streamed else 4
+            )
             for rows in row_counts:
                 x = _numbers(rows, sizes, dtype, random)
-                products = {form: [_product(form, x, one, sizes) for one in copies[form]] for form in copies}
+                products = {form: [product_in(form, x, one, sizes) for one in copies[form]] for form in copies}
                 for form, time_s in best_times_s(products, budget_s=BUDGET_S).items():
                     times.setdefault(form, {})[str(rows)] = max(round(time_s * 1e6, 1), 0.1)
     return times
@@ -94,7 +96,7 @@ def _numbers(num_rows: int, num_columns: int, dtype: torch.dtype, random: torch.
     return torch.empty(num_rows, num_columns).uniform_(-1, 1, generator=random).to(dtype)
 
 
-def _copies(weight: torch.Tensor, num_copies: int) -> dict[Form, list[torch.Tensor]]:
+def copies_by_form(weight: torch.Tensor, num_copies: int) -> dict[Form, list[torch.Tensor]]:
     """Copies of the weight in each available form."""
     copies = {Form.PLAIN: [weight.clone() for _ in range(num_copies)]}
     if weight.dtype in DTYPES and has_native(weight):
@@ -106,7 +108,7 @@ def _copies(weight: torch.Tensor, num_copies: int) -> dict[Form, list[torch.Tens
     return copies
 
 
-def _product(form: Form, x: torch.Tensor, weight: torch.Tensor, out_features: int) -> Callable[[], torch.Tensor]:
+def product_in(form: Form, x: torch.Tensor, weight: torch.Tensor, out_features: int) -> Callable[[], torch.Tensor]:
     """The product of rows with a weight in a form, ready to be run."""
     if form is Form.ONEDNN:
         return lambda: onednn_linear(x, weight, None)

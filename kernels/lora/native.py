@@ -103,20 +103,20 @@ def shrink(
     x: torch.Tensor, h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, *, scaling: float = 1.0
 ) -> None:
     """Into h [modules, T, width]; see kernels.lora.reference."""
-    run_one("lora_shrink", problem(group, x, None, scaling=scaling), _step(segments, h))
+    run_one("lora_shrink", problem(group, x, None, scaling=scaling), step_of(segments, h))
 
 
 def embed(token_ids: torch.Tensor, h: torch.Tensor, group: ModuleGroup, segments: AdapterSegments) -> None:
     """Into h [1, T, width] of the only module; see kernels.lora.reference."""
     ids = token_ids.long()  # held here: a problem keeps no rows alive
-    run_one("lora_embed", problem(group, ids, None), _step(segments, h))
+    run_one("lora_embed", problem(group, ids, None), step_of(segments, h))
 
 
 def expand(
     h: torch.Tensor, y: torch.Tensor, group: ModuleGroup, segments: AdapterSegments, epilogue: Epilogue | None = None
 ) -> None:
     """y += of h [modules, T, width]; see kernels.lora.reference."""
-    run_one("lora_expand", problem(group, None, y, epilogue), _step(segments, h))
+    run_one("lora_expand", problem(group, None, y, epilogue), step_of(segments, h))
 
 
 def add(
@@ -131,10 +131,10 @@ def add(
     modules, program = problem(group, x, y, epilogue), Program()
     program.add("lora_shrink", modules)
     program.add("lora_expand", modules)
-    program.run(_step(segments, h))
+    program.run(step_of(segments, h))
 
 
-def _step(segments: AdapterSegments, h: torch.Tensor) -> Step:
+def step_of(segments: AdapterSegments, h: torch.Tensor) -> Step:
     tokens = lora_tokens(segments, h)
     step = Step(num_tokens=segments.num_tokens, lora=ctypes.addressof(tokens))
     step.keeps = tokens

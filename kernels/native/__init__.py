@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kernels.native.build import library, library_name, prebuild, turn_off, use_cache_folder
+from kernels.native.build import NativeSettings, configure, library, library_name, prebuild, settings
 from kernels.native.clock import clock_ns
 from kernels.native.compiler import find_compiler
 
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "NativeSettings",
     "Program",
     "Run",
     "Step",
     "clock_ns",
+    "configure",
     "find_compiler",
     "get_num_threads",
     "has_native",
@@ -43,8 +45,7 @@ __all__ = [
     "recording",
     "run_one",
     "set_num_threads",
-    "turn_off",
-    "use_cache_folder",
+    "settings",
 ]
 
 

@@ -42,28 +42,35 @@ PREBUILT = Path(__file__).parent / "prebuilt"  # where an image has its librarie
 # Libraries of other sources that stay: those used last. An older version of the code finds its own again.
 KEPT_OTHERS = 8
 
-_is_off = False
-_cache_folder: Path | None = None
+
+@dataclass(frozen=True, slots=True)
+class NativeSettings:
+    """Of this process."""
+
+    is_off: bool = False  # no native code: everything runs in plain torch
+    cache_folder: Path | None = None  # where libraries and measurements are kept; None: where the environment says
 
 
-def turn_off() -> None:
-    """Use no native code in this process: everything runs in torch."""
-    global _is_off
-    _is_off = True
-    _forget()
+_settings = NativeSettings()
 
 
-def use_cache_folder(folder: Path) -> None:
-    """Keep what is compiled and measured there, instead of where `cache_folder` says."""
-    global _cache_folder
-    _cache_folder = folder
-    _forget()
+def settings() -> NativeSettings:
+    """Those in force."""
+    return _settings
+
+
+def configure(settings: NativeSettings) -> None:
+    """Put settings in force. What is loaded already is looked for again."""
+    global _settings
+    _settings = settings
+    library.cache_clear()
+    _loaded.cache_clear()
 
 
 def cache_folder() -> Path | None:
     """Where libraries and measurements are kept: MOTET_NATIVE_CACHE, else below the user's cache folder."""
-    if _cache_folder is not None:
-        return _cache_folder
+    if _settings.cache_folder is not None:
+        return _settings.cache_folder
     if os.environ.get("MOTET_NATIVE_CACHE"):
         return Path(os.environ["MOTET_NATIVE_CACHE"])
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -256,18 +263,14 @@ class Loader:
 
 @cache
 def _loaded() -> Loaded | None:
-    if _is_off or sys.byteorder != "little":
-        logger.info("native code is off reason=%s", "it was turned off" if _is_off else "this CPU is big-endian")
+    if _settings.is_off or sys.byteorder != "little":
+        reason = "it was turned off" if _settings.is_off else "this CPU is big-endian"
+        logger.info("native code is off reason=%s", reason)
         return None
     place = cache_folder()
     kept = None if place is None else CacheFolder(place)
     recipe = Recipe(SOURCES, target_of(this_cpu()))
     return Loader(recipe, find_compiler(), cache=kept, prebuilt=CacheFolder(PREBUILT)).load()
-
-
-def _forget() -> None:
-    library.cache_clear()
-    _loaded.cache_clear()
 
 
 def _if_trusted(folder: CacheFolder | None) -> CacheFolder | None:

@@ -35,14 +35,14 @@ def test_rows_decode_with_the_adapters_that_were_loaded(tmp_path: Path) -> None:
     load_adapters(engine, model_dir, make_adapters("tiny", 2, tmp_path))
     driver = Driver(engine)
     driver.begin_decodes(5, 2, num_context=20, num_steps=3)
-    assert engine._rows.slot[:5].tolist() == [0, 1, 0, 1, 0]
+    assert [engine.inspect(row).slot for row in range(5)] == [0, 1, 0, 1, 0]
     driver.decode()
-    assert engine._rows.num_computed[:5].tolist() == [22] * 5
+    assert [engine.inspect(row).num_computed for row in range(5)] == [22] * 5
     driver.end()
     driver.prefill(30, 0)
-    assert engine._rows.num_computed[0] == 30
+    assert engine.inspect(0).num_computed == 30
     driver.end()
-    assert not engine._rows.is_used.any()
+    assert engine.stats().num_rows == 0
 
 
 def test_a_chart_without_matplotlib_is_refused_before_anything_is_made(

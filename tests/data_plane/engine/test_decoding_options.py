@@ -16,8 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_plane.engine.batch import split_prefills
-from data_plane.engine.engine import TorchEngine
+from data_plane.engine.engine import EngineStats, TorchEngine
 from data_plane.engine.logprobs import LEAST_LOGPROB
+from data_plane.engine.sampler import Sampler, SamplerStats
 from data_plane.errors import PlanRefused
 from data_plane.models.loader import LoadedModel
 from data_plane.plan import RowLogprobs, RowSampling
@@ -119,10 +120,11 @@ def test_penalties_survive_a_preemption_and_stay_with_their_row(engine: TorchEng
         assert [job.tokens for job in jobs] == [alone, plain, alone, plain]
 
 
-def test_row_past_its_min_tokens_costs_what_a_plain_one_costs(engine: TorchEngine) -> None:
+def test_row_past_its_min_tokens_costs_what_a_plain_one_costs() -> None:
     sampling = replace(GREEDY, min_tokens=2, banned_token_ids=array([3]))
-    engine.execute(make_plan(1, new=[new_row(3, sampling=sampling)], prefills=[(3, 7)]))
-    adjustments = [engine._sampler._adjustments(np.array([3]), np.array([position])) for position in (1, 2)]
+    sampler = Sampler(max_rows=4, vocab_size=256, device=torch.device("cpu"))
+    sampler.add(new_row(3, sampling=sampling))
+    adjustments = [sampler.adjustments(np.array([3]), np.array([position])) for position in (1, 2)]
     assert adjustments[0] is not None and adjustments[0].bias_token.tolist() == [3]
     assert adjustments[1] is None
 
@@ -130,9 +132,7 @@ def test_row_past_its_min_tokens_costs_what_a_plain_one_costs(engine: TorchEngin
 def test_rows_with_options_free_what_they_held(engine: TorchEngine) -> None:
     penalised = replace(SAMPLED, repetition_penalty=1.4, min_tokens=2, banned_token_ids=array([3]))
     Planner(engine, chunk=4).run([Job(PROMPT, 3, sampling=penalised) for _ in range(20)])
-    sampler = engine._sampler
-    assert len(sampler._history._free) == len(sampler._history.table) == 32
-    assert not sampler._biases and not sampler._is_adjusted.any()
+    assert engine.stats() == EngineStats(0, SamplerStats(0, 0, num_histories=0, num_history_places=32))
 
 
 def logprobs_of(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -200,9 +200,7 @@ def test_prompt_whose_logits_are_not_finite_is_not_told_of(engine: TorchEngine, 
     assert output.failed_rows.tolist() == [0] and output.prompt_logprobs == output.sampled_logprobs == []
 
 
-def test_prompt_whose_logits_would_take_too_much_is_told_alike(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_whose_logits_would_take_too_much_is_told_alike(engine: TorchEngine) -> None:
     """In passes of 3 tokens at most, beside rows that want nothing told and rows that decode."""
     asking = replace(SAMPLED, num_prompt_logprobs=2)
     prompts = [PROMPT * 2, PROMPT[:4], PROMPT]
@@ -223,8 +221,10 @@ def test_prompt_whose_logits_would_take_too_much_is_told_alike(
     ]
     whole = [engine.execute(plan) for plan in plans]
     engine.reset()
-    monkeypatch.setattr(engine, "_most_prompt_logits", 3)
-    parts = [engine.execute(plan) for plan in plans]
+    capacities = engine.capacities
+    of_three = 3 * 4 * capacities.vocab_size
+    small = TorchEngine(engine.model, engine.kv_cache, engine.arena, capacities, prompt_logits_bytes=of_three)
+    parts = [small.execute(plan) for plan in plans]
     for output, expected in zip(parts, whole, strict=True):
         assert output.rows.tolist() == expected.rows.tolist()
         assert output.token_ids.tolist() == expected.token_ids.tolist()

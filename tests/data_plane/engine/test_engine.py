@@ -276,7 +276,7 @@ def test_blocks_that_a_row_left_in_its_prefill_are_finite_for_who_fills_them_nex
     expected = answer(engine, [Job(PROMPT, 3)])[0]
     bad = new_row(0, token_ids=array([4, poisoned, 6, 7]), num_prompt_tokens=4, block_ids=array([20]))
     engine.execute(make_plan(1, new=[bad], prefills=[(0, 3)]))
-    assert not torch.isfinite(engine._cache.keys[1][20]).all()
+    assert not torch.isfinite(engine.kv_cache.keys[1][20]).all()
     heir = new_row(1, block_ids=array([10] if is_appended else [10, 20]))
     tokens = [
         *engine.execute(make_plan(2, freed=[0], new=[heir], prefills=[(1, 7)])).token_ids,
@@ -284,7 +284,7 @@ def test_blocks_that_a_row_left_in_its_prefill_are_finite_for_who_fills_them_nex
         *engine.execute(make_plan(4, appended=[(1, 20)] if is_appended else [])).token_ids,
     ]
     assert tokens == expected
-    assert torch.isfinite(engine._cache.keys[1][20]).all() and torch.isfinite(engine._cache.values[1][20]).all()
+    assert torch.isfinite(engine.kv_cache.keys[1][20]).all() and torch.isfinite(engine.kv_cache.values[1][20]).all()
 
 
 @pytest.mark.parametrize("is_freed_before", [True, False])

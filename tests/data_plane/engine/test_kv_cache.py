@@ -62,7 +62,7 @@ def test_answers_are_those_of_quantised_keys_and_values(name: str, arch: str, tm
     AttentionInterface.register("quantised", attention_with(has_token_scales=name == "fp8_per_token_head"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="quantised")
     engine = build_engine(worker_config(checkpoint, num_blocks=64, kv_cache_dtype=name))
-    assert engine._cache.keys[0].dtype == FP8
+    assert engine.kv_cache.keys[0].dtype == FP8
     jobs = [Job(prompt, 8) for prompt in PROMPTS]
     Planner(engine, chunk=5).run(jobs)
     assert [job.tokens for job in jobs] == [generate(model, prompt, 8) for prompt in PROMPTS]
@@ -122,8 +122,7 @@ def test_fp8_on_a_gpu_that_cannot_read_it_is_refused_by_its_flag(monkeypatch: py
 def test_blocks_from_free_memory_leave_room_for_the_arena_and_on_a_cpu_for_swapped_out_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("data_plane.engine.kv_cache._free_host_bytes", lambda: 1000)
-    num_blocks = fitting_blocks(10, arena_bytes=200, host_kv_bytes=300, device=CPU, most=1000)
+    num_blocks = fitting_blocks(10, arena_bytes=200, host_kv_bytes=300, device=CPU, most=1000, free_bytes=lambda: 1000)
     assert num_blocks == int(500 * CPU_SHARE) // 10
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1000, 2000))
     on_gpu = torch.device("cuda", 0)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from data_plane.engine import build as engine_build
 from data_plane.engine.build import build_engine
 from data_plane.errors import ConfigError
 from kernels import native
@@ -16,11 +15,11 @@ from tests.data_plane.engine.test_oracle import worker_config
 
 
 @pytest.fixture(autouse=True)
-def _native_settings_of_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(build, "_is_off", False)  # put back at the end
-    monkeypatch.setattr(build, "_cache_folder", None)
+def _native_settings_of_this_test() -> Iterator[None]:
+    usual = native.settings()
+    native.configure(native.NativeSettings())
     yield
-    build._forget()
+    native.configure(usual)
 
 
 @pytest.mark.parametrize("native_code", ["on", "off"])
@@ -29,11 +28,11 @@ def test_native_code_is_set_up_before_the_model_is_loaded(
 ) -> None:
     seen: list[tuple[bool, Path | None]] = []
 
-    def load(config: object, device: object) -> None:
+    def load(*_: object, **__: object) -> None:
         seen.append((native.library() is not None, build.cache_folder()))
         raise ConfigError("enough was seen")
 
-    monkeypatch.setattr(engine_build, "_load", load)
+    monkeypatch.setattr("data_plane.engine.build.load_model", load)
     has_library = native.library() is not None
     usual = build.cache_folder()
     assert usual is not None

@@ -69,8 +69,8 @@ def test_all_forms_compute_the_same(dtype: torch.dtype) -> None:
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():
-        copies = choice._copies(weight, 2)
-        outputs = [choice._product(form, x, one, 96)() for form in copies for one in copies[form]]
+        copies = choice.copies_by_form(weight, 2)
+        outputs = [choice.product_in(form, x, one, 96)() for form in copies for one in copies[form]]
     expected = torch.nn.functional.linear(x.double(), weight.double())
     for output in outputs:
         torch.testing.assert_close(output.double(), expected, atol=0.3, rtol=0.02)

@@ -159,13 +159,13 @@ def test_a_recorded_program_follows_the_step_and_the_slot_table() -> None:
     for num_tokens, width in ((9, inputs.max_rank), (4, 2 * inputs.max_rank), (1, inputs.max_rank)):
         y.copy_(inputs.y)
         segments: AdapterSegments = segments_on_host(inputs.token_slots[:num_tokens].numpy(), group.num_slots)
-        program.run(native._step(segments, torch.zeros(2, num_tokens, width)))
+        program.run(native.step_of(segments, torch.zeros(2, num_tokens, width)))
         part = replace(inputs, x=x[:num_tokens], y=inputs.y[:num_tokens], token_slots=inputs.token_slots[:num_tokens])
         assert torch.equal(y[:num_tokens], added(part, None))
         assert torch.equal(y[num_tokens:], inputs.y[num_tokens:])
     group.rank[:, 1] = 0  # slot 1 is emptied
     y.copy_(inputs.y)
     segments = segments_on_host(inputs.token_slots.numpy(), group.num_slots)
-    program.run(native._step(segments, torch.zeros(2, 9, inputs.max_rank)))
+    program.run(native.step_of(segments, torch.zeros(2, 9, inputs.max_rank)))
     of_slot = inputs.token_slots == 1
     assert torch.equal(y[of_slot], inputs.y[of_slot]) and not torch.equal(y[~of_slot], inputs.y[~of_slot])

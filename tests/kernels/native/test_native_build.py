@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -319,19 +320,19 @@ def test_the_cache_folder_is_named_by_the_environment(monkeypatch: pytest.Monkey
     assert build.cache_folder() == Path("/m")
 
 
-def test_turned_off_there_is_no_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(build, "_is_off", False)  # put back at the end
+def test_turned_off_there_is_no_library(caplog: pytest.LogCaptureFixture) -> None:
+    usual = build.settings()
     assert build.library() is not None
     assert build.library_name().endswith(".so")
     try:
         with caplog.at_level(logging.INFO):
-            build.turn_off()
+            build.configure(replace(usual, is_off=True))
             assert build.library() is None
             assert build.library() is None
         assert build.library_name() == "none"
         assert caplog.messages == ["native code is off reason=it was turned off"]
     finally:
-        build._forget()
+        build.configure(usual)
 
 
 def test_the_sources_of_this_checkout_are_compiled_without_torch() -> None:
