@@ -56,6 +56,11 @@ class Neighbours:
             process.kill()
             process.communicate()
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in the order in which `let_run` starts them."""
+        return [process.pid for process in self._processes]
+
     def let_run(self, count: int) -> None:
         """From now on so many of them are busy."""
         for index, process in enumerate(self._processes):

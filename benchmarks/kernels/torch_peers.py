@@ -39,7 +39,7 @@ def dense_attention(
         )
     }
     if query.is_cuda:
-        peers["varlen_attn"] = _varlen(query, dense, query_start, lengths, is_causal=is_causal)
+        peers["varlen_attn"] = varlen_call(query, dense, query_start, lengths, is_causal=is_causal)
         if is_compiled:
             peers["FlexAttention"] = _flex(rows, dense, is_causal=is_causal)
     return peers
@@ -120,7 +120,7 @@ def scale(b: Sequence[torch.Tensor], scaling: torch.Tensor) -> list[torch.Tensor
     return [(part * scaling[:, None, None]).to(part.dtype) for part in b]
 
 
-def _varlen(
+def varlen_call(
     query: torch.Tensor,
     dense: Sequence[torch.Tensor],
     query_start: Sequence[int],

@@ -29,19 +29,19 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     is_gpu = device.type == "cuda"
     decodes = [(64, 1024), (256, 1024), (8, 4096), (1, 1024)] if is_gpu else [(32, 1024), (8, 512)]
     for num_sequences, length in decodes[: 3 if is_short else None]:
-        yield _decode(model, num_sequences, length, device, dtype, is_compiled=not is_short)
+        yield decode_work(model, num_sequences, length, device, dtype, is_compiled=not is_short)
     num_sequences, length = decodes[0]
     if fp8_refusal(device) is None:
-        yield _decode_fp8(model, num_sequences, length, device, dtype, per_token_head=False)
+        yield decode_fp8_work(model, num_sequences, length, device, dtype, per_token_head=False)
         if not is_short:
-            yield _decode_fp8(model, num_sequences, length, device, dtype, per_token_head=True)
+            yield decode_fp8_work(model, num_sequences, length, device, dtype, per_token_head=True)
     num_sequences, length = (16, 8192) if is_gpu else (4, 2048)
-    yield _decode_sparse(model, num_sequences, length, device, dtype)
+    yield decode_sparse_work(model, num_sequences, length, device, dtype)
     prefills = [(8192, 0), (512, 8192), (2048, 0)] if is_gpu else [(256, 0), (64, 512)]
     for num_queries, prefix in prefills[: 2 if is_short else None]:
-        yield _prefill(model, num_queries, prefix, device, dtype, is_compiled=not is_short)
-    yield _cross(model, *((16, 128, 1500) if is_gpu else (2, 16, 300)), device, dtype)
-    yield _encoder(model, *((16, 1500) if is_gpu else (2, 128)), device, dtype)
+        yield prefill_work(model, num_queries, prefix, device, dtype, is_compiled=not is_short)
+    yield cross_work(model, *((16, 128, 1500) if is_gpu else (2, 16, 300)), device, dtype)
+    yield encoder_work(model, *((16, 1500) if is_gpu else (2, 128)), device, dtype)
 
 
 def _paged(
@@ -75,7 +75,7 @@ def _flops(model: Model, num_pairs: int) -> int:
     return 4 * model.num_heads * model.dim * num_pairs
 
 
-def _decode(
+def decode_work(
     model: Model, num_sequences: int, length: int, device: torch.device, dtype: torch.dtype, *, is_compiled: bool
 ) -> Work:
     starts, lengths = range(num_sequences + 1), [length] * num_sequences
@@ -93,7 +93,7 @@ def _decode(
     return Work("paged_attention", f"decode {num_sequences} x {length}", num_bytes, _flops(model, num_keys), make)
 
 
-def _decode_fp8(
+def decode_fp8_work(
     model: Model, num_sequences: int, length: int, device: torch.device, dtype: torch.dtype, *, per_token_head: bool
 ) -> Work:
     starts, lengths = range(num_sequences + 1), [length] * num_sequences
@@ -119,7 +119,7 @@ def _decode_fp8(
     return Work("paged_attention", name, num_bytes, _flops(model, num_keys), make)
 
 
-def _decode_sparse(model: Model, num_sequences: int, length: int, device: torch.device, dtype: torch.dtype) -> Work:
+def decode_sparse_work(model: Model, num_sequences: int, length: int, device: torch.device, dtype: torch.dtype) -> Work:
     """Bytes and flops are those of the keys that are seen."""
     starts, lengths = range(num_sequences + 1), [length] * num_sequences
 
@@ -142,7 +142,7 @@ def _decode_sparse(model: Model, num_sequences: int, length: int, device: torch.
     return Work("paged_attention", f"sparse decode {num_sequences} x {length}", num_bytes, flops, make)
 
 
-def _prefill(
+def prefill_work(
     model: Model, num_queries: int, prefix: int, device: torch.device, dtype: torch.dtype, *, is_compiled: bool
 ) -> Work:
     length = prefix + num_queries
@@ -162,7 +162,7 @@ def _prefill(
     return Work("paged_attention", f"prefill {num_queries} after {prefix}", num_bytes, _flops(model, pairs), make)
 
 
-def _cross(
+def cross_work(
     model: Model, num_sequences: int, num_queries: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> Work:
     starts = range(0, num_sequences * num_queries + 1, num_queries)
@@ -181,7 +181,7 @@ def _cross(
     return Work("cross_attention", f"{num_sequences} x {num_queries} over {length}", num_bytes, flops, make)
 
 
-def _encoder(model: Model, num_sequences: int, length: int, device: torch.device, dtype: torch.dtype) -> Work:
+def encoder_work(model: Model, num_sequences: int, length: int, device: torch.device, dtype: torch.dtype) -> Work:
     count = num_sequences * length
     starts, lengths = range(0, count + 1, length), [length] * num_sequences
 

@@ -26,12 +26,12 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     for count in (64, 8192) if is_gpu else (32, 256):
         yield _store(model, count, device, dtype)
         if fp8_refusal(device) is None:
-            yield _store_fp8(model, count, device, dtype, per_token_head=False)
+            yield store_fp8_work(model, count, device, dtype, per_token_head=False)
             if not is_short:
-                yield _store_fp8(model, count, device, dtype, per_token_head=True)
+                yield store_fp8_work(model, count, device, dtype, per_token_head=True)
         yield _rope(model, count, device, dtype, has_norm=False)
         yield _rope(model, count, device, dtype, has_norm=True)
-        yield _norm(model, count, device, dtype)
+        yield norm_work(model, count, device, dtype)
         yield _gate(model, count, device, dtype)
     num_layers = 32 if is_gpu else 2
     yield _copies(model, num_layers, device, dtype)
@@ -63,7 +63,7 @@ def _store(model: Model, count: int, device: torch.device, dtype: torch.dtype) -
     return Work("store_kv", f"{count} tokens", 4 * count * model.num_kv_heads * model.dim * dtype.itemsize, 0, make)
 
 
-def _store_fp8(model: Model, count: int, device: torch.device, dtype: torch.dtype, *, per_token_head: bool) -> Work:
+def store_fp8_work(model: Model, count: int, device: torch.device, dtype: torch.dtype, *, per_token_head: bool) -> Work:
     shape = (model.num_kv_heads, model.dim)
 
     def make() -> Made:
@@ -109,7 +109,7 @@ def _rope(model: Model, count: int, device: torch.device, dtype: torch.dtype, *,
     return Work("rope_and_store_kv", name, count * values * model.dim * dtype.itemsize, 0, make)
 
 
-def _norm(model: Model, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+def norm_work(model: Model, count: int, device: torch.device, dtype: torch.dtype) -> Work:
     def make() -> Made:
         residual = random(count, model.hidden, device=device, dtype=dtype)
         weight = torch.ones(model.hidden, device=device, dtype=dtype)

@@ -35,15 +35,15 @@ def works(model: Model, device: torch.device, dtype: torch.dtype, *, is_short: b
     is_gpu = device.type == "cuda"
     adapters = [(64, 64, 64), (8, 16, 64), (33, 16, 33), (8, 16, 2048)] if is_gpu else [(16, 32, 32), (64, 16, 64)]
     for num_adapters, rank, count in adapters[: 2 if is_short else None]:
-        yield _module(model.hidden, num_adapters, rank, count, device, dtype)
+        yield module_work(model.hidden, num_adapters, rank, count, device, dtype)
     half = (8, 16, 64) if is_gpu else (16, 32, 32)
     for is_expand in (False, True):
-        yield _half(model.hidden, *half, device, dtype, is_expand=is_expand)
+        yield half_work(model.hidden, *half, device, dtype, is_expand=is_expand)
     # The same bytes in unequal ranks: 32 adapters of rank 16 and one of rank 64, beside 36 of rank 16.
-    yield _mixed(model.hidden, (16,) * 32 + (64,), device, dtype)
-    yield _mixed(model.hidden, (16,) * 36, device, dtype)
-    yield _group(model, *half, device, dtype)
-    yield _embedding(model, *((64, 64, 64) if is_gpu else (16, 32, 32)), device, dtype)
+    yield mixed_work(model.hidden, (16,) * 32 + (64,), device, dtype)
+    yield mixed_work(model.hidden, (16,) * 36, device, dtype)
+    yield group_work(model, *half, device, dtype)
+    yield embedding_work(model, *((64, 64, 64) if is_gpu else (16, 32, 32)), device, dtype)
 
 
 def _segments(token_slots: torch.Tensor, num_slots: int) -> AdapterSegments:
@@ -76,7 +76,9 @@ def _sorted_slots(num_adapters: int, count: int) -> tuple[int, ...]:
     return tuple(sorted(token % num_adapters for token in range(count)))
 
 
-def _module(hidden: int, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+def module_work(
+    hidden: int, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype
+) -> Work:
     """One square module."""
     slots = _sorted_slots(num_adapters, count)
     case = cases.Case("bench", slots, (rank,) * num_adapters, hidden, hidden, 256)
@@ -103,7 +105,7 @@ def _module(hidden: int, num_adapters: int, rank: int, count: int, device: torch
     return Work("add_lora", name, values * dtype.itemsize, 4 * count * rank * hidden, make)
 
 
-def _half(
+def half_work(
     hidden: int,
     num_adapters: int,
     rank: int,
@@ -142,7 +144,7 @@ def _half(
     return Work(op, name, num_bytes, 2 * count * rank * hidden, make)
 
 
-def _mixed(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Work:
+def mixed_work(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Work:
     """One token of each adapter. Peers get all ranks filled up to the greatest."""
     case = cases.Case("bench", tuple(range(len(ranks))), ranks, hidden, hidden, 256)
 
@@ -163,7 +165,9 @@ def _mixed(hidden: int, ranks: tuple[int, ...], device: torch.device, dtype: tor
     return Work("add_lora", name, values * dtype.itemsize, 4 * sum(ranks) * hidden, make)
 
 
-def _group(model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype) -> Work:
+def group_work(
+    model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype
+) -> Work:
     """q, k and v at once."""
     widths = (model.hidden, model.num_kv_heads * model.dim, model.num_kv_heads * model.dim)
     slots = _sorted_slots(num_adapters, count)
@@ -185,7 +189,7 @@ def _group(model: Model, num_adapters: int, rank: int, count: int, device: torch
     return Work("add_lora_group", name, values * dtype.itemsize, flops, make)
 
 
-def _embedding(
+def embedding_work(
     model: Model, num_adapters: int, rank: int, count: int, device: torch.device, dtype: torch.dtype
 ) -> Work:
     """A gather of each token's column of A, then the expand. As many tokens of each adapter."""

@@ -83,6 +83,11 @@ class Peer:
                 assert file is not None
                 file.close()
 
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
     def run(self, jobs: Sequence[Job]) -> tuple[float, list[list[int]]]:
         """Seconds that the jobs took, all at once, and the tokens of each."""
         if len({(len(job.prompt_token_ids), job.max_tokens) for job in jobs}) > 1:

@@ -19,7 +19,7 @@ def wait_for(pid: int, status: str) -> None:
 
 def test_as_many_neighbours_are_busy_as_were_asked_for() -> None:
     with Neighbours(2) as neighbours:
-        first, second = (process.pid for process in neighbours._processes)
+        first, second = neighbours.pids
         for pid in (first, second):
             wait_for(pid, psutil.STATUS_STOPPED)
         neighbours.let_run(1)

@@ -44,7 +44,7 @@ def test_a_peer_answers_one_job_after_the_other(fake: Peer) -> None:
 
 def test_a_peer_is_stopped_between_jobs_and_gone_at_the_end(fake: Peer) -> None:
     with fake as peer:
-        process = psutil.Process(peer._process.pid)
+        process = psutil.Process(peer.pid)
         for _ in range(2):
             assert process.status() == psutil.STATUS_STOPPED
             peer.run([Job((5,), 1, None)])

@@ -134,7 +134,7 @@ def test_digest_in_full_is_sent_as_it_is(server: ScriptedServer) -> None:
 
 def test_missing_server_part_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(server_parts, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(server_parts, "CHECKOUT", tmp_path)
     for command in ("control-plane", "worker", "up"):
         assert main([command, "--model", "x"]) == exits.FAILED
         assert "holds the client only" in capsys.readouterr().err

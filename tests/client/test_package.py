@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pkgutil
 import shutil
@@ -20,11 +21,23 @@ from motet.cli.main import main
 CLIENT = Path(motet.__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("name", sorted(motet._MODULE_BY_NAME))
+# What type checkers see: the module of each name.
+MODULE_BY_NAME = {
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(motet.__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("motet.")
+    for alias in node.names
+}
+
+
+@pytest.mark.parametrize("name", sorted(MODULE_BY_NAME))
 def test_every_name_is_there_and_comes_from_its_module(name: str) -> None:
     value = getattr(motet, name)
-    assert value.__name__ == name and value.__module__ == motet._MODULE_BY_NAME[name]
-    assert name in dir(motet)
+    assert value.__name__ == name and value.__module__ == MODULE_BY_NAME[name]
+
+
+def test_the_names_at_run_time_are_those_of_type_checkers() -> None:
+    assert {name for name in dir(motet) if name[0].isupper() and name != "TYPE_CHECKING"} == set(MODULE_BY_NAME)
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

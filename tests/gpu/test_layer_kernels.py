@@ -33,7 +33,7 @@ FAR = (1 << 31) + 64  # values between two rows
 def test_norms_of_a_models_rows(hidden: int, dtype: torch.dtype) -> None:
     x, weight, residual = norm_cases.make(norm_cases.Case("model", 65, hidden, has_residual=True), dtype)
     assert residual is not None
-    there = residual.to(CUDA)
+    there = to_device(residual, CUDA)
     actual = rms_norm(to_device(x, CUDA), to_device(weight, CUDA), 1e-5, residual=there)
     assert_close(actual.cpu(), rms_norm(x, weight, 1e-5, residual=residual), magnitude=4.0)
     assert torch.equal(there.cpu(), residual)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-_CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 class ServerPartMissing(Exception):
@@ -36,12 +36,12 @@ def load(module: str) -> ModuleType:
     """A module of the server. Raises ServerPartMissing."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        if not (_CHECKOUT / package / "__init__.py").is_file():
+        if not (CHECKOUT / package / "__init__.py").is_file():
             raise ServerPartMissing(
                 f"the server part {package!r} is not here: this installation holds the client only. The server runs "
                 "from a checkout of Motet's repository: run `make setup` there, and this command in its environment"
             )
-        sys.path.insert(0, str(_CHECKOUT))
+        sys.path.insert(0, str(CHECKOUT))
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -53,7 +53,7 @@ def load(module: str) -> ModuleType:
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment in which a child process finds the server parts and the SDK, as this process does."""
     environment = dict(environ)
-    if (_CHECKOUT / "control_plane" / "__init__.py").is_file():
-        paths = [str(_CHECKOUT), str(_CHECKOUT / "client"), environ.get("PYTHONPATH", "")]
+    if (CHECKOUT / "control_plane" / "__init__.py").is_file():
+        paths = [str(CHECKOUT), str(CHECKOUT / "client"), environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment

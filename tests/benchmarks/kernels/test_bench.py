@@ -45,7 +45,7 @@ def rms_norm_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the benchmark consist of one small row."""
 
     def only(*_: Any, **__: Any) -> Any:
-        yield works_layer._norm(SMALL, 4, CPU, torch.float32)
+        yield works_layer.norm_work(SMALL, 4, CPU, torch.float32)
 
     monkeypatch.setattr(bench, "works", only)
 
@@ -81,9 +81,9 @@ def test_rows_that_only_a_gpu_gets_run_on_tiny_sizes_too() -> None:
     tiny = Model(256, 64, 4, 2, 64, 32)
     to_cpu = (CPU, torch.float32)
     rows = [
-        works_layer._store_fp8(tiny, 16, *to_cpu, per_token_head=True),
-        works_attention._decode_fp8(tiny, 2, 40, *to_cpu, per_token_head=True),
-        works_attention._decode_sparse(tiny, 1, 2048, *to_cpu),
+        works_layer.store_fp8_work(tiny, 16, *to_cpu, per_token_head=True),
+        works_attention.decode_fp8_work(tiny, 2, 40, *to_cpu, per_token_head=True),
+        works_attention.decode_sparse_work(tiny, 1, 2048, *to_cpu),
     ]
     with torch.inference_mode():
         for work in rows:
@@ -163,12 +163,12 @@ def test_every_lora_row_can_be_given_to_another_project_and_is_compared(tmp_path
 
     def rows() -> list[Work]:
         return [
-            works_lora._module(256, 2, 8, 4, *to_cpu),
-            works_lora._mixed(256, (8, 8, 16), *to_cpu),
-            works_lora._half(256, 2, 8, 4, *to_cpu, is_expand=False),
-            works_lora._half(256, 2, 8, 4, *to_cpu, is_expand=True),
-            works_lora._group(tiny, 2, 8, 4, *to_cpu),
-            works_lora._embedding(tiny, 2, 8, 4, *to_cpu),
+            works_lora.module_work(256, 2, 8, 4, *to_cpu),
+            works_lora.mixed_work(256, (8, 8, 16), *to_cpu),
+            works_lora.half_work(256, 2, 8, 4, *to_cpu, is_expand=False),
+            works_lora.half_work(256, 2, 8, 4, *to_cpu, is_expand=True),
+            works_lora.group_work(tiny, 2, 8, 4, *to_cpu),
+            works_lora.embedding_work(tiny, 2, 8, 4, *to_cpu),
         ]
 
     for work in rows():

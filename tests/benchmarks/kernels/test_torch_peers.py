@@ -59,7 +59,7 @@ def test_varlen_attn_is_called_as_each_version_wants(
     query = torch.randn(24, 4, 8)
     dense = [torch.randn(3, 2, 8, 8) for _ in range(2)]
     starts, lengths = [0, 8, 16, 24], [8, 8, 8]
-    call = torch_peers._varlen(query, dense, starts, lengths, is_causal=is_causal)
+    call = torch_peers.varlen_call(query, dense, starts, lengths, is_causal=is_causal)
     rows = query.view(3, 8, 4, 8).transpose(1, 2)
     expected = scaled_dot_product_attention(rows, dense[0], dense[1], is_causal=is_causal, enable_gqa=True)
     torch.testing.assert_close(call(), expected.transpose(1, 2).reshape(24, 4, 8))
@@ -74,10 +74,10 @@ def test_varlen_attn_of_this_torch_has_the_parameters_that_are_used() -> None:
 @torch.inference_mode()
 def test_dense_attention_answers_as_ours_over_pages() -> None:
     rows = [
-        works_attention._decode(TINY, 3, 40, CPU, torch.float32, is_compiled=False),
-        works_attention._prefill(TINY, 24, 0, CPU, torch.float32, is_compiled=False),
-        works_attention._cross(TINY, 2, 5, 33, CPU, torch.float32),
-        works_attention._encoder(TINY, 2, 17, CPU, torch.float32),
+        works_attention.decode_work(TINY, 3, 40, CPU, torch.float32, is_compiled=False),
+        works_attention.prefill_work(TINY, 24, 0, CPU, torch.float32, is_compiled=False),
+        works_attention.cross_work(TINY, 2, 5, 33, CPU, torch.float32),
+        works_attention.encoder_work(TINY, 2, 17, CPU, torch.float32),
     ]
     for work in rows:
         made = work.make()
@@ -100,7 +100,7 @@ def test_grouped_products_are_those_of_the_adapters_without_their_scaling() -> N
 
 
 def test_the_groups_of_a_lora_row_end_where_its_tokens_do() -> None:
-    made = works_lora._module(256, 3, 8, 7, CPU, torch.bfloat16).make()
+    made = works_lora.module_work(256, 3, 8, 7, CPU, torch.bfloat16).make()
     assert made.arguments["token_slots"].tolist() == [0, 0, 0, 1, 1, 2, 2]
     answer: Any = made.peers["two _grouped_mm"]()
     x, y, a, b = (made.arguments[name].float() for name in ("x", "y", "a", "b"))
@@ -111,7 +111,7 @@ def test_the_groups_of_a_lora_row_end_where_its_tokens_do() -> None:
 @torch.inference_mode()
 def test_batched_products_are_ours_over_unequal_modules() -> None:
     """Those of a group whose modules have unequal widths; y itself is left alone."""
-    made = works_lora._group(TINY, 3, 8, 6, CPU, torch.float32).make()
+    made = works_lora.group_work(TINY, 3, 8, 6, CPU, torch.float32).make()
     y, x, scaling = (made.arguments[name] for name in ("y", "x", "scaling"))
     a, b = made.arguments["a"], made.arguments["b"]
     before = y.clone()
