@@ -11,15 +11,15 @@ from control_plane.scheduler.errors import (
     RequestNeverFits,
     RowsNeverFit,
 )
-from control_plane.scheduler.memory.block_fit import Verdict, judge_blocks
+from control_plane.scheduler.memory.block_fit import BlockFit, fit_blocks
 from control_plane.scheduler.memory.prefix_cache import chain_root
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.requests.sequence import Sequence, SequenceGroup
 from control_plane.scheduler.step.new_rows import BLOCK_BYTES, MAX_ROW_BYTES
 from control_plane.scheduler.types import (
     TOKEN_BYTES,
-    Answer,
     BeamSearch,
+    Completion,
     Request,
     Sampling,
     WorkerLimits,
@@ -28,13 +28,13 @@ from control_plane.scheduler.types import (
 
 
 def check_fits(request: Request, limits: WorkerLimits) -> None:
-    """Raise RequestNeverFits (or its subclasses for context and adapter) if it could not run there even alone."""
+    """Raise RequestNeverFits (or a subclass) if the request could not run on the worker even alone."""
     num_prompt = len(request.prompt_token_ids)
-    answers = _answers_of(request)
-    live = [answer for answer in answers if not answer.is_ended]
+    completions = _completions_of(request)
+    live = [completion for completion in completions if not completion.is_ended]
     assert num_prompt > 0, f"request {request.request_id} has no prompt"
-    assert len(answers) == request.num_samples, f"request {request.request_id} has answers for other indices"
-    assert live and all(len(a.token_ids) < request.max_tokens for a in live), f"request {request.request_id} is over"
+    assert len(completions) == request.num_samples, f"request {request.request_id} has completions for other indices"
+    assert live and all(len(c.token_ids) < request.max_tokens for c in live), f"request {request.request_id} is over"
     num_sequences = len(live) if request.beam is None else request.beam.width
     num_blocks = _most_blocks(num_prompt, num_prompt + request.max_tokens - 1, num_sequences, limits.block_size)
     if num_prompt + request.max_tokens > limits.max_model_len:
@@ -57,11 +57,11 @@ def check_fits(request: Request, limits: WorkerLimits) -> None:
         raise RowsNeverFit(
             num_blocks,
             limits.num_blocks,
-            f"{num_sequences} sequences at once, the worker has {limits.max_rows} rows; ask for fewer answers or raise "
-            "--max-rows",
+            f"{num_sequences} sequences at once, the worker has {limits.max_rows} rows; request fewer completions or "
+            "raise --max-rows",
         )
-    fit = judge_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
-    if fit is Verdict.NEVER:
+    fit = fit_blocks(num_blocks, num_available=limits.num_blocks, num_blocks=limits.num_blocks)
+    if fit is BlockFit.NEVER:
         raise RequestNeverFits(num_blocks, limits.num_blocks)
     adapter = request.adapter
     if adapter is not None and (adapter.arena_bytes > limits.arena_bytes or limits.num_slots == 0):
@@ -84,18 +84,18 @@ def make_group(request: Request, limits: WorkerLimits, serial: int) -> SequenceG
     if request.beam is not None:
         _add_beams(group, request.beam)
         return group
-    for index, answer in enumerate(_answers_of(request)):
+    for index, completion in enumerate(_completions_of(request)):
         sampling = _sampling_of(request.sampling, index)
         wants_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
         sequence = _make_sequence(group, index, sampling, wants_logprobs=wants_logprobs)
-        sequence.generated = list(answer.token_ids)
-        sequence.is_ended = answer.is_ended
+        sequence.generated = list(completion.token_ids)
+        sequence.is_ended = completion.is_ended
         group.members.append(sequence)
     return group
 
 
-def _answers_of(request: Request) -> tuple[Answer, ...]:
-    return request.answers or (Answer(request.generated_token_ids),) * request.num_samples
+def _completions_of(request: Request) -> tuple[Completion, ...]:
+    return request.completions or (Completion(request.generated_token_ids),) * request.num_samples
 
 
 def _add_beams(group: SequenceGroup, beam: BeamSearch) -> None:
@@ -141,7 +141,7 @@ def _most_blocks(num_prompt: int, num_computed: int, num_sequences: int, block_s
 
 
 def _sampling_of(sampling: Sampling, index: int) -> Sampling:
-    """How one answer's tokens are chosen; the prompt's log-probabilities are told once, with the first answer."""
+    """Sampling settings of one completion; the prompt's log-probabilities are returned once, with the first one."""
     if index == 0:
         return sampling
     return replace(sampling, seed=sample_seed(sampling.seed, index), num_prompt_logprobs=None)

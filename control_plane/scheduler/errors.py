@@ -1,4 +1,4 @@
-"""What the scheduler refuses: requests that can never run here, and reports that contradict its books.
+"""What the scheduler refuses: requests that can never run here, and reports that contradict its state.
 
 Plain ValueErrors without gRPC in sight; the fleet turns them into what a client may see or ends the session.
 """
@@ -36,7 +36,7 @@ class RowsNeverFit(RequestNeverFits):
 
 
 class ResultMismatch(ValueError):
-    """A step result that does not answer the oldest unanswered plan: the worker or the wire is wrong."""
+    """A step result that is not that of the oldest step in flight: the worker or the wire is wrong."""
 
 
 class SlotReportMismatch(ValueError):

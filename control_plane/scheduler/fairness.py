@@ -1,10 +1,10 @@
-"""Virtual token counters: whose turn it is among tenants that wait.
+"""Virtual token counters: which of the tenants that wait is served next.
 
-Every tenant has a counter of the service that it got, weighted tokens over its weight; the waiting tenant with the
-least is served next. One object is shared by all schedulers of the process, so that a tenant is counted once over all
-workers. Method: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 and its weighted
-form: two tenants that both wait all the time differ in service over weight by no more than 2 x max(prefill of the
-longest prompt, decode of all tokens that run at once).
+Every tenant has a counter of the service that it got: weighted tokens over its weight. The waiting tenant with the
+least counter is served next. One object is shared by all schedulers of the process, so that a tenant is counted once
+over all workers. Method: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 and its
+weighted form: two tenants that both wait all the time differ in service over weight by no more than 2 x max(prefill of
+the longest prompt, decode of all tokens that run at once).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 # Prices of the paper and of S-LoRA: a token that is generated costs about twice one that is read.
 PREFILL_WEIGHT = 1.0
 DECODE_WEIGHT = 2.0
-# Accounts that are kept in any case; beyond, idle ones are forgotten that a lift would bring back as they are. Whoever
-# still runs is not idle: what it is charged would be forgotten too.
+# Up to this many accounts are always kept. Above it, an idle account is dropped if re-creating it would give the same
+# counter. An account with running requests is not idle: what these are charged would be forgotten too.
 MIN_KEPT_TENANTS = 1024
 
 
@@ -71,7 +71,7 @@ class VirtualCounters:
         # Every waiting tenant is here once, at a counter that it had; a counter never falls, so the front is corrected
         # when it is looked at.
         self._waiting: list[tuple[float, str]] = []
-        self._last_tenant: str | None = None  # the last to stop waiting; its account is not forgotten
+        self._last_tenant: str | None = None  # the last to stop waiting; its account is kept
 
     @property
     def num_waiting_by_tenant(self) -> dict[str, int]:
@@ -97,10 +97,10 @@ class VirtualCounters:
         return VirtualCounters(self._weights, default_weight=self._default_weight)
 
     def wait(self, tenant: str) -> None:
-        """One more of its requests waits. A tenant that comes back is lifted: idle time is no credit.
+        """One more of its requests waits. A tenant that comes back is lifted: idle time gives no credit.
 
-        It goes to the least counter of those that wait, or, where none does, to that of the last one that did: as it is
-        by then, with all that this tenant got since.
+        Its counter is lifted to the least counter of the tenants that wait. If none waits, it is lifted to the present
+        counter of the tenant that waited last.
         """
         account = self._tenant(tenant)
         if account.num_waiting == 0:
@@ -111,7 +111,7 @@ class VirtualCounters:
         account.num_waiting += 1
 
     def stop_waiting(self, tenant: str) -> None:
-        """One of its requests waits no more."""
+        """One of its requests does not wait any more."""
         account = self._tenants[tenant]
         assert account.num_waiting > 0, f"tenant {tenant} stops waiting but has no request that waits"
         account.num_waiting -= 1
@@ -161,7 +161,7 @@ class VirtualCounters:
         return account
 
     def _forget_idle(self) -> None:
-        """Drop the accounts that a lift would set to what they are; names come from outside and have no end."""
+        """Drop idle accounts that re-creating would give the same counter; names come from outside and have no end."""
         self._waiting = [(t.counter, name) for name, t in self._tenants.items() if t.num_waiting > 0]
         heapq.heapify(self._waiting)
         floor = self._floor()

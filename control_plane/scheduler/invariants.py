@@ -221,10 +221,10 @@ def _check_row(worker: WorkerState, row: Row) -> None:
     """Progress of one sequence that holds a row."""
     limits, sequence = worker.limits, row.sequence
     assert row.num_computed <= row.num_planned <= sequence.max_planned, "a request is planned beyond its end"
-    if row.book_closely_at > 0:
+    if row.apply_closely_at > 0:
         is_plain = row.state is SequenceState.RUNNING and not sequence.is_ended and not sequence.has_extras
         assert is_plain and sequence.group.has_progressed, "a result with extras is applied as a plain token"
-        assert row.book_closely_at <= min(row.register_at, sequence.max_planned), "an end would be missed"
+        assert row.apply_closely_at <= min(row.register_at, sequence.max_planned), "an end would be missed"
     is_reserved = row.state is SequenceState.RESERVED or (not row.is_begun and not row.prefill_end)
     if not row.moved_block_ids and not (sequence.is_ended and not row.block_ids):
         assert row.num_planned <= len(row.block_ids) * limits.block_size, "tokens are planned without a block"

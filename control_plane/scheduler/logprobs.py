@@ -1,6 +1,7 @@
 """Log-probabilities of many positions, packed: 12 bytes for each and 8 for each candidate, not an object of 2 kB.
 
-A prompt's wait for its last chunk and for their reader. They are sequences whose entries are made when asked for.
+Those of a prompt are kept until its last chunk is computed and until the client reads. They are sequences whose entries
+are made on request.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class TokenLogprobs:
 
 
 class _MadeOnRequest(Sequence[TokenLogprobs]):
-    """What both kinds have in common: entries by slices, equality with any sequence of the same entries."""
+    """A sequence that makes its entries on request, and equals any sequence of the same entries."""
 
     @abstractmethod
     def _made(self, start: int, stop: int) -> list[TokenLogprobs]:
-        """The entries of positions that there are."""
+        """The entries of these positions."""
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprobs: ...
@@ -53,7 +54,7 @@ class _MadeOnRequest(Sequence[TokenLogprobs]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLogprobs(_MadeOnRequest):
-    """Those of consecutive positions, as a worker told them."""
+    """Log-probabilities of consecutive positions, as a worker returned them."""
 
     token_ids: npt.NDArray[np.int32]  # [n]
     logprobs: npt.NDArray[np.float32]  # [n]
@@ -69,13 +70,13 @@ class PackedLogprobs(_MadeOnRequest):
         here, tops_here = slice(start, stop), slice(start * self.num_top, stop * self.num_top)
         tops = zip(self.top_token_ids[tops_here].tolist(), self.top_logprobs[tops_here].tolist(), strict=True)
         top_by_position = zip(*[tops] * self.num_top, strict=True) if self.num_top else [()] * (stop - start)
-        told = (self.token_ids[here].tolist(), self.logprobs[here].tolist(), self.ranks[here].tolist())
-        return [TokenLogprobs(*entry) for entry in zip(*told, top_by_position, strict=True)]
+        columns = (self.token_ids[here].tolist(), self.logprobs[here].tolist(), self.ranks[here].tolist())
+        return [TokenLogprobs(*entry) for entry in zip(*columns, top_by_position, strict=True)]
 
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobs(_MadeOnRequest):
-    """Those of a prompt, told chunk by chunk."""
+    """Log-probabilities of a prompt, which come chunk by chunk."""
 
     _chunks: list[Sequence[TokenLogprobs]] = field(default_factory=list)
     _num_positions: int = 0

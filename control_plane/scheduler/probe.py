@@ -28,12 +28,14 @@ class SchedulerProbe:
         """Requests that wait for room and that others may pass."""
         return list(self._worker.queues.waiting.aside)
 
-    def ids_given_way(self) -> set[RequestId]:
-        """Live requests that were preempted for one that lacked room."""
-        return {request_id for request_id, group in self._worker.lifecycle.groups.items() if group.has_given_way}
+    def ids_preempted_for_room(self) -> set[RequestId]:
+        """Live requests that were preempted once for a request that lacked room."""
+        return {
+            request_id for request_id, group in self._worker.lifecycle.groups.items() if group.was_preempted_for_room
+        }
 
     def latest_paused_id(self) -> RequestId | None:
-        """The request that gives way first when anything is short, for its reader is slow."""
+        """The paused request that is preempted first when anything is short, or None."""
         group = choose_paused(self._worker.rows.held)
         return None if group is None else group.request.request_id
 

@@ -79,7 +79,7 @@ class Scheduler:
     # ---- requests ----
 
     def add(self, request: Request, now_s: float) -> None:
-        """Queue a request; its adapter is asked for at once.
+        """Queue a request; its adapter is demanded at once.
 
         Raises RequestNeverFits (or its subclasses for context and adapter) if it could not run here even alone.
         """
@@ -102,7 +102,7 @@ class Scheduler:
         return None
 
     def cancel(self, request_id: RequestId, now_s: float, index: int | None = None) -> None:
-        """End a request, or one answer of several, without a word; unknown and ended ones are fine."""
+        """End a request, or one of its completions, without an output. Unknown and ended requests are ignored."""
         group = self._groups.get(request_id)
         if group is not None and index is not None and len(group.members) > 1:
             self._worker.lifecycle.cancel_sequence(group.members[index])
@@ -113,14 +113,14 @@ class Scheduler:
             self._outputs.others = others
 
     def num_searched(self, request_id: RequestId) -> int:
-        """Tokens computed over all beams of a live search; 0 for what is none."""
+        """Tokens computed over all beams of a live beam search; 0 for any other request."""
         group = self._groups.get(request_id)
         return 0 if group is None else group.num_searched
 
     def withdraw(self, request_id: RequestId) -> Request | None:
-        """Give a request that waits for a row, or for its reader without one, back with every accepted token.
+        """Remove a request that holds no row (waiting or paused) and return it with all tokens generated so far.
 
-        None, and nothing changes, if it is none such.
+        Returns None, and changes nothing, in any other state.
         """
         group = self._groups.get(request_id)
         if group is None or group.state not in (GroupState.WAITING, GroupState.PAUSED):
@@ -130,7 +130,7 @@ class Scheduler:
         return request
 
     def pause(self, request_id: RequestId) -> None:
-        """Stop scheduling a request whose reader is slow. It gives way first when anything is short."""
+        """Stop scheduling a request whose reader is slow. Paused requests are preempted first."""
         group = self._groups.get(request_id)
         if group is not None:
             self._worker.lifecycle.pause(group)
@@ -142,16 +142,16 @@ class Scheduler:
             self._worker.lifecycle.resume(group)
 
     def expire(self, now_s: float) -> Outputs:
-        """Do what time brings about, and return every end that is not told yet; to be called every so often.
+        """Do what is due by time, and return every end that was not returned yet; call it regularly.
 
-        Requests whose deadline is reached end, wherever they are, and loads that failed are tried again.
+        Requests whose deadline is reached end, whatever their state. Loads that failed are tried again.
         """
         self._worker.demands.retry_due(now_s)
         self._end_expired(now_s)
         return self.take_outputs()
 
     def drain_requests(self) -> list[Request]:
-        """Everything live with its accepted tokens, in order of arrival, to go on elsewhere. It is dead after this."""
+        """Every live request with its accepted tokens, in order of arrival, to go on elsewhere. Nothing may follow."""
         self._is_dead = True
         self._worker.lifecycle.abandon()
         live = sorted(self._groups.values(), key=attrgetter("order"))
@@ -204,8 +204,8 @@ class Scheduler:
     def purge_digest(self, digest: str) -> bool:
         """Forget the adapter's cached blocks, cache none of its live requests', and evict its slot once unused.
 
-        A later request with the adapter ends this. False, and nothing changes, if that is under way or there is
-        nothing of it: cheap to call again.
+        A later request with the adapter ends this. Returns False, and changes nothing, if that is under way or the
+        worker has nothing of the adapter: cheap to call again.
         """
         return self._worker.purge.begin(digest)
 
@@ -218,12 +218,14 @@ class Scheduler:
     # ---- plans and results ----
 
     def plan(self, now_s: float, max_steps: int = 1) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute or enough steps are unanswered.
+        """The next step, or None if there is nothing to compute or enough steps are in flight.
 
-        `max_steps`, up to MAX_PLAN_STEPS: how many decode steps the plan may stand for; see run_ahead.
+        `max_steps`, up to MAX_PLAN_STEPS: how many decode steps the plan may stand for; see run_ahead.py.
         """
-        assert not self._is_dead, "a plan is asked of a scheduler whose requests were taken away"
-        assert 1 <= max_steps <= MAX_PLAN_STEPS, f"a plan of up to {max_steps} steps is asked for"
+        assert not self._is_dead, "a plan is requested from a scheduler whose requests were taken away"
+        assert 1 <= max_steps <= MAX_PLAN_STEPS, (
+            f"a plan of up to {max_steps} steps is requested: use 1 to {MAX_PLAN_STEPS}"
+        )
         if not may_plan(len(self._in_flight), self.limits.plan_depth, max_steps):
             return None
         self._end_expired(now_s)
@@ -248,7 +250,7 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult, now_s: float) -> Outputs:
-        """Take the answer to the oldest unanswered step. Raises ResultMismatch if it is not that."""
+        """Take the result of the oldest step in flight. Raises ResultMismatch if it is not that."""
         check_result(self._in_flight, result)
         step = self._in_flight.popleft()
         self._worker.swap.host.release(step.spent_host_blocks)
@@ -256,11 +258,11 @@ class Scheduler:
             self._worker.costs.observe(result.step_time_us, len(step.decodes), sum(n for _, n, _ in step.prefills))
         if result.num_moved_blocks:
             self._worker.costs.observe_moves(result.num_moved_blocks, result.move_time_us)
-        self._results.apply(step, result, self._outputs)  # kept here: none is lost if a book breaks half way
+        self._results.apply(step, result, self._outputs)  # kept here: no output is lost if this raises half way
         return self.take_outputs()
 
     def take_outputs(self) -> Outputs:
-        """What requests gained and is not told yet: of an `apply` that raised, and ends that came up elsewhere."""
+        """What requests gained and was not returned yet: from an `apply` that raised, and ends outside of results."""
         outputs, self._outputs = self._outputs, Outputs()
         return outputs
 

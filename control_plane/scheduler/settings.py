@@ -19,7 +19,7 @@ class Policy(enum.Enum):
     CHUNKED_PREFILL = "chunked_prefill"
     # Whole prompts of waiting requests as long as there are any, else decodes, then swapped.
     PREFILL_FIRST = "prefill_first"
-    # PREFILL_FIRST, strictly by arrival over tenants, priorities and adapters: the first in line holds up all others.
+    # PREFILL_FIRST, strictly by arrival over tenants, priorities and adapters: the first request holds up all others.
     # Preempts by recompute alone. It is what small engines do; it is here to compare with.
     FCFS = "fcfs"
 
@@ -34,8 +34,8 @@ class SchedulerSettings:
     # Blocks that an admission leaves free while others run, as a share of the pool: their next decodes need them, and
     # an admission that is preempted at once is wasted work.
     watermark: float = 0.01
-    # Steps for which the request whose turn it is holds up others while it lacks rows or blocks; then they pass it, and
-    # it holds them up for as many once more when it gets its turn (backfill.py). 64 are 1.3 s where a step takes 20 ms.
+    # Steps for which the next request holds up others while it lacks rows or blocks. Then others pass it, and later it
+    # holds them up for as many steps once more (backfill.py). 64 steps are 1.3 s if a step takes 20 ms.
     max_blocked_steps: int = 64
     # For CHUNKED_PREFILL. Unfinished prefills at once, and of those the long ones: further long prompts wait, short
     # ones pass them.

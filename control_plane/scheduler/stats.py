@@ -17,8 +17,8 @@ class SchedulerStats:
     num_paused: int  # requests whose reader is slow, waiting or running
     num_blocks: int  # KV blocks of the worker
     num_blocks_held: int  # blocks in some request's table
-    num_blocks_cached: int  # blocks in the prefix cache that nobody holds
-    num_plans_in_flight: int  # plans not answered
+    num_blocks_cached: int  # blocks in the prefix cache that no request holds
+    num_plans_in_flight: int  # plans sent whose results have not come
     arena_used_bytes: int  # slots that load, hold or give up an adapter
     num_adapters_loaded: int  # slots ready for use
     prefix_query_tokens: int  # total of tokens looked up at first admissions
@@ -27,9 +27,9 @@ class SchedulerStats:
     num_swapped: int  # requests whose blocks lie in host memory, counted as waiting too
     num_swapped_out: int  # total of preemptions by swap
     num_host_blocks: int  # KV blocks of the worker in host memory
-    num_host_blocks_held: int  # of those, blocks that somebody has KV in
+    num_host_blocks_held: int  # of those, blocks with KV of a sequence
     num_tokens_sampled: int  # total of accepted tokens
-    # Whether requests could run, and nothing is under way that they could wait for. Right after `plan`: a bug.
+    # Whether requests could run and nothing is under way that they could wait for. True right after `plan` is a bug.
     is_stuck: bool
 
     @property

@@ -16,8 +16,8 @@ MIN_PREFILL_TOKENS = 64  # fewer in a step say little about the price of one
 # no longer most of its time. One step's moves are never more than a quarter of what is known.
 USUAL_MOVED_BLOCKS = 16
 MOST_OF_MOVES = 1 / 4
-# The price of a load is the middle one of so many; before, there is none. One slow load would else keep adapters away
-# from a worker, and with them the loads that could correct the price.
+# The load cost is the median of the last NUM_LOADS loads; it is unknown until then. With fewer, one slow load would
+# keep adapters away from a worker, and with them the loads that could correct the cost.
 NUM_LOADS = 9
 
 
@@ -28,13 +28,13 @@ class StepCosts:
         self.prefill_us_per_token = settings.prefill_us_per_token
         self.swap_us_per_block = settings.swap_us_per_block  # one way
         self.decode_step_us = settings.step_us
-        self.load_us = self.load_bytes = 0.0  # of the middle one of the latest loads from the host cache; 0: unknown
+        self.load_us = self.load_bytes = 0.0  # median of the latest loads from the host cache; 0: unknown
         self._loads: deque[tuple[int, int]] = deque(maxlen=NUM_LOADS)  # (microseconds, bytes)
         self._adapter_us_per_byte = settings.adapter_us_per_mib / 2**20
         self._has_measured_prefill = self._has_measured_decode = False
 
     def observe(self, step_time_us: int, num_decodes: int, num_prefill_tokens: int) -> None:
-        """Learn from a step that the worker timed; one that mixes both kinds about evenly teaches nothing."""
+        """Learn from a step that the worker timed; a step that mixes both kinds about evenly is ignored."""
         if num_prefill_tokens == 0 and num_decodes > 0:
             share = SMOOTHING if self._has_measured_decode else 1.0
             self.decode_step_us += share * (step_time_us - self.decode_step_us)
@@ -59,7 +59,7 @@ class StepCosts:
         """Whether moving so many blocks out and in again costs less than computing so many tokens once more."""
         return 2 * num_blocks * self.swap_us_per_block < num_tokens * self.prefill_us_per_token
 
-    def is_dear(self, arena_bytes: int, num_running: int) -> bool:
+    def is_expensive(self, arena_bytes: int, num_running: int) -> bool:
         """Whether one more row with an adapter that no row uses yet lowers the throughput of the step.
 
         A step of n rows and time T gives n/T tokens per microsecond, with the row (n + 1)/(T + d), where d is the time

@@ -15,8 +15,8 @@ from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
 from control_plane.scheduler.logprobs import TokenLogprobs as TokenLogprobs
 
 TOKEN_BYTES = 4  # of a token id as int32, packed to be hashed or sent
-# Steps that one plan may stand for. A request that arrives waits for those already sent, so the fleet asks for no more
-# than the round trip takes.
+# Steps that one plan may stand for. A request that arrives waits for the steps already sent, so the fleet allows no
+# more steps than hide the round trip.
 MAX_PLAN_STEPS = 4
 
 RequestId = NewType("RequestId", int)  # made by the fleet, never reused within one control plane process
@@ -40,8 +40,8 @@ class AdapterTier(enum.Enum):
 
     READY = "ready"  # in an open slot
     LOADING = "loading"  # on its way into one
-    ABSENT = "absent"  # in none; there is room for it, or a slot that nobody leases
-    NO_ROOM = "no room"  # in none that is open, and others have to end first
+    ABSENT = "absent"  # in no slot; there is room for it, or a slot without leases
+    NO_ROOM = "no room"  # in no open slot, and other requests have to end first
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class BeamSearch:
 
     width: int  # beams
     length_penalty: float = 1.0  # exponent of the length that a score is divided by, no unit
-    early_stopping: bool = False  # end with `width` ended answers, not when no running beam can beat them
+    early_stopping: bool = False  # end with `width` hypotheses, not when no running beam can beat them
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """What one index of a request with several samples has so far."""
 
     token_ids: tuple[int, ...] = ()  # accepted tokens
@@ -86,13 +86,15 @@ class Request:
     tenant: str = "default"  # whose cached prompts it shares
     charged_to: str = ""  # the account that its use is charged to, where that is not its tenant's own
     priority: int = 0  # among the account's requests; higher runs first
-    num_samples: int = 1  # answers to sample (best_of); sample i > 0 draws with sample_seed(seed, i)
+    num_samples: int = 1  # completions to sample (best_of); sample i > 0 draws with sample_seed(seed, i)
     beam: BeamSearch | None = None  # beam search; num_samples is 1 then
-    answers: tuple[Answer, ...] = ()  # with num_samples > 1: generated earlier (migration), by index; else empty
+    completions: tuple[
+        Completion, ...
+    ] = ()  # with num_samples > 1: generated earlier (migration), by index; else empty
 
     @property
     def account(self) -> str:
-        """Whose turns it takes, in the queue and wherever else there are turns."""
+        """The account that the request is charged to, and that shares the worker with other accounts."""
         return self.charged_to or self.tenant
 
     @property
@@ -104,9 +106,9 @@ class Request:
         """A copy of the request without the completion `index`. A beam search is returned unchanged."""
         if self.beam is not None:
             return self
-        answers = list(self.answers) or [Answer()] * self.num_samples
-        answers[index] = replace(answers[index], is_ended=True)
-        return replace(self, answers=tuple(answers))
+        completions = list(self.completions) or [Completion()] * self.num_samples
+        completions[index] = replace(completions[index], is_ended=True)
+        return replace(self, completions=tuple(completions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class WorkerLimits:
     num_slots: int  # adapter slots
     arena_bytes: int  # adapter arena
     max_model_len: int  # longest context, tokens
-    plan_depth: int = 2  # plans sent and not answered
+    plan_depth: int = 2  # plans in flight at once
     num_host_blocks: int = 0  # KV blocks in host memory; 0: the worker does not swap
 
 
@@ -141,7 +143,7 @@ class NewRow:
     slot_generation: int  # 0 where slot is None
     sampling: Sampling
     banned_token_ids: tuple[int, ...] = ()  # before sampling.min_tokens generated tokens; empty without min_tokens
-    is_stepwise: bool = False  # decodes only in steps that feed it a token
+    is_host_fed: bool = False  # decodes only in steps that feed it a token
 
     @property
     def num_tokens(self) -> int:
@@ -168,7 +170,7 @@ class StepPlan:
     appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # (row, block id), table order; not new rows'
     freed_rows: list[int] = field(default_factory=list)  # rows whose request ended or was preempted
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) before the pass
-    fed_tokens: list[tuple[int, int]] = field(default_factory=list)  # (row, token id) of stepwise rows that decode
+    fed_tokens: list[tuple[int, int]] = field(default_factory=list)  # (row, token id) of host-fed rows that decode
     swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (block, host block), first of all block moves
     swap_ins: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before block_copies
     num_steps: int = 1  # the plan, then this many less one that only decode on; step ids go on counting
@@ -186,7 +188,7 @@ class LoadSlot:
 
 @dataclass(frozen=True, slots=True)
 class EvictSlot:
-    """Empty a slot that no unanswered plan names."""
+    """Empty a slot that no step in flight names."""
 
     slot: int
     generation: int
@@ -239,7 +241,7 @@ class StepResult:
     token_ids: list[int]  # as long as rows
     failed_rows: list[int] = field(default_factory=list)  # logits were not finite
     step_time_us: int = 0  # on the worker, microseconds; 0: not measured
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where asked for
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> its sampled token, where requested
     prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # row -> prompt tokens, in order
     num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the result before
     move_time_us: int = 0  # of these moves, microseconds
@@ -262,18 +264,18 @@ class RequestOutput:
     request_id: RequestId
     token_ids: list[int]  # new tokens, may be empty
     finish_reason: FinishReason | None = None  # set once, last
-    # Of the request, told with its first tokens from each worker and with its end: prompt tokens served by the prefix
-    # cache at the first admission, and monotonic time of the first plan that carried it.
+    # Of the request, set with its first tokens from each worker and with its end: prompt tokens served by the prefix
+    # cache at the first admission, and monotonic time of the first plan that carried the request.
     num_cached_tokens: int = 0
     first_scheduled_s: float | None = None
     message: str = ""  # for ADAPTER_FAILED: why
     is_mismatch: bool = False  # for ADAPTER_FAILED: the adapter itself does not fit the worker's model
     request: Request | None = None  # for ADAPTER_FAILED, NOT_FINITE: it with every accepted token, to go on elsewhere
-    # With several samples or beams every index ends by itself; an end that is no LENGTH or STOP_TOKEN ends them all.
+    # With several samples or beams every index ends by itself. An end other than LENGTH and STOP_TOKEN ends all.
     index: int = 0
-    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where asked for
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, where requested
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # all of the prompt's, once, with the first token of index 0
-    score: float | None = None  # for beam search: what the answers are ranked by
+    score: float | None = None  # for beam search: what the completions are ranked by
     num_searched: int = 0  # for beam search, where it ended, however that was: tokens computed over all beams
 
 

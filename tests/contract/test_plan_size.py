@@ -25,8 +25,8 @@ from control_plane.scheduler.step.new_rows import MAX_ROW_BYTES, PLAN_BYTES, beg
 from control_plane.scheduler.step.swap_space import SwapSpace
 from control_plane.scheduler.step_costs import StepCosts
 from control_plane.scheduler.types import (
-    Answer,
     BeamSearch,
+    Completion,
     NewRow,
     Request,
     RequestId,
@@ -55,14 +55,14 @@ OTHER_BYTES = 64 << 10
 
 
 class Peers:
-    """A scheduler, its encoder, and a worker that answers every row with the same token."""
+    """A scheduler, its encoder, and a worker that returns for every row the same token."""
 
     def __init__(self, limits: WorkerLimits = LIMITS, settings: SchedulerSettings | None = None) -> None:
         self.scheduler = Scheduler(limits, settings or SchedulerSettings(swap_us_per_block=0.0))
         self._encoder = PlanEncoder(1, VOCAB_SIZE)
 
     def plans(self) -> Iterator[plan_pb2.StepPlan]:
-        """Every plan as encoded, until nothing is left to do; each is answered when the next one is asked for."""
+        """Every plan as encoded, until nothing is left to do; the result of each comes before the next one is made."""
         while (plan := self.scheduler.plan(0.0)) is not None:
             yield self._encoder.encode(plan).step_plan
             rows = SchedulerProbe(self.scheduler).sampled_rows()
@@ -117,10 +117,10 @@ def test_requests_that_share_a_cached_prompt_begin_in_as_many_plans_as_their_tok
     assert begun[:4] == [9, 9, 9, 9], "200 000 bytes of tokens and 12 500 of block ids each"
 
 
-def test_answers_that_go_on_begin_in_as_many_plans_as_their_own_tokens_take() -> None:
+def test_completions_that_go_on_begin_in_as_many_plans_as_their_own_tokens_take() -> None:
     peers = Peers()
-    answers = (Answer((7,) * 30_000),) * 30
-    request = make_request(1, 1000, 30_001, num_samples=30, answers=answers)
+    completions = (Completion((7,) * 30_000),) * 30
+    request = make_request(1, 1000, 30_001, num_samples=30, completions=completions)
     peers.scheduler.add(request, 0.0)
     lengths = []
     for message in peers.plans():

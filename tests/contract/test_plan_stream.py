@@ -204,7 +204,7 @@ def test_every_option_of_a_row_arrives() -> None:
         num_logprobs=0,
         num_prompt_logprobs=5,
     )
-    new = NewRow(2, RequestId(1), (1, 2), [], 0, [0], None, 0, sampling, banned_token_ids=(7, 8), is_stepwise=True)
+    new = NewRow(2, RequestId(1), (1, 2), [], 0, [0], None, 0, sampling, banned_token_ids=(7, 8), is_host_fed=True)
     [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [], [new])).step_plan).new_rows
     there = arrived.sampling
     assert arrived.is_stepwise
@@ -233,7 +233,7 @@ def test_a_row_that_asks_for_more_logprobs_than_tokens_gets_all_of_them() -> Non
 
 def test_fed_tokens_and_swaps_arrive() -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
-    stepwise = NewRow(3, RequestId(3), (1, 2), [], 0, [0], None, 0, Sampling(), is_stepwise=True)
+    stepwise = NewRow(3, RequestId(3), (1, 2), [], 0, [0], None, 0, Sampling(), is_host_fed=True)
     encoder.encode(StepPlan(1, [], [(3, 2)], [stepwise]))
     plan = StepPlan(2, [3], fed_tokens=[(3, 5)], swap_outs=[(4, 1), (5, 0)], swap_ins=[(2, 6)])
     [step] = decode_steps(encoder.encode(plan).step_plan)
@@ -356,7 +356,7 @@ def test_logprobs_other_than_those_asked_for_are_garbage(
 @pytest.mark.parametrize("is_stepwise", [True, False])
 def test_candidates_of_a_beam_come_most_likely_first_or_are_garbage(is_stepwise: bool) -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
-    new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=3), is_stepwise=is_stepwise)
+    new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=3), is_host_fed=is_stepwise)
     encoder.encode(StepPlan(1, [], [(0, 2)], [new]))
     sampled = logprobs_of(0, [6], [[4, 6, 5]])
     sampled.top_logprobs[0, 2] += 0.25

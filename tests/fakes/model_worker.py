@@ -56,7 +56,7 @@ def sampled_token(value: bytes, sampling: Sampling, banned: Collection[int]) -> 
     return token_id
 
 
-@functools.lru_cache(maxsize=4096)  # asked for by the worker, and by those who check it
+@functools.lru_cache(maxsize=4096)  # requested by the worker, and by those who check it
 def ranked_distribution(value: bytes) -> tuple[list[float], list[int]]:
     """Log-probabilities of all tokens, and the tokens from the most likely on."""
     logprobs = distribution(value)
@@ -72,7 +72,7 @@ def distribution(value: bytes) -> list[float]:
 
 
 def logprobs_of(value: bytes, token_id: int, num_top: int) -> TokenLogprobs:
-    """What is told of a token that follows."""
+    """What is returned of a token that follows."""
     logprobs, ranked = ranked_distribution(value)
     top = tuple((token, logprobs[token]) for token in ranked[:num_top])
     return TokenLogprobs(token_id, logprobs[token_id], ranked.index(token_id) + 1, top)
@@ -87,7 +87,7 @@ def chain_of(request: Request, token_ids: Iterable[int]) -> bytes:
 
 
 def oracle(request: Request, max_model_len: int, index: int = 0) -> list[int]:
-    """All tokens of one answer to the request when nothing disturbs it."""
+    """All tokens of one completion to the request when nothing disturbs it."""
     sampling = replace(request.sampling, seed=sample_seed(request.sampling.seed, index))
     value = chain_of(request, request.prompt_token_ids)
     tokens: list[int] = []
@@ -114,7 +114,7 @@ class Row:
     num_prompt: int
     sampling: Sampling
     banned_token_ids: tuple[int, ...]
-    is_stepwise: bool
+    is_host_fed: bool
 
 
 def steps_of(plan: StepPlan) -> list[StepPlan]:
@@ -152,7 +152,7 @@ class ModelWorker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the differences, compute, sample."""
-        assert plan.num_steps == 1, "steps_of was not asked"
+        assert plan.num_steps == 1, "steps_of was not requested"
         assert plan.step_id == self.num_steps + 1, "steps come out of order"
         self.num_steps += 1
         for freed in plan.freed_rows:
@@ -162,7 +162,7 @@ class ModelWorker:
         for row_idx, block_id in plan.appended_blocks:
             self.rows[row_idx].block_ids.append(block_id)
         for row_idx, token_id in plan.fed_tokens:
-            assert self.rows[row_idx].is_stepwise, f"row {row_idx} is fed and feeds itself"
+            assert self.rows[row_idx].is_host_fed, f"row {row_idx} is fed and feeds itself"
             self.rows[row_idx].token_ids[-1] = token_id
         self._move(plan)
         for source, destination in plan.block_copies:
@@ -170,8 +170,8 @@ class ModelWorker:
         for new in plan.new_rows:
             self._check_prefix(self.rows[new.row])
         fed = {row_idx for row_idx, _ in plan.fed_tokens}
-        stepwise = {row_idx for row_idx in plan.decode_rows if self.rows[row_idx].is_stepwise}
-        assert fed == stepwise, "rows that decode stepwise are those that are fed"
+        host_fed = {row_idx for row_idx in plan.decode_rows if self.rows[row_idx].is_host_fed}
+        assert fed == host_fed, "rows that decode host_fed are those that are fed"
         scheduled = [*((row_idx, 1, True) for row_idx in plan.decode_rows), *((*item, False) for item in plan.prefills)]
         assert sum(num_tokens for _, num_tokens, _ in scheduled) <= self.limits.max_step_tokens
         assert len({row_idx for row_idx, _, _ in scheduled}) == len(scheduled)
@@ -180,9 +180,9 @@ class ModelWorker:
         for row_idx, num_tokens, is_decode in scheduled:
             row = self.rows[row_idx]
             assert is_decode == (row.num_computed >= row.num_known), "decode and prefill are confused"
-            value, told = self._compute(num_tokens, row)
-            if told:
-                result.prompt_logprobs[row_idx] = told
+            value, returned = self._compute(num_tokens, row)
+            if returned:
+                result.prompt_logprobs[row_idx] = returned
             if row.num_computed < row.num_known:
                 continue
             is_short = len(row.token_ids) - row.num_prompt < row.sampling.min_tokens
@@ -207,7 +207,7 @@ class ModelWorker:
             num_prompt=len(new.prompt_token_ids),
             sampling=new.sampling,
             banned_token_ids=new.banned_token_ids,
-            is_stepwise=new.is_stepwise,
+            is_host_fed=new.is_host_fed,
         )
 
     def _move(self, plan: StepPlan) -> None:
@@ -234,18 +234,18 @@ class ModelWorker:
             assert self.kv[row.block_ids[position // size]][position % size] == value, "a row begins on other tokens"
 
     def _compute(self, num_tokens: int, row: Row) -> tuple[bytes, list[TokenLogprobs]]:
-        """Feed the row's next tokens; the chain's value after the last, and what is told of the prompt's tokens."""
+        """Feed the row's next tokens; the chain's value after the last, and what is returned of the prompt's tokens."""
         size = self.limits.block_size
         value = self._chain_start(row)
         if row.num_computed:
             last = row.num_computed - 1
             value = self.kv[row.block_ids[last // size]][last % size]
-        told: list[TokenLogprobs] = []
+        returned: list[TokenLogprobs] = []
         for position in range(row.num_computed, row.num_computed + num_tokens):
             value = chain_step(value, row.token_ids[position])
             self.kv[row.block_ids[position // size]][position % size] = value
             if row.sampling.num_prompt_logprobs is not None and position + 1 < row.num_prompt:
-                told.append(logprobs_of(value, row.token_ids[position + 1], row.sampling.num_prompt_logprobs))
+                returned.append(logprobs_of(value, row.token_ids[position + 1], row.sampling.num_prompt_logprobs))
         row.num_computed += num_tokens
         assert row.num_computed <= len(row.token_ids), "a row skipped a token"
-        return value, told
+        return value, returned

@@ -81,7 +81,9 @@ def _load_ms(worker: WorkerUtilization, num_bytes: float, costs: PlacementCosts)
 
 def need_of(request: Request, costs: PlacementCosts, is_cached: Callable[[str], bool]) -> Need:
     """What the request needs. `is_cached`: whether the host cache has an adapter, by digest."""
-    num_generated = max((len(answer.token_ids) for answer in request.answers), default=len(request.generated_token_ids))
+    num_generated = max(
+        (len(completion.token_ids) for completion in request.completions), default=len(request.generated_token_ids)
+    )
     return Need(
         adapter=request.adapter,
         is_in_host_cache=request.adapter is not None and is_cached(request.adapter.digest),

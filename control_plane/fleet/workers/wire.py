@@ -42,8 +42,8 @@ class PlanEncoder:
         self._tokens_left: dict[int, int] = {}  # row in prefill -> known tokens not yet computed
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
-        self._stepwise: set[int] = set()  # past its prefill, and decodes only where it is fed
-        self._is_stepwise: set[int] = set()  # rows that were begun so, those in prefill included
+        self._host_fed_decoding: set[int] = set()  # past its prefill, and decodes only where it is fed
+        self._host_fed: set[int] = set()  # rows that were begun so, those in prefill included
         self._logprobs = ReturnedLogprobs(vocab_size)
         # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
         # name the same.
@@ -61,8 +61,8 @@ class PlanEncoder:
         for new in plan.new_rows:
             assert not self._is_known(new.row), f"row {new.row} begins and was not freed"
             self._tokens_left[new.row] = new.num_tokens - new.num_computed_tokens
-            if new.is_stepwise:
-                self._is_stepwise.add(new.row)
+            if new.is_host_fed:
+                self._host_fed.add(new.row)
             self._logprobs.begin(new.row, new.sampling, self._tokens_left[new.row] + new.num_computed_tokens)
 
         paused, resumed, packed_rows = self._decode(plan)
@@ -98,7 +98,7 @@ class PlanEncoder:
         if self._steady is not None and self._steady[0] == plan.decode_rows and not plan.fed_tokens:
             return [], [], self._steady[1]
         fed = {row for row, _ in plan.fed_tokens}
-        assert fed <= self._stepwise, f"step {plan.step_id} feeds rows {sorted(fed - self._stepwise)}"
+        assert fed <= self._host_fed_decoding, f"step {plan.step_id} feeds rows {sorted(fed - self._host_fed_decoding)}"
         scheduled = set(plan.decode_rows) - fed
         paused = sorted(self._decoding - scheduled)
         resumed = sorted(scheduled & self._paused)
@@ -120,7 +120,7 @@ class PlanEncoder:
             self._tokens_left[row] = left
             if left == 0:
                 del self._tokens_left[row]
-                (self._stepwise if row in self._is_stepwise else self._decoding).add(row)
+                (self._host_fed_decoding if row in self._host_fed else self._decoding).add(row)
                 ended.append(row)
         if ended:
             self._steady = None
@@ -164,7 +164,7 @@ class PlanEncoder:
         sampled = dict(zip(row_ids, result.token_ids, strict=True)) if message.sampled_logprobs else {}
         for entry in message.sampled_logprobs:
             logprobs = self._logprobs.sampled(
-                message.step_id, entry, sampled.get(entry.row), is_sorted=entry.row in self._is_stepwise
+                message.step_id, entry, sampled.get(entry.row), is_sorted=entry.row in self._host_fed
             )
             result.logprobs[entry.row] = logprobs[0]
         for entry in message.prompt_logprobs:
@@ -184,7 +184,9 @@ class PlanEncoder:
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
     def _is_known(self, row: int) -> bool:
-        return row in self._tokens_left or row in self._decoding or row in self._paused or row in self._stepwise
+        return (
+            row in self._tokens_left or row in self._decoding or row in self._paused or row in self._host_fed_decoding
+        )
 
     def _forget(self, row: int) -> None:
         assert self._is_known(row), f"row {row} is freed and was not in use"
@@ -192,8 +194,8 @@ class PlanEncoder:
         self._tokens_left.pop(row, None)
         self._decoding.discard(row)
         self._paused.discard(row)
-        self._stepwise.discard(row)
-        self._is_stepwise.discard(row)
+        self._host_fed_decoding.discard(row)
+        self._host_fed.discard(row)
         self._logprobs.forget(row)
 
 
@@ -237,7 +239,7 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
         min_tokens=sampling.min_tokens,
         banned_token_ids=_packed(list(row.banned_token_ids)),
-        is_stepwise=row.is_stepwise,
+        is_stepwise=row.is_host_fed,
         sampling=_encode_sampling(sampling, vocab_size),
     )
 

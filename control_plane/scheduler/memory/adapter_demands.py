@@ -51,7 +51,7 @@ class AdapterDemands:
             self._wait_for_slot(demand)
 
     def remove(self, digest: str, account: str) -> None:
-        """A request of the account with this adapter waits no more."""
+        """A request of the account with this adapter does not wait any more."""
         demand = self._demands[digest]
         demand.num_waiting[account] -= 1
         if demand.num_waiting[account] > 0:

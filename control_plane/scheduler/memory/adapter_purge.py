@@ -1,4 +1,4 @@
-"""Adapters that are to leave the worker: their cached blocks are dropped, and their slot once nobody uses it."""
+"""Adapters that are to leave the worker: their cached blocks are dropped, and their slot is evicted once unused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AdapterPurge:
         self.num_requests_by_digest[digest] += 1
         if digest in self._purged:
             self._purged.discard(digest)
-            self._slots.unretire(digest)
+            self._slots.cancel_unload(digest)
 
     def remove_request(self, digest: str) -> None:
         """A request with the adapter is over and holds nothing any more."""
@@ -40,7 +40,7 @@ class AdapterPurge:
         if digest in self._purged or not self.has_digest(digest):
             return False
         self._cache.purge(digest)
-        self._slots.retire(digest)
+        self._slots.start_unload(digest)
         self._purged.add(digest)
         self.close(digest)
         return True
@@ -49,7 +49,7 @@ class AdapterPurge:
         """End the purge if nothing of the adapter is left; called when its last request or its slot went."""
         if digest in self._purged and not self._is_in_use(digest):
             self._purged.discard(digest)
-            self._slots.unretire(digest)
+            self._slots.cancel_unload(digest)
 
     def may_cache(self, digest: str | None) -> bool:
         """Whether blocks of the adapter may enter the prefix cache."""

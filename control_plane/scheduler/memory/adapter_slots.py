@@ -1,8 +1,8 @@
-"""Which adapter lies in which slot of the worker, who uses it, what is loaded and evicted next.
+"""Which adapter is in which slot of the worker, how many rows use it, what is loaded and evicted next.
 
 A slot goes EMPTY -> LOADING -> READY -> EVICTING -> EMPTY; commands go out on the left arrows, the worker's reports
-move it on. A lease is one request that holds a row with the slot; such a request stays until its last unanswered plan
-was answered, so a slot without leases is named by no plan and may be evicted.
+move it on. A lease is one row that uses the slot; such a row is held until the results of all steps in flight that
+name it have come. So no step in flight names a slot without leases, and the slot may be evicted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from control_plane.scheduler.memory.load_queue import AdapterDemand
 from control_plane.scheduler.types import AdapterRef, AdapterTier, EvictSlot, LoadSlot, SlotCommand
 
 # An adapter that waits for a slot lets this many other requests be admitted; then slots are drained for it. Small
-# enough that a cold adapter waits for about one full batch, large enough that a load is paid for. For as many an
-# adapter that came in and that nobody used yet is safe from that.
+# enough that a cold adapter waits for about one full batch, large enough that a load pays. An adapter that was loaded
+# and not used yet is protected from draining for the same number of admissions.
 STARVATION_ADMISSIONS = 32
 # Adapters looked at beyond the first that does not fit, so that a step costs the same however many wait.
 PREFETCH_LOOKAHEAD = 16
@@ -29,7 +29,7 @@ MAX_LOADING = 16
 
 
 class AdapterSlots:
-    """The slot table of one worker."""
+    """The slot table of one worker: which adapter is in which slot, which loads and evictions come next."""
 
     def __init__(self, num_slots: int, arena_bytes: int, demands: AdapterDemands, *, is_strict: bool = False) -> None:
         """`is_strict`: no request overtakes the first in the queue, so its adapter goes before all others."""
@@ -50,7 +50,7 @@ class AdapterSlots:
         self._num_loading = 0
         self._draining: list[Slot] = []
         self._pinned: frozenset[str] = frozenset()  # digests not to be evicted, whether they lie in a slot or not
-        self._retired: set[str] = set()  # digests to evict as soon as they are idle
+        self._unloading: set[str] = set()  # digests to evict as soon as they are idle
         self._commands: list[SlotCommand] = []
         self._admissible_again: list[str] = []
         self._urgent_digest: str | None = None  # at the last `place`
@@ -70,7 +70,7 @@ class AdapterSlots:
         return slot is not None and slot.state is SlotState.READY and not slot.is_draining
 
     def is_active(self, digest: str | None) -> bool:
-        """Whether the next step reads this adapter anyway, for a row uses it; the base model is always read."""
+        """Whether the adapter is in the running batch, for a row uses it; the base model always is."""
         if digest is None:
             return True
         slot = self._by_digest.get(digest)
@@ -94,14 +94,14 @@ class AdapterSlots:
             self._idle[slot_idx] = slot
             self._is_dirty = True
 
-    def retire(self, digest: str) -> None:
-        """Evict this adapter whenever nobody uses or wants it, pinned or not."""
-        self._retired.add(digest)
+    def start_unload(self, digest: str) -> None:
+        """Evict this adapter as soon as no request uses or demands it, pinned or not."""
+        self._unloading.add(digest)
         self._is_dirty = True
 
-    def unretire(self, digest: str) -> None:
+    def cancel_unload(self, digest: str) -> None:
         """Treat the adapter like any other again."""
-        self._retired.discard(digest)
+        self._unloading.discard(digest)
 
     def set_pinned(self, digests: Set[str]) -> None:
         """Keep exactly these adapters from eviction, from when they are in a slot."""
@@ -149,11 +149,12 @@ class AdapterSlots:
     # ---- what is done about it ----
 
     def place(self, urgent_digest: str | None = None) -> list[tuple[str, str]]:
-        """Decide on loads and evictions; returns (digest, reason) of wanted adapters that can never get in.
+        """Decide on loads and evictions; returns (digest, reason) of adapters in demand that can never be loaded.
 
-        Wanted adapters are placed in turn (load_queue.py), and no more than MAX_LOADING are under way. One that finds
-        no room lets those behind it pass, until it was overtaken STARVATION_ADMISSIONS times: then slots are drained
-        for it, and nothing else is loaded before it. Strict slots treat only `urgent_digest` so, and at once.
+        Adapters are loaded in the order of load_queue.py, and no more than MAX_LOADING loads are under way. An adapter
+        that finds no room lets those behind it pass, until it was overtaken STARVATION_ADMISSIONS times. Then slots are
+        drained for it, and nothing else is loaded before it. With strict slots this holds only for `urgent_digest`, and
+        at once.
         """
         if urgent_digest != self._urgent_digest:
             self._urgent_digest = urgent_digest
@@ -162,15 +163,15 @@ class AdapterSlots:
         if not (self._is_dirty or self._demands.has_changed) and is_starving == bool(self._draining):
             return []
         self._is_dirty = self._demands.has_changed = self.is_blocked = False
-        self._evict([self._by_digest[d] for d in sorted(self._retired) if self._is_unused(d)])
+        self._evict([self._by_digest[d] for d in sorted(self._unloading) if self._is_unused(d)])
         if not is_starving:
             self._stop_draining()
         given_up: list[tuple[str, str]] = []
-        # Room once all evictions on the way are answered, less what earlier wants of this loop reserve of it.
+        # Room once all evictions under way are reported, less what earlier demands of this loop reserve of it.
         free_bytes = self.arena_bytes - self.used_bytes + self._evicting_bytes
         free_slots = len(self._empty) + self._num_evicting
         pinned = [slot.adapter.arena_bytes for digest, slot in self._by_digest.items() if digest in self._pinned]
-        others = [demand for demand in self._demands.unplaced.in_turn(PREFETCH_LOOKAHEAD) if demand is not head]
+        others = [demand for demand in self._demands.unplaced.next_loads(PREFETCH_LOOKAHEAD) if demand is not head]
         num_more = MAX_LOADING - self._num_loading - self._num_evicting
         for demand in others if head is None else [head, *others]:
             if num_more <= 0:
@@ -231,7 +232,7 @@ class AdapterSlots:
         )
 
     def check_invariants(self, leases: dict[int, int], waiting: dict[str, dict[str, int]]) -> None:
-        """Raise AssertionError if the books disagree with `leases` by slot, `waiting` by digest and account."""
+        """Raise AssertionError if the slots disagree with `leases` by slot, or `waiting` by digest and account."""
         for slot in self.slots:
             assert (slot.ref is None) == (slot.state is SlotState.EMPTY), f"slot {slot.slot_idx} misstates its adapter"
             assert slot.num_leases == leases.get(slot.slot_idx, 0), f"slot {slot.slot_idx} miscounts its leases"
@@ -333,7 +334,7 @@ class AdapterSlots:
         return slot is not None and slot.slot_idx in self._idle and digest not in self._demands
 
     def _is_evictable(self, slot: Slot) -> bool:
-        """Whether an idle slot may go: not pinned, and not about to be used by those who wait for it."""
+        """Whether an idle slot may go: not pinned, and not about to be used by waiting requests."""
         digest = slot.adapter.digest
         return digest not in self._pinned and (slot.is_draining or digest not in self._demands)
 

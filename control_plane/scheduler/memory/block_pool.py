@@ -1,8 +1,8 @@
-"""The worker's KV blocks: who is free, how many tables hold each, which unheld ones are kept for the prefix cache.
+"""The worker's KV blocks: which are free, how many tables hold each, which unheld ones the prefix cache keeps.
 
-Knows nothing of tokens or hashes. The prefix cache marks blocks as cached; an unheld cached block stays until the
-pool needs it, oldest first, and the cache hears of it through `on_evict`. Memory is taken for blocks that were ever
-held, not for those that the worker says it has.
+The pool does not know tokens or hashes. The prefix cache marks blocks as cached; an unheld cached block stays until the
+pool needs it, oldest first, and `on_evict` notifies the cache. Memory is taken for blocks that were ever held, not for
+all blocks that the worker reports.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class BlockPool:
         self.free = FreeIds(num_blocks)  # no holder, not cached
         self.evictable = EvictableBlocks(num_blocks)  # no holder, cached; oldest first
         self.is_cached = bytearray()  # block_id -> 1 if the prefix cache knows it; of blocks that were ever held
-        self._account_by_block: dict[int, str] = {}  # of cached blocks: who filled them
-        self.on_evict: Callable[[int], None] = _nobody_caches
+        self._account_by_block: dict[int, str] = {}  # of cached blocks: the account that filled them
+        self.on_evict: Callable[[int], None] = _has_no_cache
 
     @property
     def num_available(self) -> int:
@@ -90,24 +90,24 @@ class BlockPool:
         table = list(block_ids)
         if len(table) < MANY_BLOCKS:
             for block_id in reversed(table):
-                assert self.ref_counts[block_id] > 0, f"block {block_id} is released but nobody holds it"
+                assert self.ref_counts[block_id] > 0, f"block {block_id} is released but no table holds it"
                 self.ref_counts[block_id] -= 1
                 if self.ref_counts[block_id] == 0:
                     self._abandon(block_id)
             return
         ids, counts = np.array(table[::-1]), self._counts()
-        assert counts[ids].min() > 0, f"block {ids[counts[ids].argmin()]} is released but nobody holds it"
+        assert counts[ids].min() > 0, f"block {ids[counts[ids].argmin()]} is released but no table holds it"
         counts[ids] -= 1
         for block_id in ids[counts[ids] == 0].tolist():
             self._abandon(block_id)
 
     def _revive(self, block_id: int) -> None:
-        """Somebody will hold a block that nobody holds."""
+        """A table will hold a block that no table holds."""
         assert block_id in self.evictable, f"block {block_id} is shared but neither held nor in the prefix cache"
         self.evictable.remove(block_id)
 
     def _abandon(self, block_id: int) -> None:
-        """Nobody holds the block any more."""
+        """No table holds the block any more."""
         if self.is_cached[block_id]:
             self.evictable.add(block_id, self._account_by_block[block_id])
         else:
@@ -119,7 +119,7 @@ class BlockPool:
 
     def mark_cached(self, block_id: int, account: str) -> None:
         """The prefix cache knows this held block from now on, which the account filled."""
-        assert self.ref_counts[block_id] > 0, f"block {block_id} enters the prefix cache but nobody holds it"
+        assert self.ref_counts[block_id] > 0, f"block {block_id} enters the prefix cache but no table holds it"
         self.is_cached[block_id] = 1
         self._account_by_block[block_id] = account
 
@@ -132,5 +132,5 @@ class BlockPool:
             self.free.give_back(block_id)
 
 
-def _nobody_caches(block_id: int) -> None:
+def _has_no_cache(block_id: int) -> None:
     raise AssertionError(f"block {block_id} was marked as cached but no cache listens")

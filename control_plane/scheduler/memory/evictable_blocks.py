@@ -1,8 +1,9 @@
-"""Cached blocks that nobody holds, by the account that filled them, and which of them is evicted next.
+"""Cached blocks that no table holds, by the account that filled them, and which of them is evicted next.
 
-The oldest is, unless its account has less than its equal part of all of them: then the oldest of an account that has
-more. So an account that fills the cache with prompts of its own evicts its own blocks, not those that others come back
-to. A block that was not used for long is evicted whoever's it is, so that accounts that are gone keep nothing.
+The oldest block is evicted, unless its account has less than an equal share of these blocks. Then the oldest block of
+an account with more is evicted. So an account that fills the cache with new prompts evicts its own blocks, not blocks
+that other accounts use again. A block that was unused for long is evicted in any case, so that accounts that are gone
+keep nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class EvictableBlocks:
         return block_id in self._blocks
 
     def add(self, block_id: int, account: str) -> None:
-        """Nobody holds this cached block any more, which the account filled."""
+        """No table holds this cached block any more, which the account filled."""
         self._blocks[block_id] = (self._num_evicted, account)
         blocks = self._by_account.get(account)
         if blocks is None:
@@ -51,7 +52,7 @@ class EvictableBlocks:
             del self._by_account[account]
 
     def evict(self) -> int:
-        """The block that is given up for another use; there must be one."""
+        """Remove and return the block that is evicted next; there must be a block."""
         block_id, (num_evicted_before, account) = next(iter(self._blocks.items()))
         is_out_of_use = self._num_evicted - num_evicted_before >= self._most_evictions
         if not is_out_of_use and not self._has_its_part(account):

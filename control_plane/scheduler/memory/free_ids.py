@@ -1,6 +1,6 @@
-"""Ids of one kind (blocks, host blocks, slots) that nobody holds, in memory for those that were ever held.
+"""Free ids of one kind (blocks, host blocks, slots). Memory is taken only for ids that were ever held.
 
-A worker says how many it has. What it says costs nothing here until it is used.
+So the number of ids that a worker reports costs nothing until they are used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The worker's KV blocks in host memory, where swapped-out sequences keep theirs.
 
-A block that several members of a group share lies here once, with a count of who names it.
+A block that several members of a group share is here once, with a count of the sequences that name it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class HostBlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         # Invariant: a block is free or held (ref_counts > 0), never both.
-        # Host block -> sequences and unanswered plans that name it; of blocks that were ever held.
+        # Host block -> sequences and steps in flight that name it; of blocks that were ever held.
         self.ref_counts = array("i")
         self._free = FreeIds(num_blocks)
 
@@ -35,14 +35,14 @@ class HostBlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more names a held block."""
-        assert self.ref_counts[block] > 0, f"host block {block} is shared but nobody holds it"
+        """One more sequence names a held block."""
+        assert self.ref_counts[block] > 0, f"host block {block} is shared but no sequence holds it"
         self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One less names these blocks."""
+        """One sequence less names these blocks."""
         for block in blocks:
-            assert self.ref_counts[block] > 0, f"host block {block} is released but nobody holds it"
+            assert self.ref_counts[block] > 0, f"host block {block} is released but no sequence holds it"
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self._free.give_back(block)

@@ -1,8 +1,8 @@
 """Adapters that wait for a slot, and which of them is loaded next.
 
 As in the queue of requests, between accounts the least virtual counter decides, here of bytes loaded, and inside an
-account the order in which its adapters began to wait. So an account that asks for a thousand adapters delays those of
-another by one load.
+account the order in which its adapters began to wait. So an account that demands a thousand adapters delays those of
+another account by one load.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LoadQueue:
         # order in which they began to wait for a slot, or in which the account began to demand them.
         self._by_account: dict[str, dict[str, AdapterDemand]] = {}
         self._next_place = 0
-        self._head: AdapterDemand | None = None  # the first in turn; None: to be found out
+        self._head: AdapterDemand | None = None  # the first of next_loads; None: to be computed
 
     def __len__(self) -> int:
         return len(self._demands)
@@ -59,7 +59,7 @@ class LoadQueue:
             self._enter(demand, account)
 
     def remove(self, digest: str) -> None:
-        """It waits no more; one that does not wait is fine."""
+        """The adapter does not wait any more. An adapter that does not wait is ignored."""
         demand = self._demands.pop(digest, None)
         if demand is not None:
             for account in demand.num_waiting:
@@ -71,42 +71,42 @@ class LoadQueue:
             self._enter(demand, account)
 
     def remove_account(self, demand: AdapterDemand, account: str) -> None:
-        """The account demands it no more. Called whether it waits for a slot or not."""
+        """The account does not demand it any more. Called whether it waits for a slot or not."""
         if demand.ref.digest in self._demands:
             self._leave(demand.ref.digest, account)
 
     def charge(self, demand: AdapterDemand) -> None:
-        """It is loaded now, in the turn of that account which is next of those that demand it."""
+        """The adapter is loaded now. The account with the least counter of those that demand it is charged."""
         account = min(demand.num_waiting, key=self._counters.counter)
         self._counters.charge_prefill(account, demand.ref.arena_bytes)
         self._head = None
 
     @property
     def head(self) -> AdapterDemand | None:
-        """The first in turn, or None."""
+        """The adapter that is loaded next, or None."""
         if self._head is None:
-            self._head = next(iter(self.in_turn(1)), None)
+            self._head = next(iter(self.next_loads(1)), None)
         return self._head
 
-    def in_turn(self, count: int) -> list[AdapterDemand]:
-        """The first in turn, at most so many, as they would be loaded one after the other."""
-        turns = []
+    def next_loads(self, count: int) -> list[AdapterDemand]:
+        """The next adapters to load, at most `count`, in the order in which they would be loaded."""
+        ranks = []
         for account, demands in self._by_account.items():
             waiting = iter(demands.values())
             first = next(waiting)
-            turns.append((self._counters.counter(account), first.place, account, first, waiting))
-        heapq.heapify(turns)
+            ranks.append((self._counters.counter(account), first.place, account, first, waiting))
+        heapq.heapify(ranks)
         chosen: dict[str, AdapterDemand] = {}
-        while turns and len(chosen) < count:
-            counter, _, account, demand, waiting = turns[0]
+        while ranks and len(chosen) < count:
+            counter, _, account, demand, waiting = ranks[0]
             if demand.ref.digest not in chosen:
                 chosen[demand.ref.digest] = demand
                 counter += self._counters.price_of(account, demand.ref.arena_bytes)
             following = next(waiting, None)
             if following is None:
-                heapq.heappop(turns)
+                heapq.heappop(ranks)
             else:
-                heapq.heapreplace(turns, (counter, following.place, account, following, waiting))
+                heapq.heapreplace(ranks, (counter, following.place, account, following, waiting))
         return list(chosen.values())
 
     def check_invariants(self) -> None:
@@ -114,7 +114,7 @@ class LoadQueue:
         pairs = {(account, digest) for digest, demand in self._demands.items() for account in demand.num_waiting}
         indexed = {(account, digest) for account, demands in self._by_account.items() for digest in demands}
         assert pairs == indexed and all(self._by_account.values()), "adapters that wait are miscounted by account"
-        assert self._head is None or self._head is next(iter(self.in_turn(1))), "another adapter is first in turn"
+        assert self._head is None or self._head is next(iter(self.next_loads(1))), "another adapter is loaded next"
 
     def _enter(self, demand: AdapterDemand, account: str) -> None:
         self._head = None

@@ -26,7 +26,7 @@ _sha256 = hashlib.sha256
 def chain_root(request: Request) -> bytes:
     """First link of the chain. Lengths are hashed too, so that no two of its parts run into each other.
 
-    The tenant is one of them: who asks for a prompt learns how much of it is cached, and so what others asked.
+    The tenant is one of them: a sender learns how much of a prompt is cached, and so what other senders requested.
     """
     name = b"base" if request.adapter is None else b"adapter:" + request.adapter.digest.encode()
     parts = (name, request.tenant.encode(), request.cache_salt)
@@ -88,7 +88,7 @@ class PrefixCache:
         return blocks
 
     def count_hits(self, sequence: Sequence, max_blocks: int) -> tuple[int, int]:
-        """(leading blocks found, how many of those nobody holds), at most `max_blocks`."""
+        """(leading blocks found, how many of them no table holds), at most `max_blocks`."""
         blocks = self.find_hits(sequence, max_blocks)
         return len(blocks), sum(self._pool.ref_counts[block_id] == 0 for block_id in blocks)
 
@@ -124,7 +124,7 @@ class PrefixCache:
         self._pool.mark_cached(block_id, account)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Take these blocks out; whoever holds them goes on holding them."""
+        """Take these blocks out of the cache. Tables that hold them still do."""
         for block_id in block_ids:
             if block_id in self._key_by_block:
                 self._remove(block_id)

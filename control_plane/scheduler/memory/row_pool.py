@@ -1,4 +1,4 @@
-"""Rows of the worker's state: which are taken, and which must be told to the worker as freed.
+"""Rows of the worker's state: which are taken, and which the next plan reports as freed.
 
 A freed row may be taken again at once: the plan that gives it to another request, or an earlier one, frees it first.
 """
@@ -40,7 +40,7 @@ class RowPool:
         self._unsent.append(row)
 
     def give_back_unused(self, row: int) -> None:
-        """The same where the worker was not told of the request."""
+        """The same if the worker does not know the request."""
         heapq.heappush(self._free, row)
 
     def drain_freed(self) -> list[int]:

@@ -1,1 +1,1 @@
-"""In which order requests are served: who waits, and whose turn it is."""
+"""In which order requests are served: which requests wait, and which is next."""

@@ -18,7 +18,7 @@ from control_plane.scheduler.types import RequestId, WorkerLimits
 
 
 class RequestQueues:
-    """Who waits, and what for."""
+    """The requests that wait on one worker."""
 
     def __init__(
         self,

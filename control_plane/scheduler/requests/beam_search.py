@@ -78,8 +78,8 @@ class BeamSearcher:
         ranked = sorted(
             (
                 (beam.logprob + logprob, parent, token_id)
-                for parent, (beam, told) in enumerate(zip(self.beams, candidates, strict=True))
-                for token_id, logprob in self._relevant(told, banned)
+                for parent, (beam, tokens) in enumerate(zip(self.beams, candidates, strict=True))
+                for token_id, logprob in self._relevant(tokens, banned)
             ),
             key=lambda entry: (-entry[0], entry[1], entry[2]),
         )
@@ -91,11 +91,11 @@ class BeamSearcher:
         self.beams = [Beam(logprob, num_tokens, token_id, self.beams[parent]) for logprob, parent, token_id in going_on]
         return [parent for _, parent, _ in going_on]
 
-    def _relevant(self, told: Iterable[tuple[int, float]], banned: frozenset[int]) -> Iterator[tuple[int, float]]:
+    def _relevant(self, candidates: Iterable[tuple[int, float]], banned: frozenset[int]) -> Iterator[tuple[int, float]]:
         """One beam's `width` best that may go on, and those before them that end and may be among the best of all."""
         width = self.search.width
         num_relevant = num_going_on = 0
-        for token_id, logprob in told:
+        for token_id, logprob in candidates:
             if token_id in banned:
                 continue
             is_stop = token_id in self._stop_token_ids

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from control_plane.scheduler.logprobs import PromptLogprobs
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.requests.states import GroupState, SequenceState
-from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, Sampling
+from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -41,20 +41,20 @@ class Row:
     is_decoding: bool = False  # its prefill is planned to the end
     # Tokens planned, and tokens computed, up to which the row decodes on and needs no closer look; 0: look always.
     plan_closely_at: int = 0
-    book_closely_at: int = 0
+    apply_closely_at: int = 0
 
     def look_closely(self) -> None:
         """Look at whatever is planned for the row or computed of it."""
-        self.plan_closely_at = self.book_closely_at = 0
+        self.plan_closely_at = self.apply_closely_at = 0
 
     def plan_on(self, block_size: int) -> None:
         """The row decodes: its plans need no closer look until its table is full, or its last token is planned."""
         self.plan_closely_at = min(len(self.block_ids) * block_size, self.sequence.max_planned - 1)
 
-    def book_on(self) -> None:
+    def apply_on(self) -> None:
         """The row decodes: its results need no closer look until a block is full, or its longest length is reached."""
         sequence = self.sequence
-        self.book_closely_at = 0 if sequence.has_extras else min(self.register_at, sequence.max_planned)
+        self.apply_closely_at = 0 if sequence.has_extras else min(self.register_at, sequence.max_planned)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +73,7 @@ class Sequence:
     has_extras: bool  # wants_logprobs, or an index other than 0: its results are more than a token
     generated: list[int]  # accepted tokens
     is_host_fed: bool = False  # what it is fed after its prefill is chosen here, not on the worker
-    is_cancelled: bool = False  # nobody reads this completion: it only goes on until others forked from it
+    is_cancelled: bool = False  # cancelled by the client: it only goes on until other sequences forked from it
     is_ended: bool = False  # its completion is complete, or its request over
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
     host_block_ids: list[int] = field(default_factory=list)  # its table in host memory, while it is swapped out
@@ -138,13 +138,13 @@ class SequenceGroup:
     is_paused: bool = False
     is_ended: bool = False  # never to be scheduled again
     num_rows: int = 0  # members that hold a row, draining ones included
-    prompt_logprobs: PromptLogprobs | None = None  # those that came from the prefill that is going on
+    prompt_logprobs: PromptLogprobs | None = None  # those that came so far from the prefill under way
     searcher: BeamSearcher | None = None  # for beam search
     beam_sequences: list[Sequence] = field(default_factory=list)  # of the searcher's beams, in their order
     num_searched: int = 0  # tokens computed for beams, dropped ones included
     beam_candidates: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # by index of the beam
     num_preemptions: int = 0
-    has_given_way: bool = False  # it was preempted for a request that lacked room; backfill.py
+    was_preempted_for_room: bool = False  # for a request that lacked room, which happens once; backfill.py
     num_overtaken: int = 0  # requests that overtook it, for their adapters cost the step less
     has_progressed: bool = False  # some member gained a token since the group took its rows
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
@@ -172,7 +172,8 @@ class SequenceGroup:
             return self.request
         if len(self.members) == 1:
             return replace(self.request, generated_token_ids=tuple(self.members[0].generated))
-        answers = tuple(
-            Answer(tuple(sequence.generated), sequence.is_ended or sequence.is_cancelled) for sequence in self.members
+        completions = tuple(
+            Completion(tuple(sequence.generated), sequence.is_ended or sequence.is_cancelled)
+            for sequence in self.members
         )
-        return replace(self.request, answers=answers)
+        return replace(self.request, completions=completions)

@@ -1,7 +1,7 @@
 """The rows that decode, as step after step plans the same ones.
 
 From one step to the next hardly a row joins or leaves, so which rows decode is found out once and kept until one does.
-Plans, steps in flight and the wire share the batch's lists; nobody changes them.
+Plans, steps in flight and the wire share the batch's lists and never change them.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Lifecycle:
     def cancel_sequence(self, sequence: Sequence) -> None:
         """Cancel one completion. If other sequences still have to fork from it, its prefill is finished first.
 
-        A beam search goes on as it is: none of its completions is known before all are.
+        A beam search goes on unchanged: its completions are only known at its end.
         """
         if sequence.is_ended or sequence.group.searcher is not None:
             return
@@ -136,7 +136,7 @@ class Lifecycle:
         else:
             self._queues.join_waiting(group)
         for member in group.members:
-            member.is_ended |= member.is_cancelled  # nobody forks from it any more
+            member.is_ended |= member.is_cancelled  # no sequence forks from it any more
 
     def abandon(self) -> None:
         """The worker is lost: no request of the accounts waits or runs here any more. Nothing else may follow."""

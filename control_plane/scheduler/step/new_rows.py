@@ -44,7 +44,7 @@ def begin_row(row: Row, slot_generation: int) -> NewRow:
         slot_generation=slot_generation,
         sampling=sampling,
         banned_token_ids=tuple(sorted(sequence.stop_token_ids)) if _may_ban(sampling, sequence) else (),
-        is_stepwise=sequence.is_host_fed,
+        is_host_fed=sequence.is_host_fed,
     )
 
 

@@ -1,12 +1,12 @@
 """What the next step computes, by the policy in force.
 
-What each policy takes, and in which order, stands in settings.py. Takes rows, blocks and slots from the roster, and
-preempts there when something is short.
+settings.py says what each policy takes, and in which order. The planner takes rows, blocks and slots, and preempts
+requests when something is short.
 """
 
 from __future__ import annotations
 
-from control_plane.scheduler.memory.block_fit import Verdict, judge_blocks
+from control_plane.scheduler.memory.block_fit import BlockFit, fit_blocks
 from control_plane.scheduler.requests.sequence import Row, SequenceGroup
 from control_plane.scheduler.requests.states import SequenceState
 from control_plane.scheduler.settings import Policy, SchedulerSettings
@@ -17,7 +17,8 @@ from control_plane.scheduler.step.plan_draft import PlanDraft
 from control_plane.scheduler.step.preemption import choose_paused, choose_victim
 from control_plane.scheduler.step.worker_state import WorkerState
 
-# A request with an adapter that the step does not read yet lets this many of its tenant pass, whose adapters it does.
+# At most this many requests of the same tenant may overtake a request whose adapter is not in the running batch, if
+# their own adapters are.
 MAX_OVERTAKEN = 16
 
 
@@ -88,7 +89,7 @@ class Planner:
         if not draft.prefills and not self._plan_decodes(draft, batch) and not self._backfill.is_due:
             self._swap_in(draft)
 
-    # ---- those who run ----
+    # ---- requests that run ----
 
     def _plan_decodes(self, draft: PlanDraft, batch: DecodeBatch) -> bool:
         """Plan one token of every row of the batch, in order of arrival; True if one of them lacked a block or budget.
@@ -135,11 +136,11 @@ class Planner:
             draft.prefill(row)
 
     def _block_for(self, row: Row, draft: PlanDraft) -> int | None:
-        """A block for a decode, by preemption if need be, or None if it has to wait for some result."""
+        """A block for a decode, by preemption if need be, or None if the row has to wait for some result."""
         counters = None if self._settings.policy is Policy.FCFS else self._counters
         while True:
             block_id = self._worker.pool.take_one()
-            # Blocks of those who are leaving come with the next results: preempt nobody for that.
+            # Blocks of requests that are leaving come with the next results: preempt no further request.
             if block_id is not None or self._worker.rows.num_draining > 0:
                 return block_id
             victim = choose_victim(self._worker.rows.held, row, counters)
@@ -148,16 +149,16 @@ class Planner:
             self._preempt(victim, draft)
 
     def _preempt(self, victim: SequenceGroup, draft: PlanDraft) -> None:
-        """Let a request give way; blocks that it moves to host memory are free for the draft's plan."""
+        """Preempt a request; blocks that it moves to host memory are free for the draft's plan."""
         self._worker.lifecycle.preempt(victim)
         self._worker.swap.plan_outs(draft)
 
-    # ---- those who wait ----
+    # ---- requests that wait ----
 
     def _swap_in(self, draft: PlanDraft) -> bool:
-        """Bring swapped requests back, in turn; False if one that might return lacks something.
+        """Bring swapped requests back, one after the other; False if a request that might return lacks something.
 
-        One whose adapter is not ready is skipped, others wait for whoever comes before them.
+        A request whose adapter is not ready is skipped. All others wait for the request before them.
         """
         worker = self._worker
         while (group := worker.queues.swapped.peek()) is not None:
@@ -166,7 +167,7 @@ class Planner:
                 return False
             num_needed, num_unheld = worker.swap.count_blocks(group)
             has_rows = worker.rows.free.num_free >= len(members)
-            if has_rows and self._judge(num_needed, num_unheld) is Verdict.OK:
+            if has_rows and self._fit(num_needed, num_unheld) is BlockFit.OK:
                 self._return(group, draft)
             elif not self._free_paused(draft):
                 return False
@@ -185,7 +186,7 @@ class Planner:
             draft.prefill(row)
 
     def _free_paused(self, draft: PlanDraft) -> bool:
-        """Whether a request whose reader is slow gave way; what is not free at once is after some result."""
+        """Whether a paused request was preempted. What it held is free at once, or after the results that name it."""
         worker = self._worker
         victim = (
             choose_paused(worker.rows.held)
@@ -199,7 +200,7 @@ class Planner:
     def _admit(self, draft: PlanDraft, now_s: float, num_long: int = 0) -> None:
         """Start waiting requests while budget, rows and blocks last: those set aside, then in the queue's order.
 
-        One whose adapter is not ready is skipped. What becomes of one that lacks rows or blocks: backfill.py.
+        A request whose adapter is not ready is skipped. backfill.py decides about requests that lack rows or blocks.
         `num_long`: long prefills that are unfinished.
         """
         worker, backfill = self._worker, self._backfill
@@ -215,7 +216,7 @@ class Planner:
             and draft.budget > 0
             and (worker.rows.free.num_free > 0 or worker.lifecycle.num_paused > 0)
         ):
-            waiting, passed = self._next_waiting(may_be_long=num_long < most_long)
+            waiting, overtaken = self._next_waiting(may_be_long=num_long < most_long)
             if waiting is None:
                 return
             num_hits = self._fitting_hits(waiting)
@@ -227,8 +228,8 @@ class Planner:
                 continue
             if not self._may_start(waiting, num_hits, draft):
                 return
-            if passed is not None:
-                passed.num_overtaken += 1
+            if overtaken is not None:
+                overtaken.num_overtaken += 1
             num_long += self._start(waiting, num_hits, draft, now_s)
 
     def _may_start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft) -> bool:
@@ -244,9 +245,9 @@ class Planner:
         return num_partial < self._settings.max_partial_prefills
 
     def _next_waiting(self, *, may_be_long: bool) -> tuple[SequenceGroup | None, SequenceGroup | None]:
-        """The request whose turn it is; or one of its tenant that goes before it, for its adapter is read anyway.
+        """The next request; or a request of its tenant that overtakes it, for its adapter is in the running batch.
 
-        Then the second is the one that is passed.
+        The second value is the request that is overtaken, or None.
         """
         worker = self._worker
         group = worker.queues.waiting.peek(may_be_long=may_be_long)
@@ -254,7 +255,7 @@ class Planner:
             return group, None
         adapter = group.request.adapter
         assert adapter is not None, "the base model is always active"
-        if not worker.costs.is_dear(adapter.arena_bytes, len(worker.rows.held)):
+        if not worker.costs.is_expensive(adapter.arena_bytes, len(worker.rows.held)):
             return group, None
         cheaper = worker.queues.waiting.peek_active(group)
         if cheaper is None:
@@ -269,17 +270,17 @@ class Planner:
             return None
         sequence = members[0]
         num_known = sequence.num_known
-        # At least one token must be computed, or there would be nothing to sample from. To tell the prompt's
+        # At least one token must be computed, or there would be nothing to sample from. To return the prompt's
         # log-probabilities, all of it must be.
         max_hits = 0 if sequence.awaits_prompt_logprobs else (num_known - 1) // size
         num_hits, num_unheld = self._worker.cache.count_hits(sequence, max_hits)
         num_needed = -(-num_known // size) - num_hits + num_fork_blocks(members, size)
-        return num_hits if self._judge(num_needed, num_unheld) is Verdict.OK else None
+        return num_hits if self._fit(num_needed, num_unheld) is BlockFit.OK else None
 
-    def _judge(self, num_needed: int, num_unheld: int) -> Verdict:
-        """The verdict on blocks for one more request, which shares `num_unheld` cached ones that nobody holds."""
+    def _fit(self, num_needed: int, num_unheld: int) -> BlockFit:
+        """Whether one more request gets its blocks. It shares `num_unheld` cached blocks that nothing else holds."""
         pool = self._worker.pool
-        return judge_blocks(
+        return fit_blocks(
             num_needed,
             num_available=pool.num_available - num_unheld,
             num_blocks=pool.num_blocks,

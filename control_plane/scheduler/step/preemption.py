@@ -1,6 +1,6 @@
-"""Which request gives way when blocks, rows or slots are short.
+"""Which request is preempted when blocks, rows or slots are short.
 
-A request gives way as a whole. It keeps its tokens and gives its blocks back; swap_space.py decides whether these are
+A request is preempted as a whole. It keeps its tokens and gives its blocks back. swap_space.py decides whether they are
 computed once more or come back from host memory.
 """
 
@@ -16,7 +16,7 @@ from control_plane.scheduler.requests.states import GroupState
 def choose_victim(held: list[Row], needy: Row, counters: VirtualCounters | None = None) -> SequenceGroup | None:
     """The request that gives blocks to `needy`, or None if `needy` has to wait. `held` is in order of arrival.
 
-    1. A paused request, the latest arrival first: nobody reads its tokens.
+    1. A paused request, the latest arrival first: its client does not read its tokens.
     2. Candidates are requests that arrived later than `needy` and gained a token since they took their rows. Of these,
        a request of the tenant that received most service by `counters`, then the lowest priority, then the latest
        arrival. So no request is preempted twice without progress, and the oldest request always gets what it needs in

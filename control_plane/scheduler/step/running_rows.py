@@ -125,7 +125,7 @@ class RunningRows:
         self.regroup()
 
     def drain(self, row: Row) -> None:
-        """Plan a row no more; it leaves with the last step in flight that names it."""
+        """Stop planning a row. The row leaves with the last step in flight that names it."""
         if row.state is not SequenceState.DRAINING:
             move_row(row, SequenceState.DRAINING)
             row.look_closely()

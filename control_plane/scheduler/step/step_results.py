@@ -58,7 +58,7 @@ class StepResults:
         for row, token_id in zip(decodes, tokens, strict=False):
             sequence = row.sequence
             num_computed = row.num_computed + 1
-            if num_computed >= row.book_closely_at or token_id is None or token_id in sequence.stop_token_ids:
+            if num_computed >= row.apply_closely_at or token_id is None or token_id in sequence.stop_token_ids:
                 self._apply_token(row, 1, token_id, result, others)
                 continue
             row.num_in_flight -= 1
@@ -94,7 +94,7 @@ class StepResults:
             if row.num_computed >= row.register_at:
                 self._rows.register(row)
             if row.state is SequenceState.RUNNING:
-                row.book_on()
+                row.apply_on()
             if reason is not None:
                 if sequence.is_cancelled:
                     outputs.pop()

@@ -103,7 +103,7 @@ class SwapSpace:
     # ---- in ----
 
     def count_blocks(self, group: SequenceGroup) -> tuple[int, int]:
-        """(blocks to take for its return, blocks to share for it that nobody holds)."""
+        """(blocks to take for its return, blocks to share for it that no table holds)."""
         to_move: set[int] = set()
         unheld: set[int] = set()
         num_tails = 0
@@ -111,7 +111,7 @@ class SwapSpace:
             hits = self._hits(member)
             num_full = (member.num_known - 1) // self._block_size
             to_move.update(member.host_block_ids[len(hits) : num_full])
-            num_tails += len(member.host_block_ids[num_full:])  # will be written: nobody shares it
+            num_tails += len(member.host_block_ids[num_full:])  # will be written: not shared
             unheld.update(block_id for block_id in hits if self._pool.ref_counts[block_id] == 0)
             num_tails += -(-member.num_known // self._block_size) - len(member.host_block_ids)
         return len(to_move) + num_tails, len(unheld)

@@ -64,7 +64,7 @@ class Bench:
         self.scheduler = Scheduler(self.limits, settings, self.counters)
         self.probe = SchedulerProbe(self.scheduler)
         self.worker = ModelWorker(self.limits)
-        self.sent: list[StepPlan] = []  # steps that are not answered, each as a plan of its own
+        self.sent: list[StepPlan] = []  # steps in flight, each as a plan of its own
         self.plans: list[StepPlan] = []
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, RequestOutput] = {}
@@ -77,7 +77,7 @@ class Bench:
             self.tokens[request.request_id] = list(request.generated_token_ids)
 
     def plan(self, now_s: float = 0.0, max_steps: int = 1) -> StepPlan | None:
-        """Make one plan and keep its steps for `answer`."""
+        """Make one plan and keep its steps for `return_result`."""
         plan = self.scheduler.plan(now_s, max_steps)
         if plan is not None:
             self.sent.extend(steps_of(plan))
@@ -85,15 +85,15 @@ class Bench:
         check_scheduler(self.scheduler)
         return plan
 
-    def answer(self) -> list[RequestOutput]:
-        """Execute and answer the oldest step."""
+    def return_result(self) -> list[RequestOutput]:
+        """Execute the oldest step and return its result."""
         outputs = list(self.scheduler.apply(self.worker.execute(self.sent.pop(0)), 0.0))
         self.keep(outputs)
         check_scheduler(self.scheduler)
         return outputs
 
     def keep(self, outputs: Iterable[RequestOutput]) -> None:
-        """Book outputs by request."""
+        """Record outputs by request."""
         for output in outputs:
             assert output.request_id not in self.ends, "output after the end"
             self.tokens[output.request_id] += output.token_ids
@@ -113,11 +113,11 @@ class Bench:
         return done
 
     def step(self) -> StepPlan | None:
-        """Slots, one plan, its answer."""
+        """Slots, one plan, its result."""
         self.obey()
         plan = self.plan()
         if self.sent:
-            self.answer()
+            self.return_result()
         return plan
 
     def run(self, max_steps: int = 500) -> None:
@@ -132,7 +132,7 @@ class Bench:
         """Until there is nothing to compute and to load."""
         while self.obey() or self.plan() is not None or self.sent:
             if self.sent:
-                self.answer()
+                self.return_result()
 
     def running_ids(self) -> list[int]:
         """Requests that hold a row, in order of arrival."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from control_plane.scheduler.requests.beam_search import BeamSearcher, Hypothesis
 from control_plane.scheduler.step.beams import NO_SCORE
-from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
+from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
 from tests.fakes.model_worker import VOCAB_SIZE, chain_of, chain_step, logprobs_of, oracle
 
 
 def beam_oracle(request: Request, max_model_len: int) -> list[Hypothesis]:
-    """What a beam search finds when nothing disturbs it, padded to its width; nothing where none is asked for."""
+    """What a beam search finds when nothing disturbs it, padded to its width; nothing without a beam search."""
     if request.beam is None:
         return []
     searcher = BeamSearcher(
@@ -52,38 +52,40 @@ class Account:
             if rng.random() < 0.3:
                 self.got[index] = self.due[index]
                 self.live.discard(index)
-        answers = tuple(Answer(tuple(got), index not in self.live) for index, got in enumerate(self.got))
-        return replace(self.request, answers=answers)
+        completions = tuple(Completion(tuple(got), index not in self.live) for index, got in enumerate(self.got))
+        return replace(self.request, completions=completions)
 
     def check_carried(self, request: Request) -> None:
-        """A request that is taken from its worker must carry what was told of it, no more and no less."""
+        """A request that is taken from its worker must carry what was returned of it, no more and no less."""
         if self.hypotheses:
             assert request == self.request, "a beam search begins again"
         elif len(self.due) == 1:
             assert list(request.generated_token_ids) == self.got[0], "a token is lost or added on the way"
         else:
-            # The first answer computes the prompt for all, and may sample though nobody wants it any more.
-            carried = [None if answer.is_ended else list(answer.token_ids) for answer in request.answers]
-            told = [got if index in self.live else None for index, got in enumerate(self.got)]
-            assert carried == told, f"told {told}, but carried on: {carried}"
+            # The first completion computes the prompt for all, and may sample though it was cancelled.
+            carried = [
+                None if completion.is_ended else list(completion.token_ids) for completion in request.completions
+            ]
+            returned = [got if index in self.live else None for index, got in enumerate(self.got)]
+            assert carried == returned, f"returned {returned}, but carried on: {carried}"
 
     def take(self, output: RequestOutput) -> None:
-        """Book an output. It must be the next tokens of an index that has not ended."""
+        """Record an output. It must be the next tokens of an index that has not ended."""
         index, request_id = output.index, output.request_id
         if output.finish_reason not in (None, FinishReason.LENGTH, FinishReason.STOP_TOKEN):
             assert not output.token_ids
-            self.live.clear()  # told with any of them, it ends them all
+            self.live.clear()  # returned with any of them, it ends them all
             return
-        assert index in self.live, f"request {request_id} has output for answer {index} after its end"
+        assert index in self.live, f"request {request_id} has output for completion {index} after its end"
         got, due = self.got[index], self.due[index]
         if self.hypotheses:
             assert output.score == self.hypotheses[index].score, f"request {request_id} got a wrong score"
-            assert output.finish_reason is not None, f"request {request_id} is told of a beam before its end"
+            assert output.finish_reason is not None, f"request {request_id} has output of a beam before its end"
         self._check_logprobs(output, is_first=not got)
         got += output.token_ids
-        assert got == due[: len(got)], f"request {request_id} got wrong tokens in answer {index}"
+        assert got == due[: len(got)], f"request {request_id} got wrong tokens in completion {index}"
         if output.finish_reason is not None:
-            assert got == due, f"request {request_id} ended answer {index} too early"
+            assert got == due, f"request {request_id} ended completion {index} too early"
             self.live.discard(index)
 
     def _check_logprobs(self, output: RequestOutput, *, is_first: bool) -> None:
@@ -117,7 +119,7 @@ class Ledger:
         return account
 
     def take(self, outputs: Iterable[RequestOutput]) -> list[RequestId]:
-        """Book outputs; the requests that ended with them."""
+        """Record outputs; the requests that ended with them."""
         ended: list[RequestId] = []
         for output in outputs:
             request_id = output.request_id

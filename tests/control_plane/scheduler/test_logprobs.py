@@ -26,12 +26,12 @@ def entries(rng: random.Random, count: int, num_top: int) -> list[TokenLogprobs]
     ]
 
 
-def packed(told: list[TokenLogprobs], num_top: int) -> PackedLogprobs:
-    tops = [candidate for entry in told for candidate in entry.top]
+def packed(returned: list[TokenLogprobs], num_top: int) -> PackedLogprobs:
+    tops = [candidate for entry in returned for candidate in entry.top]
     return PackedLogprobs(
-        np.array([entry.token_id for entry in told], dtype=np.int32),
-        np.array([entry.logprob for entry in told], dtype=np.float32),
-        np.array([entry.rank for entry in told], dtype=np.int32),
+        np.array([entry.token_id for entry in returned], dtype=np.int32),
+        np.array([entry.logprob for entry in returned], dtype=np.float32),
+        np.array([entry.rank for entry in returned], dtype=np.int32),
         np.array([token_id for token_id, _ in tops], dtype=np.int32),
         np.array([logprob for _, logprob in tops], dtype=np.float32),
         num_top,
@@ -39,26 +39,26 @@ def packed(told: list[TokenLogprobs], num_top: int) -> PackedLogprobs:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 3])
-def test_chunks_read_as_one_list_whatever_part_is_requested(num_top: int) -> None:
+def test_chunks_read_as_one_list_whatever_part_is_read(num_top: int) -> None:
     rng = random.Random(num_top)
-    told: list[TokenLogprobs] = []
+    returned: list[TokenLogprobs] = []
     prompt = PromptLogprobs()
     for size in (3, 1, 5):
         chunk = entries(rng, size, num_top)
-        told += chunk
+        returned += chunk
         prompt.extend(packed(chunk, num_top) if size != 1 else chunk)  # a list will do as well
-    assert prompt == told and list(prompt) == told and len(prompt) == 9
-    assert [prompt[index] for index in range(-9, 9)] == [told[index] for index in range(-9, 9)]
+    assert prompt == returned and list(prompt) == returned and len(prompt) == 9
+    assert [prompt[index] for index in range(-9, 9)] == [returned[index] for index in range(-9, 9)]
     for start in range(-1, 11):
         for stop in range(-1, 11):
-            assert prompt[start:stop] == told[start:stop]
-    assert prompt[::2] == told[::2]
+            assert prompt[start:stop] == returned[start:stop]
+    assert prompt[::2] == returned[::2]
     for index in (9, -10):
         with pytest.raises(IndexError):
             prompt[index]
 
 
-def test_nothing_is_told_of_nothing() -> None:
+def test_an_empty_list_has_no_entries() -> None:
     assert PromptLogprobs() == [] and PromptLogprobs()[:] == []
     assert packed([], 2) == []
     assert packed(entries(random.Random(0), 2, 1), 1) != entries(random.Random(1), 2, 1)

@@ -1,6 +1,6 @@
 """The scheduler against a worker that turns every mistake into a wrong token, over random walks from seeds.
 
-Out of CI, millions of steps from other seeds, every book checked at each third move:
+Out of CI, millions of steps from other seeds, all state checked at each third move:
 
     MOTET_WALK_STEPS=2000000 MOTET_WALK_SEED=1000000 make test TESTS=tests/control_plane/scheduler/test_random_walk.py
 """
@@ -26,7 +26,7 @@ STEPS = int(os.environ.get("MOTET_WALK_STEPS", STEPS_OF_CI))
 FIRST_SEED = int(os.environ.get("MOTET_WALK_SEED", "0"))
 IS_LONG = STEPS > STEPS_OF_CI
 STEPS_PER_SEED = 500
-CHECK_EVERY = 3 if IS_LONG else 40  # moves between two checks of every book
+CHECK_EVERY = 3 if IS_LONG else 40  # moves between two checks of all state
 # Every policy is walked; the default one most, for it has most to decide.
 SHARES = {Policy.CHUNKED_PREFILL: 0.6, Policy.PREFILL_FIRST: 0.25, Policy.FCFS: 0.15}
 # What must have come about in 10 000 steps of CI's seeds, or the walks prove little. Other seeds may see a quarter.
@@ -37,7 +37,7 @@ LEAST: dict[str, float] = {
     "preempted": 100,
     "tokens from the prefix cache": 300,
     "plans of several steps": 100,
-    "requests with several answers": 200,
+    "requests with several completions": 200,
     "blocks copied": 10,
     "tokens fed to beams": 30,
     "withdrawn": 100,
@@ -45,7 +45,7 @@ LEAST: dict[str, float] = {
 # Of policies that swap and where requests pass others.
 LEAST_OF_OTHERS: dict[str, float] = {
     "swapped out": 20,
-    "several answers swapped in": 2,
+    "several completions swapped in": 2,
     "ended before a move": 1,
     "set aside": 300,
     "given way": 10,
@@ -54,7 +54,7 @@ LEAST_OF_OTHERS: dict[str, float] = {
 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("policy", Policy)
-def test_every_request_gets_its_own_tokens_and_the_books_balance(policy: Policy, part: int) -> None:
+def test_every_request_gets_its_own_tokens_and_the_state_is_consistent(policy: Policy, part: int) -> None:
     num_steps = round(STEPS * SHARES[policy] / 4)
     seen: Counter[str] = Counter()
     for seed in count(FIRST_SEED + 10_000 * part):
@@ -67,11 +67,11 @@ def test_every_request_gets_its_own_tokens_and_the_books_balance(policy: Policy,
         seen["swapped out"] += stats.num_swapped_out
         seen["tokens from the prefix cache"] += stats.prefix_hit_tokens
         seen["plans of several steps"] += walk.num_repeated
-        seen["requests with several answers"] += walk.num_groups
-        seen["several answers swapped in"] += walk.num_groups_swapped_in
+        seen["requests with several completions"] += walk.num_groups
+        seen["several completions swapped in"] += walk.num_groups_swapped_in
         seen["withdrawn"] += walk.num_withdrawn
         seen["set aside"] += walk.num_set_aside
-        seen["given way"] += walk.num_given_way
+        seen["given way"] += walk.num_preempted_for_room
         seen["ended before a move"] += walk.num_ended_before_move
         seen["blocks copied"] += walk.num_copies
         seen["tokens fed to beams"] += walk.num_fed

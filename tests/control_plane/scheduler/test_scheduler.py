@@ -61,7 +61,7 @@ def test_a_stop_token_ends_a_request_and_is_delivered() -> None:
 
 
 def test_a_request_may_fill_the_context_and_is_never_cut_to_it() -> None:
-    """Who asked for more tokens than there is room for must not get fewer without a word."""
+    """A request for more tokens than there is room for must not get fewer without an error."""
     bench = Bench(max_model_len=10)
     bench.add(make_request(1, prompt=6, max_tokens=4))
     bench.run()
@@ -113,7 +113,7 @@ def test_preemption_takes_the_latest_arrival_and_changes_no_token() -> None:
 
 
 def test_a_preempted_request_comes_back_with_its_prompt_and_what_it_generated_apart() -> None:
-    """Penalties of the answer must not count as prompt what was generated before."""
+    """Penalties of the completion must not count as prompt what was generated before."""
     bench = Bench(num_blocks=4, block_size=2, max_rows=2)
     bench.add(*[make_request(i, prompt=2, max_tokens=6) for i in (1, 2)])
     bench.run()
@@ -153,7 +153,7 @@ def test_a_request_that_is_cancelled_between_two_chunks_of_its_prompt_leaves_not
     bench.add(make_request(1, prompt=30, max_tokens=4))
     for _ in range(depth):
         bench.plan()
-    bench.answer()
+    bench.return_result()
     bench.scheduler.cancel(RequestId(1), 0.0)
     check_scheduler(bench.scheduler)
     assert (len(bench.scheduler.request_ids), bench.scheduler.stats().num_blocks_held) == (0, 8 * (depth - 1))
@@ -191,7 +191,7 @@ def test_a_resumed_request_gains_a_token_before_it_is_preempted_again() -> None:
             tokens_at_preemption[request_id].append(len(bench.tokens[request_id]))
         before = held
     preempted = [counts for counts in tokens_at_preemption.values() if len(counts) > 1]
-    assert preempted, "nobody was preempted twice: the story is not told"
+    assert preempted, "nobody was preempted twice: the case did not occur"
     assert all(counts == sorted(set(counts)) for counts in preempted)
 
 
@@ -241,22 +241,22 @@ def test_a_cancelled_request_says_nothing_more_and_holds_nothing() -> None:
     bench.plan()
     bench.scheduler.cancel(RequestId(1), 0.0)
     bench.scheduler.cancel(RequestId(1), 0.0)
-    assert bench.scheduler.stats().num_blocks_held == 4, "unanswered plans name its blocks"
+    assert bench.scheduler.stats().num_blocks_held == 4, "plans in flight name its blocks"
     bench.run()
     assert bench.tokens[1] == [] and list(bench.ends) == [2]
     assert bench.scheduler.stats().num_blocks_held == 0
 
 
-def test_the_row_of_an_ended_request_is_freed_once_its_last_plan_is_answered() -> None:
+def test_the_row_of_an_ended_request_is_freed_once_its_last_result_came() -> None:
     bench = Bench(plan_depth=2, max_rows=1)
     tokens = oracle(make_request(1, max_tokens=10), 64)
     bench.add(make_request(1, max_tokens=10, stop_token_ids=frozenset([tokens[0]])), make_request(2, max_tokens=1))
     bench.plan()
     bench.plan()
-    bench.answer()
+    bench.return_result()
     assert 1 in bench.ends
-    assert bench.plan() is None, "the wasted decode is unanswered, the only row still named"
-    bench.answer()
+    assert bench.plan() is None, "the wasted decode is in flight, the only row still named"
+    bench.return_result()
     plan = bench.plan()
     assert plan is not None and plan.freed_rows == [0] and plan.new_rows[0].row == 0
 
@@ -327,7 +327,7 @@ def test_a_paused_request_that_waits_is_not_admitted() -> None:
     assert len(bench.tokens[1]) == 4
 
 
-def test_paused_requests_give_way_to_those_short_of_blocks_or_rows() -> None:
+def test_paused_requests_are_preempted_for_those_short_of_blocks_or_rows() -> None:
     bench = Bench(num_blocks=8, max_rows=1)
     request = make_request(1, prompt=20, max_tokens=6)
     bench.add(request)
@@ -393,7 +393,7 @@ def test_nobody_starts_from_blocks_of_a_request_whose_logits_were_not_finite() -
         StepResult(1, [0], [5], failed_rows=[3]),
     ],
 )
-def test_a_result_that_does_not_answer_the_oldest_plan_is_refused(result: StepResult) -> None:
+def test_a_result_that_is_not_that_of_the_oldest_plan_is_refused(result: StepResult) -> None:
     bench = Bench()
     with pytest.raises(ResultMismatch, match="no step is in flight"):
         bench.scheduler.apply(result, 0.0)
@@ -401,16 +401,16 @@ def test_a_result_that_does_not_answer_the_oldest_plan_is_refused(result: StepRe
     bench.plan()
     with pytest.raises(ResultMismatch):
         bench.scheduler.apply(result, 0.0)
-    bench.answer()
+    bench.return_result()
 
 
-def test_first_scheduling_and_counts_are_told() -> None:
+def test_first_scheduling_and_counts_are_returned() -> None:
     bench = Bench()
     bench.add(make_request(1, prompt=5, max_tokens=1))
     bench.plan(now_s=7.5)
     stats = bench.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_blocks_held, stats.num_plans_in_flight) == (1, 0, 2, 1)
-    outputs = bench.answer()
+    outputs = bench.return_result()
     assert outputs[0].first_scheduled_s == 7.5
     assert bench.scheduler.stats().num_tokens_sampled == 1
 

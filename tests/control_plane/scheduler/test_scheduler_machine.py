@@ -1,4 +1,4 @@
-"""The scheduler as a state machine: hypothesis looks for the shortest run that breaks a book or gives a wrong token.
+"""The scheduler as a state machine: hypothesis looks for the shortest run that breaks an invariant or a token.
 
 The worker is small, so that short runs meet preemption by both modes, forks and starving adapters.
 """
@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 14),
         max_tokens=st.integers(1, 12),
-        num_answers=st.sampled_from([1, 1, 2, 3]),
+        num_completions=st.sampled_from([1, 1, 2, 3]),
         is_search=st.booleans(),
         adapter_idx=st.integers(0, 3),
         tenant=st.sampled_from("ab"),
@@ -77,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         length: int,
         max_tokens: int,
-        num_answers: int,
+        num_completions: int,
         is_search: bool,
         adapter_idx: int,
         tenant: str,
@@ -85,13 +85,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_s: float | None,
     ) -> None:
         if length + max_tokens >= 12:
-            num_answers, is_search = 1, False  # more would not fit
+            num_completions, is_search = 1, False  # more would not fit
         request = make_request(
             self.next_id,
             [5] * length if self.next_id % 2 else length,
             max_tokens,
-            num_samples=1 if is_search else num_answers,
-            beam=BeamSearch(num_answers) if is_search else None,
+            num_samples=1 if is_search else num_completions,
+            beam=BeamSearch(num_completions) if is_search else None,
             adapter=ADAPTERS[adapter_idx],
             tenant=tenant,
             priority=priority,
@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sent)
     @rule()
-    def answer(self) -> None:
+    def return_result(self) -> None:
         self.take(self.scheduler.apply(self.worker.execute(self.sent.popleft()), self.now_s))
 
     @rule(may_fail=st.sampled_from([False, False, True]))
@@ -162,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.take(self.scheduler.expire(self.now_s))
 
     @invariant()
-    def books_balance(self) -> None:
+    def state_is_consistent(self) -> None:
         if hasattr(self, "scheduler"):
             check_scheduler(self.scheduler)
 
@@ -178,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.obey(may_fail=False)
             self.plan(max_steps=1)
             if self.sent:
-                self.answer()
+                self.return_result()
             self.wait(0.1)
         assert not self.ledger.accounts, f"{len(self.ledger.accounts)} requests never ended"
         check_scheduler(self.scheduler)

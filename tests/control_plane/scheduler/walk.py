@@ -40,7 +40,7 @@ from tests.fakes.model_worker import VOCAB_SIZE, ModelWorker, steps_of
 
 
 class Walk:
-    """One seeded run. Every book is checked each `check_every` moves, of which about one in four makes a plan."""
+    """One seeded run. All state is checked each `check_every` moves, of which about one in four makes a plan."""
 
     def __init__(self, seed: int, policy: Policy, *, check_every: int = 40, has_trace: bool = False) -> None:
         rng = self.rng = random.Random(seed)
@@ -92,7 +92,7 @@ class Walk:
         self.num_plans = 0
         self.num_steps = 0  # that the plans stand for
         self.num_repeated = 0  # plans of several steps
-        self.num_groups = 0  # requests with several answers
+        self.num_groups = 0  # requests with several completions
         self.num_beam_searches = 0
         self.num_fed = 0  # tokens of beams
         self.num_groups_swapped_in = 0  # plans that brought one of them back
@@ -100,7 +100,7 @@ class Walk:
         self.num_withdrawn = 0  # requests taken back while they waited
         self.num_ended_before_move = 0  # cancelled before the plan that was to move their blocks, with steps under way
         self.num_set_aside = 0  # requests that others could pass, for they lacked room
-        self.num_given_way = 0  # requests that were preempted for one of those
+        self.num_preempted_for_room = 0  # requests that were preempted for one of those
         self.trace = hashlib.sha256() if has_trace else None
 
     def run(self, num_steps: int) -> None:
@@ -153,7 +153,7 @@ class Walk:
         if draw < 0.5:
             self.make_plan()
         elif draw < 0.9 and self.sent:
-            self.answer_plan()
+            self.return_result()
         elif draw < 0.98:
             self.obey_command()
         else:
@@ -224,7 +224,7 @@ class Walk:
         self.scheduler.add(request, self.now_s)
 
     def cancel(self, request_id: RequestId) -> None:
-        """Nobody wants a request any more, or one answer of it."""
+        """Cancel a request, or one completion of it."""
         account = self.live[request_id]
         if len(account.live) > 1 and not account.hypotheses and self.rng.random() < 0.5:
             index = self.rng.choice(sorted(account.live))
@@ -236,7 +236,7 @@ class Walk:
         self.paused.discard(request_id)
 
     def cancel_before_a_move(self) -> None:
-        """Now and then cancel a request, or one answer of it, whose blocks the next plan was to move out."""
+        """Now and then cancel a request, or one completion of it, whose blocks the next plan was to move out."""
         check_scheduler(self.scheduler)
         for request_id, is_in_flight in self.probe.ids_moving_out().items():
             if request_id in self.live and self.rng.random() < 0.8:
@@ -261,10 +261,10 @@ class Walk:
     def make_plan(self) -> None:
         """Ask for a plan; it is executed when its turn comes."""
         scheduler = self.scheduler
-        aside, given_way = set(self.probe.set_aside_ids()), self.probe.ids_given_way()
+        aside, given_way = set(self.probe.set_aside_ids()), self.probe.ids_preempted_for_room()
         plan = scheduler.plan(self.now_s, self.rng.randint(1, self.max_steps))
         self.num_set_aside += len(set(self.probe.set_aside_ids()) - aside)
-        self.num_given_way += len(self.probe.ids_given_way() - given_way)
+        self.num_preempted_for_room += len(self.probe.ids_preempted_for_room() - given_way)
         if plan is not None:
             self.num_plans += 1
             self.num_repeated += plan.num_steps > 1
@@ -277,8 +277,8 @@ class Walk:
                 self.trace.update(repr(plan).encode())
             self.sent.extend(steps_of(plan))
 
-    def answer_plan(self) -> None:
-        """The worker executes the oldest plan and answers; now and then a row's logits are not finite."""
+    def return_result(self) -> None:
+        """The worker executes the oldest plan and returns its result; now and then a row's logits are not finite."""
         result = self.worker.execute(self.sent.popleft())
         if result.rows and self.rng.random() < self.not_finite_rate:
             idx = self.rng.randrange(len(result.rows))

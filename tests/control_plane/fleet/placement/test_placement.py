@@ -12,7 +12,7 @@ from control_plane.fleet.placement.placement import Need, cost_ms, need_of
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.scheduler import PrefixKeys, WorkerUtilization
-from control_plane.scheduler.types import AdapterRef, AdapterTier, Answer, Request, RequestId
+from control_plane.scheduler.types import AdapterRef, AdapterTier, Completion, Request, RequestId
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
@@ -120,8 +120,8 @@ def test_several_answers_ask_for_rows_and_blocks_of_their_own() -> None:
 def test_a_request_that_moves_brings_its_tokens_to_be_computed_and_asks_for_fewer() -> None:
     need = make_need(replace(PLAIN, max_tokens=110, generated_token_ids=tuple(range(50))))
     assert (need.num_known_tokens, need.num_new_tokens) == (114, 60)
-    answers = (Answer(tuple(range(30)), is_ended=True), Answer(tuple(range(90))))
-    need = make_need(replace(PLAIN, max_tokens=100, num_samples=2, answers=answers))
+    answers = (Completion(tuple(range(30)), is_ended=True), Completion(tuple(range(90))))
+    need = make_need(replace(PLAIN, max_tokens=100, num_samples=2, completions=answers))
     assert (need.num_known_tokens, need.num_new_tokens, need.num_rows) == (154, 10, 2)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.errors import NotFinite
 from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
-from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
+from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
 
 LENGTH = FinishReason.LENGTH
 
@@ -123,6 +123,6 @@ async def test_cancel_wakes_a_reader_that_waits() -> None:
 def test_an_answer_given_up_before_the_request_goes_on_is_not_run_again() -> None:
     request = Request(RequestId(1), (1, 2), 8, num_samples=3)
     ended = request.without_index(1)
-    assert [answer.is_ended for answer in ended.answers] == [False, True, False]
-    moved = Request(RequestId(1), (1, 2), 8, num_samples=2, answers=(Answer((5,)), Answer((6,))))
-    assert moved.without_index(0).answers == (Answer((5,), is_ended=True), Answer((6,)))
+    assert [completion.is_ended for completion in ended.completions] == [False, True, False]
+    moved = Request(RequestId(1), (1, 2), 8, num_samples=2, completions=(Completion((5,)), Completion((6,))))
+    assert moved.without_index(0).completions == (Completion((5,), is_ended=True), Completion((6,)))

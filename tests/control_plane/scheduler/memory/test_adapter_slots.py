@@ -24,7 +24,7 @@ from tests.fakes.model_worker import oracle
 ONE, TWO, THREE = make_adapter("one"), make_adapter("two"), make_adapter("three")
 
 
-def test_an_adapter_is_requested_when_its_request_is_queued() -> None:
+def test_an_adapter_is_demanded_when_its_request_is_queued() -> None:
     bench = Bench()
     bench.add(make_request(1, adapter=ONE))
     assert bench.scheduler.slot_commands() == [LoadSlot(0, 1, ONE.digest)]
@@ -73,7 +73,7 @@ def test_a_slot_is_not_reused_before_the_worker_says_that_it_is_empty() -> None:
     assert bench.scheduler.slot_commands() == [LoadSlot(0, 2, TWO.digest)]
 
 
-def test_a_slot_that_an_unanswered_plan_names_is_not_evicted() -> None:
+def test_a_slot_that_a_plan_in_flight_names_is_not_evicted() -> None:
     bench = Bench(num_slots=1, plan_depth=2)
     bench.add(make_request(1, adapter=ONE, max_tokens=20))
     bench.obey()
@@ -81,9 +81,9 @@ def test_a_slot_that_an_unanswered_plan_names_is_not_evicted() -> None:
     bench.plan()
     bench.scheduler.cancel(RequestId(1), 0.0)
     bench.add(make_request(2, adapter=TWO))
-    bench.answer()
+    bench.return_result()
     assert bench.scheduler.slot_commands() == []
-    bench.answer()
+    bench.return_result()
     assert bench.scheduler.slot_commands() == [EvictSlot(0, 1, ONE.digest)]
 
 

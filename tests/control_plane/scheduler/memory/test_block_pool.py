@@ -19,7 +19,7 @@ def test_releasing_a_block_that_nobody_holds_is_a_bug() -> None:
     block_id = pool.take_one()
     assert block_id is not None
     pool.release([block_id])
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="no table holds"):
         pool.release([block_id])
 
 
@@ -29,7 +29,7 @@ def test_an_empty_pool_gives_nothing() -> None:
     assert pool.take_one() is None
 
 
-def test_cached_blocks_are_taken_last_and_the_cache_is_told() -> None:
+def test_cached_blocks_are_taken_last_and_the_cache_is_notified() -> None:
     pool = BlockPool(3)
     evicted: list[int] = []
     pool.on_evict = evicted.append
@@ -91,7 +91,7 @@ def test_a_large_table_is_refused_like_a_small_one() -> None:
     pool = BlockPool(2 * MANY_BLOCKS)
     table = pool.take(MANY_BLOCKS)
     pool.release(table[:1])
-    with pytest.raises(AssertionError, match=f"block {table[0]} is released but nobody holds it"):
+    with pytest.raises(AssertionError, match=f"block {table[0]} is released but no table holds it"):
         pool.release(table)
     with pytest.raises(AssertionError, match=f"block {table[0]} is shared but neither held"):
         pool.share_all(table)
@@ -152,7 +152,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached.discard(block_id)
 
     @invariant()
-    def books_balance(self) -> None:
+    def state_is_consistent(self) -> None:
         holders = Counter(block_id for table in self.tables for block_id in table)
         assert list(self.pool.ref_counts) == [holders[block_id] for block_id in range(len(self.pool.ref_counts))]
         assert set(self.pool.evictable) == self.cached - set(holders)

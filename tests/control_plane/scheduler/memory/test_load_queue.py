@@ -24,7 +24,7 @@ def add(queue: LoadQueue, name: str, *accounts: str, arena_bytes: int = 10) -> A
 
 def load_all(queue: LoadQueue) -> list[str]:
     """Adapters in the order in which they are loaded, which is also the order that was foretold."""
-    foretold = [demand.ref.digest for demand in queue.in_turn(100)]
+    foretold = [demand.ref.digest for demand in queue.next_loads(100)]
     loaded = []
     while (demand := queue.head) is not None:
         queue.charge(demand)
@@ -63,7 +63,7 @@ def test_an_account_that_wants_many_delays_one_that_comes_later_by_one_load() ->
         queue.charge(demand)
         queue.remove(demand.ref.digest)
     add(queue, "late", "modest")
-    assert [demand.ref.digest for demand in queue.in_turn(3)] == ["cold 10", "late", "cold 11"]
+    assert [demand.ref.digest for demand in queue.next_loads(3)] == ["cold 10", "late", "cold 11"]
 
 
 def test_an_adapter_that_several_accounts_want_is_loaded_in_the_first_ones_turn_and_once() -> None:

@@ -19,7 +19,7 @@ def cached_tokens(bench: Bench) -> int:
     return [new for plan in bench.plans for new in plan.new_rows][-1].num_computed_tokens
 
 
-def test_a_prefix_is_computed_once_and_the_answer_is_the_same() -> None:
+def test_a_prefix_is_computed_once_and_the_completion_is_the_same() -> None:
     bench = Bench()
     bench.add(make_request(1, PROMPT))
     bench.run()
@@ -63,7 +63,7 @@ def test_blocks_are_shared_while_their_first_owner_runs() -> None:
     assert bench.tokens[1] == bench.tokens[2]
 
 
-def test_blocks_enter_the_cache_only_once_their_plan_is_answered() -> None:
+def test_blocks_enter_the_cache_only_once_their_result_came() -> None:
     bench = Bench(plan_depth=2)
     bench.add(make_request(1, PROMPT))
     bench.plan()

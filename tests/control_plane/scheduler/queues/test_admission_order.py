@@ -10,7 +10,7 @@ from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.step.planner import MAX_OVERTAKEN
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 
-DEAR = SchedulerSettings(adapter_us_per_mib=1e12)  # a further adapter always costs more than it gives
+EXPENSIVE = SchedulerSettings(adapter_us_per_mib=1e12)  # a further adapter always costs more than it gives
 HOT = [make_adapter("hot 0"), make_adapter("hot 1")]
 
 
@@ -59,11 +59,11 @@ def test_blocks_are_taken_from_the_tenant_that_had_most() -> None:
     )
     while bench.scheduler.stats().num_preemptions == 0:
         bench.step()
-    bench.answer() if bench.sent else None
+    bench.return_result() if bench.sent else None
     assert bench.running_ids() == [1, 3]
 
 
-def test_of_one_tenant_the_least_priority_gives_way() -> None:
+def test_of_one_tenant_the_least_priority_is_preempted() -> None:
     bench = Bench(num_blocks=6, max_rows=3)
     bench.add(
         make_request(1, max_tokens=12), make_request(2, max_tokens=12), make_request(3, max_tokens=12, priority=1)
@@ -74,7 +74,7 @@ def test_of_one_tenant_the_least_priority_gives_way() -> None:
 
 
 def test_a_request_whose_adapter_is_read_anyway_goes_before_one_that_costs_the_step_more() -> None:
-    bench = Bench(DEAR, max_rows=2, num_blocks=64)
+    bench = Bench(EXPENSIVE, max_rows=2, num_blocks=64)
     bench.add(make_request(1, adapter=HOT[0], max_tokens=12), make_request(2, adapter=HOT[0], max_tokens=2))
     bench.step()
     bench.add(make_request(3, adapter=HOT[1], max_tokens=2), make_request(4, adapter=HOT[0], max_tokens=2))
@@ -91,9 +91,9 @@ def test_a_cheap_adapter_keeps_its_place() -> None:
     assert list(bench.ends).index(3) < list(bench.ends).index(4)
 
 
-def test_a_request_with_a_dear_adapter_is_passed_by_at_most_16_of_its_tenant() -> None:
+def test_a_request_with_an_expensive_adapter_is_overtaken_by_at_most_16_of_its_tenant() -> None:
     assert MAX_OVERTAKEN == 16
-    bench = Bench(DEAR, max_rows=2, num_blocks=64)
+    bench = Bench(EXPENSIVE, max_rows=2, num_blocks=64)
     bench.add(make_request(1, adapter=HOT[0], max_tokens=60))
     bench.step()
     bench.add(make_request(2, adapter=HOT[1], max_tokens=1))
@@ -104,7 +104,7 @@ def test_a_request_with_a_dear_adapter_is_passed_by_at_most_16_of_its_tenant() -
 
 
 def test_another_tenants_turn_is_not_taken_by_who_is_cheaper() -> None:
-    bench = Bench(DEAR, max_rows=2, num_blocks=64)
+    bench = Bench(EXPENSIVE, max_rows=2, num_blocks=64)
     bench.add(make_request(1, adapter=HOT[0], max_tokens=20, tenant="a"), make_request(2, tenant="a", max_tokens=1))
     bench.step()
     bench.add(make_request(3, adapter=HOT[0], tenant="a", max_tokens=1), make_request(4, adapter=HOT[1], tenant="b"))

@@ -16,7 +16,7 @@ from control_plane.scheduler.queues.arrival_queue import ArrivalQueue
 from control_plane.scheduler.queues.waiting_queue import WaitingQueue, queue_key
 from control_plane.scheduler.requests.sequence import SequenceGroup
 from control_plane.scheduler.settings import SchedulerSettings
-from control_plane.scheduler.types import Answer
+from control_plane.scheduler.types import Completion
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_limits, make_request
 
 ADAPTERS = [None, make_adapter("one"), make_adapter("two")]
@@ -63,22 +63,22 @@ def test_a_preempted_request_goes_back_to_its_place() -> None:
 
 
 @pytest.mark.parametrize("is_first_long", [False, True])
-def test_a_request_is_as_long_as_its_first_answer_that_goes_on(is_first_long: bool) -> None:
-    """After a move or a preemption the first answer may be over: it will not be computed again."""
+def test_a_request_is_as_long_as_its_first_completion_that_goes_on(is_first_long: bool) -> None:
+    """After a move or a preemption the first completion may be over: it will not be computed again."""
     long, short = tuple(range(3, 3 + LONG_TOKENS)), (3,)
     ended, live = (long, short) if is_first_long else (short, long)
-    answers = (Answer(ended, is_ended=True), Answer(live))
+    completions = (Completion(ended, is_ended=True), Completion(live))
     queue = make_queue()
-    queue.add(make_waiting(1, max_tokens=20, num_samples=2, answers=answers))
+    queue.add(make_waiting(1, max_tokens=20, num_samples=2, completions=completions))
     assert (queue.peek(may_be_long=False) is not None) == is_first_long
     queue.check_invariants()
 
 
-def test_a_request_keeps_its_line_when_the_answer_that_it_stands_there_for_is_given_up() -> None:
+def test_a_request_keeps_its_size_class_when_its_first_completion_is_cancelled() -> None:
     bench = Bench(SchedulerSettings(long_prefill_tokens=LONG_TOKENS), num_blocks=64)
     bench.add(make_request(1, prompt=4, max_tokens=30))
-    answers = (Answer(tuple(range(3, 3 + LONG_TOKENS))), Answer((3,)), Answer((3, 4)))
-    several = make_request(2, prompt=4, max_tokens=20, num_samples=3, answers=answers)
+    completions = (Completion(tuple(range(3, 3 + LONG_TOKENS))), Completion((3,)), Completion((3, 4)))
+    several = make_request(2, prompt=4, max_tokens=20, num_samples=3, completions=completions)
     bench.add(several)
     bench.scheduler.cancel(several.request_id, 0.0, index=0)
     check_scheduler(bench.scheduler)

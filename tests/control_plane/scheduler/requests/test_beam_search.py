@@ -94,7 +94,7 @@ def test_hypotheses_are_those_of_transformers(
         assert [hypothesis.token_ids for hypothesis in ours] == [token_ids for token_ids, _ in theirs]
         assert [hypothesis.score for hypothesis in ours] == pytest.approx([score for _, score in theirs], rel=1e-5)
         num_ended += sum(hypothesis.token_ids[-1] in stop_ids for hypothesis in ours)
-    assert num_ended > 0 or length_penalty > 1, "no hypothesis ended with a stop token: half of the story is not told"
+    assert num_ended > 0 or length_penalty > 1, "no hypothesis ended with a stop token: half of the case did not occur"
 
 
 def test_a_beam_may_have_several_children_and_another_none() -> None:
@@ -133,9 +133,9 @@ def test_many_stop_tokens_cost_nothing_where_none_is_likely() -> None:
     search = BeamSearch(4)
     stop_token_ids = frozenset(range(1000, 1256))
     searcher = BeamSearcher(search, stop_token_ids=stop_token_ids, min_tokens=0, max_generated=9)
-    told = [(token_id, -1.0 - token_id / 100) for token_id in [*range(3), 1000, *range(3, 259)]]
-    assert len(told) == searcher.num_candidates
-    unread = [iter(told)]
+    returned = [(token_id, -1.0 - token_id / 100) for token_id in [*range(3), 1000, *range(3, 259)]]
+    assert len(returned) == searcher.num_candidates
+    unread = [iter(returned)]
     assert searcher.advance(list(unread)) == [0, 0, 0, 0]
     assert [beam.token_ids for beam in searcher.beams] == [(0,), (1,), (2,), (3,)]
-    assert len(list(unread[0])) == len(told) - 5, "four go on, one ends before the last of them"
+    assert len(list(unread[0])) == len(returned) - 5, "four go on, one ends before the last of them"

@@ -22,7 +22,7 @@ PASSING = [Policy.CHUNKED_PREFILL, Policy.PREFILL_FIRST]
 
 
 class WideBench(Bench):
-    """A bench for requests with several answers: `ends` names those that got all of their tokens, in that order."""
+    """A bench for requests with several completions: `ends` names those that got all of their tokens, in that order."""
 
     def __init__(
         self, settings: SchedulerSettings = FEW, counters: VirtualCounters | None = None, **limits: Any
@@ -42,7 +42,7 @@ class WideBench(Bench):
 
 
 class Server:
-    """A scheduler whose worker answers every row with the same token; steps are numbered from 1."""
+    """A scheduler whose worker returns for every row the same token; steps are numbered from 1."""
 
     def __init__(self, limits: WorkerLimits, policy: Policy) -> None:
         self.scheduler = Scheduler(limits, SchedulerSettings(policy=policy))
@@ -76,8 +76,8 @@ class Server:
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("policy", PASSING)
 def test_one_request_that_needs_nearly_everything_stops_nobody_and_gets_its_turn(policy: Policy, is_wide: bool) -> None:
-    """Beside one stream of 4 000 tokens, a request for as many answers as there are rows, or with a prompt of nearly
-    all blocks, and behind it 200 small ones of 20 other tenants."""
+    """Beside one stream of 4 000 tokens, a request for a completion in each row, or with a prompt of nearly all blocks,
+    and behind it 200 small requests of 20 other tenants."""
     limits = WorkerLimits(
         num_blocks=4096 if is_wide else 512,
         block_size=16,
@@ -128,7 +128,7 @@ def test_first_come_first_served_lets_nobody_pass() -> None:
 
 @pytest.mark.parametrize("policy", PASSING)
 @pytest.mark.parametrize("num_host_blocks", [0, 64])
-def test_who_passed_gives_way_once_those_that_ran_before_have_ended(policy: Policy, num_host_blocks: int) -> None:
+def test_a_request_that_passed_is_preempted_once_earlier_ones_have_ended(policy: Policy, num_host_blocks: int) -> None:
     settings = SchedulerSettings(policy=policy, max_blocked_steps=MOST, swap_us_per_block=0.0)
     bench = WideBench(settings, max_rows=4, num_host_blocks=num_host_blocks)
     bench.add(make_request(1, max_tokens=20))
@@ -146,7 +146,7 @@ def test_who_passed_gives_way_once_those_that_ran_before_have_ended(policy: Poli
     assert sorted(bench.ends) == [1, 2, 3]
 
 
-def test_a_request_gives_way_to_one_other_in_its_life() -> None:
+def test_a_request_is_preempted_for_room_once_in_its_life() -> None:
     """Requests 3 and 5 do so for request 2. Request 4 then waits for their ends, as if they had run before it."""
     bench = WideBench(max_rows=4)
     bench.add(make_request(1, max_tokens=20))
@@ -158,7 +158,7 @@ def test_a_request_gives_way_to_one_other_in_its_life() -> None:
     assert bench.scheduler.stats().num_preemptions == 2, "3 and 5 for 2"
 
 
-def test_nobody_gives_way_where_those_that_ran_before_leave_too_little() -> None:
+def test_no_request_is_preempted_where_those_that_ran_before_leave_too_little() -> None:
     bench = WideBench(max_rows=4)
     bench.add(make_request(1, max_tokens=100))
     bench.step()
@@ -278,7 +278,7 @@ def test_a_tenant_of_requests_that_need_all_rows_gets_no_more_than_its_share() -
 
 
 @pytest.mark.parametrize("num_wide", [1, 8])
-def test_many_answers_of_one_token_buy_no_more_than_their_share(num_wide: int) -> None:
+def test_many_completions_of_one_token_buy_no_more_than_their_share(num_wide: int) -> None:
     """Each takes all rows for a step, and before that rows are kept free for it: both are charged to its account."""
     limits = WorkerLimits(
         num_blocks=1024,

@@ -23,7 +23,7 @@ def rows_of(plan: StepPlan) -> list[int]:
 
 @pytest.mark.parametrize("beam", [BeamSearch(2), BeamSearch(4, -1.0), BeamSearch(3, 0.0, True), BeamSearch(3, 0.5)])
 @pytest.mark.parametrize("max_step_tokens", [1, 4, 32])
-def test_all_hypotheses_are_told_at_the_end_and_the_best_first(beam: BeamSearch, max_step_tokens: int) -> None:
+def test_all_hypotheses_are_returned_at_the_end_and_the_best_first(beam: BeamSearch, max_step_tokens: int) -> None:
     bench = GroupBench(max_step_tokens=max_step_tokens, plan_depth=3)
     request = make_request(1, 7, 9, beam=beam, stop_token_ids=frozenset(range(0, 50, 3)))
     bench.add(request)
@@ -34,7 +34,7 @@ def test_all_hypotheses_are_told_at_the_end_and_the_best_first(beam: BeamSearch,
     assert FinishReason.STOP_TOKEN in [output.finish_reason for output in bench.outputs]
 
 
-def test_nothing_of_a_search_is_planned_until_every_beam_is_answered_and_others_run_meanwhile() -> None:
+def test_nothing_of_a_search_is_planned_until_the_results_of_all_beams_came_and_others_run_meanwhile() -> None:
     bench = GroupBench(plan_depth=3)
     bench.add(make_search(1, 3, max_tokens=4), make_request(2, max_tokens=12))
     while len(bench.scheduler.request_ids) == 2:
@@ -42,7 +42,7 @@ def test_nothing_of_a_search_is_planned_until_every_beam_is_answered_and_others_
             pass
         named = [row for plan in bench.sent for row in rows_of(plan) if row != 3]
         assert len(named) == len(set(named)) <= 3
-        bench.answer()
+        bench.return_result()
     assert len([plan for plan in bench.plans if rows_of(plan) == [3]]) >= 4
     bench.run()
 
@@ -52,10 +52,10 @@ def test_the_row_of_a_beam_that_came_to_nothing_begins_again_in_the_same_plan() 
     bench.add(make_search(1, 4, max_tokens=8))
     bench.run()
     again = [plan for plan in bench.plans[2:] if plan.new_rows]
-    assert again, "no beam was dropped: the story is not told"
+    assert again, "no beam was dropped: the case did not occur"
     for plan in again:
         assert sorted(new.row for new in plan.new_rows) == sorted(plan.freed_rows)
-        assert all(new.is_stepwise and len(new.token_ids) == new.num_computed_tokens + 1 for new in plan.new_rows)
+        assert all(new.is_host_fed and len(new.token_ids) == new.num_computed_tokens + 1 for new in plan.new_rows)
     assert max(row for plan in bench.plans for row in rows_of(plan)) == 3
 
 
@@ -106,7 +106,7 @@ def test_a_drained_search_begins_again_elsewhere() -> None:
     second.run()
 
 
-def test_a_search_is_cancelled_as_a_whole_and_one_answer_of_it_cannot_be() -> None:
+def test_a_search_is_cancelled_as_a_whole_and_one_completion_of_it_cannot_be() -> None:
     bench = GroupBench(plan_depth=2)
     bench.add(make_search(1, 3, max_tokens=6), make_request(2, max_tokens=9))
     bench.step()

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: the prompt is computed once, its blocks are shared, and every answer is its own."""
+"""Several completions of one prompt: the prompt is computed once, and its blocks are shared."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch
 from control_plane.scheduler.invariants import check_scheduler
-from control_plane.scheduler.types import Answer, FinishReason, Request, RequestId, RequestOutput, Sampling
+from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, Sampling
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 from tests.control_plane.scheduler.ledger import Ledger
 
 
 def make_samples(request_id: int, num_samples: int, prompt: list[int] | int = 6, **changes: Any) -> Request:
-    """A request for several answers that differ."""
+    """A request for several completions that differ."""
     changes.setdefault("sampling", Sampling(temperature=1.0, seed=request_id))
     return make_request(request_id, prompt, num_samples=num_samples, **changes)
 
 
 class GroupBench(Bench):
-    """A bench whose outputs are checked against what each answer is due."""
+    """A bench whose outputs are checked against what each completion is due."""
 
     def __init__(self, **limits: Any) -> None:
         super().__init__(**limits)
@@ -32,9 +32,9 @@ class GroupBench(Bench):
     def add(self, *requests: Request) -> None:
         for request in requests:
             account = self.ledger.open(request)
-            for index, answer in enumerate(request.answers):
-                account.got[index] = list(answer.token_ids)
-                if answer.is_ended:
+            for index, completion in enumerate(request.completions):
+                account.got[index] = list(completion.token_ids)
+                if completion.is_ended:
                     account.live.discard(index)
             account.got[0] += request.generated_token_ids
             self.scheduler.add(request, request.arrival_s)
@@ -83,13 +83,13 @@ def test_forks_wait_for_budget_and_for_nothing_else(max_step_tokens: int, plan_d
 
 
 @pytest.mark.parametrize("plan_depth", [1, 2])
-def test_the_others_fork_although_the_first_answer_ended_with_its_first_token(plan_depth: int) -> None:
+def test_the_others_fork_although_the_first_completion_ended_with_its_first_token(plan_depth: int) -> None:
     bench = GroupBench(plan_depth=plan_depth)
     bench.add(make_samples(1, 3, prompt=6, max_tokens=1), make_samples(2, 2, prompt=8, max_tokens=1))
     bench.run()
 
 
-def test_a_group_waits_until_rows_and_blocks_for_all_its_answers_are_free() -> None:
+def test_a_group_waits_until_rows_and_blocks_for_all_its_completions_are_free() -> None:
     bench = GroupBench(max_rows=4)
     bench.add(make_request(1, max_tokens=6), make_samples(2, 4, max_tokens=2), make_request(3, max_tokens=2))
     bench.step()
@@ -101,13 +101,13 @@ def test_a_group_that_could_never_run_is_refused_with_the_numbers() -> None:
     bench = Bench(num_blocks=8)
     with pytest.raises(RequestNeverFits, match="5 sequences at once, the worker has 4 rows"):
         bench.add(make_samples(1, 5, max_tokens=1))
-    with pytest.raises(RequestNeverFits) as refused:  # 2 blocks of prompt, then 3 for each of three answers
+    with pytest.raises(RequestNeverFits) as refused:  # 2 blocks of prompt, then 3 for each of three completions
         bench.add(make_samples(2, 3, prompt=9, max_tokens=12))
     assert (refused.value.num_blocks_needed, refused.value.num_blocks) == (11, 8)
     bench.add(make_samples(3, 2, prompt=9, max_tokens=12))
 
 
-def test_a_preempted_group_comes_back_with_every_answer_and_shares_its_prompt_again() -> None:
+def test_a_preempted_group_comes_back_with_every_completion_and_shares_its_prompt_again() -> None:
     bench = GroupBench(num_blocks=14, max_rows=5)
     bench.add(make_request(1, prompt=4, max_tokens=30), make_samples(2, 3, prompt=9, max_tokens=16))
     bench.run()
@@ -117,7 +117,7 @@ def test_a_preempted_group_comes_back_with_every_answer_and_shares_its_prompt_ag
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
-def test_one_answer_is_given_up_and_the_others_go_on(num_steps: int) -> None:
+def test_one_completion_is_cancelled_and_the_others_go_on(num_steps: int) -> None:
     bench = GroupBench(max_step_tokens=4, plan_depth=2)
     bench.add(make_samples(1, 3, prompt=7, max_tokens=5))
     for _ in range(num_steps):
@@ -127,7 +127,7 @@ def test_one_answer_is_given_up_and_the_others_go_on(num_steps: int) -> None:
     bench.run()
 
 
-def test_a_request_is_over_when_its_last_answer_is_given_up() -> None:
+def test_a_request_is_over_when_its_last_completion_is_cancelled() -> None:
     bench = GroupBench()
     bench.add(make_samples(1, 2))
     bench.step()
@@ -137,7 +137,7 @@ def test_a_request_is_over_when_its_last_answer_is_given_up() -> None:
     assert bench.plan() is None
 
 
-def test_drained_answers_go_on_elsewhere_and_ended_ones_are_not_run_again() -> None:
+def test_drained_completions_go_on_elsewhere_and_ended_ones_are_not_run_again() -> None:
     first, second = GroupBench(plan_depth=2), GroupBench()
     request = make_samples(1, 3, prompt=5, max_tokens=6, adapter=make_adapter("one"))
     due = Ledger(64).open(request).due
@@ -145,14 +145,14 @@ def test_drained_answers_go_on_elsewhere_and_ended_ones_are_not_run_again() -> N
     for _ in range(5):
         first.step()
     (moved,) = first.scheduler.drain_requests()
-    assert moved.answers[1] == Answer(tuple(due[1][:2]), True)
-    assert 0 < len(moved.answers[0].token_ids) < 6
+    assert moved.completions[1] == Completion(tuple(due[1][:2]), True)
+    assert 0 < len(moved.completions[0].token_ids) < 6
     second.add(moved)
     second.run()
     assert [new.num_computed_tokens for plan in second.plans for new in plan.new_rows] == [0, 5]
 
 
-def test_an_end_from_outside_is_told_once_with_an_answer_that_has_not_ended() -> None:
+def test_an_end_from_outside_is_returned_once_with_an_completion_that_has_not_ended() -> None:
     bench = GroupBench()
     bench.add(make_samples(1, 2, max_tokens=9, deadline_s=5.0))
     bench.step()
@@ -162,7 +162,7 @@ def test_an_end_from_outside_is_told_once_with_an_answer_that_has_not_ended() ->
     assert [(output.index, output.finish_reason) for output in ended] == [(1, FinishReason.DEADLINE)]
 
 
-def test_an_answer_whose_logits_are_not_finite_ends_its_request_and_nobody_starts_from_its_blocks() -> None:
+def test_an_completion_whose_logits_are_not_finite_ends_its_request_and_nobody_starts_from_its_blocks() -> None:
     bench = GroupBench()
     bench.add(make_samples(1, 2, prompt=9))
     bench.step()
@@ -177,19 +177,19 @@ def test_an_answer_whose_logits_are_not_finite_ends_its_request_and_nobody_start
 
 
 @pytest.mark.parametrize("max_step_tokens", [3, 32])
-def test_logprobs_are_told_with_their_tokens_and_those_of_the_prompt_once(max_step_tokens: int) -> None:
+def test_logprobs_are_returned_with_their_tokens_and_those_of_the_prompt_once(max_step_tokens: int) -> None:
     bench = GroupBench(max_step_tokens=max_step_tokens)
     sampling = Sampling(temperature=1.0, num_logprobs=3, num_prompt_logprobs=2)
     bench.add(make_request(1, [3] * 9, max_tokens=2))
     bench.run()
     bench.add(make_samples(2, 2, [3] * 9, sampling=sampling))
     bench.run()
-    told = [output for output in bench.outputs if output.prompt_logprobs is not None]
-    assert [(output.request_id, output.index, len(output.prompt_logprobs or ())) for output in told] == [(2, 0, 8)]
-    assert told[0].num_cached_tokens == 0, "all of the prompt is computed"
+    returned = [output for output in bench.outputs if output.prompt_logprobs is not None]
+    assert [(output.request_id, output.index, len(output.prompt_logprobs or ())) for output in returned] == [(2, 0, 8)]
+    assert returned[0].num_cached_tokens == 0, "all of the prompt is computed"
 
 
-def test_a_resumed_request_does_not_tell_its_prompt_again() -> None:
+def test_a_resumed_request_does_not_return_its_prompt_again() -> None:
     bench = GroupBench()
     request = make_request(1, 9, sampling=Sampling(num_prompt_logprobs=1))
     due = Ledger(64).open(request).due[0]
@@ -198,7 +198,7 @@ def test_a_resumed_request_does_not_tell_its_prompt_again() -> None:
     assert bench.plans[0].new_rows[0].sampling.num_prompt_logprobs is None
 
 
-def test_a_result_without_the_logprobs_that_were_asked_for_is_refused() -> None:
+def test_a_result_without_the_logprobs_that_were_requested_is_refused() -> None:
     bench = GroupBench()
     bench.add(make_request(1, sampling=Sampling(num_logprobs=0)))
     plan = bench.plan()
@@ -214,14 +214,14 @@ def test_a_result_with_more_of_the_prompt_than_is_due_is_refused() -> None:
     plan = bench.plan()
     assert plan is not None
     result = bench.worker.execute(plan)
-    told = result.prompt_logprobs[0]
+    returned = result.prompt_logprobs[0]
     with pytest.raises(ResultMismatch, match="log-probabilities of 6 prompt tokens; 3 are due"):
-        bench.scheduler.apply(replace(result, prompt_logprobs={0: [*told, *told]}), 0.0)
+        bench.scheduler.apply(replace(result, prompt_logprobs={0: [*returned, *returned]}), 0.0)
 
 
-@pytest.mark.parametrize("num_told", [0, 1])
+@pytest.mark.parametrize("num_returned", [0, 1])
 @pytest.mark.parametrize("max_step_tokens", [5, 32], ids=["in a chunk", "in a prefill that samples"])
-def test_a_prompt_that_is_told_in_part_ends_its_request_alone(max_step_tokens: int, num_told: int) -> None:
+def test_a_prompt_that_is_returned_in_part_ends_its_request_alone(max_step_tokens: int, num_returned: int) -> None:
     """A worker leaves out what is not finite; a chunk samples nothing, so no failed row says so."""
     bench = GroupBench(max_step_tokens=max_step_tokens, max_rows=2)
     bench.add(make_request(1, 1, max_tokens=9))
@@ -231,7 +231,7 @@ def test_a_prompt_that_is_told_in_part_ends_its_request_alone(max_step_tokens: i
     assert plan is not None and plan.prefills[0][1] == min(9, max_step_tokens - 1)
     bench.sent.clear()
     result = bench.worker.execute(plan)
-    result.prompt_logprobs[1] = result.prompt_logprobs[1][:num_told]
+    result.prompt_logprobs[1] = result.prompt_logprobs[1][:num_returned]
     bench.keep(bench.scheduler.apply(result, 0.0))
     ends = [(output.request_id, output.finish_reason) for output in bench.outputs if output.finish_reason]
     assert ends == [(2, FinishReason.NOT_FINITE)]
@@ -241,7 +241,7 @@ def test_a_prompt_that_is_told_in_part_ends_its_request_alone(max_step_tokens: i
     assert bench.outputs[-1].request_id == 1 and bench.outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_no_answer_ends_with_a_stop_token_before_its_least_length() -> None:
+def test_no_completion_ends_with_a_stop_token_before_its_least_length() -> None:
     bench = GroupBench()
     stop_token_ids = frozenset(range(0, 50, 2))
     sampling = Sampling(temperature=1.0, seed=4, min_tokens=3)

@@ -15,7 +15,7 @@ LONG = 30  # tokens: no request of a test ends before it is over
 
 
 def decoding(*requests: Request, **limits: int) -> Bench:
-    """A bench on which the requests' prefills are answered."""
+    """A bench on which the results of the requests' prefills came."""
     all_limits: dict[str, Any] = {"plan_depth": 2, "num_blocks": 64, **limits}
     bench = Bench(**all_limits)
     bench.add(*requests)
@@ -28,7 +28,7 @@ def tokens_of(request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_depth_k_keeps_k_plans_unanswered_and_each_result_brings_the_next(depth: int) -> None:
+def test_depth_k_keeps_k_plans_in_flight_and_each_result_brings_the_next(depth: int) -> None:
     request = make_request(1, max_tokens=LONG)
     bench = Bench(plan_depth=depth)
     bench.add(request)
@@ -37,10 +37,10 @@ def test_depth_k_keeps_k_plans_unanswered_and_each_result_brings_the_next(depth:
         assert plan is not None and plan.step_id == step_id
     assert bench.plan() is None
     while not bench.ends:
-        answered = bench.sent[0].step_id
-        bench.answer()
+        oldest = bench.sent[0].step_id
+        bench.return_result()
         plan = bench.plan()
-        assert plan is None or plan.step_id == answered + depth
+        assert plan is None or plan.step_id == oldest + depth
     assert bench.tokens[1] == tokens_of(request)
     assert len(bench.plans) == LONG  # an end by length is known ahead: nothing is computed beyond it
 
@@ -55,7 +55,7 @@ def test_a_stop_token_wastes_at_most_depth_minus_one_rows(depth: int) -> None:
     while not bench.ends or bench.sent:
         while bench.plan() is not None:
             pass
-        bench.answer()
+        bench.return_result()
     num_tokens = expected.index(stop) + 1
     assert bench.tokens[1] == expected[:num_tokens] and bench.ends[1].finish_reason is FinishReason.STOP_TOKEN
     assert len(bench.plans) - num_tokens == depth - 1
@@ -69,11 +69,11 @@ def test_a_plan_stands_for_several_steps_while_nothing_is_to_be_decided() -> Non
     assert plan is not None and (plan.step_id, plan.num_steps) == (2, 4)
     assert [step.step_id for step in bench.sent] == [2, 3, 4, 5]
     while bench.sent:
-        outputs = bench.answer()
-        assert [len(output.token_ids) for output in outputs] == [1, 1, 1]  # each step is answered by itself
+        outputs = bench.return_result()
+        assert [len(output.token_ids) for output in outputs] == [1, 1, 1]  # each step has its own result
     while len(bench.ends) != 3:
         bench.plan(max_steps=4)
-        bench.answer()
+        bench.return_result()
     assert [bench.tokens[i] for i in (1, 2, 3)] == [tokens_of(request) for request in requests]
 
 
@@ -83,9 +83,9 @@ def test_the_room_ahead_is_counted_in_steps() -> None:
     assert [plan and plan.num_steps for plan in made] == [3, 3, None]
     assert bench.scheduler.stats().num_plans_in_flight == 2
     for _ in range(2):
-        bench.answer()
-        assert bench.plan(max_steps=3) is None  # 5 and 4 steps are unanswered, one plan's worth is 3
-    bench.answer()
+        bench.return_result()
+        assert bench.plan(max_steps=3) is None  # 5 and 4 steps are in flight, one plan's worth is 3
+    bench.return_result()
     assert bench.plan(max_steps=3) is not None
     assert bench.plan(max_steps=1) is None  # the round trip became short: first what was sent
 
@@ -101,8 +101,8 @@ def test_no_row_reaches_its_length_before_the_last_step() -> None:
     bench = decoding(make_request(1, max_tokens=LONG), make_request(2, max_tokens=3), plan_depth=1)
     plan = bench.plan(max_steps=4)
     assert plan is not None and plan.num_steps == 2  # the first token came with the prefill
-    bench.answer()
-    bench.answer()
+    bench.return_result()
+    bench.return_result()
     assert 2 in bench.ends and 1 not in bench.ends
 
 
@@ -129,7 +129,7 @@ def test_who_waits_for_a_row_sees_it_the_step_after_it_is_free() -> None:
     bench.add(make_request(3, max_tokens=LONG))
     assert [plan and plan.num_steps for plan in (bench.plan(max_steps=4), bench.plan(max_steps=4))] == [3, 1]
     while 1 not in bench.ends:
-        bench.answer()
+        bench.return_result()
     plan = bench.plan(max_steps=4)
     assert plan is not None and [new.request_id for new in plan.new_rows] == [3]
 
@@ -140,10 +140,10 @@ def test_blocks_that_cannot_be_had_without_preemption_shorten_the_plan() -> None
     plan = bench.plan(max_steps=3)
     assert plan is not None and plan.num_steps == 3 and len(plan.appended_blocks) == 2
     while bench.sent:
-        bench.answer()
+        bench.return_result()
     plan = bench.plan(max_steps=4)
     assert plan is not None and plan.num_steps == 1 and bench.scheduler.stats().num_preemptions == 0
-    bench.answer()
+    bench.return_result()
     bench.run()
     assert [len(bench.tokens[i]) for i in (1, 2)] == [9, 9]
 
@@ -157,14 +157,14 @@ def test_a_paused_request_in_its_prefill_keeps_plans_at_one_step() -> None:
     assert plan is not None and plan.num_steps == 1  # the worker repeats no step while a prefill is unfinished
 
 
-def test_a_stepwise_row_is_planned_once_its_last_token_is_here() -> None:
+def test_a_host_fed_row_is_planned_once_its_last_token_is_here() -> None:
     search = make_request(1, max_tokens=LONG, beam=BeamSearch(1))
     bench = Bench(plan_depth=2, max_model_len=200, num_blocks=40)
     bench.add(search, make_request(2, max_tokens=LONG))
     first, second = bench.plan(max_steps=4), bench.plan()
     assert first is not None and [row for row, _ in first.prefills] == [0, 1]
     assert second is not None and second.decode_rows == [1]
-    bench.answer()
+    bench.return_result()
     plan = bench.plan()
     assert plan is not None and plan.decode_rows == [0, 1]
     assert all(plan.num_steps == 1 for plan in bench.plans)
@@ -173,11 +173,11 @@ def test_a_stepwise_row_is_planned_once_its_last_token_is_here() -> None:
 def test_a_request_that_is_cancelled_within_a_repeated_plan_gives_its_blocks_back_after_it() -> None:
     bench = decoding(make_request(1, max_tokens=LONG), make_request(2, max_tokens=LONG), plan_depth=1)
     bench.plan(max_steps=MAX_PLAN_STEPS)
-    bench.answer()
+    bench.return_result()
     bench.scheduler.cancel(make_request(2).request_id, 0.0)
     held = bench.scheduler.stats().num_blocks_held
     for _ in range(MAX_PLAN_STEPS - 1):
         assert bench.scheduler.stats().num_blocks_held == held
-        bench.answer()
+        bench.return_result()
     assert bench.scheduler.stats().num_blocks_held == held // 2
     assert len(bench.tokens[1]) == 1 + MAX_PLAN_STEPS and len(bench.tokens[2]) == 2

@@ -17,7 +17,7 @@ from tests.control_plane.scheduler.factories import Bench, make_adapter, make_re
 from tests.fakes.model_worker import oracle
 
 CHEAP = SchedulerSettings(swap_us_per_block=0.0, watermark=0.0)  # moving a block costs nothing
-DEAR = SchedulerSettings(swap_us_per_block=1e9, watermark=0.0)
+EXPENSIVE = SchedulerSettings(swap_us_per_block=1e9, watermark=0.0)
 
 
 def run_short_of_blocks(settings: SchedulerSettings, *requests: Request, **limits: int) -> Bench:
@@ -31,7 +31,7 @@ def run_short_of_blocks(settings: SchedulerSettings, *requests: Request, **limit
 
 
 def three_requests() -> list[Request]:
-    """Three blocks each for the first two, four for the third, which gives way."""
+    """Three blocks each for the first two, four for the third, which is preempted."""
     return [make_request(i, prompt=4, max_tokens=12 if i == 3 else 8) for i in (1, 2, 3)]
 
 
@@ -57,16 +57,16 @@ def test_blocks_of_a_victim_are_free_for_the_plan_that_moves_them() -> None:
     assert {block_id for _, block_id in plan.appended_blocks} & moved
 
 
-@pytest.mark.parametrize(("settings", "is_swapped"), [(CHEAP, True), (DEAR, False)])
+@pytest.mark.parametrize(("settings", "is_swapped"), [(CHEAP, True), (EXPENSIVE, False)])
 def test_a_single_sequence_is_swapped_only_where_that_is_cheaper(settings: SchedulerSettings, is_swapped: bool) -> None:
     bench = run_short_of_blocks(settings, *three_requests())
     assert bench.scheduler.stats().num_swapped_out == is_swapped
     bench.run()
 
 
-def test_a_request_with_several_answers_is_swapped_whatever_it_costs() -> None:
+def test_a_request_with_several_completions_is_swapped_whatever_it_costs() -> None:
     requests = [make_request(1, prompt=40, max_tokens=20), make_request(2, prompt=6, max_tokens=20, num_samples=3)]
-    bench = run_short_of_blocks(DEAR, *requests, num_blocks=20, num_host_blocks=20, max_step_tokens=64)
+    bench = run_short_of_blocks(EXPENSIVE, *requests, num_blocks=20, num_host_blocks=20, max_step_tokens=64)
     assert bench.scheduler.stats().num_swapped_out == 1
     plan = next(plan for plan in bench.plans if plan.swap_outs)
     assert len({block_id for block_id, _ in plan.swap_outs}) == len(plan.swap_outs), "a shared block moves once"
@@ -139,14 +139,14 @@ def test_blocks_that_the_prefix_cache_still_has_are_shared_not_moved() -> None:
     assert 0 < moved_in < moved_out
 
 
-def test_host_blocks_are_given_back_when_the_plan_that_swaps_in_is_answered() -> None:
+def test_host_blocks_are_given_back_when_the_result_of_the_plan_that_swaps_in_came() -> None:
     bench = run_short_of_blocks(CHEAP, *three_requests())
     while not bench.plans[-1].swap_ins:
         bench.plan()
         if not bench.plans[-1].swap_ins:
-            bench.answer()
+            bench.return_result()
     assert bench.scheduler.stats().num_host_blocks_held == 2
-    bench.answer()
+    bench.return_result()
     assert bench.scheduler.stats().num_host_blocks_held == 0
 
 
@@ -160,8 +160,8 @@ def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
     assert sorted(bench.ends) == [1, 2]
 
 
-def test_a_move_that_was_not_told_yet_is_forgotten_with_its_request() -> None:
-    """Two requests in a row are moved to one host block between two plans: only the second move may be told."""
+def test_a_move_that_no_plan_carries_yet_is_forgotten_with_its_request() -> None:
+    """Two requests in a row are moved to one host block between two plans: only the second move may be planned."""
     bench = Bench(CHEAP, num_blocks=16, num_host_blocks=1, num_slots=1)
     one, two = make_adapter("one"), make_adapter("two")
     bench.add(make_request(1, prompt=2, adapter=one, max_tokens=9))
@@ -178,7 +178,7 @@ def test_a_move_that_was_not_told_yet_is_forgotten_with_its_request() -> None:
 
 def bench_before_a_swap(*, num_in_flight: int = 1, **fields: Any) -> Bench:
     """8 blocks. Request 1 is to be swapped out by the next plan, for request 2 needs its slot. Three of its tokens are
-    known, and so many steps that go on from there are unanswered."""
+    known, and so many steps that go on from there are in flight."""
     one, two = make_adapter("one"), make_adapter("two")
     bench = Bench(CHEAP, num_blocks=8, num_slots=1, plan_depth=2, num_host_blocks=8)
     bench.add(make_request(1, prompt=6, max_tokens=10, adapter=one, **fields))
@@ -217,7 +217,7 @@ def test_blocks_of_a_request_that_ends_before_its_swap_is_planned_wait_for_its_s
         bench.keep(bench.scheduler.expire(50.0))
     check_scheduler(bench.scheduler)
     bench.add(make_request(3, prompt=26, max_tokens=1))
-    assert bench.plan() is None, "it takes 7 blocks, and a step that is not answered writes 3 of the 8"
+    assert bench.plan() is None, "it takes 7 blocks, and a step in flight writes 3 of the 8"
     bench.scheduler.cancel(RequestId(3), 0.0)
     bench.add(make_request(4, prompt=16, max_tokens=1))
     plan = bench.plan()
@@ -227,7 +227,7 @@ def test_blocks_of_a_request_that_ends_before_its_swap_is_planned_wait_for_its_s
     assert bench.scheduler.stats().num_blocks_held == 0
 
 
-def test_blocks_of_an_answer_that_ends_before_its_swap_is_planned_wait_for_its_steps() -> None:
+def test_blocks_of_an_completion_that_ends_before_its_swap_is_planned_wait_for_its_steps() -> None:
     bench = bench_before_a_swap(num_samples=2)
     first, second = tables(bench.plans)
     assert len(first - second) == 2, "the block of the first four tokens is shared"
@@ -237,14 +237,14 @@ def test_blocks_of_an_answer_that_ends_before_its_swap_is_planned_wait_for_its_s
     plan = bench.plan()
     assert tables([plan])[0].isdisjoint(first - second)
     assert plan is not None
-    assert {block_id for block_id, _ in plan.swap_outs} == second, "the other answer goes on"
+    assert {block_id for block_id, _ in plan.swap_outs} == second, "the other completion goes on"
 
 
 def test_blocks_of_a_request_that_samples_a_stop_token_before_its_swap_is_planned_wait_for_its_next_step() -> None:
     request = make_request(1, prompt=6, max_tokens=10, adapter=make_adapter("one"))
     bench = bench_before_a_swap(num_in_flight=2, stop_token_ids=frozenset([oracle(request, 64)[3]]))
     (written,) = tables(bench.plans)
-    bench.answer()
+    bench.return_result()
     assert 1 in bench.ends and len(bench.sent) == 1
     bench.add(make_request(4, prompt=16, max_tokens=1))
     assert tables([bench.plan()])[0].isdisjoint(written)
@@ -272,7 +272,7 @@ def test_a_plan_may_hold_moves_alone() -> None:
     assert plan is not None
     assert (plan.decode_rows, plan.prefills, len(plan.swap_outs)) == ([], [], 3)
     while bench.sent:
-        bench.answer()
+        bench.return_result()
     bench.scheduler.resume(RequestId(1))
     bench.run()
     assert len(bench.tokens[1]) == 10
