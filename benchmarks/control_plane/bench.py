@@ -84,7 +84,7 @@ def obey(scheduler: Scheduler) -> None:
     while commands := scheduler.slot_commands():
         for command in commands:
             report = SlotReady if isinstance(command, LoadSlot) else SlotEmptied
-            scheduler.apply_slot_report(report(command.slot, command.generation), 0.0)
+            scheduler.apply_slot_report(report(command.slot_idx, command.generation), 0.0)
 
 
 def make_scheduler(num_rows: int) -> Scheduler:

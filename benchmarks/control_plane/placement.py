@@ -49,7 +49,7 @@ def make_session(idx: int, adapters: list[AdapterRef], rng: random.Random) -> Wo
     for _ in range(4):
         for command in scheduler.slot_commands():
             if isinstance(command, LoadSlot):
-                scheduler.apply_slot_report(SlotReady(command.slot, command.generation), 0.0)
+                scheduler.apply_slot_report(SlotReady(command.slot_idx, command.generation), 0.0)
         plan = scheduler.plan(0.0)
         assert plan is not None, "nothing to do for a worker that was given requests"
         rows = SchedulerProbe(scheduler).sampled_rows()

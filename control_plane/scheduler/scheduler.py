@@ -166,16 +166,16 @@ class Scheduler:
         requests that wait for the adapter end.
         """
         if isinstance(report, SlotReady):
-            self._worker.slots.ready(report.slot, report.generation)
+            self._worker.slots.ready(report.slot_idx, report.generation)
             if report.load_time_us:
-                num_bytes = self._worker.slots.slots[report.slot].adapter.arena_bytes
+                num_bytes = self._worker.slots.slots[report.slot_idx].adapter.arena_bytes
                 self._worker.costs.observe_load(num_bytes, report.load_time_us)
             self._worker.queues.mark_ready_adapters()
         elif isinstance(report, SlotEmptied):
-            self._worker.purge.close(self._worker.slots.empty(report.slot, report.generation))
+            self._worker.purge.close(self._worker.slots.empty(report.slot_idx, report.generation))
         else:
             digest, is_given_up = self._worker.slots.failed(
-                report.slot, report.generation, is_retryable=report.is_retryable, now_s=now_s
+                report.slot_idx, report.generation, is_retryable=report.is_retryable, now_s=now_s
             )
             self._worker.purge.close(digest)
             if is_given_up:

@@ -139,8 +139,8 @@ class NewRow:
     generated_token_ids: list[int]  # before; they follow the prompt
     num_computed_tokens: int  # leading tokens whose KV lies in block_ids already (prefix cache)
     block_ids: list[int]  # block table at the start of this step
-    slot: int | None  # None: no adapter
-    slot_generation: int  # 0 where slot is None
+    slot_idx: int | None  # None: no adapter
+    slot_generation: int  # 0 where slot_idx is None
     sampling: Sampling
     banned_token_ids: tuple[int, ...] = ()  # before sampling.min_tokens generated tokens; empty without min_tokens
     is_host_fed: bool = False  # decodes only in steps that feed it a token
@@ -180,7 +180,7 @@ class StepPlan:
 class LoadSlot:
     """Fill an empty slot."""
 
-    slot: int
+    slot_idx: int
     generation: int  # counts up per slot, from 1
     digest: str
     arena_bytes: int = field(default=0, compare=False)  # what the adapter takes of the arena
@@ -190,7 +190,7 @@ class LoadSlot:
 class EvictSlot:
     """Empty a slot that no step in flight names."""
 
-    slot: int
+    slot_idx: int
     generation: int
     digest: str
 
@@ -205,7 +205,7 @@ SlotCommand = LoadSlot | EvictSlot
 class SlotReady:
     """The worker loaded the adapter into the slot."""
 
-    slot: int
+    slot_idx: int
     generation: int
     load_time_us: int = 0  # microseconds; 0: unknown, and not used for cost estimates
 
@@ -214,7 +214,7 @@ class SlotReady:
 class SlotEmptied:
     """The worker evicted the adapter from the slot."""
 
-    slot: int
+    slot_idx: int
     generation: int
 
 
@@ -222,7 +222,7 @@ class SlotEmptied:
 class SlotLoadFailed:
     """The worker could not load the adapter, and the slot is empty."""
 
-    slot: int
+    slot_idx: int
     generation: int
     reason: str
     is_retryable: bool  # a later load may succeed

@@ -18,7 +18,8 @@ from control_plane.scheduler.memory.block_pool import BlockPool
 from control_plane.scheduler.memory.prefix_cache import PrefixCache
 from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.requests.sequence import Row, Sequence
-from control_plane.scheduler.requests.states import SequenceState, take_row
+from control_plane.scheduler.requests.states import SequenceState
+from control_plane.scheduler.requests.transitions import take_row
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.settings import SchedulerSettings
 from control_plane.scheduler.step.new_rows import MAX_ROW_BYTES, PLAN_BYTES, begin_row, row_bytes

@@ -116,11 +116,11 @@ def _obey(
     engine: TorchEngine, scheduler: Scheduler, command: SlotCommand, source_of: dict[str, IngestedAdapter]
 ) -> None:
     if isinstance(command, LoadSlot):
-        engine.slots.load(command.slot, command.generation, command.digest, source_of[command.digest])
-        scheduler.apply_slot_report(SlotReady(command.slot, command.generation), 0.0)
+        engine.slots.load(command.slot_idx, command.generation, command.digest, source_of[command.digest])
+        scheduler.apply_slot_report(SlotReady(command.slot_idx, command.generation), 0.0)
     else:
-        engine.slots.evict(command.slot, command.generation)
-        scheduler.apply_slot_report(SlotEmptied(command.slot, command.generation), 0.0)
+        engine.slots.evict(command.slot_idx, command.generation)
+        scheduler.apply_slot_report(SlotEmptied(command.slot_idx, command.generation), 0.0)
 
 
 def _book(served: Served, output: RequestOutput) -> None:

@@ -139,11 +139,11 @@ class ModelWorker:
     def obey(self, command: SlotCommand) -> None:
         """Fill or empty a slot."""
         if isinstance(command, LoadSlot):
-            assert command.slot not in self.slots, f"slot {command.slot} is loaded but not empty"
-            self.slots[command.slot] = (command.generation, command.digest)
+            assert command.slot_idx not in self.slots, f"slot {command.slot_idx} is loaded but not empty"
+            self.slots[command.slot_idx] = (command.generation, command.digest)
         elif isinstance(command, EvictSlot):
-            assert self.slots[command.slot] == (command.generation, command.digest), "another adapter is evicted"
-            del self.slots[command.slot]
+            assert self.slots[command.slot_idx] == (command.generation, command.digest), "another adapter is evicted"
+            del self.slots[command.slot_idx]
 
     def poison(self, block_ids: list[int]) -> None:
         """Make blocks that nobody should read any more unreadable."""
@@ -202,7 +202,7 @@ class ModelWorker:
             num_known=new.num_tokens,
             num_computed=new.num_computed_tokens,
             block_ids=list(new.block_ids),
-            slot=new.slot,
+            slot=new.slot_idx,
             slot_generation=new.slot_generation,
             num_prompt=len(new.prompt_token_ids),
             sampling=new.sampling,

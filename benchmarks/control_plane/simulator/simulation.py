@@ -242,7 +242,7 @@ class Simulation:
     def _report(self, worker: SimulatedWorker, command: SlotCommand) -> None:
         if worker.is_up:
             report = SlotReady if isinstance(command, LoadSlot) else SlotEmptied
-            self._book(worker.scheduler.apply_slot_report(report(command.slot, command.generation), self.now_s))
+            self._book(worker.scheduler.apply_slot_report(report(command.slot_idx, command.generation), self.now_s))
             self._pump(worker)
 
     def _count(self, worker: SimulatedWorker) -> None:

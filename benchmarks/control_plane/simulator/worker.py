@@ -84,7 +84,7 @@ class SimulatedWorker:
         for new in plan.new_rows:
             self._context[new.row] = new.num_computed_tokens
             self._left[new.row] = new.num_tokens - new.num_computed_tokens
-            self._slot[new.row] = -1 if new.slot is None else new.slot
+            self._slot[new.row] = -1 if new.slot_idx is None else new.slot_idx
             self._key[new.row] = answer_key(new.request_id, new.sampling.seed)
         decodes = plan.decode_rows
         sampled = list(decodes)
@@ -106,7 +106,7 @@ class SimulatedWorker:
         """Seconds until the report of a slot command is back."""
         if isinstance(command, LoadSlot):
             num_bytes = command.arena_bytes
-            self._slot_bytes[command.slot] = num_bytes
+            self._slot_bytes[command.slot_idx] = num_bytes
             return self._costs.load(num_bytes, is_cached=self._cache.load(command.digest, num_bytes))
         assert isinstance(command, EvictSlot), f"{command} is no slot command"
         return self._costs.evict_s

@@ -28,9 +28,9 @@ class AdapterLoads:
 
     def sent(self, command: LoadSlot) -> None:
         """The worker is sent a load."""
-        self._work.load_sent(command.slot, command.generation, command.digest, command.arena_bytes)
+        self._work.load_sent(command.slot_idx, command.generation, command.digest, command.arena_bytes)
         if self._on_load(command.digest):
-            self._from_cache.add((command.slot, command.generation))
+            self._from_cache.add((command.slot_idx, command.generation))
 
     def report_of(self, message: plan_pb2.SlotState) -> SlotReport:
         """What the worker reports about a slot. Raises GarbageResult.

@@ -177,10 +177,10 @@ class PlanEncoder:
         """The message that carries a slot command."""
         if isinstance(command, LoadSlot):
             load = plan_pb2.LoadAdapter(
-                slot=command.slot, generation=command.generation, digest=command.digest, epoch=self._epoch
+                slot=command.slot_idx, generation=command.generation, digest=command.digest, epoch=self._epoch
             )
             return plan_pb2.AttachResponse(load_adapter=load)
-        evict = plan_pb2.EvictAdapter(slot=command.slot, generation=command.generation, epoch=self._epoch)
+        evict = plan_pb2.EvictAdapter(slot=command.slot_idx, generation=command.generation, epoch=self._epoch)
         return plan_pb2.AttachResponse(evict_adapter=evict)
 
     def _is_known(self, row: int) -> bool:
@@ -233,7 +233,7 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         num_prompt_tokens=len(row.prompt_token_ids),
         num_computed_tokens=row.num_computed_tokens,
         block_ids=_packed(row.block_ids),
-        slot=row.slot,
+        slot=row.slot_idx,
         slot_generation=row.slot_generation,
         biased_token_ids=_packed([token_id for token_id, _ in sampling.logit_bias]),
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),

@@ -69,7 +69,7 @@ class AdapterDemands:
         """A request was admitted: it overtook every adapter that waits for a slot."""
         self.num_admissions += 1
 
-    def num_overtaken(self, demand: AdapterDemand) -> int:
+    def times_overtaken(self, demand: AdapterDemand) -> int:
         """Requests that were admitted since the adapter began to wait for a slot."""
         return self.num_admissions - demand.admissions_before
 

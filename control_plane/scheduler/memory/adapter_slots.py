@@ -263,7 +263,7 @@ class AdapterSlots:
             head = self._demands.unplaced.get(self._urgent_digest)
             return head, head is not None
         head = self._demands.unplaced.head
-        is_starving = head is not None and self._demands.num_overtaken(head) >= STARVATION_ADMISSIONS
+        is_starving = head is not None and self._demands.times_overtaken(head) >= STARVATION_ADMISSIONS
         return head, is_starving and not self._is_strict
 
     def _may_drain(self, slot: Slot) -> bool:

@@ -12,7 +12,8 @@ from control_plane.scheduler.queues.arrival_queue import ArrivalQueue
 from control_plane.scheduler.queues.swapped_queue import SwappedQueue
 from control_plane.scheduler.queues.waiting_queue import WaitingQueue
 from control_plane.scheduler.requests.sequence import SequenceGroup
-from control_plane.scheduler.requests.states import GroupState, move_group
+from control_plane.scheduler.requests.states import GroupState
+from control_plane.scheduler.requests.transitions import move_group
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import RequestId, WorkerLimits
 

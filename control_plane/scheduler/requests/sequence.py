@@ -2,7 +2,7 @@
 
 A request is a group of one sequence for each completion. A group waits, is admitted, paused, preempted and ended as a
 whole; its members hold rows and blocks. What holds only while a sequence has a row is in its `Row`, which is made when
-the sequence takes the row and dropped when it leaves. States are assigned in states.py alone.
+the sequence takes the row and dropped when it leaves. States are assigned in transitions.py alone.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class SequenceGroup:
     beam_candidates: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # by index of the beam
     num_preemptions: int = 0
     was_preempted_for_room: bool = False  # for a request that lacked room, which happens once; backfill.py
-    num_overtaken: int = 0  # requests that overtook it, for their adapters cost the step less
+    times_overtaken: int = 0  # by requests whose adapters cost the step less
     has_progressed: bool = False  # some member gained a token since the group took its rows
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     first_scheduled_s: float | None = None

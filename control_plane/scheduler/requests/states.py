@@ -1,15 +1,8 @@
-"""The states of requests and of their sequences, and every move from one state to another.
-
-Nothing else assigns a state. A move that the tables do not name is a bug of the scheduler, and raises AssertionError.
-"""
+"""The states of requests and of their sequences, and the table of allowed moves from state to state."""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from control_plane.scheduler.requests.sequence import Row, Sequence, SequenceGroup
 
 
 class GroupState(enum.Enum):
@@ -49,34 +42,3 @@ SEQUENCE_MOVES: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.RUNNING: frozenset({SequenceState.RESERVED, SequenceState.DRAINING}),
     SequenceState.DRAINING: frozenset({SequenceState.IDLE}),
 }
-
-
-def move_group(group: SequenceGroup, to: GroupState) -> None:
-    """Move a request to a state; to stay in its state is allowed."""
-    is_allowed = to is group.state or to in GROUP_MOVES[group.state]
-    assert is_allowed, f"request {group.request.request_id} moves from {group.state.value} to {to.value}"
-    group.state = to
-
-
-def move_row(row: Row, to: SequenceState) -> None:
-    """Move a sequence that holds a row, and goes on holding it, to a state."""
-    _check_sequence(row.sequence, row.state, to)
-    row.state = to
-
-
-def take_row(sequence: Sequence, row: Row) -> None:
-    """Give a sequence a new row, in the state that the row was made with. A former row of the sequence is dropped."""
-    _check_sequence(sequence, sequence.state, row.state)
-    sequence.row = row
-
-
-def drop_row(sequence: Sequence) -> None:
-    """Take the row of a sequence away, and everything that holds only while it has one."""
-    _check_sequence(sequence, sequence.state, SequenceState.IDLE)
-    sequence.row = None
-
-
-def _check_sequence(sequence: Sequence, state: SequenceState, to: SequenceState) -> None:
-    assert to in SEQUENCE_MOVES[state], (
-        f"sequence {sequence.index} of request {sequence.request_id} moves from {state.value} to {to.value}"
-    )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.requests.sequence import Sequence, SequenceGroup
-from control_plane.scheduler.requests.states import SequenceState, move_row
+from control_plane.scheduler.requests.states import SequenceState
+from control_plane.scheduler.requests.transitions import move_row
 from control_plane.scheduler.step.forks import share_blocks
 from control_plane.scheduler.step.worker_state import WorkerState
 from control_plane.scheduler.types import FinishReason, RequestOutput

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from control_plane.scheduler.requests.sequence import Row, Sequence
-from control_plane.scheduler.requests.states import SequenceState, move_row
+from control_plane.scheduler.requests.states import SequenceState
+from control_plane.scheduler.requests.transitions import move_row
 from control_plane.scheduler.step.plan_draft import PlanDraft
 from control_plane.scheduler.step.worker_state import WorkerState
 

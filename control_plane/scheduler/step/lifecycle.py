@@ -9,7 +9,8 @@ from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.memory.adapter_purge import AdapterPurge
 from control_plane.scheduler.queues.request_queues import RequestQueues
 from control_plane.scheduler.requests.sequence import Row, Sequence, SequenceGroup
-from control_plane.scheduler.requests.states import GroupState, SequenceState, move_group
+from control_plane.scheduler.requests.states import GroupState, SequenceState
+from control_plane.scheduler.requests.transitions import move_group
 from control_plane.scheduler.step.running_rows import RunningRows
 from control_plane.scheduler.step.swap_space import SwapSpace
 from control_plane.scheduler.types import RequestId

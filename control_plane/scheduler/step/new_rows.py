@@ -40,7 +40,7 @@ def begin_row(row: Row, slot_generation: int) -> NewRow:
         generated_token_ids=list(sequence.generated),
         num_computed_tokens=row.num_planned,
         block_ids=list(row.block_ids),
-        slot=row.slot_idx,
+        slot_idx=row.slot_idx,
         slot_generation=slot_generation,
         sampling=sampling,
         banned_token_ids=tuple(sorted(sequence.stop_token_ids)) if _may_ban(sampling, sequence) else (),

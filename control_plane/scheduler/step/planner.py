@@ -19,7 +19,7 @@ from control_plane.scheduler.step.worker_state import WorkerState
 
 # At most this many requests of the same tenant may overtake a request whose adapter is not in the running batch, if
 # their own adapters are.
-MAX_OVERTAKEN = 16
+MAX_TIMES_OVERTAKEN = 16
 
 
 class Planner:
@@ -229,7 +229,7 @@ class Planner:
             if not self._may_start(waiting, num_hits, draft):
                 return
             if overtaken is not None:
-                overtaken.num_overtaken += 1
+                overtaken.times_overtaken += 1
             num_long += self._start(waiting, num_hits, draft, now_s)
 
     def _may_start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft) -> bool:
@@ -251,7 +251,7 @@ class Planner:
         """
         worker = self._worker
         group = worker.queues.waiting.peek(may_be_long=may_be_long)
-        if group is None or group.num_overtaken >= MAX_OVERTAKEN or worker.slots.is_active(group.digest):
+        if group is None or group.times_overtaken >= MAX_TIMES_OVERTAKEN or worker.slots.is_active(group.digest):
             return group, None
         adapter = group.request.adapter
         assert adapter is not None, "the base model is always active"
@@ -309,7 +309,7 @@ class Planner:
         blocks = worker.cache.take_hits(sequence, num_hits)
         blocks += worker.pool.take(-(-num_known // size) - num_hits)
         worker.demands.count_admission()
-        group.num_overtaken = 0
+        group.times_overtaken = 0
         row = worker.rows.take(sequence, SequenceState.RUNNING)
         row.block_ids = blocks
         row.prefill_end = num_known

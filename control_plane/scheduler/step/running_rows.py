@@ -12,14 +12,8 @@ from control_plane.scheduler.memory.prefix_cache import PrefixCache
 from control_plane.scheduler.memory.row_pool import RowPool
 from control_plane.scheduler.queues.request_queues import RequestQueues
 from control_plane.scheduler.requests.sequence import Row, Sequence
-from control_plane.scheduler.requests.states import (
-    GroupState,
-    SequenceState,
-    drop_row,
-    move_group,
-    move_row,
-    take_row,
-)
+from control_plane.scheduler.requests.states import GroupState, SequenceState
+from control_plane.scheduler.requests.transitions import drop_row, move_group, move_row, take_row
 from control_plane.scheduler.step.decode_batch import DecodeBatch, by_progress
 from control_plane.scheduler.types import WorkerLimits
 

@@ -107,7 +107,7 @@ class Bench:
             for command in commands:
                 self.worker.obey(command)
                 report = SlotReady if isinstance(command, LoadSlot) else SlotEmptied
-                self.keep(self.scheduler.apply_slot_report(report(command.slot, command.generation), 0.0))
+                self.keep(self.scheduler.apply_slot_report(report(command.slot_idx, command.generation), 0.0))
             done += commands
         check_scheduler(self.scheduler)
         return done

@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.commands:
             return
         command = self.commands.popleft()
-        slot, generation = command.slot, command.generation
+        slot, generation = command.slot_idx, command.generation
         if isinstance(command, LoadSlot) and may_fail:
             report: SlotReport = SlotLoadFailed(slot, generation, "broken", is_retryable=True)
         else:

@@ -297,17 +297,18 @@ class Walk:
         command = self.commands.popleft()
         if isinstance(command, EvictSlot):
             self.worker.obey(command)
-            self.take(self.scheduler.apply_slot_report(SlotEmptied(command.slot, command.generation), self.now_s))
+            self.take(self.scheduler.apply_slot_report(SlotEmptied(command.slot_idx, command.generation), self.now_s))
         elif isinstance(command, LoadSlot) and self.rng.random() < self.failure_rate:
             is_retryable = self.rng.random() < 0.8
             self.take(
                 self.scheduler.apply_slot_report(
-                    SlotLoadFailed(command.slot, command.generation, "broken", is_retryable=is_retryable), self.now_s
+                    SlotLoadFailed(command.slot_idx, command.generation, "broken", is_retryable=is_retryable),
+                    self.now_s,
                 )
             )
         else:
             self.worker.obey(command)
-            self.take(self.scheduler.apply_slot_report(SlotReady(command.slot, command.generation), self.now_s))
+            self.take(self.scheduler.apply_slot_report(SlotReady(command.slot_idx, command.generation), self.now_s))
 
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Deliver outputs; whoever ends normally must have exactly the oracle's tokens."""

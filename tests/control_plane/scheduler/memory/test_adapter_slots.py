@@ -46,7 +46,7 @@ def test_adapters_and_base_run_in_one_step_each_with_its_own_slot() -> None:
     bench.obey()
     plan = bench.plan()
     assert plan is not None
-    assert [(new.slot, new.slot_generation) for new in plan.new_rows] == [(None, 0), (0, 1), (1, 1)]
+    assert [(new.slot_idx, new.slot_generation) for new in plan.new_rows] == [(None, 0), (0, 1), (1, 1)]
     bench.run()
     assert [bench.tokens[i] for i in (1, 2, 3)] == [oracle(request, 64) for request in requests]
     assert len({tuple(bench.tokens[i]) for i in (1, 2, 3)}) == 3

@@ -95,7 +95,7 @@ def test_a_tenant_of_a_thousand_cold_adapters_does_not_put_anothers_behind_them(
     digests: list[str] = []
     for command in first:
         assert isinstance(command, LoadSlot)
-        bench.scheduler.apply_slot_report(SlotReady(command.slot, command.generation), 0.0)
+        bench.scheduler.apply_slot_report(SlotReady(command.slot_idx, command.generation), 0.0)
         digests += [command.digest for command in bench.scheduler.slot_commands()]
         check_scheduler(bench.scheduler)
     assert make_adapter("other").digest in digests[:2]

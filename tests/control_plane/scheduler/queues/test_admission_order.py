@@ -7,7 +7,7 @@ import pytest
 from control_plane.scheduler.fairness import DECODE_WEIGHT, PREFILL_WEIGHT, VirtualCounters
 from control_plane.scheduler.memory.adapter_slots import STARVATION_ADMISSIONS
 from control_plane.scheduler.settings import SchedulerSettings
-from control_plane.scheduler.step.planner import MAX_OVERTAKEN
+from control_plane.scheduler.step.planner import MAX_TIMES_OVERTAKEN
 from tests.control_plane.scheduler.factories import Bench, make_adapter, make_request
 
 EXPENSIVE = SchedulerSettings(adapter_us_per_mib=1e12)  # a further adapter always costs more than it gives
@@ -92,7 +92,7 @@ def test_a_cheap_adapter_keeps_its_place() -> None:
 
 
 def test_a_request_with_an_expensive_adapter_is_overtaken_by_at_most_16_of_its_tenant() -> None:
-    assert MAX_OVERTAKEN == 16
+    assert MAX_TIMES_OVERTAKEN == 16
     bench = Bench(EXPENSIVE, max_rows=2, num_blocks=64)
     bench.add(make_request(1, adapter=HOT[0], max_tokens=60))
     bench.step()
@@ -100,7 +100,7 @@ def test_a_request_with_an_expensive_adapter_is_overtaken_by_at_most_16_of_its_t
     bench.add(*[make_request(i, adapter=HOT[0], max_tokens=1) for i in range(3, 60)])
     while 2 not in bench.ends:
         bench.step()
-    assert len(bench.ends) - 1 == MAX_OVERTAKEN
+    assert len(bench.ends) - 1 == MAX_TIMES_OVERTAKEN
 
 
 def test_another_tenants_turn_is_not_taken_by_who_is_cheaper() -> None:

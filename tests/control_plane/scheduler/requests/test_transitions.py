@@ -9,16 +9,8 @@ import pytest
 
 from control_plane.scheduler.admission import make_group
 from control_plane.scheduler.requests.sequence import Row
-from control_plane.scheduler.requests.states import (
-    GROUP_MOVES,
-    SEQUENCE_MOVES,
-    GroupState,
-    SequenceState,
-    drop_row,
-    move_group,
-    move_row,
-    take_row,
-)
+from control_plane.scheduler.requests.states import GROUP_MOVES, SEQUENCE_MOVES, GroupState, SequenceState
+from control_plane.scheduler.requests.transitions import drop_row, move_group, move_row, take_row
 from tests.control_plane.scheduler.factories import make_limits, make_request
 
 PACKAGE = Path(__file__).parents[4] / "control_plane" / "scheduler"
@@ -72,4 +64,4 @@ def test_only_one_module_assigns_states_and_rows() -> None:
         for leaf in ast.walk(target)
         if isinstance(leaf, ast.Attribute) and leaf.attr in ("state", "row") and isinstance(leaf.ctx, ast.Store)
     }
-    assert found == {"requests/states.py", "memory/adapter_slots.py"}
+    assert found == {"requests/transitions.py", "memory/adapter_slots.py"}
