@@ -27,6 +27,7 @@ from grpc_health.v1 import health_pb2_grpc
 from motet import __version__
 from motet.command_line import WRONG_COMMAND_LINE, Parser, size
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
+from motet.v1.status import LimitStatus
 
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
@@ -171,7 +172,11 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
             base_model.dtype,
         ),
         served=reports,
-        limits=status.Limits(config.max_waiting_requests, config.max_adapter_bytes, MAX_CHUNK_BYTES),
+        limits=LimitStatus(
+            max_waiting_requests=config.max_waiting_requests,
+            max_adapter_bytes=config.max_adapter_bytes,
+            max_chunk_bytes=MAX_CHUNK_BYTES,
+        ),
         fleet=fleet,
         registry=registry,
         weights=weights,

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import grpc_tools.protoc
 import sampling_classes
+import status_classes
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 PROTOS = Path(__file__).resolve().parent
 ROOT = PROTOS.parent
@@ -50,6 +52,7 @@ def generate(out: Path) -> list[tuple[Path, Path]]:
     code = grpc_tools.protoc.main(
         ["protoc", f"-I{PROTOS}", f"-I{well_known}"]
         + [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+        + [f"--descriptor_set_out={out / 'described'}", "--include_source_info"]
         + [str(path) for folder in STUBS for path in sorted((PROTOS / folder).glob("*.proto"))]
     )
     if code != 0:
@@ -63,7 +66,10 @@ def generate(out: Path) -> list[tuple[Path, Path]]:
             path.write_text(source.replace(imported, f"from {package} import"), encoding="utf-8")
             stubs.append((path, directory / path.name))
     sys.path.insert(0, str(out))  # for the options of fields
-    for name, text in sampling_classes.sources().items():
+    described = FileDescriptorSet.FromString((out / "described").read_bytes())
+    (status,) = (file for file in described.file if file.name == "motet/v1/status.proto")
+    classes = sampling_classes.sources() | {"client/motet/v1/status.py": status_classes.source(status)}
+    for name, text in classes.items():
         source = out / name.replace("/", "_")
         source.write_text(text, encoding="utf-8")
         stubs.append((source, ROOT / name))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from motet.v1.sampling import SamplingInEffect
+from motet.v1.status import AdapterStatus, LimitStatus, ModelStatus, QueueStatus, TenantStatus, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,104 +226,6 @@ class Adapter:
     update_time: datetime | None  # UTC
     etag: str  # give it back to make a change conditional
     registration: Registration | None = None  # filled by register() and register_from_root() only
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """The base model."""
-
-    name: str
-    fingerprint: str
-    vocab_size: int
-    max_model_len: int  # tokens, prompt and completion together; 0 before a worker told it
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One worker."""
-
-    worker_id: str
-    device: str
-    epoch: int
-    num_steps: int
-    num_plans_in_flight: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_blocks_held: int
-    num_blocks_cached: int
-    block_size: int  # tokens
-    arena_bytes: int
-    arena_used_bytes: int
-    num_adapters_loaded: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    num_preemptions: int
-    num_tokens_sampled: int
-    step_time_ms: float
-    resident_bytes: int
-    num_plans: int = 0  # sent; fewer than steps where a plan stands for several
-    max_plan_steps: int = 0  # steps that a plan may stand for at present
-    round_trip_ms: float = 0.0  # median; 0 before it was measured
-    num_swapped: int = 0  # requests whose KV blocks lie in host memory
-    num_swapped_out: int = 0  # preemptions by swap
-    num_host_blocks: int = 0
-    num_host_blocks_held: int = 0
-    max_model_len: int = 0  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatus:
-    """Requests in the system."""
-
-    num_requests: int
-    num_waiting: int
-    num_running: int
-    num_accepted: int  # since start, like those below
-    num_finished: int
-    num_rejected: int
-    num_migrated: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterStatus:
-    """Adapters by tier."""
-
-    num_registered: int
-    num_stored: int
-    num_host_cached: int
-    host_cache_bytes: int
-    host_cache_budget_bytes: int
-    host_cache_available: bool
-    host_cache_error: str = ""  # why it does not answer, for people; empty when it does
-
-
-@dataclass(frozen=True, slots=True)
-class TenantStatus:
-    """One tenant: what it is granted, None being no limit, and what it uses."""
-
-    tenant: str
-    weight: float  # share of service against the other tenants' weights
-    num_requests: int  # accepted and not finished
-    max_running_requests: int | None
-    num_queued_tokens: int  # prompt tokens of those that have no token of an answer yet
-    max_queued_tokens: int | None
-    num_tokens_left: int | None  # of tokens_per_minute
-    tokens_per_minute: int | None
-    num_accepted: int  # since the tenant is known, like those below
-    num_rejected: int  # by one of these limits
-    num_input_tokens: int  # of finished requests
-    num_generated_tokens: int  # of finished requests
-
-
-@dataclass(frozen=True, slots=True)
-class LimitStatus:
-    """Limits a client may meet."""
-
-    max_waiting_requests: int
-    max_adapter_bytes: int
-    max_chunk_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

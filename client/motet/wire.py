@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from motet import types
-from motet.v1 import adapters_pb2, generation_pb2, status_pb2, types_pb2
+from motet.v1 import adapters_pb2, generation_pb2, status, status_pb2, types_pb2
 from motet.v1.sampling import SamplingInEffect
 
 if TYPE_CHECKING:
@@ -157,12 +157,12 @@ def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
     """The system at one moment."""
     return types.ServerStatus(
         server_version=message.server_version,
-        model=_same_fields(types.ModelStatus, message.model),
-        workers=tuple(_same_fields(types.WorkerStatus, worker) for worker in message.workers),
-        queues=_same_fields(types.QueueStatus, message.queues),
-        adapters=_same_fields(types.AdapterStatus, message.adapters),
-        limits=_same_fields(types.LimitStatus, message.limits),
-        tenants=tuple(_same_fields(types.TenantStatus, tenant) for tenant in message.tenants),
+        model=_same_fields(status.ModelStatus, message.model),
+        workers=tuple(_same_fields(status.WorkerStatus, worker) for worker in message.workers),
+        queues=_same_fields(status.QueueStatus, message.queues),
+        adapters=_same_fields(status.AdapterStatus, message.adapters),
+        limits=_same_fields(status.LimitStatus, message.limits),
+        tenants=tuple(_same_fields(status.TenantStatus, tenant) for tenant in message.tenants),
         num_other_tenants=message.num_other_tenants,
     )
 

@@ -9,10 +9,10 @@ from typing import Any
 import grpc.aio
 from motet import __version__
 from motet.v1 import status_pb2, status_pb2_grpc
+from motet.v1.status import LimitStatus
 
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.quotas import TenantUse
-from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
@@ -31,15 +31,6 @@ class ModelIdentity:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits a client may meet."""
-
-    max_waiting_requests: int
-    max_adapter_bytes: int
-    max_chunk_bytes: int
-
-
 class StatusService(status_pb2_grpc.StatusServiceServicer):
     """See protos/motet/v1/status.proto."""
 
@@ -48,7 +39,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
         *,
         model: ModelIdentity,
         served: WorkerReports,
-        limits: Limits,
+        limits: LimitStatus,
         fleet: Fleet,
         registry: Registry,
         weights: AdapterWeights,
@@ -72,8 +63,8 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
             model=status_pb2.ModelStatus(
                 **dataclasses.asdict(self._model), max_model_len=self._served.max_model_len or 0
             ),
-            workers=[status_pb2.WorkerStatus(**_fields(worker)) for worker in workers],
-            queues=status_pb2.QueueStatus(**_fields(self._fleet.queue_snapshot())),
+            workers=[status_pb2.WorkerStatus(**dataclasses.asdict(worker)) for worker in workers],
+            queues=status_pb2.QueueStatus(**dataclasses.asdict(self._fleet.queue_snapshot())),
             adapters=status_pb2.AdapterStatus(
                 num_registered=registry.num_registered,
                 num_stored=registry.num_stored,
@@ -105,8 +96,3 @@ def _tenant_message(use: TenantUse) -> status_pb2.TenantStatus:
         num_input_tokens=use.num_input_tokens,
         num_generated_tokens=use.num_generated_tokens,
     )
-
-
-def _fields(snapshot: WorkerSnapshot | QueueSnapshot) -> dict[str, Any]:
-    # The messages have exactly the fields of these dataclasses; a difference raises at once.
-    return dataclasses.asdict(snapshot)

@@ -12,12 +12,13 @@ import itertools
 import logging
 from collections.abc import Callable
 
+from motet.v1.status import QueueStatus, WorkerStatus
+
 from contract.v1 import plan_pb2
 from control_plane.errors import Draining
 from control_plane.fleet.assembly import FleetParts
 from control_plane.fleet.requests.jobs import JobStream
 from control_plane.fleet.requests.quotas import TenantUse
-from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.types import Request, RequestId
@@ -167,7 +168,7 @@ class Fleet:
 
     # ---- numbers ----
 
-    def worker_snapshots(self) -> list[WorkerSnapshot]:
+    def worker_snapshots(self) -> list[WorkerStatus]:
         """Every attached worker, ordered by id."""
         return [self._sessions[worker_id].snapshot() for worker_id in sorted(self._sessions)]
 
@@ -180,9 +181,9 @@ class Fleet:
         """The busiest tenants, ordered by name."""
         return self._quotas.busiest(MAX_REPORTED_TENANTS)
 
-    def queue_snapshot(self) -> QueueSnapshot:
+    def queue_snapshot(self) -> QueueStatus:
         """Requests over all workers."""
-        return QueueSnapshot(
+        return QueueStatus(
             num_requests=len(self._jobs.by_id),
             num_waiting=self._intake.num_waiting,
             num_running=sum(s.scheduler.stats().num_running for s in self._sessions.values()),

@@ -1,4 +1,4 @@
-"""What an operator sets about the workers, and what the fleet reports about them: plain data."""
+"""What an operator sets about the workers: plain data."""
 
 from __future__ import annotations
 
@@ -89,50 +89,3 @@ class FleetSettings:
         for a control plane whose loop is busy than the control plane waits for it.
         """
         return max(10_000, 5 * self.dead_after_ms)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSnapshot:
-    """One attached worker at one moment; the fields of status.proto's WorkerStatus."""
-
-    worker_id: str
-    device: str
-    epoch: int
-    num_steps: int
-    num_plans_in_flight: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_blocks_held: int
-    num_blocks_cached: int
-    block_size: int  # tokens
-    arena_bytes: int
-    arena_used_bytes: int
-    num_adapters_loaded: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    num_preemptions: int
-    num_swapped: int  # requests whose blocks lie in host memory
-    num_swapped_out: int  # preemptions by swap
-    num_host_blocks: int
-    num_host_blocks_held: int
-    num_tokens_sampled: int
-    num_plans: int  # sent; fewer than steps where plans stand for several
-    max_plan_steps: int  # steps that a plan may stand for at this moment
-    round_trip_ms: float  # median of the last pings; 0 before the first
-    step_time_ms: float  # mean of the last steps
-    resident_bytes: int
-    max_model_len: int  # tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueSnapshot:
-    """Requests over all workers at one moment; the fields of status.proto's QueueStatus."""
-
-    num_requests: int
-    num_waiting: int
-    num_running: int
-    num_accepted: int
-    num_finished: int
-    num_rejected: int
-    num_migrated: int

@@ -26,6 +26,7 @@ from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
 from control_plane.scheduler.stats import AdapterUse as AdapterUse
 from control_plane.scheduler.stats import SchedulerStats as SchedulerStats
 from control_plane.scheduler.stats import WorkerUtilization as WorkerUtilization
+from control_plane.scheduler.stats import scheduler_stats
 from control_plane.scheduler.step.plan_draft import InFlightStep, PlanDraft, check_result, note_logprobs
 from control_plane.scheduler.step.planner import Planner
 from control_plane.scheduler.step.preemption import choose_paused
@@ -294,24 +295,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts of this moment."""
-        return SchedulerStats(
+        return scheduler_stats(
+            self._worker,
+            self._planner,
+            self._results,
+            self._in_flight,
             num_waiting=self.num_waiting,
-            num_running=self._worker.rows.num_groups,
-            num_paused=self._worker.lifecycle.num_paused,
-            num_blocks=self._worker.pool.num_blocks,
-            num_blocks_held=self._worker.pool.num_held,
-            num_blocks_cached=len(self._worker.pool.evictable),
-            num_plans_in_flight=sum(step.ends_plan for step in self._in_flight),
-            arena_used_bytes=self._worker.slots.used_bytes,
-            num_adapters_loaded=len(self._worker.slots.ready_digests()),
-            prefix_query_tokens=self._planner.prefix_query_tokens,
-            prefix_hit_tokens=self._planner.prefix_hit_tokens,
-            num_preemptions=self._worker.lifecycle.num_preemptions,
-            num_swapped=len(self._worker.queues.swapped),
-            num_swapped_out=self._worker.swap.num_swapped_out,
-            num_host_blocks=self._worker.swap.host.num_blocks,
-            num_host_blocks_held=self._worker.swap.host.num_blocks - self._worker.swap.host.num_free,
-            num_tokens_sampled=self._results.num_tokens_sampled,
             is_stuck=self._is_stuck(),
         )
 

@@ -1,10 +1,15 @@
-"""What one scheduler says of itself at one moment: frozen values."""
+"""What one scheduler reports of itself at one moment: frozen values, and how the counts are taken."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
+from control_plane.scheduler.step.plan_draft import InFlightStep
+from control_plane.scheduler.step.planner import Planner
+from control_plane.scheduler.step.step_results import StepResults
+from control_plane.scheduler.step.worker_state import WorkerState
 from control_plane.scheduler.types import AdapterTier
 
 
@@ -36,6 +41,46 @@ class SchedulerStats:
     def prefix_hit_rate(self) -> float:
         """Share of the tokens of first admissions that the prefix cache served, 0 before there are any."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+    def reported(self) -> dict[str, Any]:
+        """By name, what a worker's status reports: everything but what only checks need."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _UNREPORTED}
+
+
+_UNREPORTED = ("num_paused", "is_stuck")  # for checks; every other field is one of status.proto's WorkerStatus
+
+
+def scheduler_stats(
+    worker: WorkerState,
+    planner: Planner,
+    results: StepResults,
+    in_flight: Iterable[InFlightStep],
+    *,
+    num_waiting: int,
+    is_stuck: bool,
+) -> SchedulerStats:
+    """Counts of this moment, from the scheduler's parts."""
+    host = worker.swap.host
+    return SchedulerStats(
+        num_waiting=num_waiting,
+        num_running=worker.rows.num_groups,
+        num_paused=worker.lifecycle.num_paused,
+        num_blocks=worker.pool.num_blocks,
+        num_blocks_held=worker.pool.num_held,
+        num_blocks_cached=len(worker.pool.evictable),
+        num_plans_in_flight=sum(step.ends_plan for step in in_flight),
+        arena_used_bytes=worker.slots.used_bytes,
+        num_adapters_loaded=len(worker.slots.ready_digests()),
+        prefix_query_tokens=planner.prefix_query_tokens,
+        prefix_hit_tokens=planner.prefix_hit_tokens,
+        num_preemptions=worker.lifecycle.num_preemptions,
+        num_swapped=len(worker.queues.swapped),
+        num_swapped_out=worker.swap.num_swapped_out,
+        num_host_blocks=host.num_blocks,
+        num_host_blocks_held=host.num_blocks - host.num_free,
+        num_tokens_sampled=results.num_tokens_sampled,
+        is_stuck=is_stuck,
+    )
 
 
 class WorkerUtilization(NamedTuple):  # one is made for each worker that is priced: faster than a frozen dataclass

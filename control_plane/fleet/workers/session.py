@@ -12,11 +12,13 @@ import logging
 from collections.abc import Callable, Iterator, Set
 from typing import Protocol
 
+from motet.v1.status import WorkerStatus
+
 from contract import PROTOCOL
 from contract.process_log import printable
 from contract.v1 import plan_pb2
 from control_plane.awake import AwakeClock
-from control_plane.fleet.settings import FleetSettings, WorkerSnapshot
+from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.adapter_loads import AdapterLoads
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.fleet.workers.errors import GarbageResult
@@ -318,32 +320,16 @@ class WorkerSession:
 
     # ---- numbers ----
 
-    def snapshot(self) -> WorkerSnapshot:
+    def snapshot(self) -> WorkerStatus:
         """The worker at this moment."""
-        stats = self.scheduler.stats()
-        return WorkerSnapshot(
+        return WorkerStatus(
+            **self.scheduler.stats().reported(),
             worker_id=self.worker_id,
             device=self._device,
             epoch=self.epoch,
             num_steps=self.steps.num_steps,
-            num_plans_in_flight=stats.num_plans_in_flight,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_blocks=stats.num_blocks,
-            num_blocks_held=stats.num_blocks_held,
-            num_blocks_cached=stats.num_blocks_cached,
             block_size=self.limits.block_size,
             arena_bytes=self.limits.arena_bytes,
-            arena_used_bytes=stats.arena_used_bytes,
-            num_adapters_loaded=stats.num_adapters_loaded,
-            prefix_query_tokens=stats.prefix_query_tokens,
-            prefix_hit_tokens=stats.prefix_hit_tokens,
-            num_preemptions=stats.num_preemptions,
-            num_swapped=stats.num_swapped,
-            num_swapped_out=stats.num_swapped_out,
-            num_host_blocks=stats.num_host_blocks,
-            num_host_blocks_held=stats.num_host_blocks_held,
-            num_tokens_sampled=stats.num_tokens_sampled,
             num_plans=self.steps.num_plans,
             max_plan_steps=self._round_trip.max_steps,
             round_trip_ms=self._round_trip.round_trip_s * 1000,

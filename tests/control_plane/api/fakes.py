@@ -15,6 +15,7 @@ import grpc.aio
 from google.longrunning import operations_pb2_grpc
 from google.rpc import error_details_pb2, status_pb2
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
+from motet.v1.status import LimitStatus, QueueStatus, WorkerStatus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from control_plane.adapters.life_cycle import AdapterLifeCycle
@@ -32,7 +33,6 @@ from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudge
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.jobs import JobEvent, JobStream
 from control_plane.fleet.requests.quotas import TenantUse
-from control_plane.fleet.settings import QueueSnapshot, WorkerSnapshot
 from control_plane.fleet.tenants import TenantLimits
 from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights
@@ -357,13 +357,13 @@ class FakeFleet(Fleet):
         if self.unload_gate is not None:
             self.unload_gate.set()
 
-    def worker_snapshots(self) -> list[WorkerSnapshot]:
-        names = [f.name for f in WorkerSnapshot.__dataclass_fields__.values()]
+    def worker_snapshots(self) -> list[WorkerStatus]:
+        names = [f.name for f in WorkerStatus.__dataclass_fields__.values()]
         numbers: dict[str, Any] = {name: index for index, name in enumerate(names)}
-        return [WorkerSnapshot(**{**numbers, "worker_id": name, "device": "cpu"}) for name in ("w1", "w0")]
+        return [WorkerStatus(**{**numbers, "worker_id": name, "device": "cpu"}) for name in ("w1", "w0")]
 
-    def queue_snapshot(self) -> QueueSnapshot:
-        return QueueSnapshot(
+    def queue_snapshot(self) -> QueueStatus:
+        return QueueStatus(
             num_requests=3, num_waiting=1, num_running=2, num_accepted=9, num_finished=5, num_rejected=1, num_migrated=0
         )
 
@@ -468,7 +468,7 @@ class Api:
         self.status = status.StatusService(
             model=status.ModelIdentity("tiny", "f" * 64, vocab_size, "float32"),
             served=self.served,
-            limits=status.Limits(8, 4 << 20, 1 << 20),
+            limits=LimitStatus(max_waiting_requests=8, max_adapter_bytes=4 << 20, max_chunk_bytes=1 << 20),
             fleet=self.fleet,
             registry=self.registry,
             weights=self.weights,

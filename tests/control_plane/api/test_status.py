@@ -6,9 +6,9 @@ from pathlib import Path
 
 import motet
 from motet.v1 import status_pb2, status_pb2_grpc
+from motet.v1.status import WorkerStatus
 
 from control_plane.api.text.codec import TextCodec
-from control_plane.fleet.settings import WorkerSnapshot
 from control_plane.registry.model.served_modules import WorkerReport
 from tests.control_plane.api.fakes import Api
 
@@ -18,7 +18,7 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
     response = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
     assert [worker.worker_id for worker in response.workers] == ["w0", "w1"]
     worker = response.workers[0]
-    names = list(WorkerSnapshot.__dataclass_fields__)
+    names = list(WorkerStatus.__dataclass_fields__)
     assert sorted(names) == sorted(field.name for field in worker.DESCRIPTOR.fields)
     for number, name in enumerate(names):
         if name not in ("worker_id", "device"):

@@ -1,0 +1,106 @@
+"""What a status says of the model, the workers, the queues, the adapters, the tenants and the limits.
+
+Written by protos/generate.py from protos/motet/v1/status.proto: change that file instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """The base model."""
+
+    name: str  # Last part of the checkpoint directory's name
+    fingerprint: str  # Fingerprint of the checkpoint, 64 lower-case hexadecimal digits
+    vocab_size: int  # Vocabulary size, a count of tokens
+    max_model_len: int  # Longest context, prompt and completion together, a count of tokens: the longest of the attached workers, or of those that were attached last, and at most --max-model-len and the checkpoint's. 0: not known before a worker attached
+    dtype: str  # Element type of the weights: "float32", "bfloat16" or "float16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """One worker."""
+
+    worker_id: str  # Its id
+    device: str  # Device it runs on, for people
+    epoch: int  # Fencing token of its session, counts up from 1
+    num_steps: int  # Steps executed in this session, a count
+    num_plans_in_flight: int  # Plans sent and not answered, a count
+    num_running: int  # Requests being computed, a count
+    num_waiting: int  # Requests waiting for this worker, a count
+    num_blocks: int  # KV blocks in all, a count
+    num_blocks_held: int  # KV blocks held by requests, a count
+    num_blocks_cached: int  # KV blocks that hold reusable prefixes and nobody's request, a count
+    block_size: int  # Tokens of one KV block, a count
+    arena_bytes: int  # Adapter arena, bytes
+    arena_used_bytes: int  # Adapter arena in use, bytes
+    num_adapters_loaded: int  # Adapters in the arena, a count
+    prefix_query_tokens: int  # Prompt tokens looked up in the prefix cache, a count
+    prefix_hit_tokens: int  # Prompt tokens found there, a count
+    num_preemptions: int  # Preemptions, a count
+    num_tokens_sampled: int  # Tokens sampled, a count
+    step_time_ms: float  # Mean duration of the last steps, milliseconds
+    resident_bytes: int  # Resident memory of the worker process, bytes
+    num_plans: int  # Plans sent, a count; fewer than steps where a plan stands for several
+    max_plan_steps: int  # Steps that a plan may stand for at present, a count
+    round_trip_ms: float  # Median time to the worker and back, milliseconds; 0 before it was measured
+    num_swapped: int  # Requests whose KV blocks lie in host memory, a count; waiting ones too
+    num_swapped_out: int  # Preemptions by swap to host memory, a count
+    num_host_blocks: int  # KV blocks in host memory in all, a count
+    num_host_blocks_held: int  # Those in use, a count
+    max_model_len: int  # Longest context that this worker computes, a count of tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStatus:
+    """Requests in the system."""
+
+    num_requests: int  # Accepted and not finished, a count
+    num_waiting: int  # Waiting to run, a count
+    num_running: int  # Being computed, a count
+    num_accepted: int  # Accepted since start, a count
+    num_finished: int  # Finished since start, a count
+    num_rejected: int  # Refused because a queue was full since start, a count
+    num_migrated: int  # Moved to another worker or session since start, a count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStatus:
+    """Adapters by tier."""
+
+    num_registered: int  # Names registered, a count
+    num_stored: int  # Distinct digests in the artifact store, a count
+    num_host_cached: int  # Digests in the host cache, a count
+    host_cache_bytes: int  # Bytes in the host cache
+    host_cache_budget_bytes: int  # Budget of the host cache, bytes
+    host_cache_available: bool  # Whether the host cache answers
+    host_cache_error: str  # Why the host cache does not answer, for people; empty when it does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantStatus:
+    """One tenant: what it is granted, and what it uses."""
+
+    tenant: str  # Its name. Tenants that the operator does not name are counted by the client's host, which is told here: "ipv4:10.0.0.7", or "ipv6:2001:db8::/64"
+    weight: float  # Share of service against the other tenants' weights, while several wait, no unit
+    num_requests: int  # Accepted and not finished, a count
+    max_running_requests: int | None  # Most of them at once, a count; unset: no limit. Beyond any of these limits: RESOURCE_EXHAUSTED
+    num_queued_tokens: int  # Prompt tokens of those that have no token of an answer yet, a count
+    max_queued_tokens: int | None  # Most of them at once, a count; unset: no limit
+    num_tokens_left: int | None  # Prompt and generated tokens that may be asked for at once, a count; set where tokens_per_minute is
+    tokens_per_minute: int | None  # How many are added every minute, and the most that are saved up, a count; unset: no limit
+    num_accepted: int  # Accepted since the tenant is known, a count, like those below
+    num_rejected: int  # Refused because of one of these limits, a count
+    num_input_tokens: int  # Prompt tokens of finished requests, a count, cached ones included
+    num_generated_tokens: int  # Generated tokens of finished requests, a count, those of samples that were not returned included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitStatus:
+    """Limits a client may meet."""
+
+    max_waiting_requests: int  # Most requests waiting, a count; beyond: RESOURCE_EXHAUSTED
+    max_adapter_bytes: int  # Largest upload, bytes
+    max_chunk_bytes: int  # Largest chunk of an upload, bytes
