@@ -37,10 +37,10 @@ class PlacementCosts:
 class FleetSettings:
     """Bounds and times of the fleet. Server settings of the same names end here."""
 
-    max_waiting_requests: int = 1024  # accepted and not yet running; beyond, QueueFull to who has his share
-    # Prompt tokens of requests without a token of an answer; beyond, the same. About 36 bytes each.
+    max_waiting_requests: int = 1024  # accepted, not running yet; above this, QueueFull for a tenant with its share
+    # Prompt tokens of requests without a generated token; above this, the same. About 36 bytes each.
     max_waiting_tokens: int = 8 << 20
-    plan_depth: int = 2  # plans sent to a worker and not answered
+    plan_depth: int = 2  # plans in flight at a worker
     heartbeat_interval_ms: int = 500  # either side, milliseconds
     dead_after_ms: int = 2000  # a worker that was silent for so long is dead, milliseconds
     # A step hangs that takes longer than this, and than 20 times what the latest steps would take for as many tokens;

@@ -133,7 +133,7 @@ class FakeWeights:
 
     def __init__(self) -> None:
         self.packed: dict[str, FakePacked] = {}
-        self.cached: list[str] = []  # digests that ensure_cached was asked for
+        self.cached: list[str] = []  # digests that ensure_cached was called with
         self.damaged: set[str] = set()
 
     def add(self, name: str, *, chunk_bytes: int = 64) -> AdapterRef:
@@ -186,7 +186,7 @@ def make_request(
 
 
 def expected(request: Request, index: int = 0) -> list[int]:
-    """All tokens that an answer to the request must have."""
+    """All tokens that a completion of the request must have."""
     digest = request.adapter.digest if request.adapter else ""
     seed = sample_seed(request.sampling.seed, index) if request.sampling.temperature > 0 else None
     tokens = oracle(FINGERPRINT, digest, request.prompt_token_ids, request.max_tokens, seed=seed)
@@ -245,32 +245,32 @@ class LoopbackWorker:
         self.engine = HashEngine(capacities, faults)
         self.fleet = fleet
         self.session = fleet.attach(encode_hello(capacities, worker_id, last_epoch).hello)
-        self.answers: list[plan_pb2.AttachRequest] = []  # executed and not sent
-        self.pongs: list[plan_pb2.AttachRequest] = []  # they leave with the next answers
+        self.results: list[plan_pb2.AttachRequest] = []  # executed steps and loads, not sent
+        self.pongs: list[plan_pb2.AttachRequest] = []  # they leave with the next results
         self.plans: list[plan_pb2.StepPlan] = []  # every plan received
-        self.num_answered = 0
+        self.num_replies = 0
         self.load_time_us = 0  # that every load claims to have taken
 
     async def turn(self) -> None:
-        """Take what was sent, execute it, and answer everything."""
+        """Take what was sent, execute it, and send every result."""
         await self.receive()
-        self.answer()
+        self.reply()
 
     async def receive(self) -> None:
-        """Take what was sent and execute it; the answers wait."""
+        """Take what was sent and execute it; the results wait."""
         await asyncio.sleep(0)  # lets a pump that is due happen
         for message in self.session.outbox.take():
             self._execute(plan_pb2.AttachResponse.FromString(message.SerializeToString()))
 
-    def answer(self, num_answers: int | None = None) -> None:
-        """Send the oldest answers, or all."""
+    def reply(self, num_results: int | None = None) -> None:
+        """Send the oldest results, or all."""
         pongs, self.pongs = self.pongs, []
         for message in pongs:
             self.session.receive(message)
-        count = len(self.answers) if num_answers is None else num_answers
-        due, self.answers = self.answers[:count], self.answers[count:]
+        count = len(self.results) if num_results is None else num_results
+        due, self.results = self.results[:count], self.results[count:]
         for message in due:
-            self.num_answered += 1
+            self.num_replies += 1
             self.session.receive(message)
 
     def lose(self) -> None:
@@ -279,7 +279,7 @@ class LoopbackWorker:
 
     def leave(self) -> None:
         """It leaves on purpose."""
-        self.session.receive(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="asked to stop")))
+        self.session.receive(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="stopped by a signal")))
 
     async def run(self, until: Callable[[], bool], max_turns: int = 5000) -> None:
         """Turn until the condition holds."""
@@ -298,23 +298,23 @@ class LoopbackWorker:
             for step in decode_steps(message.step_plan):
                 output: StepOutput = self.engine.execute(step)
                 output = replace(output, step_time_us=STEP_TIME_US)  # nothing shall depend on this machine's speed
-                self.answers.append(encode_output(output, self.session.epoch))
+                self.results.append(encode_output(output, self.session.epoch))
         elif kind == "load_adapter":
             load = message.load_adapter
-            answer = self.slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY)
+            report = self.slot_state(load.slot, load.generation, plan_pb2.SlotState.STATE_READY)
             try:
                 self.engine.slots.load(load.slot, load.generation, load.digest, PackedSource(self.fleet.weights.packed))
-                answer.slot_state.load_time_us = self.load_time_us
+                report.slot_state.load_time_us = self.load_time_us
             except AdapterLoadError as error:
-                answer.slot_state.state = plan_pb2.SlotState.STATE_FAILED
-                answer.slot_state.retryable = error.is_retryable
-                answer.slot_state.mismatch = isinstance(error, AdapterMismatch)
-                answer.slot_state.reason = str(error)
-            self.answers.append(answer)
+                report.slot_state.state = plan_pb2.SlotState.STATE_FAILED
+                report.slot_state.retryable = error.is_retryable
+                report.slot_state.mismatch = isinstance(error, AdapterMismatch)
+                report.slot_state.reason = str(error)
+            self.results.append(report)
         elif kind == "evict_adapter":
             evict = message.evict_adapter
             self.engine.slots.evict(evict.slot, evict.generation)
-            self.answers.append(self.slot_state(evict.slot, evict.generation, plan_pb2.SlotState.STATE_EMPTY))
+            self.results.append(self.slot_state(evict.slot, evict.generation, plan_pb2.SlotState.STATE_EMPTY))
 
     def slot_state(self, slot: int, generation: int, state: plan_pb2.SlotState.State) -> plan_pb2.AttachRequest:
         return plan_pb2.AttachRequest(

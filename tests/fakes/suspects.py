@@ -53,7 +53,7 @@ async def see_two_deaths(fleet: InspectedFleet, requests: list[Request]) -> list
     for name in ("first", "second"):
         worker = LoopbackWorker(fleet, name)
         await worker.receive()
-        worker.answer()
+        worker.reply()
         assert worker.session.scheduler.stats().num_running == len(requests)
         worker.lose()
     return streams

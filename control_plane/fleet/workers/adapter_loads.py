@@ -35,7 +35,7 @@ class AdapterLoads:
     def report_of(self, message: plan_pb2.SlotState) -> SlotReport:
         """What the worker reports about a slot. Raises GarbageResult.
 
-        Only a load from the host cache tells how long loads take: other loads wait for the store.
+        Only a load from the host cache measures how long loads take: other loads wait for the store.
         """
         slot, generation = message.slot, message.generation
         is_from_cache = (slot, generation) in self._from_cache

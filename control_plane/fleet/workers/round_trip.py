@@ -71,9 +71,10 @@ class RoundTrip:
 
     def _update_max_steps(self) -> None:
         if len(self._steps_us) >= MIN_STEPS and self._round_trips_s:
-            self.max_steps = self._steps_to_hide()
+            self.max_steps = self.steps_to_hide()
 
-    def _steps_to_hide(self) -> int:
+    def steps_to_hide(self) -> int:
+        """Steps that a plan must stand for so that the worker never waits, as far as MAX_PLAN_STEPS allows."""
         hidden_s = (self._plan_depth - 1) * self.step_time_s  # by plans of one step
         if self._plan_depth == 1:
             return 1

@@ -1,4 +1,4 @@
-"""Requests for several answers in the fleet: moved off a lost worker, given up in part, read slowly."""
+"""Requests for several completions in the fleet: moved off a lost worker, cancelled in part, read slowly."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def expected(request: Request, index: int) -> list[int]:
     return oracle(FINGERPRINT, "", request.prompt_token_ids, request.max_tokens, seed=seed)
 
 
-async def read_answers(stream: JobStream) -> dict[int, list[int]]:
-    """Tokens by index; nothing of an answer follows its end."""
-    answers: dict[int, list[int]] = {}
+async def read_completions(stream: JobStream) -> dict[int, list[int]]:
+    """Tokens by index; nothing of a completion follows its end."""
+    completions: dict[int, list[int]] = {}
     ended: set[int] = set()
     async for event in stream:
         assert event.index not in ended
-        answers.setdefault(event.index, []).extend(event.token_ids)
+        completions.setdefault(event.index, []).extend(event.token_ids)
         if event.finish_reason is not None:
             assert event.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN)
             ended.add(event.index)
-    assert ended == answers.keys()
-    return answers
+    assert ended == completions.keys()
+    return completions
 
 
 async def run_to_the_end(worker: LoopbackWorker, stream: JobStream) -> dict[int, list[int]]:
-    reader = asyncio.create_task(read_answers(stream))
+    reader = asyncio.create_task(read_completions(stream))
     await worker.run(reader.done)
     snapshot = worker.session.snapshot()
     assert (snapshot.num_running, snapshot.num_waiting, snapshot.num_blocks_held) == (0, 0, 0)
@@ -57,7 +57,7 @@ async def run_to_the_end(worker: LoopbackWorker, stream: JobStream) -> dict[int,
 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 5])
-async def test_answers_go_on_elsewhere_without_a_lost_or_doubled_token(clock: FakeClock, num_turns: int) -> None:
+async def test_completions_go_on_elsewhere_without_a_lost_or_doubled_token(clock: FakeClock, num_turns: int) -> None:
     fleet = make_fleet(clock)
     first = LoopbackWorker(fleet, "w0")
     request = make_request(fleet, PROMPT, 12, num_samples=3, sampling=Sampling(temperature=1.0, seed=7))
@@ -66,13 +66,15 @@ async def test_answers_go_on_elsewhere_without_a_lost_or_doubled_token(clock: Fa
         await first.turn()
     first.lose()
     second = LoopbackWorker(fleet, "w1")
-    answers = await run_to_the_end(second, stream)
-    assert answers == {index: expected(request, index) for index in range(3)}
+    completions = await run_to_the_end(second, stream)
+    assert completions == {index: expected(request, index) for index in range(3)}
     assert fleet.queue_snapshot().num_requests == 0
 
 
 @pytest.mark.parametrize("is_attached", [True, False])
-async def test_one_answer_given_up_frees_what_it_held_and_is_not_run_again(clock: FakeClock, is_attached: bool) -> None:
+async def test_a_cancelled_completion_frees_what_it_held_and_never_runs_again(
+    clock: FakeClock, is_attached: bool
+) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     request = make_request(fleet, PROMPT, 40, num_samples=3, sampling=Sampling(temperature=1.0, seed=7))
@@ -83,14 +85,14 @@ async def test_one_answer_given_up_frees_what_it_held_and_is_not_run_again(clock
     stream.cancel_index(1)
     if not is_attached:
         worker = LoopbackWorker(fleet)
-    answers = await run_to_the_end(worker, stream)
-    assert answers == {index: expected(request, index) for index in (0, 2)}
+    completions = await run_to_the_end(worker, stream)
+    assert completions == {index: expected(request, index) for index in (0, 2)}
     assert sum(len(plan.new_rows) for plan in worker.plans) == (3 if is_attached else 2)
     use = fleet.tenant_use()[0]
     assert use.num_requests == 0 and 80 <= use.num_generated_tokens < 100
 
 
-async def test_slow_reader_of_several_answers_is_paused_and_goes_on(clock: FakeClock) -> None:
+async def test_slow_reader_of_several_completions_is_paused_and_goes_on(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     num_tokens = MAX_UNREAD_TOKENS + 50
@@ -99,8 +101,8 @@ async def test_slow_reader_of_several_answers_is_paused_and_goes_on(clock: FakeC
     for _ in range(num_tokens + 20):
         await worker.turn()
     assert 2 * MAX_UNREAD_TOKENS <= stream.num_unread_tokens <= 2 * MAX_UNREAD_TOKENS + 6
-    answers = await run_to_the_end(worker, stream)
-    assert answers == {index: expected(request, index) for index in range(2)}
+    completions = await run_to_the_end(worker, stream)
+    assert completions == {index: expected(request, index) for index in range(2)}
 
 
 async def beams_of(
@@ -124,7 +126,7 @@ async def beams_of(
     return await reader
 
 
-async def test_a_beam_search_tells_nothing_before_its_end_and_starts_over_elsewhere(clock: FakeClock) -> None:
+async def test_a_beam_search_returns_nothing_before_its_end_and_starts_over_elsewhere(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     first = LoopbackWorker(fleet)
     whole = await beams_of(fleet, first, num_turns_before_a_loss=None)
@@ -134,8 +136,8 @@ async def test_a_beam_search_tells_nothing_before_its_end_and_starts_over_elsewh
     scores = [event.score for event in whole if event.score is not None]
     assert len(scores) == 3 and scores == sorted(scores, reverse=True)
     moved = await beams_of(fleet, LoopbackWorker(fleet), num_turns_before_a_loss=4)
-    told = [(event.token_ids, event.score) for event in whole]
-    assert [(event.token_ids, event.score) for event in moved] == told
+    whole_events = [(event.token_ids, event.score) for event in whole]
+    assert [(event.token_ids, event.score) for event in moved] == whole_events
     assert fleet.tenant_use()[0].num_generated_tokens == 48
 
 
@@ -154,13 +156,13 @@ async def test_a_beam_search_given_up_leaves_nothing_behind(clock: FakeClock) ->
 
 
 def fail_first_row(result: plan_pb2.StepResult) -> None:
-    """Let the answer say that the logits of its first row were not finite."""
+    """Let the result say that the logits of its first row were not finite."""
     result.failed_rows, result.rows, result.token_ids = result.rows[:4], result.rows[4:], result.token_ids[4:]
     del result.sampled_logprobs[0]
 
 
 @pytest.mark.parametrize("end", ["given up", "late", "not finite"])
-async def test_a_beam_search_that_tells_nothing_pays_what_it_computed(clock: FakeClock, end: str) -> None:
+async def test_a_beam_search_that_returns_nothing_pays_what_it_computed(clock: FakeClock, end: str) -> None:
     limits = TenantLimits(tokens_per_minute=1000)
     fleet = make_fleet(clock, tenants=TenantTable(default=limits))
     worker = LoopbackWorker(fleet)
@@ -176,8 +178,8 @@ async def test_a_beam_search_that_tells_nothing_pays_what_it_computed(clock: Fak
             await anext(stream)
     else:
         await worker.receive()
-        fail_first_row(worker.answers[0].step_result)
-        worker.answer(1)
+        fail_first_row(worker.results[0].step_result)
+        worker.reply(1)
         with pytest.raises(NotFinite):
             await anext(stream)
     (use,) = fleet.tenant_use()
@@ -186,8 +188,8 @@ async def test_a_beam_search_that_tells_nothing_pays_what_it_computed(clock: Fak
     assert use.tokens_left is not None and use.tokens_left <= 1000 - len(PROMPT) - 101 + filled
 
 
-async def test_answers_begin_after_the_one_that_they_fork_from_ended(clock: FakeClock) -> None:
-    """One fork fits into a step, and the first answer ends with its first token: its block outlives its row."""
+async def test_completions_begin_after_the_one_that_they_fork_from_ended(clock: FakeClock) -> None:
+    """One fork fits into a step, and the first completion ends with its first token: its block outlives its row."""
     fleet = make_fleet(clock, scheduler=SchedulerSettings(max_step_tokens=7))
     worker = LoopbackWorker(fleet)
     for number in range(6):
@@ -197,7 +199,7 @@ async def test_answers_begin_after_the_one_that_they_fork_from_ended(clock: Fake
     request = make_request(fleet, PROMPT, 12, num_samples=4, sampling=Sampling(temperature=1.0, seed=7))
     stop = expected(request, 0)[0]
     stream = fleet.submit(replace(request, stop_token_ids=frozenset([stop])))
-    reader = asyncio.create_task(read_answers(stream))
+    reader = asyncio.create_task(read_completions(stream))
     await worker.run(reader.done)
     whole = [expected(request, index) for index in range(4)]
     ends = [tokens.index(stop) + 1 if stop in tokens else 12 for tokens in whole]
@@ -229,10 +231,10 @@ async def test_requests_that_were_swapped_out_go_on_with_the_same_tokens(clock: 
         )
         for number in range(12)
     ]
-    readers = [asyncio.create_task(read_answers(fleet.submit(request))) for request in requests]
+    readers = [asyncio.create_task(read_completions(fleet.submit(request))) for request in requests]
     while not all(reader.done() for reader in readers):
         await worker.receive()
-        worker.answer(1 if is_lagging else None)
+        worker.reply(1 if is_lagging else None)
     for request, reader in zip(requests, readers, strict=True):
         assert await reader == {index: expected(request, index) for index in range(request.num_samples)}
     assert worker.session.snapshot().num_swapped_out >= 5

@@ -22,8 +22,8 @@ async def test_mixed_adapters_in_one_batch_give_the_oracles_tokens(clock: FakeCl
     worker = LoopbackWorker(fleet)
     adapters = [None, *(fleet.weights.add(f"a{i}") for i in range(6))]  # more than the four slots
     requests = [make_request(fleet, [i, 5], 20 + i, adapters[i % 7]) for i in range(28)]
-    answers = await run_all(worker, [fleet.submit(request) for request in requests])
-    assert answers == [expected(request) for request in requests]
+    tokens = await run_all(worker, [fleet.submit(request) for request in requests])
+    assert tokens == [expected(request) for request in requests]
     assert_nothing_held(worker)
     assert sorted(set(fleet.weights.cached)) == sorted(adapter.digest for adapter in adapters if adapter)
 
@@ -44,8 +44,8 @@ async def test_preempted_requests_still_give_the_oracles_tokens(clock: FakeClock
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_blocks=24))
     requests = [make_request(fleet, [i, 2, 3], 60) for i in range(6)]
-    answers = await run_all(worker, [fleet.submit(request) for request in requests])
-    assert answers == [expected(request) for request in requests]
+    tokens = await run_all(worker, [fleet.submit(request) for request in requests])
+    assert tokens == [expected(request) for request in requests]
     assert worker.session.snapshot().num_preemptions > 0
     assert_nothing_held(worker)
 
@@ -57,7 +57,7 @@ async def test_a_plan_is_sent_before_the_result_of_the_one_before(clock: FakeClo
     await worker.receive()
     assert [plan.step_id for plan in worker.plans] == [1, 2]
     for step_id in range(1, 20):
-        worker.answer(1)  # result n arrives after plan n + 1 was sent, and brings plan n + 2
+        worker.reply(1)  # result n arrives after plan n + 1 was sent, and brings plan n + 2
         assert worker.session.snapshot().num_plans_in_flight == 2
         await worker.receive()
         assert worker.plans[-1].step_id == step_id + 2
@@ -78,7 +78,7 @@ async def test_a_long_way_lets_plans_stand_for_several_steps(clock: FakeClock) -
         fleet.tick()
         await worker.receive()
         clock.advance(0.05)  # the way of the pong
-        worker.answer()
+        worker.reply()
     snapshot = worker.session.snapshot()
     assert (snapshot.max_plan_steps, round(snapshot.round_trip_ms)) == (4, 50)
     await worker.run(lambda: all(reader.done() for reader in readers))
@@ -99,9 +99,9 @@ async def test_a_worker_lost_amid_a_repeated_plan_loses_and_repeats_no_token(clo
         fleet.tick()
         await worker.receive()
         clock.advance(0.05)
-        worker.answer()
+        worker.reply()
     await worker.receive()
-    worker.answer(2)  # of the four steps
+    worker.reply(2)  # of the four steps
     worker.lose()
     other = LoopbackWorker(fleet, "w1")
     await other.run(lambda: all(reader.done() for reader in readers))

@@ -130,11 +130,11 @@ async def test_stopped_worker_leaves_and_its_requests_go_on_elsewhere() -> None:
         leaving = await rig.add_worker("w0", faults=faults)
         await rig.add_worker("w1", faults=faults)
         requests = mixed_requests(rig, [None], 8, 60)
-        answers = asyncio.gather(*[read_all(rig.fleet.submit(request)) for request in requests])
+        tokens = asyncio.gather(*[read_all(rig.fleet.submit(request)) for request in requests])
         await rig.until(lambda: rig.fleet.num_workers == 2)
         await leaving.stop()
         assert leaving.exit_code == 0
-        assert await answers == [expected(request) for request in requests]
+        assert await tokens == [expected(request) for request in requests]
 
 
 async def test_a_session_that_ends_while_its_welcome_leaves_is_ended_for_the_worker_too() -> None:

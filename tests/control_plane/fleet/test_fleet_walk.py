@@ -45,7 +45,7 @@ SMALL = replace(
 
 @dataclass
 class Reader:
-    """One request, the stream of its answers, and how far that is read."""
+    """One request, the stream of its completions, and how far that is read."""
 
     request: Request
     stream: JobStream
@@ -168,11 +168,11 @@ class Walk:
             await worker.turn()
 
     async def partly(self) -> None:
-        """Some worker executes and answers only a part of it."""
+        """Some worker executes its plans and sends only a part of the results."""
         if self.workers:
             worker = self.rng.choice(sorted(self.workers.values(), key=lambda worker: worker.session.epoch))
             await worker.receive()
-            worker.answer(self.rng.randint(0, len(worker.answers)))
+            worker.reply(self.rng.randint(0, len(worker.results)))
 
     async def read(self) -> None:
         """Some readers take what is there."""
@@ -212,7 +212,7 @@ class Walk:
             self.readers.pop(self.rng.choice(sorted(self.readers))).stream.cancel()
 
     async def give_up(self) -> None:
-        """Some reader wants one of its answers no more."""
+        """Some reader cancels one of its completions."""
         several = [reader for reader in self.readers.values() if reader.request.num_samples > 1]
         if several:
             reader = self.rng.choice(several)
@@ -243,7 +243,7 @@ async def test_whatever_happens_every_stream_yields_the_oracles_tokens(
         "pauses": walk.num_paused,
         "suspects that ran apart": walk.num_isolated,
         "requests moved": walk.fleet.queue_snapshot().num_migrated,
-        "several answers moved": walk.num_groups_moved,
+        "several completions moved": walk.num_groups_moved,
         "swaps": sum(worker.session.scheduler.stats().num_swapped_out for worker in walk.everybody),
         "plans of several steps": sum(plan.num_steps > 1 for worker in walk.everybody for plan in worker.plans),
     }

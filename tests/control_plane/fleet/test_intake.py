@@ -45,7 +45,7 @@ async def test_full_queue_refuses_and_the_next_request_works(clock: FakeClock) -
 
 
 async def test_a_refused_request_plans_nothing(clock: FakeClock) -> None:
-    """A full queue that is asked time and again costs no session a look at its books."""
+    """A full queue that refuses again and again makes no session plan."""
     fleet = make_fleet(clock, max_waiting_requests=3)
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, max_rows=2))
     for index in range(5):
@@ -60,7 +60,7 @@ async def test_a_refused_request_plans_nothing(clock: FakeClock) -> None:
         num_plans += 1
         return plan(now_s, max_steps)
 
-    worker.session.scheduler.plan = counted  # type: ignore[method-assign]  # to see whether it is asked
+    worker.session.scheduler.plan = counted  # type: ignore[method-assign]  # to see whether it is called
     for _ in range(10):
         with pytest.raises(QueueFull):
             fleet.submit(make_request(fleet, [9], 10))

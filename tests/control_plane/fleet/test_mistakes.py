@@ -25,10 +25,10 @@ from tests.fakes.fleet_steps import assert_nothing_held
 
 
 def break_stream(stream: JobStream, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
-    """Let these methods of a stream raise: the mistake of one request's own books."""
+    """Let these methods of a stream raise: a mistake about one request."""
 
     def fail(*_: object) -> None:
-        raise AssertionError("the stream's books do not balance")
+        raise AssertionError("the stream is inconsistent")
 
     for name in names:
         monkeypatch.setattr(stream, name, fail)
@@ -120,7 +120,7 @@ async def test_a_mistake_when_a_session_ends_leaves_no_request_waiting_for_ever(
     await worker.turn()
 
     def fail() -> None:
-        raise AssertionError("the books do not balance")
+        raise AssertionError("the state is inconsistent")
 
     monkeypatch.setattr(worker.session.scheduler, "drain_requests", fail)
     worker.lose()

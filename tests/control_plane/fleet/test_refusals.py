@@ -92,7 +92,7 @@ async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> N
     ("fields", "field"),
     [({"num_samples": 17}, "decoding.best_of"), ({"beam": BeamSearch(17)}, "decoding.beam_search.width")],
 )
-async def test_more_answers_than_a_worker_has_rows_are_refused(
+async def test_more_completions_than_a_worker_has_rows_are_refused(
     clock: FakeClock, fields: dict[str, object], field: str
 ) -> None:
     fleet = make_fleet(clock)

@@ -81,14 +81,14 @@ async def test_a_stream_that_ends_without_a_word_is_a_loss_in_whatever_order_it_
 @pytest.mark.parametrize("then", ["end of stream", "cancelled"])
 async def test_a_worker_that_says_so_has_left_whatever_follows(clock: FakeClock, then: str) -> None:
     async with attached(make_fleet(clock)) as (session, context, handler):
-        context.requests.put_nowait(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="asked to stop")))
+        context.requests.put_nowait(plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="stopped by a signal")))
         await session.ended.wait()
         if then == "cancelled":
             handler.cancel()
         else:
             context.requests.put_nowait(EOF)
     assert session.end_cause is EndCause.LEFT
-    assert session.end_reason == "the worker left: asked to stop"
+    assert session.end_reason == "the worker left: stopped by a signal"
     assert context.code is None
 
 

@@ -23,7 +23,7 @@ from tests.fakes.fleet_rig import (
 from tests.fakes.fleet_steps import reader_tokens, run_all
 
 
-async def test_retire_waits_for_requests_that_use_the_adapter(clock: FakeClock) -> None:
+async def test_unload_waits_for_requests_that_use_the_adapter(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     adapter = fleet.weights.add("a")
@@ -39,7 +39,7 @@ async def test_retire_waits_for_requests_that_use_the_adapter(clock: FakeClock) 
     assert not worker.session.scheduler.adapter_use(adapter.digest).is_held
 
 
-async def test_retire_ends_when_another_name_wants_the_adapter(clock: FakeClock) -> None:
+async def test_unload_ends_when_another_name_wants_the_adapter(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     adapter = fleet.weights.add("a")
@@ -79,7 +79,7 @@ async def test_pin_holds_on_every_worker_until_it_is_taken_back(clock: FakeClock
     assert fleet.placements(pinned.digest) == []
 
 
-async def test_what_pinned_adapters_leave_no_room_for_is_told_at_once(clock: FakeClock) -> None:
+async def test_what_pinned_adapters_leave_no_room_for_is_reported_at_once(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, num_slots=1))
     pinned, other = (fleet.weights.add(name) for name in "ab")

@@ -55,7 +55,7 @@ async def test_store_that_is_away_for_five_seconds_only_delays(clock: FakeClock)
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     await pass_time(clock, fleet, [worker], 5.0)
     assert not reader.done()
-    assert worker.num_answered == 5  # loads, at 0, 0.25, 0.75, 1.75 and 3.75 s
+    assert worker.num_replies == 5  # loads, at 0, 0.25, 0.75, 1.75 and 3.75 s
     worker.engine.hash_slots.failing.clear()
     await pass_time(clock, fleet, [worker], 2.0)
     assert reader.done() and reader.result() == expected(request)
@@ -84,16 +84,16 @@ async def test_adapter_that_no_worker_can_load_fails_after_one_try_on_each(clock
     for num_attached in (6, 2):  # the limit of migrations first, then too few workers
         for worker in workers[num_attached:]:
             worker.lose()
-        before = sum(worker.num_answered for worker in workers)
+        before = sum(worker.num_replies for worker in workers)
         reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1, 2], 5, adapter))))
         await pass_time(clock, fleet, workers[:num_attached], 2.0)
         with pytest.raises(AdapterLoadFailed):
             await reader
-        assert sum(worker.num_answered for worker in workers) - before == min(num_attached, 4)
+        assert sum(worker.num_replies for worker in workers) - before == min(num_attached, 4)
 
 
-async def test_damaged_weights_are_told_as_what_they_are_without_a_wait(clock: FakeClock) -> None:
-    """A worker is told that nothing helps, and the client what does: it took 47 s to be told to try again."""
+async def test_damaged_weights_are_reported_as_what_they_are_without_a_wait(clock: FakeClock) -> None:
+    """The worker gets a final error and the client the reason at once: before, it took 47 s to hear "try again"."""
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     adapter = fleet.weights.add("a")
@@ -102,12 +102,12 @@ async def test_damaged_weights_are_told_as_what_they_are_without_a_wait(clock: F
     before_s = clock.now_s
     reader = asyncio.create_task(read_all(fleet.submit(make_request(fleet, [1, 2], 5, adapter))))
     await worker.run(reader.done)
-    assert clock.now_s == before_s and worker.num_answered == 1
+    assert clock.now_s == before_s and worker.num_replies == 1
     with pytest.raises(AdapterDamaged):
         await reader
 
 
-async def test_levelling_passes_over_what_failed_on_the_idle_worker(clock: FakeClock) -> None:
+async def test_rebalancing_passes_over_what_failed_on_the_idle_worker(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     small = replace(CAPACITIES, max_rows=1)
     first = LoopbackWorker(fleet, "w0", capacities=small)

@@ -76,7 +76,7 @@ async def test_who_waited_while_a_group_ran_goes_before_the_next_group(clock: Fa
     assert all(reader.done() for reader in readers)
 
 
-async def test_a_worker_that_dies_before_it_computes_the_suspect_convicts_nobody(clock: FakeClock) -> None:
+async def test_a_worker_that_dies_before_it_computes_the_suspect_marks_no_request_as_poison(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     suspect = make_request(fleet, [1], 30)
     [stream] = await see_two_deaths(fleet, [suspect])
@@ -143,7 +143,7 @@ async def test_a_suspect_beam_search_is_cleared_by_what_it_searched(clock: FakeC
 async def test_a_suspect_is_cleared_once_none_of_its_tokens_can_have_been_under_way(
     clock: FakeClock, num_samples: int
 ) -> None:
-    """Two plans of four steps each, and the token after them, for every answer."""
+    """Two plans of four steps each, and the token after them, for every completion."""
     fleet = make_fleet(clock)
     suspect = make_request(fleet, [1], 60, num_samples=num_samples)
     await see_two_deaths_of_one(fleet, suspect)
@@ -181,7 +181,7 @@ async def test_a_suspect_does_not_go_back_where_its_adapter_failed(clock: FakeCl
 
 
 async def test_what_failed_to_load_waits_for_the_worker_that_did_not_try(clock: FakeClock) -> None:
-    """That is closed by a trial meanwhile."""
+    """The other worker is closed for a suspect meanwhile."""
     fleet = make_fleet(clock)
     adapter = fleet.weights.add("a")
     suspect = make_request(fleet, [1], 40)

@@ -100,8 +100,8 @@ async def test_a_worker_that_sends_garbage_is_quarantined_and_its_requests_move_
     reader = asyncio.create_task(read_all(fleet.submit(request)))
     await bad.turn()
     await bad.receive()
-    bad.answers[0].step_result.token_ids = (256).to_bytes(4, "little")  # outside the vocabulary
-    bad.answer(1)
+    bad.results[0].step_result.token_ids = (256).to_bytes(4, "little")  # outside the vocabulary
+    bad.reply(1)
     assert fleet.num_workers == 0
     with pytest.raises(Unavailable, match="garbage"):
         LoopbackWorker(fleet, "bad")
@@ -113,7 +113,7 @@ async def test_a_worker_that_sends_garbage_is_quarantined_and_its_requests_move_
     assert fleet.num_workers == 2
 
 
-async def test_books_that_break_end_one_session_and_its_requests_move_on(
+async def test_an_inconsistent_scheduler_ends_one_session_and_its_requests_move_on(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = make_fleet(clock)
@@ -123,7 +123,7 @@ async def test_books_that_break_end_one_session_and_its_requests_move_on(
     await broken.turn()
 
     def fail(_now_s: float) -> None:
-        raise AssertionError("the books do not balance")
+        raise AssertionError("the state is inconsistent")
 
     monkeypatch.setattr(broken.session.scheduler, "plan", fail)
     await broken.turn()
@@ -132,7 +132,7 @@ async def test_books_that_break_end_one_session_and_its_requests_move_on(
     assert [await reader for reader in readers] == [expected(request) for request in requests]
 
 
-async def test_tokens_accepted_before_the_books_broke_reach_their_streams(
+async def test_tokens_accepted_before_an_inconsistency_reach_their_streams(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = make_fleet(clock)
@@ -144,7 +144,7 @@ async def test_tokens_accepted_before_the_books_broke_reach_their_streams(
 
     def break_at_the_third(cache: PrefixCache, row: Row, *, keep: bool) -> None:
         calls.append(row.sequence)
-        assert len(calls) < 3, "the books do not balance"
+        assert len(calls) < 3, "the state is inconsistent"
         register(cache, row, keep=keep)
 
     monkeypatch.setattr(PrefixCache, "register", break_at_the_third)
@@ -156,7 +156,7 @@ async def test_tokens_accepted_before_the_books_broke_reach_their_streams(
     assert [await reader for reader in readers] == [expected(request) for request in requests]
 
 
-async def test_an_end_that_was_not_told_when_the_worker_was_lost_is_told_then(clock: FakeClock) -> None:
+async def test_an_end_that_was_not_reported_when_the_worker_was_lost_is_reported_then(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet)
     stream = fleet.submit(make_request(fleet, [1], 20, deadline_s=clock.now_s + 1))
@@ -164,7 +164,7 @@ async def test_an_end_that_was_not_told_when_the_worker_was_lost_is_told_then(cl
     reader = asyncio.create_task(read_all(fleet.submit(other)))
     await worker.turn()
     clock.advance(1.5)
-    worker.session.scheduler.plan(clock.now_s, max_steps=4)  # it ends the request; the fleet is told after it
+    worker.session.scheduler.plan(clock.now_s, max_steps=4)  # it ends the request; the fleet gets that after it
     worker.lose()
     with pytest.raises(DeadlineExceeded):
         await read_all(stream)

@@ -11,6 +11,8 @@ import pytest
 from control_plane.fleet.placement.placement import Need, cost_ms, need_of
 from control_plane.fleet.settings import PlacementCosts
 from control_plane.scheduler.invariants import check_scheduler
+from control_plane.scheduler.memory import prefix_cache
+from control_plane.scheduler.memory.prefix_cache import chain_next
 from control_plane.scheduler.scheduler import PrefixKeys, WorkerUtilization
 from control_plane.scheduler.types import AdapterRef, AdapterTier, Completion, Request, RequestId
 from tests.fakes.fleet_rig import (
@@ -109,7 +111,7 @@ def test_a_load_and_a_wait_for_rows_pass_at_the_same_time() -> None:
     assert cost_ms(full._replace(tier=AdapterTier.ABSENT), need, COSTS) == cost_ms(full, need, COSTS)
 
 
-def test_several_answers_ask_for_rows_and_blocks_of_their_own() -> None:
+def test_several_completions_need_rows_and_blocks_of_their_own() -> None:
     need = make_need(replace(PLAIN, num_samples=4))
     assert cost_ms(make_worker(), need, COSTS) == pytest.approx(6.4)
     # One row is free, three are short. 64 + 4 x 100 tokens take 29 blocks.
@@ -117,7 +119,7 @@ def test_several_answers_ask_for_rows_and_blocks_of_their_own() -> None:
     assert cost_ms(make_worker(num_free_blocks=9), need, COSTS) == pytest.approx(6.4 + 100)
 
 
-def test_a_request_that_moves_brings_its_tokens_to_be_computed_and_asks_for_fewer() -> None:
+def test_a_request_that_moves_brings_its_tokens_to_be_computed_and_needs_fewer() -> None:
     need = make_need(replace(PLAIN, max_tokens=110, generated_token_ids=tuple(range(50))))
     assert (need.num_known_tokens, need.num_new_tokens) == (114, 60)
     answers = (Completion(tuple(range(30)), is_ended=True), Completion(tuple(range(90))))
@@ -125,20 +127,27 @@ def test_a_request_that_moves_brings_its_tokens_to_be_computed_and_asks_for_fewe
     assert (need.num_known_tokens, need.num_new_tokens, need.num_rows) == (154, 10, 2)
 
 
-def test_keys_of_a_prompt_are_made_only_as_far_as_somebody_has_them() -> None:
+def test_keys_of_a_prompt_are_made_only_as_far_as_a_worker_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoCache:
-        num_requested = 0
+        num_looked_up = 0
 
         def has_digest(self, _digest: str | None) -> bool:
             return True
 
         def __contains__(self, _key: bytes) -> bool:
-            self.num_requested += 1
+            self.num_looked_up += 1
             return False
 
+    made: list[bytes] = []
+
+    def counted(*arguments: Any) -> bytes:
+        made.append(chain_next(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(prefix_cache, "chain_next", counted)
     keys, cache = PrefixKeys(replace(PLAIN, prompt_token_ids=tuple(range(2000)))), NoCache()
     assert [keys.num_hit_tokens(cache, 16) for _ in range(3)] == [0, 0, 0]  # type: ignore[arg-type]  # all that is used
-    assert cache.num_requested == 3 and len(keys._by_block_size[16]) == 1
+    assert cache.num_looked_up == 3 and len(made) == 1
 
 
 # ---- with workers ----
@@ -218,7 +227,7 @@ async def test_the_nearer_an_adapter_is_the_better(clock: FakeClock) -> None:
     workers = [LoopbackWorker(fleet, name, capacities=one_slot) for name in ("w0", "w1")]
     first = make_request(fleet, [1], 40, adapters[0])
     fleet.submit(first)
-    await asyncio.sleep(0)  # the load is asked for
+    await asyncio.sleep(0)  # the load is requested
     second = make_request(fleet, [2], 40, adapters[0])
     fleet.submit(second)
     assert [name_of(workers, request) for request in (first, second)] == ["w0", "w0"]

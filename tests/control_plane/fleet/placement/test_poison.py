@@ -54,7 +54,7 @@ class Fate:
         self.workers[worker_id] = self._start(worker_id)
 
     async def turn(self) -> None:
-        """A turn of every worker; those that were given poison do not answer it any more."""
+        """A turn of every worker; those that were given poison do not send its result."""
         self.num_turns += 1
         for worker_id, worker in list(self.workers.items()):
             await worker.receive()
@@ -62,7 +62,7 @@ class Fate:
                 self.num_deaths += 1
                 self.kill(worker_id)
             else:
-                worker.answer()
+                worker.reply()
         self.fleet.tick()
 
     async def run(self, until: Callable[[], bool]) -> None:
@@ -276,7 +276,7 @@ async def test_a_fault_speaks_against_requests_although_the_process_lives(clock:
     assert [death.worker_id for death in job.deaths] == ["w0"]
 
 
-# ---- convictions ----
+# ---- marking a request as poison ----
 
 
 async def see_deaths_at(fleet: InspectedFleet, names: list[str]) -> Job:
@@ -291,13 +291,15 @@ async def see_deaths_at(fleet: InspectedFleet, names: list[str]) -> Job:
     return job
 
 
-async def test_an_only_worker_is_enough_to_convict(clock: FakeClock) -> None:
+async def test_an_only_worker_is_enough_to_mark_a_request_as_poison(clock: FakeClock) -> None:
     job = await see_deaths_at(make_fleet(clock), ["sick", "sick", "sick"])
     with pytest.raises(PoisonedRequest, match="3 workers died"):
         await read_all(job.stream)
 
 
-async def test_a_conviction_needs_the_deaths_of_two_workers_where_there_are_two(clock: FakeClock) -> None:
+async def test_a_poison_request_is_marked_after_deaths_of_two_workers_if_there_are_two(
+    clock: FakeClock,
+) -> None:
     """One of them kills whatever it computes."""
     fleet = make_fleet(clock)
     job = await see_deaths_at(fleet, ["sick", "sick"])
@@ -365,7 +367,7 @@ async def test_planned_restarts_of_workers_never_use_a_request_up(clock: FakeClo
         worker = LoopbackWorker(fleet, f"w{number % 3}")
         await worker.receive()
         if number % 2:
-            worker.answer()
+            worker.reply()
         worker.leave()
     jobs = list(fleet.parts.jobs.by_id.values())
     assert len(jobs) == 8 and not any(job.deaths or job.num_losses for job in jobs)
@@ -399,7 +401,7 @@ async def test_a_token_makes_the_losses_before_it_forgotten(clock: FakeClock) ->
         last_epoch = worker.session.epoch
         await worker.receive()
         if gains:
-            worker.answer()
+            worker.reply()
         worker.lose()
     worker = LoopbackWorker(fleet, "w0", last_epoch=last_epoch)
     await worker.run(reader.done)
@@ -422,12 +424,12 @@ async def test_a_request_whose_workers_die_again_and_again_is_given_up_although_
         await reader
 
 
-async def test_books_that_break_speak_against_requests_that_wait_too(clock: FakeClock) -> None:
+async def test_an_internal_error_counts_against_requests_that_wait_too(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     worker = LoopbackWorker(fleet, capacities=replace(CAPACITIES, max_rows=2))
     for i in range(4):
         fleet.submit(make_request(fleet, [i], 40))
     await worker.turn()
-    worker.session.end(EndCause.INTERNAL_ERROR, "the books do not balance")
+    worker.session.end(EndCause.INTERNAL_ERROR, "the state is inconsistent")
     assert [len(job.deaths) for job in fleet.parts.jobs.by_id.values()] == [1] * 4
     let_time_pass(clock, fleet, 1.0)

@@ -1,4 +1,4 @@
-"""Workers that answer, and answer wrongly: logits that are not finite, steps that raise."""
+"""Workers that send results, and wrong ones: logits that are not finite, steps that raise."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SickWorker(LoopbackWorker):
 
     is_sick: Callable[[int | None], bool] = staticmethod(lambda _slot: True)
 
-    def answer(self, num_answers: int | None = None) -> None:
-        for message in self.answers:
+    def reply(self, num_results: int | None = None) -> None:
+        for message in self.results:
             if message.WhichOneof("message") == "step_result":
                 result = message.step_result
                 rows = memoryview(result.rows).cast("i").tolist()
@@ -42,7 +42,7 @@ class SickWorker(LoopbackWorker):
                 result.token_ids = b"".join(tokens[row].to_bytes(4, "little") for row in sound)
                 result.failed_rows = b"".join(row.to_bytes(4, "little") for row in sick)
                 del result.sampled_logprobs[:]
-        super().answer(num_answers)
+        super().reply(num_results)
 
 
 async def turn_all(clock: FakeClock, fleet: InspectedFleet, workers: list[LoopbackWorker]) -> None:
@@ -178,7 +178,7 @@ async def test_a_request_keeps_its_tokens_where_it_goes_on(clock: FakeClock) -> 
     assert first.session.end_cause is EndCause.SICK
 
 
-async def test_several_answers_go_on_together(clock: FakeClock) -> None:
+async def test_several_completions_go_on_together(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     sick, other = SickWorker(fleet, "a"), LoopbackWorker(fleet, "b")
     request = make_request(fleet, [3], 20, num_samples=3, sampling=Sampling(temperature=1.0, seed=5))
@@ -219,7 +219,7 @@ async def test_one_adapter_alone_does_not_make_its_worker_sick_but_two_do(clock:
     assert sick.session.ended.is_set() == (num_adapters == 2)
 
 
-async def test_a_worker_whose_every_step_raises_is_kept_out_and_convicts_nobody(clock: FakeClock) -> None:
+async def test_a_worker_whose_every_step_raises_is_kept_out_and_marks_no_request_as_poison(clock: FakeClock) -> None:
     fleet = make_fleet(clock)
     sound = LoopbackWorker(fleet, "sound")
     sick = LoopbackWorker(fleet, "sick")
@@ -230,7 +230,7 @@ async def test_a_worker_whose_every_step_raises_is_kept_out_and_convicts_nobody(
             readers.append(asyncio.create_task(read_all(fleet.submit(requests[-1]))))
         clock.advance(0.1)
         await sick.receive()
-        if sick.answers and not sick.session.ended.is_set():
+        if sick.results and not sick.session.ended.is_set():
             fault = plan_pb2.Fault(reason="MemoryError", step_id=1)
             sick.session.receive(plan_pb2.AttachRequest(fault=fault))
         elif not sick.session.ended.is_set():
@@ -248,7 +248,7 @@ async def test_a_worker_whose_every_step_raises_is_kept_out_and_convicts_nobody(
 
 
 async def test_a_poison_request_keeps_no_worker_out(clock: FakeClock) -> None:
-    """It makes steps raise; the faults beside suspects, and those that a conviction explains, are not the worker's."""
+    """It makes steps raise. Faults beside suspects, and faults that it explains, are not counted against the worker."""
     fleet = make_fleet(clock)
     stream = fleet.submit(make_request(fleet, [1], 40))
     worker = LoopbackWorker(fleet, "w0")

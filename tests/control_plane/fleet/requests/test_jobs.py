@@ -14,7 +14,7 @@ LENGTH = FinishReason.LENGTH
 
 
 class Rig:
-    """A stream of three answers; `calls` tells what it asked of the fleet."""
+    """A stream of three completions; `calls` lists what it called in the fleet."""
 
     def __init__(self, num_indices: int = 3) -> None:
         self.calls: list[object] = []
@@ -57,7 +57,7 @@ async def test_events_coalesce_by_index_and_the_last_end_is_the_streams() -> Non
     assert await rig.rest() == []
 
 
-async def test_bare_tokens_join_the_event_of_the_first_answer() -> None:
+async def test_bare_tokens_join_the_event_of_the_first_completion() -> None:
     rig = Rig(2)
     assert not rig.stream.push_token(7)
     rig.push(0, [8])
@@ -69,7 +69,7 @@ async def test_bare_tokens_join_the_event_of_the_first_answer() -> None:
     assert not rig.stream.push_token(1) and rig.stream.num_unread_tokens == 2 * MAX_UNREAD_TOKENS - 2
 
 
-async def test_one_answer_given_up_leaves_the_others() -> None:
+async def test_one_cancelled_completion_leaves_the_others() -> None:
     rig = Rig()
     rig.push(0, [1, 2])
     rig.push(1, [3])
@@ -77,13 +77,13 @@ async def test_one_answer_given_up_leaves_the_others() -> None:
     rig.stream.cancel_index(0)
     assert rig.calls == [0] and not rig.stream.is_live(0) and rig.stream.num_unread_tokens == 1
     rig.push(1, [4], LENGTH)
-    rig.stream.cancel_index(1)  # ended already: what of it is unread goes, the fleet is not asked
+    rig.stream.cancel_index(1)  # ended already: its unread tokens are dropped, and the fleet is not called
     assert rig.calls == [0]
     rig.push(2, [5], LENGTH)
     assert await rig.rest() == [(2, [5], LENGTH)]
 
 
-async def test_the_last_answer_given_up_cancels_the_request() -> None:
+async def test_the_last_cancelled_completion_cancels_the_request() -> None:
     rig = Rig(2)
     rig.push(1, [3], LENGTH)
     rig.stream.cancel_index(0)
@@ -101,7 +101,7 @@ async def test_a_failure_comes_behind_the_tokens_of_every_index() -> None:
     assert await rig.rest() == []
 
 
-def test_an_ended_answer_lends_its_room_to_nobody() -> None:
+def test_an_ended_completion_lends_its_room_to_no_other() -> None:
     rig = Rig(2)
     rig.push(0, [1] * (2 * MAX_UNREAD_TOKENS - 1))
     assert not rig.stream.is_full
@@ -120,7 +120,7 @@ async def test_cancel_wakes_a_reader_that_waits() -> None:
     assert await reader == [] and rig.calls == ["cancel"]
 
 
-def test_an_answer_given_up_before_the_request_goes_on_is_not_run_again() -> None:
+def test_a_completion_cancelled_before_the_request_goes_on_is_not_run_again() -> None:
     request = Request(RequestId(1), (1, 2), 8, num_samples=3)
     ended = request.without_index(1)
     assert [completion.is_ended for completion in ended.completions] == [False, True, False]

@@ -76,7 +76,7 @@ def test_invented_tenants_of_one_host_have_one_quota() -> None:
     assert [use.tenant for use in quotas.busiest(9)] == ["ipv4:10.0.0.7", "ipv4:10.0.0.8"]
 
 
-def test_queued_tokens_are_those_of_requests_without_an_answer() -> None:
+def test_queued_tokens_are_those_of_requests_without_a_generated_token() -> None:
     quotas, _ = make_quotas(max_queued_tokens=25)
     first, second = quotas.admit(request(10)), quotas.admit(request(10))
     assert refused(quotas, request(6)).quota == "max_queued_tokens"
@@ -115,7 +115,7 @@ def test_tokens_per_minute_are_reserved_given_back_and_refilled() -> None:
     ("fields", "num_tokens"),
     [({"num_samples": 3}, 10 + 60), ({"beam": BeamSearch(4)}, 10 + 80), ({"generated_token_ids": (1, 2)}, 30)],
 )
-def test_every_answer_is_reserved(fields: dict[str, Any], num_tokens: int) -> None:
+def test_every_completion_is_reserved(fields: dict[str, Any], num_tokens: int) -> None:
     quotas, _ = make_quotas(tokens_per_minute=100)
     quotas.admit(request(10, 20, **fields))
     assert quotas.busiest(9)[0].tokens_left == 100 - num_tokens
@@ -190,7 +190,7 @@ def test_bad_entry_is_refused_by_name(document: str, names: list[str]) -> None:
     assert all(name in str(caught.value) for name in names)
 
 
-def test_the_busiest_tenants_are_told_and_the_others_counted() -> None:
+def test_the_busiest_tenants_are_reported_and_the_others_counted() -> None:
     quotas, _ = make_quotas()
     for number in range(20):
         quotas.end(quotas.admit(request(tenant=f"t{number:02}")), num_generated=number)

@@ -56,8 +56,8 @@ async def test_a_scheduler_that_stalls_ends_its_session_and_its_requests_move_on
     await pass_time(clock, fleet, [stalled, other], 0.3)
     assert stalled.session.end_cause is EndCause.INTERNAL_ERROR and seen == [True], "another worker serves"
     [error] = [record for record in caplog.records if record.levelname == "ERROR"]
-    told = "num_running=1" if has_run else "num_waiting=1"
-    assert "stalled worker_id=w0" in error.getMessage() and told in error.getMessage()
+    shown = "num_running=1" if has_run else "num_waiting=1"
+    assert "stalled worker_id=w0" in error.getMessage() and shown in error.getMessage()
     await other.run(reader.done)
     assert reader.result() == expected(request)
     other.leave()
@@ -68,7 +68,7 @@ async def hang(clock: FakeClock, fleet: InspectedFleet, worker: LoopbackWorker, 
     """Seconds until the session of a worker ends that computes for ever; its heartbeats go on."""
     start_s = clock()
     while not worker.session.ended.is_set():
-        beat = plan_pb2.Heartbeat(step_id=worker.num_answered + 1, step_age_ms=int((clock() - start_s) * 1000))
+        beat = plan_pb2.Heartbeat(step_id=worker.num_replies + 1, step_age_ms=int((clock() - start_s) * 1000))
         worker.session.receive(plan_pb2.AttachRequest(heartbeat=beat))
         await pass_time(clock, fleet, others, 0.1)
         assert clock() - start_s < 3600, "nobody notices"

@@ -105,5 +105,5 @@ async def test_a_greater_plan_depth_hides_as_much(plan_depth: int) -> None:
 async def test_without_running_ahead_the_worker_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above would show if the way were not hidden."""
     assert await busy_share(10.0, 5.0, plan_depth=1, lengths=(1000, 1000)) < 0.4
-    monkeypatch.setattr(RoundTrip, "_steps_to_hide", lambda _self: 1)
+    monkeypatch.setattr(RoundTrip, "steps_to_hide", lambda _self: 1)
     assert await busy_share(10.0, 5.0, lengths=(1000, 1000)) < 0.7

@@ -33,9 +33,9 @@ class Watched:
         self.watch = WorkWatch(SETTINGS)
         self.now_s = 500.0
         for _ in range(num_steps):
-            self.answer(step_s, num_tokens)
+            self.finish(step_s, num_tokens)
 
-    def answer(self, step_s: float, num_tokens: int) -> None:
+    def finish(self, step_s: float, num_tokens: int) -> None:
         """A step is sent and answered."""
         self.send(num_tokens)
         self.now_s += step_s
@@ -70,12 +70,12 @@ def test_the_limit_grows_with_the_tokens_of_the_step() -> None:
 
 def test_one_slow_step_raises_the_limit_until_enough_others_were_answered() -> None:
     watched = Watched(MIN_STEPS)
-    watched.answer(5.0, 8)
+    watched.finish(5.0, 8)
     watched.send(8)
     assert watched.limit_s() == SLOWDOWN * 5.0
     watched.watch.step_finished(10_000, watched.now_s)
     for _ in range(NUM_STEPS - 1):
-        watched.answer(0.01, 8)
+        watched.finish(0.01, 8)
     watched.send(8)
     assert watched.limit_s() == 10.0
 
@@ -87,7 +87,7 @@ def test_the_first_steps_have_the_time_to_compile(num_steps: int) -> None:
     assert watched.limit_s() == 100.0
 
 
-def test_a_step_is_timed_from_the_answer_of_the_one_before() -> None:
+def test_a_step_is_timed_from_the_end_of_the_one_before() -> None:
     watched = Watched(MIN_STEPS)
     watched.send(8)
     watched.send(8)
@@ -116,7 +116,7 @@ def test_the_finding_names_step_time_and_limit() -> None:
     assert overdue.reason == "step 9 of 300 tokens hangs: no result for 12.0 s, the limit is 10.0 s"
 
 
-def test_a_plan_that_never_arrived_is_told_from_one_that_is_computed() -> None:
+def test_a_plan_that_never_arrived_is_distinguished_from_one_that_is_computed() -> None:
     idle, queued = plan_pb2.Heartbeat(num_steps=MIN_STEPS), plan_pb2.Heartbeat(num_plans_waiting=1)
     for heartbeats, is_lost in (([idle], True), ([at_work()], False), ([queued], False), ([idle, queued], False)):
         watched = Watched(1)

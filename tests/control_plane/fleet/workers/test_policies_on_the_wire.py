@@ -18,17 +18,17 @@ SWAP = SchedulerSettings(swap_us_per_block=0.0)
 RECOMPUTE = SchedulerSettings(swap_us_per_block=1e9)
 
 
-async def read_answers(stream: JobStream) -> dict[int, list[int]]:
-    answers: dict[int, list[int]] = {}
+async def read_completions(stream: JobStream) -> dict[int, list[int]]:
+    completions: dict[int, list[int]] = {}
     async for event in stream:
-        answers.setdefault(event.index, []).extend(event.token_ids)
-    return answers
+        completions.setdefault(event.index, []).extend(event.token_ids)
+    return completions
 
 
 @pytest.mark.parametrize("max_step_tokens", [3, 7, 64])
 @pytest.mark.parametrize("settings", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
 @pytest.mark.parametrize("policy", Policy)
-async def test_every_answer_is_the_oracles(policy: Policy, settings: SchedulerSettings, max_step_tokens: int) -> None:
+async def test_completions_are_the_oracles(policy: Policy, settings: SchedulerSettings, max_step_tokens: int) -> None:
     settings = replace(settings, policy=policy, max_step_tokens=max_step_tokens)
     fleet = make_fleet(FakeClock(), scheduler=settings)
     adapters = [None, *(fleet.weights.add(f"a{idx}") for idx in range(3))]
@@ -46,7 +46,7 @@ async def test_every_answer_is_the_oracles(policy: Policy, settings: SchedulerSe
             priority=idx % 3,
         )
         requests.append(request)
-        readers.append(asyncio.create_task(read_answers(fleet.submit(request))))
+        readers.append(asyncio.create_task(read_completions(fleet.submit(request))))
     await worker.run(lambda: all(reader.done() for reader in readers))
     for request, reader in zip(requests, readers, strict=True):
         assert reader.result() == {index: expected(request, index) for index in range(request.num_samples)}

@@ -1,4 +1,4 @@
-"""What a Hello tells of the modules is bounded, and read as the worker meant it."""
+"""What a Hello says about the modules is bounded, and read as the worker meant it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_modules_that_differ_in_their_layer_alone_travel_as_one() -> None:
     assert sum(message.ByteSize() for message in encode_targets(many)) < 4200
 
 
-def test_two_workers_of_one_model_share_what_they_told() -> None:
+def test_two_workers_of_one_model_share_what_they_reported() -> None:
     messages = [hello(*encode_targets(MODULES)) for _ in range(2)]
     assert report_of(messages[0]).modules is report_of(messages[1]).modules
 

@@ -43,7 +43,7 @@ def test_the_time_from_result_to_plan_counts_as_way() -> None:
     assert measured(4.5, 5.0, turnaround_ms=1.0).max_steps == 2
 
 
-def test_one_slow_answer_and_one_long_step_change_nothing() -> None:
+def test_one_slow_pong_and_one_long_step_change_nothing() -> None:
     round_trip = measured(1.0, 5.0)
     for _ in range(4):
         round_trip.pong(round_trip.ping(20.0), 20.001)
@@ -67,7 +67,7 @@ def test_nothing_runs_ahead_before_enough_steps_were_seen() -> None:
     assert measured(50.0, 5.0, num_steps=MIN_STEPS - 1).max_steps == 1
 
 
-def test_an_answer_to_no_ping_is_not_taken() -> None:
+def test_a_pong_to_no_open_ping_is_not_taken() -> None:
     round_trip = RoundTrip(2)
     sequence = round_trip.ping(1.0)
     assert not round_trip.pong(sequence + 1, 1.1)

@@ -35,10 +35,10 @@ async def test_silent_worker_is_dead_after_two_seconds_and_its_late_result_is_dr
         other.session.receive(heartbeat())
         fleet.tick()
     assert fleet.num_workers == 1
-    silent.answer()
+    silent.reply()
     await other.run(reader.done)
     assert await reader == expected(request)
-    # The stopped worker comes back with an answer of its old epoch: it is dropped.
+    # The stopped worker comes back with a result of its old epoch: it is dropped.
     back = LoopbackWorker(fleet, "w0")
     stale = encode_stale_result(silent)
     back.session.receive(stale)
