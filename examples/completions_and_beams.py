@@ -18,14 +18,16 @@ with Client(os.environ.get("MOTET_SERVER", "127.0.0.1:50051")) as client:
             print(f"  sample {chunk.index} ended: {chunk.finish_reason}")
 
     print("the two most likely of six samples")
-    for completion in client.generate(prompt, n=2, best_of=6, temperature=0.8, seed=1, max_tokens=16).result().answers:
+    for completion in (
+        client.generate(prompt, n=2, best_of=6, temperature=0.8, seed=1, max_tokens=16).result().completions
+    ):
         print(f"  {completion.text!r}")
 
     print("the two best of four beams")
-    for completion in client.generate(prompt, n=2, beam_search=BeamSearch(width=4), max_tokens=16).result().answers:
+    for completion in client.generate(prompt, n=2, beam_search=BeamSearch(width=4), max_tokens=16).result().completions:
         print(f"  {completion.finished.score:.3f} {completion.text!r}")
 
     print("log-probabilities of four tokens, with the two most likely candidates of each")
-    for token in client.generate(prompt, logprobs=2, max_tokens=4).result().answers[0].logprobs:
+    for token in client.generate(prompt, logprobs=2, max_tokens=4).result().completions[0].logprobs:
         candidates = ", ".join(f"{candidate.token_id}: {candidate.logprob:.2f}" for candidate in token.top)
         print(f"  token {token.token_id}: {token.logprob:.2f} (rank {token.rank}; {candidates})")

@@ -103,9 +103,6 @@ if TYPE_CHECKING:
         AdapterVersion as AdapterVersion,
     )
     from motet.types import (
-        Answer as Answer,
-    )
-    from motet.types import (
         BeamSearch as BeamSearch,
     )
     from motet.types import (
@@ -113,6 +110,9 @@ if TYPE_CHECKING:
     )
     from motet.types import (
         Chunk as Chunk,
+    )
+    from motet.types import (
+        Completion as Completion,
     )
     from motet.types import (
         Finished as Finished,
@@ -161,8 +161,8 @@ _NAMES_BY_MODULE = {
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",
     "motet.types": (
-        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion Answer BeamSearch ChatMessage Chunk Finished "
-        "FinishReason Generation Registration RegistrationChange ServerStatus Started Timings TokenLogprob "
+        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion BeamSearch ChatMessage Chunk Completion "
+        "Finished FinishReason Generation Registration RegistrationChange ServerStatus Started Timings TokenLogprob "
         "TokenLogprobs Usage"
     ),
 }

@@ -23,7 +23,7 @@ from motet.generation import GenerationState
 from motet.pauses import AsyncPauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
-from motet.types import Adapter, AdapterVersion, Answer, Chunk, Finished, Generation, ServerStatus, Started
+from motet.types import Adapter, AdapterVersion, Chunk, Completion, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import generation_pb2
 
@@ -71,7 +71,7 @@ class AsyncClient:
         timeout_s: float = 600.0,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationStream:
-        """A stream of chunks, asked for at once; not to be awaited. Arguments as of Client.generate."""
+        """A stream of chunks, requested at once; not to be awaited. Arguments as of Client.generate."""
         state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
         method = self._channel.unary_stream(
             calls.GENERATE,
@@ -85,7 +85,7 @@ class AsyncClient:
         return await self.send(calls.get_status())
 
     async def send(self, call: calls.UnaryCall[T]) -> T:
-        """The answer to one unary call."""
+        """The response to one unary call."""
         method = self._channel.unary_unary(
             call.method,
             request_serializer=lambda request: request.SerializeToString(),
@@ -261,8 +261,11 @@ class AsyncAdapters:
 
 
 class AsyncGenerationStream(AsyncIterator[Chunk]):
-    """Chunks of one request, those of each answer in order. Closing it, leaving its `async with`, a cancelled read or
-    dropping it cancels the request. Leaving an `async for` alone does not while the stream is still referred to."""
+    """Chunks of one request, those of each completion in order.
+
+    Closing it, leaving its `async with`, a cancelled read or dropping it cancels the request. Leaving an `async for`
+    alone does not while the stream is still referred to.
+    """
 
     def __init__(
         self,
@@ -285,13 +288,13 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
 
     @property
     def finished(self) -> Finished | None:
-        """How the first answer ended; set with its last chunk."""
+        """How the first completion ended; set with its last chunk."""
         return self._state.finished
 
     @property
-    def answers(self) -> tuple[Answer, ...]:
-        """The answers that have ended, by index."""
-        return self._state.answers
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions that have ended, by index."""
+        return self._state.completions
 
     async def __anext__(self) -> Chunk:
         while not self._is_closed:
@@ -318,13 +321,13 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     async def text(self) -> str:
-        """The whole text of the first answer, after waiting for the end."""
+        """The whole text of the first completion, after waiting for the end."""
         async for _ in self:
             pass
         return self._state.text()
 
     async def result(self) -> Generation:
-        """Every answer, after waiting for the end. Raises Cancelled if the stream was closed before it."""
+        """Every completion, after waiting for the end. Raises Cancelled if the stream was closed before it."""
         async for _ in self:
             pass
         return self._state.result()

@@ -1,4 +1,4 @@
-"""Every unary call of the SDK as data: which method, which message, how to read the answer.
+"""Every unary call of the SDK as data: which method, which message, how to read the response.
 
 The sync and the async client only send them, so that nothing is written twice.
 """
@@ -117,7 +117,7 @@ def create_adapter(
         display_name=display_name,
         labels=dict(labels or {}),
         validate_only=validate_only,
-        request_id=uuid.uuid4().hex,  # sent again after a lost answer, it begins nothing twice
+        request_id=uuid.uuid4().hex,  # sent again after a lost response, it begins nothing twice
     )
     return _operation_call(_ADAPTERS + "CreateAdapter", request, is_repeatable=True)
 

@@ -20,7 +20,7 @@ from motet.generation import GenerationState
 from motet.pauses import Pauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
-from motet.types import Adapter, AdapterVersion, Answer, Chunk, Finished, Generation, ServerStatus, Started
+from motet.types import Adapter, AdapterVersion, Chunk, Completion, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import adapters_pb2, generation_pb2
 from motet.wire import adapter_from
@@ -73,7 +73,7 @@ class Client:
         timeout_s: float = 600.0,
         **options: Unpack[GenerateOptions],
     ) -> GenerationStream:
-        """A stream of chunks, asked for at once. GenerateOptions names the keyword arguments.
+        """A stream of chunks, requested at once. GenerateOptions names the keyword arguments.
 
         `timeout_s` bounds the whole of it: further attempts, and continuations of a broken stream; math.inf: no limit.
         """
@@ -90,7 +90,7 @@ class Client:
         return self.send(calls.get_status())
 
     def send(self, call: calls.UnaryCall[T]) -> T:
-        """The answer to one unary call."""
+        """The response to one unary call."""
         method = self._channel.unary_unary(
             call.method,
             request_serializer=lambda request: request.SerializeToString(),
@@ -277,7 +277,7 @@ class Adapters:
 
 
 class GenerationStream(Iterator[Chunk]):
-    """Chunks of one request, those of each answer in order.
+    """Chunks of one request, those of each completion in order.
 
     Closing it, leaving its `with` or dropping it cancels the request.
     """
@@ -303,13 +303,13 @@ class GenerationStream(Iterator[Chunk]):
 
     @property
     def finished(self) -> Finished | None:
-        """How the first answer ended; set with its last chunk."""
+        """How the first completion ended; set with its last chunk."""
         return self._state.finished
 
     @property
-    def answers(self) -> tuple[Answer, ...]:
-        """The answers that have ended, by index."""
-        return self._state.answers
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions that have ended, by index."""
+        return self._state.completions
 
     def __next__(self) -> Chunk:
         while not self._is_closed:
@@ -329,13 +329,13 @@ class GenerationStream(Iterator[Chunk]):
         raise StopIteration
 
     def text(self) -> str:
-        """The whole text of the first answer, after waiting for the end."""
+        """The whole text of the first completion, after waiting for the end."""
         for _ in self:
             pass
         return self._state.text()
 
     def result(self) -> Generation:
-        """Every answer, after waiting for the end. Not after close()."""
+        """Every completion, after waiting for the end. Not after close()."""
         for _ in self:
             pass
         return self._state.result()

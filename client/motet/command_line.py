@@ -15,7 +15,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells on one line what is wrong. The usage, which can fill a screen, is what --help is for."""
+    """Says on one line what is wrong. The usage, which can fill a screen, is what --help is for."""
 
     def error(self, message: str) -> NoReturn:
         """End the process: argparse cannot read the command line."""

@@ -1,4 +1,4 @@
-"""What the calls of one client know together about the server: its address, and whether it answers.
+"""What the calls of one client know together about the server: its address, and whether it responds.
 
 Also the words for what gRPC says when nobody does. No I/O.
 """
@@ -52,7 +52,7 @@ def is_unsent(error: MotetError) -> bool:
 
 
 def is_undone(error: MotetError) -> bool:
-    """Whether no server can have begun what the call asks for: none got it, or one that shuts down refused it."""
+    """Whether no server can have begun what the call requests: none got it, or one that shuts down refused it."""
     return is_unsent(error) or (isinstance(error, Unavailable) and error.reason == _DRAINING)
 
 
@@ -69,19 +69,19 @@ class ServerContact:
         self.was_reached = False  # at least once
         self._is_lost = False  # was reached, and is not now
 
-    def answered(self) -> None:
+    def responded(self) -> None:
         """The server sent something."""
         self.was_reached = True
         if self._is_lost:
             self._is_lost = False
-            logger.info("server answers again target=%s", self.target)
+            logger.info("server responds again target=%s", self.target)
 
     def failed(self, error: MotetError) -> None:
         """An attempt ended with `error`."""
         if not isinstance(error, Unavailable) or is_said_by_server(error):
-            # A deadline and a cancelled call say nothing of the server, all else is its answer.
+            # A deadline and a cancelled call say nothing of the server, everything else is its response.
             if not isinstance(error, (DeadlineExceeded, Cancelled)):
-                self.answered()
+                self.responded()
             return
         if not is_unsent(error):
             self.was_reached = True  # there was a connection
@@ -102,7 +102,7 @@ class ServerContact:
             cause = match[1] if match else error.message
             if error.message.startswith(_UNRESOLVED):
                 cause = "its host name has no address; check the name"
-            what = "no Motet server answers at" if is_unsent(error) else "the connection broke to the server at"
+            what = "no Motet server responds at" if is_unsent(error) else "the connection broke to the server at"
             return error.replaced(f"{what} {self.target}: {cause}", reason="SERVER_UNREACHABLE")
         if isinstance(error, Unimplemented):
             return error.replaced(

@@ -52,7 +52,7 @@ class MotetError(Exception):
         self.reason = reason
         self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata or {}))
         self.field_violations = tuple(field_violations)
-        self.retry_after_s = retry_after_s  # seconds the server asks to wait; None: it did not say
+        self.retry_after_s = retry_after_s  # seconds the server wants the client to wait; None: it did not say
         self.resource = resource  # such as "adapters/{id}"; empty if the error is about none
 
     def extended(self, text: str) -> Self:
@@ -105,7 +105,7 @@ class ResourceExhausted(MotetError):
 
 
 class Unavailable(MotetError):
-    """The server cannot be reached or cannot answer at present."""
+    """The server cannot be reached or cannot respond at present."""
 
     code = grpc.StatusCode.UNAVAILABLE
 

@@ -11,7 +11,7 @@ import math
 from motet.errors import Cancelled, DataLoss, DeadlineExceeded, MotetError, ResourceExhausted
 from motet.requests import continuation, is_resumable, repetition, what_changed
 from motet.retries import Attempts
-from motet.types import Answer, Chunk, Finished, Generation, Started, TokenLogprobs
+from motet.types import Chunk, Completion, Finished, Generation, Started, TokenLogprobs
 from motet.v1 import generation_pb2
 from motet.wire import finished_from, logprobs_from, started_from
 
@@ -25,18 +25,19 @@ class GenerationState:
         self._is_resumable = is_resumable(request)
         self._started_message: generation_pb2.GenerationStarted | None = None
         self._attempts = attempts
-        self._is_call_started = False  # this call told `started`
-        self._answers = [_AnswerState(0)]  # as many as the request gets, once `started` is here
+        self._is_call_started = False  # this call got `started`
+        self._completions = [_CompletionState(0)]  # as many as the request gets, once `started` is here
 
     @property
     def finished(self) -> Finished | None:
-        """How the first answer ended, once it has."""
-        return self._answers[0].finished
+        """How the first completion ended, once it has."""
+        return self._completions[0].finished
 
     @property
-    def answers(self) -> tuple[Answer, ...]:
-        """The answers that have ended, by index."""
-        return tuple(answer.whole(answer.finished) for answer in self._answers if answer.finished is not None)
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions that have ended, by index."""
+        ended = [(state, state.finished) for state in self._completions]
+        return tuple(state.whole(finished) for state, finished in ended if finished is not None)
 
     def next_request(self) -> tuple[generation_pb2.GenerateRequest, float]:
         """What to send at this point, and the seconds left for it."""
@@ -44,11 +45,11 @@ class GenerationState:
         remaining_s = self._attempts.remaining_s
         if self._started_message is None:
             return self._request, remaining_s
-        for answer in self._answers:
-            answer.begin_call(is_repetition=not self._is_resumable)
+        for completion in self._completions:
+            completion.begin_call(is_repetition=not self._is_resumable)
         if not self._is_resumable:
             return repetition(self._request, self._started_message), remaining_s
-        return continuation(self._request, self._started_message, self._answers[0].token_ids), remaining_s
+        return continuation(self._request, self._started_message, self._completions[0].token_ids), remaining_s
 
     def fold(self, response: generation_pb2.GenerateResponse) -> Chunk | None:
         """The chunk that an event makes, None if it makes none. Raises DataLoss if events contradict each other."""
@@ -61,14 +62,14 @@ class GenerationState:
         if not self._is_call_started or self.started is None:
             raise _broken_promise(f"{event} before started")
         index = response.delta.index if event == "delta" else response.finished.index
-        if index >= len(self._answers):
-            raise _broken_promise(f"answer {index} of a request for {len(self._answers)}")
-        answer = self._answers[index]
-        if answer.has_ended_here:
-            raise _broken_promise(f"{event} after the end of answer {index}")
+        if index >= len(self._completions):
+            raise _broken_promise(f"completion {index} of a request for {len(self._completions)}")
+        completion = self._completions[index]
+        if completion.has_ended_here:
+            raise _broken_promise(f"{event} after the end of completion {index}")
         if event == "finished":
-            return answer.fold_finished(response.finished, self.started.adapter_digest)
-        chunk = answer.fold_delta(response.delta, self.started.adapter_digest)
+            return completion.fold_finished(response.finished, self.started.adapter_digest)
+        chunk = completion.fold_delta(response.delta, self.started.adapter_digest)
         if chunk is not None and chunk.token_ids:
             self._attempts.progressed()
         return chunk
@@ -77,14 +78,14 @@ class GenerationState:
         """What follows a call that ended in order (None) or with `error`, which the user did not ask for.
 
         Seconds to wait before `next_request`; None where the stream has ended. Raises what is final.
-        1. Every answer has ended: so has the stream, whatever became of the connection.
+        1. Every completion has ended: so has the stream, whatever became of the connection.
         2. The call ended in order without that: nothing of this server can be trusted.
         3. Nobody is there, or the server failed the call: the request is sent again, or continued, while Attempts
            allows it.
-        4. Something was told and the server has no room at present: the same.
-        5. Anything else is the answer.
+        4. Something was returned and the server has no room at present: the same.
+        5. Anything else is raised.
         """
-        if self.started is not None and all(answer.finished is not None for answer in self._answers):
+        if self.started is not None and all(completion.finished is not None for completion in self._completions):
             return None
         if error is None:
             raise self._missing_end()
@@ -95,29 +96,29 @@ class GenerationState:
         return self._attempts.after(error, is_repeatable=True)
 
     def text(self) -> str:
-        """All text of the first answer so far."""
-        return "".join(self._answers[0].text_parts)
+        """All text of the first completion so far."""
+        return "".join(self._completions[0].text_parts)
 
     def result(self) -> Generation:
-        """All answers. Raises Cancelled if the stream was closed before its end."""
-        answers = self.answers
-        if self.started is None or len(answers) < len(self._answers):
+        """All completions. Raises Cancelled if the stream was closed before its end."""
+        completions = self.completions
+        if self.started is None or len(completions) < len(self._completions):
             raise Cancelled("the stream was closed before its end", reason="CANCELLED")
-        first = answers[0]
-        return Generation(first.text, first.token_ids, self.started, first.finished, answers)
+        first = completions[0]
+        return Generation(first.text, first.token_ids, self.started, first.finished, completions)
 
     def _missing_end(self) -> DataLoss:
-        answer = next(answer for answer in self._answers if answer.finished is None)
-        num_tokens = len(answer.token_ids)
+        completion = next(completion for completion in self._completions if completion.finished is None)
+        num_tokens = len(completion.token_ids)
         return _broken_promise(
-            f"the stream ended after {num_tokens} tokens without saying why answer {answer.index} did"
+            f"the stream ended after {num_tokens} tokens without saying why completion {completion.index} did"
         )
 
     def _timed_out(self) -> DeadlineExceeded:
-        num_tokens = sum(len(answer.token_ids) for answer in self._answers)
+        num_tokens = sum(len(completion.token_ids) for completion in self._completions)
         if not num_tokens:
             return self._attempts.timed_out("no token came")
-        return self._attempts.timed_out(f"the answer was not complete, {num_tokens} tokens had come")
+        return self._attempts.timed_out(f"the completion had not ended, {num_tokens} tokens had come")
 
     def _fold_started(self, message: generation_pb2.GenerationStarted) -> None:
         if self._is_call_started:
@@ -125,23 +126,23 @@ class GenerationState:
         self._is_call_started = True
         first = self._started_message
         if first is None:
-            started, num_asked = started_from(message), self._request.decoding.n or 1
-            if started.n != num_asked:
-                raise _broken_promise(f"{started.n} answers where {num_asked} were asked for")
+            started, num_requested = started_from(message), self._request.decoding.n or 1
+            if started.n != num_requested:
+                raise _broken_promise(f"{started.n} completions where {num_requested} were requested")
             self._started_message, self.started = message, started
-            self._answers = [_AnswerState(index) for index in range(self.started.n)]
+            self._completions = [_CompletionState(index) for index in range(self.started.n)]
         elif (change := what_changed(first, message)) is not None:
             name, value, before = change
             raise _broken_promise(f"continued with {name} {value}, not {before}")
 
 
-class _AnswerState:
-    """Everything received of one answer."""
+class _CompletionState:
+    """Everything received of one completion."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.finished: Finished | None = None
-        self.has_ended_here = False  # this call told its end
+        self.has_ended_here = False  # this call got its end
         # Invariant: a server that replays token_ids has released exactly the text in text_parts less _loose_text.
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
@@ -152,12 +153,12 @@ class _AnswerState:
         self._is_repetition = False
         self._position = 0  # where this call stands: less than len(token_ids) while it repeats what is known
 
-    def whole(self, finished: Finished) -> Answer:
-        """The answer, which has ended."""
-        return Answer(self.index, "".join(self.text_parts), tuple(self.token_ids), finished, tuple(self._logprobs))
+    def whole(self, finished: Finished) -> Completion:
+        """The completion, which has ended."""
+        return Completion(self.index, "".join(self.text_parts), tuple(self.token_ids), finished, tuple(self._logprobs))
 
     def begin_call(self, *, is_repetition: bool) -> None:
-        """The next call goes on behind the known tokens, or tells them once more first."""
+        """The next call goes on behind the known tokens, or repeats them first."""
         self.has_ended_here = False
         self._is_repetition = is_repetition
         self._position = 0 if is_repetition else len(self.token_ids)
@@ -167,18 +168,18 @@ class _AnswerState:
         """What is new in it; None if nothing is."""
         if delta.token_offset != self._position:
             raise _broken_promise(
-                f"token_offset {delta.token_offset} where {self._position} was due in answer {self.index}"
+                f"token_offset {delta.token_offset} where {self._position} was due in completion {self.index}"
             )
         offset = len(self.token_ids)
         num_known = min(offset - self._position, len(delta.token_ids))
         if delta.token_ids[:num_known] != self.token_ids[self._position : self._position + num_known]:
-            raise _broken_promise(f"other tokens than before from {self._position} on in answer {self.index}")
+            raise _broken_promise(f"other tokens than before from {self._position} on in completion {self.index}")
         self._position += len(delta.token_ids)
         token_ids, text = tuple(delta.token_ids[num_known:]), self._without_repetition(delta.text)
         if not text and not token_ids:
             return None
         if self.finished is not None:
-            raise _broken_promise(f"more than before its end in answer {self.index}")
+            raise _broken_promise(f"more than before its end in completion {self.index}")
         logprobs = logprobs_from(delta.logprobs)[num_known:]
         if token_ids:
             self.token_ids.extend(token_ids)
@@ -197,18 +198,18 @@ class _AnswerState:
         )
 
     def fold_finished(self, message: generation_pb2.GenerationFinished, adapter_digest: str) -> Chunk | None:
-        """The last chunk; None where the answer had ended before this call, which only repeats it."""
+        """The last chunk; None where the completion had ended before this call, which only repeats it."""
         self.has_ended_here = True
         if self._position < len(self.token_ids) or (self._is_repetition and self._repeated_text):
             raise _broken_promise(
-                f"the end after {self._position} tokens, before all that was told once, in answer {self.index}"
+                f"the end after {self._position} tokens, before all that was returned once, in completion {self.index}"
             )
         if self.finished is not None:
             return None
         finished = finished_from(message)
         if finished.cumulative_logprob is None and self._logprobs:
             # A continued stream: its server knew the last part alone.
-            total = math.fsum(told.logprob for told in self._logprobs)
+            total = math.fsum(returned.logprob for returned in self._logprobs)
             finished = dataclasses.replace(finished, cumulative_logprob=total)
         self.finished = finished
         return Chunk(

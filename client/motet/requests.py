@@ -36,9 +36,9 @@ class GenerateOptions(SamplingOptions, total=False):
     adapter: str  # name of the adapter; empty for the base model
     adapter_digest: str  # pins one version of it; empty for the active one
     max_tokens: int | None  # most tokens to generate
-    n: int | None  # answers to return, each with its own index
-    best_of: int | None  # answers to sample; the n most likely ones are returned at the end
-    beam_search: BeamSearch | None  # instead of sampling; the n best answers are returned at the end
+    n: int | None  # completions to return, each with its own index
+    best_of: int | None  # completions to sample; the n most likely ones are returned at the end
+    beam_search: BeamSearch | None  # instead of sampling; the n best completions are returned at the end
     stop: str | Sequence[str]  # end before one of these strings
     stop_token_ids: Sequence[int]  # end after one of these tokens
     min_tokens: int | None  # generate so many before any of these, or the end-of-sequence token, may end it
@@ -85,7 +85,7 @@ def metadata_of(options: GenerateOptions, default_tenant: str) -> tuple[tuple[st
 
 
 def is_resumable(request: generation_pb2.GenerateRequest) -> bool:
-    """Whether a broken stream can be continued behind its tokens: only a request for one answer, sampled as it goes."""
+    """Whether a broken stream can be continued behind its tokens: one completion, sampled as it goes."""
     decoding = request.decoding
     return decoding.n <= 1 and decoding.best_of <= 1 and not decoding.HasField("beam_search")
 
@@ -115,7 +115,7 @@ def repetition(
     resumed.adapter_digest = started.adapter_digest
     _pin_unset(resumed.sampling, started.sampling)
     _pin_unset(resumed.stopping, started.stopping)
-    resumed.sampling.ClearField("prompt_logprobs")  # told already
+    resumed.sampling.ClearField("prompt_logprobs")  # returned already
     if request.HasField("chat") and started.HasField("render_time"):
         resumed.chat.render_time.CopyFrom(started.render_time)
     resumed.preconditions.model_fingerprint = started.model_fingerprint
@@ -137,7 +137,7 @@ def what_changed(
         settings, before = getattr(later, part), getattr(first, part)
         for descriptor in before.DESCRIPTOR.fields:
             name = descriptor.name
-            # Prompt log-probabilities were told at the start, a continuation does not ask for them.
+            # Prompt log-probabilities came at the start, a continuation does not request them.
             if name != "prompt_logprobs" and getattr(settings, name) != getattr(before, name):
                 return f"{part}.{name}", getattr(settings, name), getattr(before, name)
     return None

@@ -99,7 +99,7 @@ class Attempts:
         self._num_failures = self._num_absences = 0
         self._absent_since_s = None
         self._last_error = None
-        self.contact.answered()
+        self.contact.responded()
 
     def after(self, error: MotetError, *, is_repeatable: bool) -> float:
         """Seconds to wait before the next attempt, after one that ended with `error`. Raises what is final.
@@ -110,7 +110,7 @@ class Attempts:
         error = as_broken(error)
         self.contact.failed(error)
         if isinstance(error, DeadlineExceeded) and not is_said_by_server(error):
-            raise self.timed_out("the call was not answered") from error
+            raise self.timed_out("the call got no response") from error
         if not isinstance(error, Unavailable) or self._policy.max_attempts == 1:
             raise self.contact.explained(error)
         if not is_repeatable and not is_undone(error):
@@ -154,7 +154,7 @@ class Attempts:
         return delay_s
 
     def _in_time(self, error: MotetError, delay_s: float) -> float:
-        """`delay_s`, or longer where the server asks for it. Raises `error` if the call's time is over by then."""
+        """`delay_s`, or the server's wait if that is longer. Raises `error` if the call's time is over by then."""
         delay_s = max(delay_s, error.retry_after_s or 0.0)
         remaining_s = self.remaining_s
         if delay_s >= remaining_s:
@@ -166,7 +166,7 @@ class Attempts:
 
 
 def as_broken(error: MotetError) -> MotetError:
-    """`error`, or what a CANCELLED means that nobody here asked for: the server's port was closed over the call."""
+    """`error`, or what a CANCELLED means that nobody here requested: the server's port was closed over the call."""
     if not isinstance(error, Cancelled) or is_said_by_server(error):
         return error
     broken = Unavailable(f"the call was cancelled there ({error.message})")

@@ -24,11 +24,11 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Beam search instead of sampling. Left out or None: the server's default, told back in `started`."""
+    """Beam search instead of sampling. Left out or None: the server's default, reported in `started`."""
 
     width: int  # beams, from 2 to 16
     length_penalty: float | None = None  # exponent of the length that a log-probability is divided by; default 1
-    early_stopping: bool | None = None  # end with `width` ended answers, not when no running beam can beat them
+    early_stopping: bool | None = None  # end with `width` ended completions, not when no running beam can beat them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float  # natural logarithm; the lowest float32 stands for all that is less
     rank: int  # tokens that were more likely, plus one
-    top: tuple[TokenLogprob, ...]  # as many as were asked for, the most likely first
+    top: tuple[TokenLogprob, ...]  # as many as requested, the most likely first
 
 
 class FinishReason(enum.StrEnum):
@@ -60,7 +60,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one answer and its prompt."""
+    """Token counts of one completion and its prompt."""
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
@@ -85,70 +85,70 @@ class Started(SamplingInEffect):
 
     request_id: str
     adapter: str  # "adapters/{id}"; empty for the base model
-    adapter_digest: str  # version that answers, fixed for the whole stream; empty for the base model
+    adapter_digest: str  # version in use, fixed for the whole stream; empty for the base model
     prompt_tokens: int
     cached_tokens: int  # prompt tokens taken from the prefix cache
     queue_time_s: float
     max_tokens: int  # in effect
     min_tokens: int = 0
-    n: int = 1  # answers that are returned
-    best_of: int = 1  # answers that are sampled
+    n: int = 1  # completions that are returned
+    best_of: int = 1  # completions that are sampled
     beam_search: BeamSearch | None = None
     tenant: str = ""  # who the request is counted for; empty: the server has no tenants
-    model_fingerprint: str = ""  # base model that answers, as in status(): 64 hexadecimal digits
+    model_fingerprint: str = ""  # base model in use, as in status(): 64 hexadecimal digits
     prompt_sha256: str = ""  # of the prompt's token ids, each as 4 bytes, least significant first
     render_time: datetime | None = None  # for a conversation: when its chat template was rendered, UTC
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: the prompt's tokens from the second on
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where requested: the prompt's tokens from the second on
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How one answer ended."""
+    """How one completion ended."""
 
     finish_reason: FinishReason
     stop_string: str  # the one that ended it; empty for other reasons
     usage: Usage
     timings: Timings
-    seed: int  # seed in effect for this answer
-    index: int = 0  # which answer of the request
-    cumulative_logprob: float | None = None  # sum over its tokens, for beam search and where logprobs were asked for
-    score: float | None = None  # for beam search: what the answers are ranked by
+    seed: int  # seed in effect for this completion
+    index: int = 0  # which completion of the request
+    cumulative_logprob: float | None = None  # sum over its tokens, for beam search and where logprobs were requested
+    score: float | None = None  # for beam search: what the completions are ranked by
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What came next of one answer. Its last one has no tokens and says how it ended."""
+    """What came next of one completion. Its last one has no tokens and says how it ended."""
 
     text: str  # may lag behind token_ids: unfinished code points and possible stop strings are held back
     token_ids: tuple[int, ...]
     token_offset: int  # position of token_ids[0] among the generated tokens
-    adapter_digest: str  # version that answered; empty for the base model
-    index: int = 0  # which answer of the request
-    finish_reason: FinishReason | None = None  # set on the answer's last chunk only
-    usage: Usage | None = None  # set on the answer's last chunk only
-    logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: one for each of token_ids
+    adapter_digest: str  # version in use; empty for the base model
+    index: int = 0  # which completion of the request
+    finish_reason: FinishReason | None = None  # set on the completion's last chunk only
+    usage: Usage | None = None  # set on the completion's last chunk only
+    logprobs: tuple[TokenLogprobs, ...] = ()  # where requested: one for each of token_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One whole answer of a request."""
+class Completion:
+    """One whole completion of a request."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
-    logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: one for each of token_ids
+    logprobs: tuple[TokenLogprobs, ...] = ()  # where requested: one for each of token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """All that a request gave; `text`, `token_ids` and `finished` are those of the first answer."""
+    """All that a request gave; `text`, `token_ids` and `finished` are those of the first completion."""
 
     text: str
     token_ids: tuple[int, ...]
     started: Started
     finished: Finished
-    answers: tuple[Answer, ...]  # by index
+    completions: tuple[Completion, ...]  # by index
 
 
 class AdapterState(enum.StrEnum):

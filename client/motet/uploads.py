@@ -31,7 +31,7 @@ class _File:
 
 
 class AdapterUpload:
-    """One upload. `failure` tells afterwards what broke on this side, if anything did."""
+    """One upload. `failure` says afterwards what broke on this side, if anything did."""
 
     def __init__(
         self,

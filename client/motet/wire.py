@@ -79,17 +79,17 @@ def logprobs_from(messages: Iterable[types_pb2.TokenLogprobs]) -> tuple[types.To
     """Log-probabilities, token by token."""
     return tuple(
         types.TokenLogprobs(
-            told.token_id,
-            told.logprob,
-            told.rank,
-            tuple(types.TokenLogprob(candidate.token_id, candidate.logprob) for candidate in told.top),
+            returned.token_id,
+            returned.logprob,
+            returned.rank,
+            tuple(types.TokenLogprob(candidate.token_id, candidate.logprob) for candidate in returned.top),
         )
-        for told in messages
+        for returned in messages
     )
 
 
 def finished_from(message: generation_pb2.GenerationFinished) -> types.Finished:
-    """How one answer ended."""
+    """How one completion ended."""
     return types.Finished(
         finish_reason=_FINISH_REASONS.get(message.reason, types.FinishReason.UNSPECIFIED),
         stop_string=message.stop_string,

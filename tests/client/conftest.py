@@ -1,4 +1,4 @@
-"""A scripted server, and both clients behind one blocking interface so that every story is told of both."""
+"""A scripted server, and both clients behind one blocking interface so that every story runs with both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RETRY = RetryPolicy(max_attempts=4, initial_backoff_s=0.02, max_backoff_s=0.04)
 
 
 class Driver:
-    """One of the two clients, told what to do in blocking calls. `sleeps` records every wait it was asked for."""
+    """One of the two clients, driven by blocking calls. `sleeps` records every wait it made."""
 
     def __init__(self, target: str, *, is_async: bool) -> None:
         self.target = target

@@ -1,4 +1,4 @@
-"""A server process that can be killed: answers Generate by one of a few behaviours, on a port that it keeps.
+"""A server process that can be killed: serves Generate by one of a few behaviours, on a port that it keeps.
 
 `python -m tests.client.lost_server ADDRESS BEHAVIOUR` prints "ready ADDRESS" and a line for every call that arrives.
 """
@@ -26,14 +26,14 @@ CLOSE_GRACE_S = 0.2  # how the control plane closes its port
 
 
 class LostServer:
-    """One address and the process that answers there, if one does."""
+    """One address and the process that listens there, if one does."""
 
     def __init__(self) -> None:
         self.target = "127.0.0.1:0"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, behaviour: str) -> None:
-        """Answer there with `behaviour`: "answer", "silent", "half" or "whole", the last three without an end."""
+        """Respond there with `behaviour`: "serve", "silent", "half" or "whole", the last three without an end."""
         command = [sys.executable, "-m", "tests.client.lost_server", self.target, behaviour]
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         self.target = self._line().split()[1]
@@ -44,7 +44,7 @@ class LostServer:
             assert self._line() == "call\n"
 
     def kill(self) -> None:
-        """SIGKILL; nobody answers then."""
+        """SIGKILL; nothing responds then."""
         self._end(signal.SIGKILL)
 
     def terminate(self) -> None:
@@ -72,7 +72,7 @@ class _Servicer(generation_pb2_grpc.GenerationServiceServicer):
         print("call", flush=True)
         position = len(request.resume_from.ids)
         assert list(request.resume_from.ids) == TOKENS[:position]
-        end = {"answer": len(TOKENS), "silent": 0, "half": 2, "whole": len(TOKENS)}[self._behaviour]
+        end = {"serve": len(TOKENS), "silent": 0, "half": 2, "whole": len(TOKENS)}[self._behaviour]
         n = request.decoding.n or 1
         if end:
             yield started(n=n)
@@ -83,7 +83,7 @@ class _Servicer(generation_pb2_grpc.GenerationServiceServicer):
                 if end == len(TOKENS):
                     yield finished(len(TOKENS), index=index)
                 position = len(request.resume_from.ids)
-        if self._behaviour != "answer":
+        if self._behaviour != "serve":
             await asyncio.Event().wait()
 
 

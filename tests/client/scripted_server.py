@@ -1,4 +1,4 @@
-"""A real gRPC server on a loopback port whose answers are scripted by the test."""
+"""A real gRPC server on a loopback port whose responses are scripted by the test."""
 
 # ruff: noqa: N802 - the generated services name the methods
 

@@ -69,7 +69,7 @@ def test_register_uploads_both_files_whole_and_in_bounded_chunks(
     assert progress[-1] == (total, total) and progress == sorted(progress)
 
 
-def test_registration_tells_the_change_and_the_version_before(
+def test_registration_says_the_change_and_the_version_before(
     server: ScriptedServer, driver: Driver, adapter_dir: Path
 ) -> None:
     server.registration = adapters_pb2.Registration(
@@ -140,7 +140,9 @@ def test_validate_only_stores_nothing(server: ScriptedServer, driver: Driver, ad
     assert server.adapters == {} and server.requests[0].validate_only
 
 
-def test_refusal_in_the_middle_of_an_upload_is_told(server: ScriptedServer, driver: Driver, adapter_dir: Path) -> None:
+def test_refusal_in_the_middle_of_an_upload_is_returned(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path
+) -> None:
     server.upload_error = lambda context: abort(context, grpc.StatusCode.FAILED_PRECONDITION, "other base model")
     with pytest.raises(FailedPrecondition, match="other base model"):
         driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
@@ -153,7 +155,7 @@ def test_refusal_in_the_middle_of_an_upload_is_told(server: ScriptedServer, driv
         ("adapter_model.safetensors", "has no adapter_model.safetensors"),
     ],
 )
-def test_missing_file_is_told_before_any_call(
+def test_missing_file_is_returned_before_any_call(
     server: ScriptedServer, driver: Driver, adapter_dir: Path, missing: str, complaint: str
 ) -> None:
     (adapter_dir / missing).unlink()
@@ -198,7 +200,7 @@ def test_what_lies_there_instead_is_named_with_the_way_on(
     assert server.requests == []
 
 
-def test_file_that_shrinks_during_the_upload_is_told(driver: Driver, adapter_dir: Path) -> None:
+def test_file_that_shrinks_during_the_upload_is_returned(driver: Driver, adapter_dir: Path) -> None:
     weights = adapter_dir / "adapter_model.safetensors"
 
     def shrink(sent: int, total: int) -> None:
@@ -259,8 +261,8 @@ def test_a_version_is_deleted_and_its_adapter_stays(server: ScriptedServer, driv
     server.adapters["pirate"] = make_adapter("pirate")
     server.num_polls_until_done = 2
     driver.run(lambda client: client.adapters.delete_version("adapters/pirate", "ef" * 32, etag="e1", wait=wait))
-    asked = server.requests[0]
-    assert (asked.name, asked.digest, asked.etag) == ("adapters/pirate", "ef" * 32, "e1")
+    request = server.requests[0]
+    assert (request.name, request.digest, request.etag) == ("adapters/pirate", "ef" * 32, "e1")
     assert [request.name for request in server.requests[1:]] == ["operations/1"] * (2 if wait else 0)
     assert driver.run(lambda client: client.adapters.get("pirate")).id == "pirate"
 

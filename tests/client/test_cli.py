@@ -48,13 +48,16 @@ def test_generate_streams_text(server: ScriptedServer, capsys: Capture) -> None:
     assert not request.sampling.HasField("temperature") and not request.stopping.HasField("ignore_eos")
 
 
-def test_generate_says_so_when_an_answer_has_no_text(server: ScriptedServer, capsys: Capture) -> None:
+def test_generate_says_so_when_a_completion_has_no_text(server: ScriptedServer, capsys: Capture) -> None:
     """As of a server without a tokenizer."""
 
     server.scripts.append(lambda request, context: iter([started(), delta(0, [5, 6], ""), finished(2)]))
     assert motet(server, "generate", "--token-ids", "7") == 0
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "motet: the answer has 2 tokens and no text; --json prints their ids\n")
+    assert (captured.out, captured.err) == (
+        "",
+        "motet: the completion has 2 tokens and no text; --json prints their ids\n",
+    )
 
 
 def test_generate_json_prints_one_line_per_event(server: ScriptedServer, capsys: Capture) -> None:
@@ -67,15 +70,15 @@ def test_generate_json_prints_one_line_per_event(server: ScriptedServer, capsys:
     assert events[3]["finish_reason"] == "length" and events[3]["usage"]["completion_tokens"] == 3
 
 
-def test_generate_prints_several_answers_as_they_end(server: ScriptedServer, capsys: Capture) -> None:
-    answers = (
+def test_generate_prints_several_completions_as_they_end(server: ScriptedServer, capsys: Capture) -> None:
+    completions = (
         started(n=2, best_of=1),
         delta(0, [5], "one", index=1),
         finished(1, index=1, score=-0.5),
         delta(0, [6, 7], "two"),
         finished(2, score=-0.25),
     )
-    server.scripts.extend([lambda *_: iter(answers), lambda *_: iter(answers)])
+    server.scripts.extend([lambda *_: iter(completions), lambda *_: iter(completions)])
     flags = ["--beams", "3", "--n", "2", "--length-penalty", "0.5", "--early-stopping", "--tenant", "team"]
     assert motet(server, "generate", *flags, "--stats", "hi") == 0
     captured = capsys.readouterr()
@@ -181,9 +184,9 @@ def test_pin_says_when_the_adapter_is_not_in_the_host_cache(
     if is_cached:
         adapter.placements.add(tier=adapters_pb2.ADAPTER_TIER_HOST_CACHE)
     assert motet(server, "adapters", "pin", "pirate") == 0
-    told = capsys.readouterr()
-    assert told.out.startswith("pinned pirate: version ")
-    assert ("is pinned, but not in the host cache now" in told.err) is not is_cached
+    printed = capsys.readouterr()
+    assert printed.out.startswith("pinned pirate: version ")
+    assert ("is pinned, but not in the host cache now" in printed.err) is not is_cached
 
 
 def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, capsys: Capture, tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, c
         ("NONE", 2, "pirate is unchanged: version 2 (abababababab) is active already"),
     ],
 )
-def test_adapters_add_tells_which_version_is_active_and_which_was(
+def test_adapters_add_says_which_version_is_active_and_which_was(
     server: ScriptedServer,
     capsys: Capture,
     tmp_path: Path,
@@ -250,12 +253,12 @@ def test_adapters_add_tells_which_version_is_active_and_which_was(
         digest = DIGEST if previous == 2 else "cd" * 32
         server.registration.previous_version.MergeFrom(adapters_pb2.AdapterVersion(digest=digest, number=previous))
     assert motet(server, "adapters", "add", *(["--check"] if is_check else []), "pirate", str(tmp_path)) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     if is_check and change != "NONE":
         wanted = line.partition("; back to it")[0].removeprefix("registered pirate: ")
-        assert told == f"checked pirate, nothing was stored; registering would give: {wanted}\n"
+        assert printed == f"checked pirate, nothing was stored; registering would give: {wanted}\n"
     else:
-        assert told == line + "\n"
+        assert printed == line + "\n"
 
 
 def test_adapters_json_is_one_line_per_adapter(server: ScriptedServer, capsys: Capture) -> None:
@@ -415,7 +418,7 @@ def test_reader_that_leaves_is_no_traceback(server: ScriptedServer) -> None:
         (("control-plane",), "--adapter-root --no-reflection"),
     ],
 )
-def test_help_tells_defaults(capsys: Capture, command: tuple[str, ...], flags: str) -> None:
+def test_help_says_defaults(capsys: Capture, command: tuple[str, ...], flags: str) -> None:
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     entries = [" ".join(entry.split()) for entry in capsys.readouterr().out.split("\n  -")]
@@ -424,7 +427,7 @@ def test_help_tells_defaults(capsys: Capture, command: tuple[str, ...], flags: s
         assert "default" in entry, entry
 
 
-def test_empty_answer_still_ends_its_line(server: ScriptedServer, capsys: Capture) -> None:
+def test_empty_completion_still_ends_its_line(server: ScriptedServer, capsys: Capture) -> None:
     server.scripts.append(lambda request, context: iter([started(), finished(0)]))
     assert motet(server, "generate", "hi") == 0
     assert capsys.readouterr().out == "\n"

@@ -25,7 +25,7 @@ from tests.client.test_cli import Capture, motet
 def test_nobody_listening_is_said_with_what_to_do(capsys: Capture, command: tuple[str, ...]) -> None:
     assert main(["--server", "127.0.0.1:1", *command]) == exits.UNAVAILABLE
     assert capsys.readouterr().err == (
-        "motet: no Motet server answers at 127.0.0.1:1: Connection refused; given up after connect_timeout_s=2; "
+        "motet: no Motet server responds at 127.0.0.1:1: Connection refused; given up after connect_timeout_s=2; "
         "is `motet up` running there? --server HOST:PORT or MOTET_SERVER names another server [SERVER_UNREACHABLE]\n"
     )
 
@@ -34,7 +34,7 @@ def test_name_without_an_address_is_said(capsys: Capture) -> None:
     assert main(["status", "--server", "no-such-host.invalid:50051"]) == 6
     error = capsys.readouterr().err
     assert error.startswith(
-        "motet: no Motet server answers at no-such-host.invalid:50051: its host name has no address; check the name; "
+        "motet: no Motet server responds at no-such-host.invalid:50051: its host name has no address; check the name; "
     )
 
 
@@ -45,7 +45,7 @@ def test_what_is_no_token_id_is_named(capsys: Capture) -> None:
 
 
 def test_port_of_another_service_is_said(capsys: Capture) -> None:
-    """As the port for workers answers clients: it knows none of their calls."""
+    """As the port for workers takes clients: it knows none of their calls."""
     with futures.ThreadPoolExecutor(1) as pool:
         other = grpc.server(pool)
         port = other.add_insecure_port("127.0.0.1:0")
@@ -95,9 +95,9 @@ def test_words_of_a_prompt_are_joined(server: ScriptedServer) -> None:
     [
         (("--logprobs", "2"), "--logprobs: is printed as JSON only; add --json"),
         (("--prompt-logprobs", "2"), "--prompt-logprobs: is printed as JSON only; add --json"),
-        (("--n", "100"), "--n: 100 answers at temperature 0 are all the same; add --temperature"),
-        (("--n", "2", "--temperature", "0"), "--n: 2 answers at temperature 0 are all the same"),
-        (("--best-of", "3"), "--best-of: 3 answers at temperature 0 are all the same"),
+        (("--n", "100"), "--n: 100 completions at temperature 0 are equal; add --temperature"),
+        (("--n", "2", "--temperature", "0"), "--n: 2 completions at temperature 0 are equal"),
+        (("--best-of", "3"), "--best-of: 3 completions at temperature 0 are equal"),
     ],
 )
 def test_flags_without_effect_are_refused(
@@ -147,7 +147,7 @@ def test_wrong_command_line_ends_with_usage(capsys: Capture) -> None:
     assert "PROMPT" in capsys.readouterr().err
 
 
-def test_command_line_without_a_command_tells_which_there_are(capsys: Capture) -> None:
+def test_command_line_without_a_command_says_which_there_are(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == exits.USAGE

@@ -151,12 +151,12 @@ def test_unavailable_before_the_first_token_is_tried_again(
     n = options.get("n", 1)
     server.scripts.append(sending(started(n=n), *(finished(0, index=index) for index in range(n))))
     _, result = driver.generate(**options)
-    assert len(result.answers) == n and len(server.requests) == 4
+    assert len(result.completions) == n and len(server.requests) == 4
     assert all(len(request.resume_from.ids) == 0 for request in server.requests)
     assert len(driver.sleeps) == 3
 
 
-def test_unavailable_that_the_server_answers_ends_after_the_bounded_attempts(
+def test_unavailable_that_the_server_returns_ends_after_the_bounded_attempts(
     server: ScriptedServer, driver: Driver
 ) -> None:
     server.scripts.extend([refusing(grpc.StatusCode.UNAVAILABLE, "no worker is attached", WORKER_LOST)] * 4)
@@ -202,7 +202,7 @@ def test_one_attempt_means_no_second_one_for_any_reason(server: ScriptedServer, 
 
 
 @pytest.mark.parametrize("num_told", [0, 3])
-def test_cancelled_that_nobody_asked_for_is_tried_again(server: ScriptedServer, driver: Driver, num_told: int) -> None:
+def test_cancelled_that_nobody_requested_is_tried_again(server: ScriptedServer, driver: Driver, num_told: int) -> None:
     """A server whose port closes cancels what it has taken from the wire."""
 
     def cancelling(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
@@ -219,7 +219,7 @@ def test_cancelled_that_nobody_asked_for_is_tried_again(server: ScriptedServer, 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL])
 @pytest.mark.parametrize("n", [1, 2])
-def test_answer_that_came_whole_is_kept_though_the_stream_breaks(
+def test_completion_that_came_whole_is_kept_though_the_stream_breaks(
     server: ScriptedServer, driver: Driver, code: grpc.StatusCode, n: int
 ) -> None:
     def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
@@ -231,16 +231,16 @@ def test_answer_that_came_whole_is_kept_though_the_stream_breaks(
 
     server.scripts.append(breaking)
     _, result = driver.generate(n=n)
-    assert [answer.text for answer in result.answers] == [f"text {index}" for index in range(n)]
+    assert [completion.text for completion in result.completions] == [f"text {index}" for index in range(n)]
     assert len(server.requests) == 1 and driver.sleeps == []
 
 
-def test_server_that_never_answered_is_given_up_after_the_connect_timeout(driver: Driver) -> None:
+def test_server_that_never_responded_is_given_up_after_the_connect_timeout(driver: Driver) -> None:
     driver.target = "127.0.0.1:1"
     with pytest.raises(Unavailable) as caught:
         driver.generate()
     assert str(caught.value) == (
-        "no Motet server answers at 127.0.0.1:1: Connection refused; given up after connect_timeout_s=10"
+        "no Motet server responds at 127.0.0.1:1: Connection refused; given up after connect_timeout_s=10"
     )
     assert caught.value.reason == "SERVER_UNREACHABLE" and 9 < sum(driver.sleeps) < 10
 
@@ -277,7 +277,7 @@ def test_continuation_of_another_stream_is_refused(
         driver.generate()
 
 
-def test_continuation_pins_what_the_server_chose_and_the_model_and_prompt_it_told(
+def test_continuation_pins_what_the_server_chose_and_the_model_and_prompt_it_returned(
     server: ScriptedServer, driver: Driver
 ) -> None:
     first = started(

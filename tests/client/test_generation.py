@@ -130,7 +130,7 @@ def test_unknown_option_is_refused(driver: Driver) -> None:
         ([delta(0, [5], "a")], "delta before started"),
         ([started(), started()], "started twice"),
         ([started(), delta(0, [5], "a")], "after 1 tokens without saying why"),
-        ([started(), delta(0, [5], "a", index=1)], "answer 1"),
+        ([started(), delta(0, [5], "a", index=1)], "completion 1"),
         ([started(), finished(0), delta(0, [5], "a")], "delta after the end"),
     ],
 )
@@ -151,9 +151,11 @@ def test_deadline_reaches_the_server_and_ends_the_call(server: ScriptedServer, d
     assert server.time_remaining_s[0] <= 0.3  # gRPC rounds what it sends upwards; a default server time is infinite
 
 
-def test_deadline_in_the_middle_tells_how_much_came(server: ScriptedServer, driver: Driver) -> None:
+def test_deadline_in_the_middle_says_how_much_came(server: ScriptedServer, driver: Driver) -> None:
     server.scripts.append(server.waiting_for_cancel(started(), delta(0, [5, 6], "ab")))
-    with pytest.raises(DeadlineExceeded, match=r"^the answer was not complete, 2 tokens had come within timeout_s=0.5"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"^the completion had not ended, 2 tokens had come within timeout_s=0.5"
+    ):
         driver.generate(timeout_s=0.5)
 
 

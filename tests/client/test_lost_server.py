@@ -15,7 +15,7 @@ from tests.client.lost_server import TEXT, TOKENS, LostServer
 
 RETRY = RetryPolicy(max_attempts=2, initial_backoff_s=0.05, max_backoff_s=0.2)
 NUM_CALLS = 6
-MANY = 5  # attempts of a call, more than RETRY allows a server that answers
+MANY = 5  # attempts of a call, more than RETRY allows a server that responds
 JOIN_S = 60.0  # a call that lasts longer hangs
 
 
@@ -57,7 +57,7 @@ class Calls:
     def _run(self) -> None:
         def generate() -> str:
             result = self._client.generate("hi", timeout_s=self._timeout_s, **self._options).result()
-            assert all(answer.token_ids == tuple(TOKENS) for answer in result.answers)
+            assert all(completion.token_ids == tuple(TOKENS) for completion in result.completions)
             return result.text
 
         self._keep(generate)
@@ -66,7 +66,7 @@ class Calls:
         async def generate() -> str:
             async with AsyncClient(self._target, retry=RETRY, sleep=self._async_sleep) as client:
                 result = await client.generate("hi", timeout_s=self._timeout_s, **self._options).result()
-                assert all(answer.token_ids == tuple(TOKENS) for answer in result.answers)
+                assert all(completion.token_ids == tuple(TOKENS) for completion in result.completions)
                 return result.text
 
         self._keep(lambda: asyncio.run(generate()))
@@ -102,7 +102,7 @@ def test_server_killed_before_the_first_token_that_stays_away_ends_every_call_in
     results = calls.join()
     # The time ends between two attempts, or within one: the machine decides which.
     assert len(results) == NUM_CALLS and all(isinstance(result, Unavailable | DeadlineExceeded) for result in results)
-    assert all("no Motet server answers at" in str(result) for result in results)
+    assert all("no Motet server responds at" in str(result) for result in results)
 
 
 @pytest.mark.parametrize(("behaviour", "n"), [("silent", 1), ("half", 1), ("half", 2)])
@@ -114,40 +114,40 @@ def test_server_that_is_away_for_longer_than_all_attempts_loses_no_call(
     server.wait_for_calls(NUM_CALLS)
     server.kill()
     calls.wait_for_pauses(MANY * NUM_CALLS)
-    server.start("answer")
+    server.start("serve")
     assert calls.join() == [TEXT] * NUM_CALLS
 
 
-def test_answers_that_came_before_the_server_was_killed_are_kept(server: LostServer, is_async: bool) -> None:
+def test_completions_that_came_before_the_server_was_killed_are_kept(server: LostServer, is_async: bool) -> None:
     server.start("whole")
     calls = Calls(server.target, is_async=is_async, timeout_s=50.0)
     server.wait_for_calls(NUM_CALLS)
-    server.kill()  # what a client has not read by now, it asks the next server for
-    server.start("answer")
+    server.kill()  # what a client has not read by now, it requests from the next server
+    server.start("serve")
     assert calls.join() == [TEXT] * NUM_CALLS
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_stream_whose_answers_all_ended_ends_with_its_connection(server: LostServer, n: int) -> None:
+def test_stream_whose_completions_all_ended_ends_with_its_connection(server: LostServer, n: int) -> None:
     server.start("whole")
     with Client(server.target, retry=RETRY) as client, client.generate("hi", n=n, timeout_s=50.0) as stream:
-        while len(stream.answers) < n:
+        while len(stream.completions) < n:
             next(stream)
         server.kill()
         assert list(stream) == []
-        assert [answer.text for answer in stream.result().answers] == [TEXT] * n
+        assert [completion.text for completion in stream.result().completions] == [TEXT] * n
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_async_stream_whose_answers_all_ended_ends_with_its_connection(server: LostServer, n: int) -> None:
+async def test_async_stream_whose_completions_all_ended_ends_with_its_connection(server: LostServer, n: int) -> None:
     server.start("whole")
     client = AsyncClient(server.target, retry=RETRY)
     async with client, client.generate("hi", n=n, timeout_s=50.0) as stream:
-        while len(stream.answers) < n:
+        while len(stream.completions) < n:
             await anext(stream)
         server.kill()
         assert [chunk async for chunk in stream] == []
-        assert [answer.text for answer in (await stream.result()).answers] == [TEXT] * n
+        assert [completion.text for completion in (await stream.result()).completions] == [TEXT] * n
 
 
 @pytest.mark.parametrize("behaviour", ["silent", "half"])
@@ -158,5 +158,5 @@ def test_calls_that_a_terminated_server_cancels_go_on_at_the_next_one(
     calls = Calls(server.target, is_async=is_async, timeout_s=50.0)
     server.wait_for_calls(NUM_CALLS)
     server.terminate()
-    server.start("answer")
+    server.start("serve")
     assert calls.join() == [TEXT] * NUM_CALLS

@@ -19,7 +19,7 @@ REFUSED = (
 
 
 class Call:
-    """One call with its clock: `run` lets every attempt fail in turn and waits as told."""
+    """One call with its clock: `run` lets every attempt fail in turn and waits as the client says."""
 
     def __init__(self, policy: RetryPolicy | None = None, *, timeout_s: float = 600.0) -> None:
         self.now_s = 50.0
@@ -78,7 +78,7 @@ def test_absence_is_bounded_by_the_timeout_with_the_cause() -> None:
     call.run(broken())
     with pytest.raises(Unavailable) as caught:
         call.run(*[refused() for _ in range(100)])
-    assert str(caught.value).startswith("no Motet server answers at host:50051: Connection refused; not tried again: ")
+    assert str(caught.value).startswith("no Motet server responds at host:50051: Connection refused; not tried again: ")
     assert str(caught.value).endswith("s are left of timeout_s=8") and caught.value.reason == "SERVER_UNREACHABLE"
     assert 57.0 < call.now_s < 58.0
 
@@ -91,7 +91,7 @@ def test_server_that_was_never_reached_is_given_up_sooner() -> None:
 
 
 @pytest.mark.parametrize("reached", [broken(), failed(), ResourceExhausted("full", retry_after_s=1.0)])
-def test_any_answer_or_connection_ends_the_connect_timeout(reached: MotetError) -> None:
+def test_any_response_or_connection_ends_the_connect_timeout(reached: MotetError) -> None:
     call = Call(RetryPolicy(connect_timeout_s=2.0))
     call.contact.failed(reached)
     call.run(*[refused() for _ in range(30)])
@@ -122,13 +122,13 @@ def test_errors_that_waiting_does_not_mend_are_raised_as_they_are() -> None:
         assert caught.value is error
 
 
-def test_deadline_of_the_call_tells_what_came_before_it() -> None:
+def test_deadline_of_the_call_says_what_came_before_it() -> None:
     call = Call(timeout_s=10.0)
     call.run(broken())
     with pytest.raises(DeadlineExceeded) as caught:
         call.run(DeadlineExceeded("Stream removed (Deadline Exceeded)"))
     assert str(caught.value) == (
-        "the call was not answered within timeout_s=10; before that: the connection broke to the server at "
+        "the call got no response within timeout_s=10; before that: the connection broke to the server at "
         "host:50051: Socket closed"
     )
 
@@ -152,7 +152,7 @@ def test_loss_and_return_of_the_server_are_logged_once(caplog: pytest.LogCapture
     assert caplog.messages == [
         "server gone, calls are tried again until their timeout target=host:50051 "
         "error=the connection broke to the server at host:50051: Socket closed",
-        "server answers again target=host:50051",
+        "server responds again target=host:50051",
     ]
 
 
@@ -211,7 +211,7 @@ def test_time_that_bounds_no_call_is_refused_by_name(timeout_s: Any) -> None:
         Call(timeout_s=timeout_s)
 
 
-def test_a_cause_that_is_over_is_not_told_when_the_time_ends_later() -> None:
+def test_a_cause_that_is_over_is_not_returned_when_the_time_ends_later() -> None:
     call = Call(timeout_s=10.0)
     call.run(broken())
     call.attempts.progressed()

@@ -60,7 +60,7 @@ WORKER = """
 
 
 class Stage:
-    """The stand-ins' scripts and what they told."""
+    """The stand-ins' scripts and what they reported."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,14 +72,14 @@ class Stage:
     def command(self, name: str, behaviour: str = "normal") -> list[str]:
         return [sys.executable, "-S", str(self.folder / name), str(self.events), behaviour]
 
-    def told(self) -> list[list[str]]:
+    def reported(self) -> list[list[str]]:
         return [line.split() for line in self.events.read_text().splitlines()]
 
     def words(self) -> list[str]:
-        return [line[0] for line in self.told()]
+        return [line[0] for line in self.reported()]
 
     def pids(self, word: str) -> list[int]:
-        return [int(line[1]) for line in self.told() if line[0] == word]
+        return [int(line[1]) for line in self.reported() if line[0] == word]
 
     def supervisor(self, *, control: str = "normal", worker: str = "normal", **settings: Any) -> Supervisor:
         return Supervisor(
@@ -135,12 +135,12 @@ async def when_printed(capsys: pytest.CaptureFixture[str], text: str) -> str:
 
 async def test_both_start_and_stop_in_order(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     run = asyncio.create_task(stage.supervisor().run())
-    told = await when_printed(capsys, "motet ready")
-    assert "motet ready: clients at 127.0.0.1:7001, worker w0 attached to 127.0.0.1:7002\n" in told
+    reported = await when_printed(capsys, "motet ready")
+    assert "motet ready: clients at 127.0.0.1:7001, worker w0 attached to 127.0.0.1:7002\n" in reported
     os.kill(os.getpid(), signal.SIGINT)
     assert await asyncio.wait_for(run, 30) == 0
     assert stage.words() == ["control-started", "worker-started", "control-stopped", "worker-stopped"]
-    assert stage.told()[1][2:] == ["127.0.0.1:7002"]
+    assert stage.reported()[1][2:] == ["127.0.0.1:7002"]
 
 
 async def test_worker_that_dies_is_started_again_with_growing_delays(
@@ -153,17 +153,17 @@ async def test_worker_that_dies_is_started_again_with_growing_delays(
         await naps(seconds)
 
     run = asyncio.create_task(stage.supervisor(sleep=sleep, clock=lambda: clock[0]).run())
-    told = await when_printed(capsys, "motet ready")
+    reported = await when_printed(capsys, "motet ready")
     for number in range(4):
         if number == 2:
             clock[0] += STEADY_S  # this one ran long enough to be trusted again
         os.kill(stage.pids("worker-started")[number], signal.SIGKILL)
         if number < 3:
-            told += await when_printed(capsys, "worker w0 attached again")
+            reported += await when_printed(capsys, "worker w0 attached again")
     assert await asyncio.wait_for(run, 30) == 0
     first = FIRST_RESTART_S
     assert naps.seconds == [first, 2 * first, first, 2 * first]
-    assert "the worker ended with SIGKILL; starting it again in 0.5 s" in told
+    assert "the worker ended with SIGKILL; starting it again in 0.5 s" in reported
 
 
 async def test_worker_that_never_gets_ready_ends_everything(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ async def test_worker_that_ignores_sigterm_is_killed(stage: Stage, capsys: pytes
     await when_printed(capsys, "motet ready")
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(run, 30) == 0
-    assert stage.words()[-1] == "worker-stopped", "it was asked first"
+    assert stage.words()[-1] == "worker-stopped", "it was requested first"
 
 
 def declare(*flags: str) -> Any:
@@ -226,12 +226,12 @@ def sides(stage: Stage) -> tuple[Side, Side]:
 def test_flags_reach_the_side_that_knows_them(stage: Stage) -> None:
     argv = ["--threads", "2", "--model=m", "--no-reflection", "--listen", "127.0.0.1:0"]
     assert run_up(argv, sides=sides(stage)) == 1
-    assert stage.told()[0][2:] == ["--model=m", "--no-reflection", "--listen", "127.0.0.1:0"]
+    assert stage.reported()[0][2:] == ["--model=m", "--no-reflection", "--listen", "127.0.0.1:0"]
 
 
 def test_checkpoint_may_be_the_first_word(stage: Stage) -> None:
     assert run_up(["m", "--listen", "127.0.0.1:0"], sides=sides(stage)) == 1
-    assert stage.told()[0][2:] == ["--model", "m", "--listen", "127.0.0.1:0"]
+    assert stage.reported()[0][2:] == ["--model", "m", "--listen", "127.0.0.1:0"]
 
 
 @pytest.mark.parametrize("flags", [["--model", "n"], ["--model=n"]])
@@ -266,7 +266,7 @@ def test_value_that_a_side_refuses_ends_before_anything_starts(
         (["--model", "model", "--control-plane", "a:1"], "unrecognized arguments: --control-plane a:1"),
     ],
 )
-def test_values_of_both_real_sides_are_checked_first_and_told_once(
+def test_values_of_both_real_sides_are_checked_first_and_returned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], reason: str
 ) -> None:
     (tmp_path / "model").mkdir()

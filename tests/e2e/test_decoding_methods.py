@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from motet import Answer, BeamSearch, Client, FinishReason
+from motet import BeamSearch, Client, Completion, FinishReason
 
 from tests.e2e.harness import System
 from tests.e2e.traffic import prompts
@@ -55,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_every_sample_sees_its_own_tokens_alone(served: Served) -> None:
     """The log-probability of each token is the model's after the prompt and the tokens of the same sample."""
 
-    def ask(job: tuple[tuple[int, ...], str]) -> tuple[Answer, ...]:
+    def ask(job: tuple[tuple[int, ...], str]) -> tuple[Completion, ...]:
         prompt, adapter = job
         stream = served.client.generate(
             list(prompt),
@@ -68,7 +68,7 @@ def test_every_sample_sees_its_own_tokens_alone(served: Served) -> None:
             logprobs=1,
             timeout_s=120.0,
         )
-        return stream.result().answers
+        return stream.result().completions
 
     with ThreadPoolExecutor(len(JOBS)) as pool:
         results = list(pool.map(ask, JOBS))
@@ -90,7 +90,7 @@ def test_hypotheses_of_a_beam_search_are_those_of_transformers(served: Served) -
     liked = [served.oracle.logits(prompt, adapter)[-1].topk(4).indices.tolist() for prompt, adapter in JOBS]
     searches = [(*job, SEARCHES[idx % 3], liked[idx][idx % 4]) for idx, job in enumerate(JOBS)]
 
-    def ask(search: tuple[tuple[int, ...], str, BeamSearch, int]) -> tuple[Answer, ...]:
+    def ask(search: tuple[tuple[int, ...], str, BeamSearch, int]) -> tuple[Completion, ...]:
         prompt, adapter, beam, stop = search
         stream = served.client.generate(
             list(prompt),
@@ -102,7 +102,7 @@ def test_hypotheses_of_a_beam_search_are_those_of_transformers(served: Served) -
             stop_token_ids=[stop],
             timeout_s=120.0,
         )
-        return stream.result().answers
+        return stream.result().completions
 
     with ThreadPoolExecutor(len(searches)) as pool:
         results = list(pool.map(ask, searches))

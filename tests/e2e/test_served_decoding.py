@@ -72,7 +72,7 @@ def test_log_probabilities_are_the_models_own(served: Served, adapter: str) -> N
             timeout_s=120.0,
         ).result()
         num_prompt = len(prompt)
-        for answer in result.answers:
+        for answer in result.completions:
             logits = served.oracle.logits([*prompt, *answer.token_ids], adapter)
             assert_told(answer.logprobs, answer.token_ids, logits[num_prompt - 1 : -1], 4)
         assert_told(result.started.prompt_logprobs, prompt[1:], logits[: num_prompt - 1], 2)
@@ -132,7 +132,7 @@ def test_swapped_requests_answer_as_transformers(served: Served) -> None:
     with ThreadPoolExecutor(len(texts)) as pool:
         results = list(pool.map(ask, range(len(texts))))
     for position, (prompt, result) in enumerate(zip(texts, results, strict=True)):
-        (answer,) = {answer.token_ids for answer in result.answers}  # greedy: all alike
+        (answer,) = {answer.token_ids for answer in result.completions}  # greedy: all alike
         assert len(answer) == num_tokens
         num_compared += served.oracle.num_agreed(prompt, answer, "one" if position % 2 else "")
     assert num_compared > 300
@@ -168,9 +168,9 @@ def test_beams_are_those_of_transformers(
             stop_token_ids=STOPS,
         )
         scores = [score for _, score in expected]
-        assert [answer.finished.score for answer in result.answers] == pytest.approx(scores, abs=1e-3)
+        assert [answer.finished.score for answer in result.completions] == pytest.approx(scores, abs=1e-3)
         gaps = [a - b for a, b in itertools.pairwise(scores)]
         if min(gaps) >= MIN_GAP:
             num_compared += 1
-            assert [list(answer.token_ids) for answer in result.answers] == [tokens for tokens, _ in expected]
+            assert [list(answer.token_ids) for answer in result.completions] == [tokens for tokens, _ in expected]
     assert num_compared >= 1

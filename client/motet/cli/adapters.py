@@ -168,8 +168,8 @@ def _pin(arguments: argparse.Namespace) -> int:
         adapter = client.adapters.pin(arguments.name)
     if not any(place.tier is AdapterTier.HOST_CACHE for place in adapter.placements):
         print(
-            "motet: the adapter is pinned, but not in the host cache now; `motet status` tells whether the host cache "
-            "answers",
+            "motet: the adapter is pinned, but not in the host cache now; `motet status` shows whether the host cache "
+            "responds",
             file=sys.stderr,
         )
     return _show(adapter, is_json=arguments.json, verb="pinned")

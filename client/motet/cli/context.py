@@ -56,5 +56,5 @@ def seconds(text: str) -> float:
 
 
 def connect(arguments: argparse.Namespace) -> Client:
-    """A client for the server that the command line names. Tells soon when nobody answers there."""
+    """A client for the server that the command line names. Fails soon when nothing responds there."""
     return Client(arguments.server, retry=RetryPolicy(connect_timeout_s=CONNECT_TIMEOUT_S))

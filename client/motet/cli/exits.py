@@ -43,7 +43,7 @@ exit codes:
   3    the request was refused: bad value, wrong base model, changed meanwhile, not allowed
   4    no such adapter or version
   5    a queue, budget or limit is full; try again later
-  6    the server cannot be reached or cannot answer at present
+  6    the server cannot be reached or cannot respond at present
   7    the time ran out
   8    data arrived damaged
   130  cancelled

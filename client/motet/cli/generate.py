@@ -16,7 +16,7 @@ from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
 from motet.requests import GenerateOptions, Prompt
-from motet.types import Answer, BeamSearch, ChatMessage, Chunk
+from motet.types import BeamSearch, ChatMessage, Chunk, Completion
 from motet.v1 import types_pb2
 from motet.v1.sampling import DESCRIPTIONS
 
@@ -66,7 +66,7 @@ def add_parser(commands: Subparsers) -> None:
     sampling.add_argument(
         "--min-tokens", type=int, metavar="N", help="tokens before anything may end it, a count (default: 0)"
     )
-    _add_decoding(parser.add_argument_group("several answers"))
+    _add_decoding(parser.add_argument_group("several completions"))
     parser.add_argument(
         "--priority", type=int, metavar="N", help="higher runs first within the tenant, from -100 to 100 (default: 0)"
     )
@@ -106,13 +106,13 @@ def _add_sampling(group: Any) -> None:
 
 def _add_decoding(group: Any) -> None:
     group.add_argument(
-        "--n", type=int, metavar="N", help="answers to return, a count; needs --temperature or --beams (default: 1)"
+        "--n", type=int, metavar="N", help="completions to return, a count; needs --temperature or --beams (default: 1)"
     )
     group.add_argument(
         "--best-of",
         type=int,
         metavar="N",
-        help="answers to sample; the most likely are returned; needs --temperature (default: --n)",
+        help="completions to sample; the most likely are returned; needs --temperature (default: --n)",
     )
     group.add_argument("--beams", type=int, metavar="N", help="beam search with N beams, from 2 to 16 (default: none)")
     group.add_argument(
@@ -122,7 +122,7 @@ def _add_decoding(group: Any) -> None:
         help="with --beams, exponent of the length, in [-10, 10] (default: 1)",
     )
     group.add_argument(
-        "--early-stopping", action="store_true", help="with --beams, end with the first N answers that have ended"
+        "--early-stopping", action="store_true", help="with --beams, end with the first N completions that have ended"
     )
 
 
@@ -158,7 +158,8 @@ def _refuse_what_has_no_effect(arguments: argparse.Namespace) -> None:
     for flag, value in (("--best-of", arguments.best_of), ("--n", arguments.n)):
         if value is not None and value > 1:
             raise invalid_field(
-                flag, f"{value} answers at temperature 0 are all the same; add --temperature, such as 0.8, or --beams"
+                flag,
+                f"{value} completions at temperature 0 are equal; add --temperature, such as 0.8, or --beams",
             )
 
 
@@ -228,7 +229,7 @@ def _print_text(stream: GenerationStream) -> None:
             sys.stdout.flush()
             ends_line = chunk.text.endswith("\n")
     if num_tokens and not num_chars:
-        print(f"motet: the answer has {num_tokens} tokens and no text; --json prints their ids", file=sys.stderr)
+        print(f"motet: the completion has {num_tokens} tokens and no text; --json prints their ids", file=sys.stderr)
     elif not ends_line:
         print(flush=True)
 
@@ -236,12 +237,12 @@ def _print_text(stream: GenerationStream) -> None:
 def _print_answers(stream: GenerationStream) -> None:
     for chunk in stream:
         if chunk.finish_reason is not None:
-            (answer,) = [answer for answer in stream.answers if answer.index == chunk.index]
-            print(f"[{answer.index}] {answer.text}{_rank(answer)}", flush=True)
+            (completion,) = [completion for completion in stream.completions if completion.index == chunk.index]
+            print(f"[{completion.index}] {completion.text}{_rank(completion)}", flush=True)
 
 
-def _rank(answer: Answer) -> str:
-    return "" if answer.finished.score is None else f"  (score {answer.finished.score:.4f})"
+def _rank(completion: Completion) -> str:
+    return "" if completion.finished.score is None else f"  (score {completion.finished.score:.4f})"
 
 
 def _print_events(stream: GenerationStream) -> None:
@@ -253,8 +254,8 @@ def _print_events(stream: GenerationStream) -> None:
         if chunk.finish_reason is None:
             print(json_line({"event": "delta", **_delta(chunk)}), flush=True)
         else:
-            (answer,) = [answer for answer in stream.answers if answer.index == chunk.index]
-            print(json_line({"event": "finished", **to_plain(answer.finished)}), flush=True)
+            (completion,) = [completion for completion in stream.completions if completion.index == chunk.index]
+            print(json_line({"event": "finished", **to_plain(completion.finished)}), flush=True)
 
 
 def _delta(chunk: Chunk) -> dict[str, Any]:
@@ -270,8 +271,8 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
 def _summary(stream: GenerationStream) -> str:
     result = stream.result()
     usage, timings = result.finished.usage, result.finished.timings
-    num_generated = sum(answer.finished.usage.completion_tokens for answer in result.answers)
-    reasons = ", ".join(dict.fromkeys(answer.finished.finish_reason for answer in result.answers))
+    num_generated = sum(completion.finished.usage.completion_tokens for completion in result.completions)
+    reasons = ", ".join(dict.fromkeys(completion.finished.finish_reason for completion in result.completions))
     return (
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {num_generated} generated, "
         f"ended by {reasons}, seed {result.started.seed}, "

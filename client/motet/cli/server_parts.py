@@ -1,6 +1,6 @@
 """`motet control-plane` and `motet worker`: hand the command line to the server parts of a checkout.
 
-The published package holds the client only; the server parts are imported when asked for and not before.
+The published package holds the client only; the server parts are imported when needed and not before.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Side:
 
     add_arguments: Callable[[Any], None]  # declares its flags
     command: Sequence[str]  # starts it; its flags are appended
-    # What is wrong with the values of its flags, or None. Asked before anything is started.
+    # What is wrong with the values of its flags, or None. Checked before anything is started.
     find_mistake: Callable[[argparse.Namespace], str | None] = _nothing_wrong
 
 

@@ -221,7 +221,7 @@ def each_of_four_answers_and_its_seed_alone(world: World) -> Iterator[Comparison
     for _ in range(2):
         ask = world.sampled()
         whole = world.get(ask.but(n=4))
-        for answer in whole.answers:
+        for answer in whole.completions:
             alone = ask.but(seed=answer.finished.seed)
             (got,) = world.get_cold([alone])
             yield Comparison(answer.token_ids, got.token_ids, alone)
@@ -382,11 +382,11 @@ def log_probabilities_of_answer_and_prompt(world: World) -> Iterator[Comparison]
     ask = world.any()
     answer = world.get(ask.but(logprobs=2))
     whole = Ask([*ask.prompt, *answer.token_ids], ask.options).but(prompt_logprobs=0, max_tokens=1, temperature=0.0)
-    told = [entry.logprob for entry in answer.answers[0].logprobs]
+    told = [entry.logprob for entry in answer.completions[0].logprobs]
     again = [entry.logprob for entry in world.get(whole).started.prompt_logprobs][-len(told) :]
     yield Comparison(True, _is_close(told, again), what=f"{told} and {again}")
     yield Comparison(True, _is_close([sum(told)], [answer.finished.cumulative_logprob or 0.0]), what="sum")
-    best = world.get(world.greedy().but(logprobs=2)).answers[0]
+    best = world.get(world.greedy().but(logprobs=2)).completions[0]
     yield Comparison(best.token_ids, [entry.top[0].token_id for entry in best.logprobs], what="greedy is the likeliest")
 
 
@@ -399,7 +399,7 @@ def the_best_of_four_is_one_of_the_four(world: World) -> Iterator[Comparison]:
     def mean(answer: Any) -> float:
         return sum(entry.logprob for entry in answer.logprobs) / len(answer.logprobs)
 
-    ranked = sorted(four.answers, key=mean, reverse=True)
+    ranked = sorted(four.completions, key=mean, reverse=True)
     if mean(ranked[0]) - mean(ranked[1]) > TOLERANCE:
         yield Comparison(ranked[0].token_ids, best.token_ids, what="the likeliest of the four")
 
@@ -414,14 +414,14 @@ def beams_alone_and_in_a_batch(world: World) -> Iterator[Comparison]:
     alone = world.get_cold(asks)
     together = world.get_all([*asks, *(world.any() for _ in range(6))])[:3]
     for ask, left, right in zip(asks, alone, together, strict=True):
-        scores = [answer.finished.score or 0.0 for answer in left.answers]
+        scores = [answer.finished.score or 0.0 for answer in left.completions]
         if min(a - b for a, b in itertools.pairwise(scores)) > TOLERANCE:
-            for due, got in zip(left.answers, right.answers, strict=True):
+            for due, got in zip(left.completions, right.completions, strict=True):
                 yield Comparison(due.token_ids, got.token_ids, what="beams")
         yield Comparison(
-            True, _is_close(scores, [answer.finished.score or 0.0 for answer in right.answers]), what="scores"
+            True, _is_close(scores, [answer.finished.score or 0.0 for answer in right.completions]), what="scores"
         )
-        best = left.answers[0].token_ids
+        best = left.completions[0].token_ids
         whole = Ask([*ask.prompt, *best], ask.options).but(beam_search=None, n=1, max_tokens=1, prompt_logprobs=0)
         told = [entry.logprob for entry in world.get(whole).started.prompt_logprobs][-len(best) :]
         yield Comparison(True, _is_close([sum(told) / len(best)], scores[:1]), what=f"{scores[0]} of {told}")

@@ -1,4 +1,4 @@
-"""Several answers, beam search, log-probabilities, priorities and tenants, with both clients."""
+"""Several completions, beam search, log-probabilities, priorities and tenants, with both clients."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from tests.client.scripted_server import (
 from tests.client.test_generation import TOKENS, refusing, sending
 
 
-def told(token_id: int, logprob: float) -> types_pb2.TokenLogprobs:
+def logprob_of(token_id: int, logprob: float) -> types_pb2.TokenLogprobs:
     return types_pb2.TokenLogprobs(
         token_id=token_id, logprob=logprob, rank=2, top=[types_pb2.TokenLogprob(token_id=3, logprob=-0.25)]
     )
 
 
-def test_answers_are_folded_by_index(server: ScriptedServer, driver: Driver) -> None:
+def test_completions_are_folded_by_index(server: ScriptedServer, driver: Driver) -> None:
     server.scripts.append(
         sending(
             started(n=2, best_of=3, tenant="team"),
@@ -63,7 +63,7 @@ def test_answers_are_folded_by_index(server: ScriptedServer, driver: Driver) -> 
         (0, 2, "c"),
         (0, 2, ""),
     ]
-    first, second = result.answers
+    first, second = result.completions
     assert (result.text, result.token_ids, result.finished) == (first.text, first.token_ids, first.finished)
     assert (first.text, first.token_ids, first.finished.cumulative_logprob) == ("abc", (5, 6), -1.5)
     assert (second.index, second.text, second.token_ids) == (1, "xy", (7, 8))
@@ -103,25 +103,25 @@ def test_every_option_reaches_the_wire(server: ScriptedServer, driver: Driver) -
         prompt_logprobs=3,
     )
     assert (request.stopping.min_tokens, request.priority, server.tenants) == (2, -3, ["team"])
-    assert result.answers[1].finished.score == -0.5
+    assert result.completions[1].finished.score == -0.5
 
 
-def test_log_probabilities_are_told_and_summed_over_a_break(server: ScriptedServer, driver: Driver) -> None:
+def test_log_probabilities_are_returned_and_summed_over_a_break(server: ScriptedServer, driver: Driver) -> None:
     def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
-        yield started(prompt_logprobs=[told(9, -3.0)])
-        yield delta(0, [5], "a", logprobs=[told(5, -0.5)])
+        yield started(prompt_logprobs=[logprob_of(9, -3.0)])
+        yield delta(0, [5], "a", logprobs=[logprob_of(5, -0.5)])
         abort(context, grpc.StatusCode.UNAVAILABLE, "the worker was lost", WORKER_LOST)
 
-    rest = sending(started(), delta(1, [6], "b", logprobs=[told(6, -1.0)]), finished(2))
+    rest = sending(started(), delta(1, [6], "b", logprobs=[logprob_of(6, -1.0)]), finished(2))
     server.scripts.extend([breaking, rest])
     chunks, result = driver.generate("hi", logprobs=1, prompt_logprobs=1)
     first = TokenLogprobs(5, -0.5, 2, (TokenLogprob(3, -0.25),))
-    assert chunks[0].logprobs == (first,) and result.answers[0].logprobs[0] == first
-    assert [entry.token_id for entry in result.answers[0].logprobs] == [5, 6]
+    assert chunks[0].logprobs == (first,) and result.completions[0].logprobs[0] == first
+    assert [entry.token_id for entry in result.completions[0].logprobs] == [5, 6]
     assert result.finished.cumulative_logprob == -1.5
     assert [entry.token_id for entry in result.started.prompt_logprobs] == [9]
     resumed = server.requests[1].sampling
-    assert resumed.HasField("logprobs") and not resumed.HasField("prompt_logprobs")  # the first call told them
+    assert resumed.HasField("logprobs") and not resumed.HasField("prompt_logprobs")  # the first call returned them
 
 
 SEVERAL = {0: [5, 6, 7, 8], 1: [9, 10], 2: [11, 12, 13]}
@@ -161,10 +161,10 @@ def _events_of_several(order: list[int], per_delta: int) -> Iterator[Response]:
 
 @pytest.mark.parametrize("break_after", range(1, 16))
 @pytest.mark.parametrize("per_delta", [1, 3])
-def test_broken_stream_of_several_answers_is_repeated_without_loss_or_repetition(
+def test_broken_stream_of_several_completions_is_repeated_without_loss_or_repetition(
     server: ScriptedServer, driver: Driver, break_after: int, per_delta: int
 ) -> None:
-    """The answers come in another order and in other pieces the second time."""
+    """The completions come in another order and in other pieces the second time."""
     again = playing_several(order=[2, 2, 1, 0] * 9, per_delta=per_delta)
     server.scripts.extend([playing_several(break_after=break_after), again])
     chunks, result = driver.generate("hi", n=3)
@@ -176,13 +176,13 @@ def test_broken_stream_of_several_answers_is_repeated_without_loss_or_repetition
             {chunk.token_offset for chunk in mine if chunk.token_ids}
         )
         assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.LENGTH]
-        assert mine[-1].finish_reason is not None and result.answers[index].token_ids == tuple(tokens)
+        assert mine[-1].finish_reason is not None and result.completions[index].token_ids == tuple(tokens)
     first, second = server.requests
     assert (second.sampling.seed, second.decoding, second.text) == (11, first.decoding, "hi")
     assert len(driver.sleeps) == 1
 
 
-def test_answers_that_are_told_at_the_end_are_asked_for_again(server: ScriptedServer, driver: Driver) -> None:
+def test_completions_that_are_returned_at_the_end_are_requested_again(server: ScriptedServer, driver: Driver) -> None:
     def breaking(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         yield started(n=2, best_of=4)
         yield delta(0, [5], "a")
@@ -197,19 +197,31 @@ def test_answers_that_are_told_at_the_end_are_asked_for_again(server: ScriptedSe
     )
     server.scripts.extend([breaking, refusing(grpc.StatusCode.UNAVAILABLE, "Socket closed"), whole])
     _, result = driver.generate("hi", n=2, best_of=4)
-    assert [(answer.text, answer.token_ids) for answer in result.answers] == [("ab", (5, 6)), ("c", (7,))]
+    assert [(completion.text, completion.token_ids) for completion in result.completions] == [
+        ("ab", (5, 6)),
+        ("c", (7,)),
+    ]
 
 
 @pytest.mark.parametrize(
     ("rest", "complaint"),
     [
-        ([delta(0, [5, 9], "ab")], "other tokens than before from 0 on in answer 0"),
+        ([delta(0, [5, 9], "ab")], "other tokens than before from 0 on in completion 0"),
         ([delta(0, [5, 6], "ax")], "text differs"),
-        ([delta(0, [5], "a"), finished(1)], "the end after 1 tokens, before all that was told once, in answer 0"),
-        ([delta(0, [5, 6], "a"), finished(2)], "the end after 2 tokens, before all that was told once, in answer 0"),
-        ([delta(0, [7, 8], "xy", index=1)], "more than before its end in answer 1"),
-        ([delta(0, [7], "x", index=1), finished(1, index=1), finished(1, index=1)], "finished after the end of answer"),
-        ([delta(1, [6], "b")], "token_offset 1 where 0 was due in answer 0"),
+        (
+            [delta(0, [5], "a"), finished(1)],
+            "the end after 1 tokens, before all that was returned once, in completion 0",
+        ),
+        (
+            [delta(0, [5, 6], "a"), finished(2)],
+            "the end after 2 tokens, before all that was returned once, in completion 0",
+        ),
+        ([delta(0, [7, 8], "xy", index=1)], "more than before its end in completion 1"),
+        (
+            [delta(0, [7], "x", index=1), finished(1, index=1), finished(1, index=1)],
+            "finished after the end of completion",
+        ),
+        ([delta(1, [6], "b")], "token_offset 1 where 0 was due in completion 0"),
     ],
 )
 def test_repetition_that_differs_is_data_loss(
@@ -235,7 +247,7 @@ def test_tenant_of_the_client_holds_where_a_call_names_none(server: ScriptedServ
     assert server.tenants == [None, "mine", "other"]
 
 
-def test_quota_is_told_with_its_name_and_a_time(server: ScriptedServer, driver: Driver) -> None:
+def test_quota_is_returned_with_its_name_and_a_time(server: ScriptedServer, driver: Driver) -> None:
     info = error_details_pb2.ErrorInfo(
         reason="QUOTA_EXCEEDED", metadata={"tenant": "a", "quota": "tokens_per_minute", "limit": "60"}
     )
@@ -269,15 +281,21 @@ def test_what_the_wire_cannot_carry_is_refused_by_field(driver: Driver, options:
 @pytest.mark.parametrize(
     ("responses", "complaint"),
     [
-        ([started()], "1 answers where 2 were asked for"),
-        ([started(n=2**31)], "answers where 2 were asked for"),
-        ([started(n=2), finished(0), delta(0, [5], "a")], "delta after the end of answer 0"),
-        ([started(n=2), finished(0), finished(0)], "finished after the end of answer 0"),
-        ([started(n=2), finished(0), delta(0, [5], "a", index=1)], "after 1 tokens without saying why answer 1 did"),
-        ([started(n=2), delta(0, [5], "a"), delta(1, [6], "a", index=1)], "token_offset 1 where 0 was due in answer 1"),
+        ([started()], "1 completions where 2 were requested"),
+        ([started(n=2**31)], "completions where 2 were requested"),
+        ([started(n=2), finished(0), delta(0, [5], "a")], "delta after the end of completion 0"),
+        ([started(n=2), finished(0), finished(0)], "finished after the end of completion 0"),
+        (
+            [started(n=2), finished(0), delta(0, [5], "a", index=1)],
+            "after 1 tokens without saying why completion 1 did",
+        ),
+        (
+            [started(n=2), delta(0, [5], "a"), delta(1, [6], "a", index=1)],
+            "token_offset 1 where 0 was due in completion 1",
+        ),
     ],
 )
-def test_answers_that_contradict_each_other_are_data_loss(
+def test_completions_that_contradict_each_other_are_data_loss(
     server: ScriptedServer, driver: Driver, responses: list[Response], complaint: str
 ) -> None:
     server.scripts.append(sending(*responses))

@@ -62,26 +62,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_samples_are_those_of_their_seeds(served: Served) -> None:
     result = served.generate(n=4)
-    assert [answer.index for answer in result.answers] == [0, 1, 2, 3]
-    for answer in result.answers:
+    assert [answer.index for answer in result.completions] == [0, 1, 2, 3]
+    for answer in result.completions:
         seed = sample_seed(5, answer.index)
         assert answer.finished.seed == seed
         assert list(answer.token_ids) == served.tokens(12, seed=seed)
         assert list(answer.token_ids) == list(served.generate(seed=seed).token_ids)
         assert (answer.finished.finish_reason, answer.finished.usage.completion_tokens) == (FinishReason.LENGTH, 12)
-    assert len({answer.token_ids for answer in result.answers}) == 4
+    assert len({answer.token_ids for answer in result.completions}) == 4
 
 
 def test_stop_token_and_stop_string_end_one_answer_alone(served: Served) -> None:
     whole = served.generate(n=3)
-    stop_token = whole.answers[1].token_ids[4]
+    stop_token = whole.completions[1].token_ids[4]
     ended = served.generate(n=3, stop_token_ids=[stop_token])
-    for before, after in zip(whole.answers, ended.answers, strict=True):
+    for before, after in zip(whole.completions, ended.completions, strict=True):
         num_tokens = before.token_ids.index(stop_token) + 1 if stop_token in before.token_ids else 12
         assert after.token_ids == before.token_ids[:num_tokens]
-    stop = whole.answers[2].text[6:9]
+    stop = whole.completions[2].text[6:9]
     ended = served.generate(n=3, stop=stop)
-    for before, after in zip(whole.answers, ended.answers, strict=True):
+    for before, after in zip(whole.completions, ended.completions, strict=True):
         head, found, _ = before.text.partition(stop)
         assert after.text == head
         assert after.finished.finish_reason is (FinishReason.STOP_STRING if found else FinishReason.LENGTH)
@@ -96,9 +96,9 @@ def test_best_of_returns_the_most_likely_ones(served: Served) -> None:
     samples = [served.tokens(12, seed=sample_seed(5, index)) for index in range(6)]
     ranked = sorted(samples, key=mean_logprob, reverse=True)
     result = served.generate(n=2, best_of=6)
-    assert [list(answer.token_ids) for answer in result.answers] == ranked[:2]
-    assert result.answers[0].logprobs == () and result.answers[0].finished.cumulative_logprob is None
-    assert result.answers[0].finished.seed == sample_seed(5, samples.index(ranked[0]))
+    assert [list(answer.token_ids) for answer in result.completions] == ranked[:2]
+    assert result.completions[0].logprobs == () and result.completions[0].finished.cumulative_logprob is None
+    assert result.completions[0].finished.seed == sample_seed(5, samples.index(ranked[0]))
 
 
 def test_min_tokens_holds_off_the_end(served: Served) -> None:
@@ -117,7 +117,7 @@ def test_log_probabilities_of_prompt_and_answer(served: Served) -> None:
     assert [told.token_id for told in prompt] == PROMPT[1:]
     assert [told.logprob for told in prompt] == pytest.approx(served.logprobs(PROMPT[:1], PROMPT[1:]))
     assert result.started.cached_tokens == 0
-    for answer in result.answers:
+    for answer in result.completions:
         assert [told.token_id for told in answer.logprobs] == list(answer.token_ids)
         expected = served.logprobs(PROMPT, list(answer.token_ids))
         assert [told.logprob for told in answer.logprobs] == pytest.approx(expected)
@@ -130,12 +130,12 @@ def test_log_probabilities_of_prompt_and_answer(served: Served) -> None:
 def test_beams_are_told_best_first_with_their_scores(served: Served) -> None:
     result = served.generate(temperature=None, n=3, beam_search=BeamSearch(4, length_penalty=0.5))
     scores = []
-    for answer in result.answers:
+    for answer in result.completions:
         total = math.fsum(served.logprobs(PROMPT, list(answer.token_ids)))
         assert answer.finished.cumulative_logprob == pytest.approx(total)
         assert answer.finished.score == pytest.approx(total / len(answer.token_ids) ** 0.5)
         scores.append(answer.finished.score or 0.0)
-    assert scores == sorted(scores, reverse=True) and len({answer.token_ids for answer in result.answers}) == 3
+    assert scores == sorted(scores, reverse=True) and len({answer.token_ids for answer in result.completions}) == 3
     assert result.started.beam_search == BeamSearch(4, 0.5, early_stopping=False)
     status = served.client.status()
     assert (status.queues.num_requests, status.workers[0].num_blocks_held) == (0, 0)
