@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -18,9 +19,24 @@ from tests.control_plane.host_cache.rig import FakeStore, RedisProcess, make_wei
 BUDGET = 20_000
 
 
+class Clock:
+    """Ahead of the real one by as much as a test says."""
+
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
 @pytest.fixture
-async def cache(redis_process: RedisProcess) -> AsyncIterator[RedisHostCache]:
-    made = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=20.0, seed=1)  # on a busy machine too
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def cache(redis_process: RedisProcess, clock: Clock) -> AsyncIterator[RedisHostCache]:
+    # The time limit holds on a busy machine too.
+    made = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=20.0, clock=clock, seed=1)
     await made.check()
     yield made
     await made.close()
@@ -265,12 +281,15 @@ async def test_no_write_begins_while_redis_is_scanned(
 
 
 async def test_a_write_that_waits_for_an_eviction_does_not_begin_within_a_scan(
-    cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+    cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess, clock: Clock
 ) -> None:
     evicted, digest = store.add(1), store.add(2)
     weights = make_weights(cache, store)
     await weights.ensure_cached(evicted)
-    cache._ledger.remove(evicted)
+    redis_process.client.execute_command("ACL", "SETUSER", "default", "-unlink")
+    await cache.drop(evicted)  # its bytes stay, and every write tries first to remove them
+    redis_process.client.execute_command("ACL", "SETUSER", "default", "+unlink")
+    clock.ahead_s = 60.0  # the pause after a refusal is over
     manifest, chunks = store.blobs[digest]
     scanned = asyncio.Event()
 
@@ -433,7 +452,7 @@ async def test_a_key_of_another_type_is_a_miss_that_holds_up_no_write(
 
 
 async def test_what_could_not_be_removed_counts_until_it_is(
-    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess, clock: Clock
 ) -> None:
     """Redis refuses to unlink: the bytes of the evicted one are there still, so there is no room for another."""
     client = redis_process.client
@@ -444,7 +463,7 @@ async def test_what_could_not_be_removed_counts_until_it_is(
     assert (weights.is_cached(old), weights.is_cached(new)) == (False, False)
     assert sum(client.strlen(key) for key in client.keys("motet:a:*")) <= cache.used_bytes <= BUDGET
     client.execute_command("ACL", "SETUSER", "default", "+unlink")
-    cache._writes_after_s = float("-inf")  # the pause after a refusal is over
+    clock.ahead_s = 60.0  # the pause after a refusal is over
     await weights.ensure_cached(new)
     assert weights.is_cached(new)
     assert not client.keys(f"motet:a:{old}:*")
