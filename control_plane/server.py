@@ -35,9 +35,9 @@ from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
+from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import health, status
 from control_plane.api.admin import adapters, operations
-from control_plane.api.admin.adapter_roots import AdapterRoots
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -164,23 +164,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         fleet=fleet,
         gate=gate,
     )
-    status_service = status.StatusService(
-        model=status.ModelIdentity(
-            base_model.name,
-            base_model.fingerprint,
-            base_model.vocab_size,
-            base_model.dtype,
-        ),
-        served=reports,
-        limits=LimitStatus(
-            max_waiting_requests=config.max_waiting_requests,
-            max_adapter_bytes=config.max_adapter_bytes,
-            max_chunk_bytes=MAX_CHUNK_BYTES,
-        ),
-        fleet=fleet,
-        registry=registry,
-        weights=weights,
-    )
+    status_service = _status_service(config, base_model, reports, fleet, registry, weights)
 
     health_service = health.HealthService()
     reporter = health.HealthReporter(health_service, lambda: fleet.num_workers > 0)
@@ -228,6 +212,33 @@ def _offer(server: grpc.aio.Server, *services: tuple[Any, object]) -> None:
 def _offer_reflection(server: grpc.aio.Server) -> None:
     names = [generation.SERVICE_NAME, adapters.SERVICE_NAME, status.SERVICE_NAME, operations.SERVICE_NAME]
     reflection.add_to_server([*names, health.SERVICE_NAME], server)
+
+
+def _status_service(
+    config: ServerConfig,
+    base_model: BaseModel,
+    reports: WorkerReports,
+    fleet: Fleet,
+    registry: Registry,
+    weights: AdapterWeights,
+) -> status.StatusService:
+    return status.StatusService(
+        model=status.ModelIdentity(
+            base_model.name,
+            base_model.fingerprint,
+            base_model.vocab_size,
+            base_model.dtype,
+        ),
+        served=reports,
+        limits=LimitStatus(
+            max_waiting_requests=config.max_waiting_requests,
+            max_adapter_bytes=config.max_adapter_bytes,
+            max_chunk_bytes=MAX_CHUNK_BYTES,
+        ),
+        fleet=fleet,
+        registry=registry,
+        weights=weights,
+    )
 
 
 async def _read_base_model(config: ServerConfig) -> BaseModel:

@@ -15,8 +15,8 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc
 from control_plane.adapters.audit import audited
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Registration
 from control_plane.adapters.operations import OperationStore
+from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import wire
-from control_plane.api.admin.adapter_roots import AdapterRoots
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.operations import operation_message
 from control_plane.api.admin.resource_names import adapter_id_in, operation_id_in

@@ -30,8 +30,8 @@ from control_plane.checks import (
     refuse,
 )
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
+from control_plane.registry.peft.ingest import FILE_NAMES
 
-FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_CHUNK_BYTES = 2**20
 MAX_LISTED_FILES = 16  # in a header that is looked at file by file
 MAX_OPEN_UPLOADS = 16

@@ -26,6 +26,7 @@ from control_plane.registry.peft.target_modules import TargetModules
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+FILE_NAMES = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 @dataclass(frozen=True, slots=True)

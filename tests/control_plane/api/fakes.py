@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
+from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import status
 from control_plane.api.admin import adapters, operations
-from control_plane.api.admin.adapter_roots import AdapterRoots
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate

@@ -13,9 +13,10 @@ import pytest
 from motet.v1 import adapters_pb2
 
 from control_plane.api.admin.disk_space import SPARE_BYTES
-from control_plane.api.admin.upload import FILE_NAMES, GRACE_S, LEAST_BYTES_PER_S, UploadReceiver
+from control_plane.api.admin.upload import GRACE_S, LEAST_BYTES_PER_S, UploadReceiver
 from control_plane.awake import AwakeClock
 from control_plane.errors import DeadlineExceeded, Exhausted
+from control_plane.registry.peft.ingest import FILE_NAMES
 
 PEER = "ipv4:10.0.0.1:1"
 MIB = 1 << 20

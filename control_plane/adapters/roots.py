@@ -1,13 +1,13 @@
-"""Finds an adapter's files below the operator's roots; the only place where a client's words become a path."""
+"""Finds an adapter's files below the operator's roots. The only place where a client's text becomes a path."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from control_plane.api.admin.upload import FILE_NAMES
 from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
+from control_plane.registry.peft.ingest import FILE_NAMES
 from control_plane.store_calls import StoreCalls
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.api.admin.adapter_roots import AdapterRoots
-from control_plane.api.admin.upload import FILE_NAMES
+from control_plane.adapters.roots import AdapterRoots
 from control_plane.errors import StoreUnavailable
+from control_plane.registry.peft.ingest import FILE_NAMES
 from control_plane.store_calls import MAX_HUNG_CALLS, StoreCalls
 
 LONG_S = 60.0
