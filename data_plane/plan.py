@@ -52,7 +52,7 @@ class NewRow:
     slot: int | None  # None: no adapter
     slot_generation: int
     sampling: RowSampling
-    is_stepwise: bool = False  # decodes only where fed_tokens names it
+    is_host_fed: bool = False  # decodes only where fed_tokens names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class StepPlan:
     resumed_rows: Int32Array = field(default_factory=no_rows)  # [n]
     prefills: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, number of tokens)
     block_copies: Int32Array = field(default_factory=no_pairs)  # [n, 2] (source, destination)
-    fed_tokens: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, token id) of stepwise rows that decode
+    fed_tokens: Int32Array = field(default_factory=no_pairs)  # [n, 2] (row, token id) of host-fed rows that decode
     swap_outs: Int32Array = field(default_factory=no_pairs)  # [n, 2] (block, host block)
     swap_ins: Int32Array = field(default_factory=no_pairs)  # [n, 2] (host block, block)
 
@@ -94,7 +94,7 @@ class StepOutput:
     token_ids: Int32Array  # [n]
     failed_rows: Int32Array  # [n] rows whose logits were not finite
     step_time_us: int
-    sampled_logprobs: list[RowLogprobs] = field(default_factory=list)  # of the rows that asked, in the order of rows
+    sampled_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows that want them, in the order of rows
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)  # of rows whose prompt was computed here
     num_moved_blocks: int = 0  # to and from host memory, by moves that ended since the step before
     move_time_us: int = 0  # of these moves
@@ -135,7 +135,7 @@ class Capacities:
     max_model_len: int  # tokens
     vocab_size: int  # tokens
     num_host_blocks: int = 0  # KV blocks in host memory; 0: it does not swap
-    target_modules: tuple[TargetModule, ...] = ()  # in the model's order; empty: not told
+    target_modules: tuple[TargetModule, ...] = ()  # in the model's order; empty: not reported
 
 
 class AdapterSource(Protocol):

@@ -66,7 +66,7 @@ def decode_plan(message: plan_pb2.StepPlan) -> StepPlan:
 
 
 def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
-    """The message that answers a plan of that epoch."""
+    """The step result for a plan of that epoch."""
     return plan_pb2.AttachRequest(
         step_result=plan_pb2.StepResult(
             step_id=output.step_id,
@@ -75,8 +75,8 @@ def encode_output(output: StepOutput, epoch: int) -> plan_pb2.AttachRequest:
             token_ids=_packed(output.token_ids),
             failed_rows=_packed(output.failed_rows),
             step_time_us=output.step_time_us,
-            sampled_logprobs=[_encode_logprobs(told) for told in output.sampled_logprobs],
-            prompt_logprobs=[_encode_logprobs(told) for told in output.prompt_logprobs],
+            sampled_logprobs=[_encode_logprobs(logprobs) for logprobs in output.sampled_logprobs],
+            prompt_logprobs=[_encode_logprobs(logprobs) for logprobs in output.prompt_logprobs],
             num_moved_blocks=output.num_moved_blocks,
             move_time_us=output.move_time_us,
         )
@@ -155,7 +155,7 @@ def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewR
         slot=message.slot if message.HasField("slot") else None,
         slot_generation=message.slot_generation,
         sampling=_decode_sampling(message),
-        is_stepwise=message.is_stepwise,
+        is_host_fed=message.is_stepwise,
     )
 
 
@@ -172,16 +172,16 @@ def _decode_sampling(message: plan_pb2.NewRow) -> RowSampling:
     )
 
 
-def _encode_logprobs(told: RowLogprobs) -> plan_pb2.RowLogprobs:
+def _encode_logprobs(logprobs: RowLogprobs) -> plan_pb2.RowLogprobs:
     return plan_pb2.RowLogprobs(
-        row=told.row,
-        first_position=told.first_position,
-        token_ids=_packed(told.token_ids),
-        logprobs=told.logprobs.astype(_FLOAT32, copy=False).tobytes(),
-        ranks=_packed(told.ranks),
-        num_top=told.top_token_ids.shape[1],
-        top_token_ids=_packed(told.top_token_ids),
-        top_logprobs=told.top_logprobs.astype(_FLOAT32, copy=False).tobytes(),
+        row=logprobs.row,
+        first_position=logprobs.first_position,
+        token_ids=_packed(logprobs.token_ids),
+        logprobs=logprobs.logprobs.astype(_FLOAT32, copy=False).tobytes(),
+        ranks=_packed(logprobs.ranks),
+        num_top=logprobs.top_token_ids.shape[1],
+        top_token_ids=_packed(logprobs.top_token_ids),
+        top_logprobs=logprobs.top_logprobs.astype(_FLOAT32, copy=False).tobytes(),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.measure import Call
 from benchmarks.kernels.work import Made, Model, Work, random
-from kernels.sampling import IN_ANSWER, IN_PROMPT, Adjustments, SamplingRows, rows_of, sample, token_logprobs
+from kernels.sampling import IN_COMPLETION, IN_PROMPT, Adjustments, SamplingRows, rows_of, sample, token_logprobs
 
 TOP_K, TOP_P, TEMPERATURE = 50, 0.95, 0.8
 NUM_TOP = 5
@@ -75,7 +75,7 @@ def _penalties(count: int, vocab: int, device: torch.device) -> Adjustments:
         presence=torch.full((count,), 0.5, device=device),
         frequency=torch.full((count,), 0.2, device=device),
         history_row=everyone,
-        history=seen.int() * (IN_PROMPT + 2 * IN_ANSWER),
+        history=seen.int() * (IN_PROMPT + 2 * IN_COMPLETION),
         bias_row=nothing,
         bias_token=nothing,
         bias=nothing.float(),

@@ -42,7 +42,7 @@ class Rows:
         self.num_row_blocks = np.zeros(max_rows, dtype=np.int64)
         self.slot = np.full(max_rows, -1, dtype=np.int32)  # adapter slot, -1 for none
         self.slot_generation = np.zeros(max_rows, dtype=np.int64)
-        self.is_stepwise = np.zeros(max_rows, dtype=np.bool_)  # decodes only in steps that feed it
+        self.is_host_fed = np.zeros(max_rows, dtype=np.bool_)  # decodes only in steps that feed it
         # The row's KV may hold values that are not finite: no finite logits came from it yet.
         self.maybe_non_finite = np.zeros(max_rows, dtype=np.bool_)
         self.token_ids: dict[int, Int32Array] = {}  # given tokens of rows whose prefill has not ended
@@ -98,7 +98,7 @@ class Rows:
         self.num_row_blocks[row] = num_row_blocks
         self.slot[row] = -1 if new.slot is None else new.slot
         self.slot_generation[row] = new.slot_generation
-        self.is_stepwise[row] = new.is_stepwise
+        self.is_host_fed[row] = new.is_host_fed
         self.token_ids[row] = new.token_ids
 
     def append_blocks(self, pairs: Int32Array) -> None:
@@ -126,7 +126,7 @@ class Rows:
 
     def decoding(self, fed: Int32Array) -> Int64Array:
         """Rows that decode in a step that feeds these rows, ascending."""
-        decodes = self.is_decoding & ~self.is_paused & ~self.is_stepwise
+        decodes = self.is_decoding & ~self.is_paused & ~self.is_host_fed
         decodes[fed] = True
         return np.flatnonzero(decodes)
 
@@ -136,10 +136,10 @@ class Rows:
         self._check_used("fed_tokens", rows)
         if len(np.unique(rows)) != len(rows):
             raise PlanRefused("fed_tokens names one row twice")
-        is_waiting = self.is_stepwise[rows] & self.is_decoding[rows] & ~self.is_paused[rows]
+        is_waiting = self.is_host_fed[rows] & self.is_decoding[rows] & ~self.is_paused[rows]
         if not is_waiting.all():
             row = int(rows[~is_waiting][0])
-            raise PlanRefused(f"fed_tokens names row {row}, which is no stepwise row past its prefill")
+            raise PlanRefused(f"fed_tokens names row {row}, which is not a host-fed row past its prefill")
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             raise PlanRefused(f"fed_tokens has a token id outside [0, {self.vocab_size})")
 

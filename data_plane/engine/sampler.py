@@ -58,14 +58,14 @@ class Sampler:
         # By row: its biases before and after min_tokens generated tokens. Rows without any are not in it.
         self._biases: dict[int, tuple[_Biases, _Biases]] = {}
         self._history = TokenHistory(vocab_size=vocab_size, device=device)
-        # What the last drawn rows were told, while rows stay what they are: only their positions are new in each step.
+        # Settings of the rows that drew last, valid until a row begins. Only their positions change from step to step.
         self._last_draws: tuple[bytes, SamplingRows | None] | None = None
-        # Most likely tokens told beside each token, -1 for no log-probabilities.
+        # Most likely tokens returned beside each token; -1: no log-probabilities.
         self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_rows, -1, dtype=np.int64)
 
     def add(self, new: NewRow) -> None:
-        """Begin a row. Raises PlanRefused on settings that make no sense."""
+        """Begin a row. Raises PlanRefused for settings out of range."""
         row, sampling = new.row, new.sampling
         _check(new, self._vocab_size)
         self._last_draws = None
@@ -78,8 +78,8 @@ class Sampler:
         self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self.num_prompt_logprobs[row] = -1 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs
         if _has_penalties(sampling):
-            prompt, answer = np.split(new.token_ids, [new.num_prompt_tokens])
-            self._history_place[row] = self._history.take(prompt, answer)
+            prompt, completion = np.split(new.token_ids, [new.num_prompt_tokens])
+            self._history_place[row] = self._history.take(prompt, completion)
         banned = sampling.banned_token_ids
         if sampling.biased_token_ids is not None or banned is not None:
             after = _biases(sampling)
@@ -119,8 +119,8 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each of the rows, int64 [n] on the device, from its logits [n, vocab]; histories count it.
 
-        And whether all logits of the row are finite, bool [n]; else the token means nothing. positions [n] are the
-        places of the tokens in the rows' answers, from 0.
+        The second result, bool [n], says whether all logits of a row are finite; if not, its token means nothing.
+        positions [n] are the indices of the tokens in the rows' completions, from 0.
         """
         adjustments = self.adjustments(rows, positions) if self._is_adjusted[rows].any() else None
         tokens, is_finite = sample_and_check(logits, self._draws(rows, positions), adjustments)
@@ -147,31 +147,31 @@ class Sampler:
         return SamplingRows(**settings, position=self._tensor(np.zeros_like(rows)))
 
     def adjustments(self, rows: Int64Array, positions: Int64Array) -> Adjustments | None:
-        """Of the rows whose logits change in this step; None if there is none."""
-        biases_at = {
+        """Adjustments of the rows whose logits change in this step. None if no row's logits change."""
+        biases_by_index = {
             index: self._biases_of(int(rows[index]), int(positions[index]))
             for index in np.flatnonzero(self._is_adjusted[rows]).tolist()
         }
-        at = np.array(
-            [i for i, (token_ids, _) in biases_at.items() if len(token_ids) or self._history_place[rows[i]] >= 0],
+        indices = np.array(
+            [i for i, (token_ids, _) in biases_by_index.items() if len(token_ids) or self._history_place[rows[i]] >= 0],
             dtype=np.int64,
         )
-        if len(at) == 0:
+        if len(indices) == 0:
             return None
-        adjusted, biases = rows[at], [biases_at[index] for index in at.tolist()]
+        adjusted, biases = rows[indices], [biases_by_index[index] for index in indices.tolist()]
         counts = [len(token_ids) for token_ids, _ in biases]
         return Adjustments(
-            rows=self._tensor(at),
+            rows=self._tensor(indices),
             **{name: self._tensor(values[adjusted]) for name, values in self._penalties.items()},
             history_row=self._tensor(self._history_place[adjusted]),
             history=self._history.table,
-            bias_row=self._tensor(np.repeat(np.arange(len(at)), counts)),
+            bias_row=self._tensor(np.repeat(np.arange(len(indices)), counts)),
             bias_token=self._tensor(np.concatenate([token_ids for token_ids, _ in biases])),
             bias=self._tensor(np.concatenate([values for _, values in biases])),
         )
 
     def _biases_of(self, row: int, position: int) -> _Biases:
-        """Biases of a row's token at that place of its answer."""
+        """Biases for the token at this index of the row's completion."""
         if row not in self._biases:
             return _NO_BIASES
         before, after = self._biases[row]
@@ -221,11 +221,11 @@ def _check(new: NewRow, vocab_size: int) -> None:
         raise PlanRefused(f"new row {new.row} has min_tokens {sampling.min_tokens}")
     if sampling.num_prompt_logprobs is not None and new.num_computed_tokens:
         raise PlanRefused(
-            f"new row {new.row} asks for log-probabilities of its prompt, of which {new.num_computed_tokens} tokens "
+            f"new row {new.row} requests log-probabilities of its prompt, of which {new.num_computed_tokens} tokens "
             "are computed already"
         )
-    if new.is_stepwise and _has_penalties(sampling):
-        raise PlanRefused(f"new row {new.row} is stepwise and has penalties: what it is fed is not counted")
+    if new.is_host_fed and _has_penalties(sampling):
+        raise PlanRefused(f"new row {new.row} is host-fed and has penalties: fed tokens are not counted")
     _check_biases(new, vocab_size)
 
 

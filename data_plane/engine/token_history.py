@@ -6,7 +6,7 @@ import torch
 
 from data_plane.plan import Int32Array
 from kernels.devices import upload
-from kernels.sampling import IN_ANSWER, IN_PROMPT
+from kernels.sampling import IN_COMPLETION, IN_PROMPT
 
 _FIRST_PLACES = 8
 
@@ -37,7 +37,7 @@ class TokenHistory:
         history[self._tokens(prompt)] = IN_PROMPT
         if len(completion):
             generated = self._tokens(completion)
-            history.scatter_add_(0, generated, torch.full_like(generated, IN_ANSWER, dtype=torch.int32))
+            history.scatter_add_(0, generated, torch.full_like(generated, IN_COMPLETION, dtype=torch.int32))
         return place
 
     def release(self, place: int) -> None:
@@ -46,7 +46,7 @@ class TokenHistory:
 
     def count(self, places: torch.Tensor, tokens: torch.Tensor) -> None:
         """Count one sampled token at each place; both int64 [n] on the device, no place twice."""
-        self.table[places, tokens] += IN_ANSWER
+        self.table[places, tokens] += IN_COMPLETION
 
     def clear(self) -> None:
         """Forget every history, and give the memory back."""

@@ -101,7 +101,7 @@ class Session:
                 self._close(item.reason)
                 return Ended(item.reason)
             if isinstance(item, Stop):
-                self._close("the worker was asked to stop")
+                self._close("the worker stops")
                 return None
             kind = item.WhichOneof("message")
             if kind == "drain":

@@ -20,7 +20,7 @@
 #include "lora.h"
 
 enum { PAGE_RANKS = 8 };
-/* Pages that are fetched ahead: 4 KiB take a core about 100 ns, as long as memory takes to answer. */
+/* Pages that are fetched ahead: 4 KiB take a core about 100 ns, which is memory's latency. */
 enum { AHEAD = 2 };
 /* An op is cut into so many tasks per thread where it can be, and no finer: a claim costs as much as a page. */
 enum { TASKS_OF_THREAD = 8 };

@@ -72,7 +72,7 @@ typedef struct {
     int64_t index;
     int64_t spin_ns;       /* its patience */
     int64_t resumed_ns;    /* since when it has had its core */
-    int64_t looked_ns;     /* when it last asked the kernel */
+    int64_t looked_ns;     /* when it last read the kernel's count */
     int64_t is_shared_until_ns;
     long num_taken; /* how often the kernel took the core */
 } Member;

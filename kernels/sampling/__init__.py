@@ -15,7 +15,7 @@ from kernels.sampling.logprobs import TokenLogprobs, token_logprobs
 from kernels.sampling.rows import (
     DRAW_PARAMETERS,
     FILTERS,
-    IN_ANSWER,
+    IN_COMPLETION,
     IN_PROMPT,
     PENALTIES,
     Adjustments,
@@ -33,7 +33,7 @@ __all__ = [
     "COMPILED_FILTERS",
     "DRAW_PARAMETERS",
     "FILTERS",
-    "IN_ANSWER",
+    "IN_COMPLETION",
     "IN_PROMPT",
     "PENALTIES",
     "Adjustments",
@@ -69,7 +69,7 @@ def sample_and_check(
     if len(logits) and native.can_serve(logits) and not _needs_definition(rows):
         return native.sample(logits, rows, adjustments)
     is_finite = torch.isfinite(logits).all(dim=-1)
-    # A GPU is not asked: the host waits once, when everything of the step is queued.
+    # is_finite is not read from a GPU: the host waits only once, after everything of the step is queued.
     if logits.is_cuda or not is_finite.all():
         logits = logits.masked_fill(~is_finite.unsqueeze(1), 0.0)
     return _sample(logits, rows, adjustments), is_finite

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.sampling.rows import IN_ANSWER, Adjustments, SamplingRows
+from kernels.sampling.rows import IN_COMPLETION, Adjustments, SamplingRows
 
 MASS_OF_ONE = 1 << 40  # 2^22 tokens of exp(score) = 1 still fit in int64
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
@@ -71,7 +71,7 @@ def penalise(
 ) -> torch.Tensor:
     """The penalties of Adjustments on float32 x, of tokens with this history (int32 of the same shape)."""
     x = torch.where(history > 0, torch.where(x > 0, x / repetition, x * repetition), x)
-    times = torch.div(history, IN_ANSWER, rounding_mode="floor")
+    times = torch.div(history, IN_COMPLETION, rounding_mode="floor")
     x = x - frequency * times.float()
     return x - presence * times.gt(0).float()
 

@@ -1,4 +1,4 @@
-"""What `sample` is told about each row: how it draws, and how its logits are changed before that."""
+"""The settings of each row for `sample`: how it draws, and how its logits are changed before."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SamplingRows:
     top_p: torch.Tensor  # float32 [n] nucleus, in (0, 1]; 1 keeps all
     min_p: torch.Tensor  # float32 [n] least probability kept, as a part of the most likely token's, in [0, 1]
     seed: torch.Tensor  # int64 [n], the 64 bits of an unsigned seed
-    position: torch.Tensor  # int64 [n] index of the token within its answer, from 0
-    # What no row of the step uses need not be searched for. True is always right; the device is not asked.
+    position: torch.Tensor  # int64 [n] index of the token within its completion, from 0
+    # False saves a search that no row of the step needs. True is always correct; the device is not read.
     has_top_k: bool = True
     has_top_p: bool = True
     has_min_p: bool = True
@@ -27,9 +27,9 @@ class SamplingRows:
 class Adjustments:
     """Changes to the logits of m of the n rows before they are drawn from. All tensors lie on the logits' device.
 
-    Of a token's logit x, in this order: its bias is added; if the token was seen in prompt or answer, x / repetition
+    Of a token's logit x, in this order: its bias is added; if the token is in the prompt or completion, x / repetition
     if x > 0, else x * repetition; then - frequency * times - presence * (times > 0), `times` being how often it is in
-    the answer. Logits of banned tokens have a bias of -inf.
+    the completion. Logits of banned tokens have a bias of -inf.
     """
 
     rows: torch.Tensor  # int64 [m], different rows of the logits
@@ -38,15 +38,15 @@ class Adjustments:
     frequency: torch.Tensor  # float32 [m], logits per occurrence; 0 changes nothing
     # int64 [m]: place of the row's history in `history`, -1 for none: its penalties then change nothing.
     history_row: torch.Tensor
-    history: torch.Tensor  # int32 [num_histories, vocab]: IN_PROMPT if in the prompt, plus IN_ANSWER per occurrence
-    # Biases, in no order. No pair (bias_row, bias_token) stands twice.
+    history: torch.Tensor  # int32 [num_histories, vocab]: IN_PROMPT if in the prompt, plus IN_COMPLETION per occurrence
+    # Biases, in any order. No pair (bias_row, bias_token) appears twice.
     bias_row: torch.Tensor  # int64 [num_biases], index into `rows`
     bias_token: torch.Tensor  # int64 [num_biases]
     bias: torch.Tensor  # float32 [num_biases], logits; -inf bans
 
 
 IN_PROMPT = 1
-IN_ANSWER = 2
+IN_COMPLETION = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ typedef struct {
     int64_t stride, vocab, dtype, num_rows, num_biases;
 } Adjusting;
 
-enum { IN_ANSWER = 2 };
+enum { IN_COMPLETION = 2 };
 
 /* The first place of an ascending list whose number is not below `least`. */
 static int64_t first_from(const int64_t *numbers, int64_t count, int64_t least) {
@@ -42,7 +42,7 @@ static int64_t first_from(const int64_t *numbers, int64_t count, int64_t least) 
 /* The product in float64 is exact, so that it is rounded to float32 by itself, as torch does, and not as a part of a
  * fused sum. */
 INLINE float penalised(float x, int32_t seen, float repetition, float presence, float frequency) {
-    const int32_t times = seen / IN_ANSWER;
+    const int32_t times = seen / IN_COMPLETION;
     x = x > 0 ? x / repetition : x * repetition;
     x -= (float)((double)frequency * times);
     return times > 0 ? x - presence : x;

@@ -207,7 +207,7 @@ def test_every_option_of_a_row_arrives() -> None:
     new = NewRow(2, RequestId(1), (1, 2), [], 0, [0], None, 0, sampling, banned_token_ids=(7, 8), is_host_fed=True)
     [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [], [new])).step_plan).new_rows
     there = arrived.sampling
-    assert arrived.is_stepwise
+    assert arrived.is_host_fed
     for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         assert getattr(there, name) == getattr(sampling, name), name
     assert (there.num_logprobs, there.num_prompt_logprobs) == (0, 5)
@@ -222,7 +222,7 @@ def test_a_row_without_options_has_none() -> None:
     sampling = arrived.sampling
     assert (sampling.repetition_penalty, sampling.num_logprobs, sampling.num_prompt_logprobs) == (1.0, None, None)
     assert sampling.biased_token_ids is None and sampling.biases is None and sampling.banned_token_ids is None
-    assert not arrived.is_stepwise
+    assert not arrived.is_host_fed
 
 
 def test_a_row_that_asks_for_more_logprobs_than_tokens_gets_all_of_them() -> None:

@@ -52,7 +52,7 @@ class _Row:
     slot_generation: int
     digest: str
     sampling: RowSampling
-    is_stepwise: bool
+    is_host_fed: bool
     last_token: int = -1  # sampled last, or fed in its place
     num_answered: int = 0  # tokens of the answer, those given at the row's beginning included
     is_right: bool = True  # what was said to be computed was in its blocks
@@ -88,7 +88,7 @@ class HashEngine:
         # Invariant: a row past its prefill is in exactly one of these.
         self._decoding: set[int] = set()
         self._paused: set[int] = set()
-        self._stepwise: set[int] = set()
+        self._host_fed: set[int] = set()
         self._forget()
 
     def reset(self) -> None:
@@ -169,8 +169,8 @@ class HashEngine:
             self._decoding.add(row_id)
 
     def _feed(self, row_id: int, token: int) -> int:
-        if row_id not in self._stepwise:
-            raise PlanRefused(f"fed_tokens names row {row_id}, which is no stepwise row past its prefill")
+        if row_id not in self._host_fed:
+            raise PlanRefused(f"fed_tokens names row {row_id}, which is not a host-fed row past its prefill")
         if not 0 <= token < self.capacities.vocab_size:
             raise PlanRefused(f"fed_tokens gives row {row_id} token {token}")
         self.rows[row_id].last_token = token
@@ -229,7 +229,7 @@ class HashEngine:
             new.slot_generation,
             digest,
             new.sampling,
-            new.is_stepwise,
+            new.is_host_fed,
             num_answered=len(tokens) - new.num_prompt_tokens,
         )
         poisoned += [self._checked_block(block_id) for block_id in block_ids[num_held:]]
@@ -251,7 +251,7 @@ class HashEngine:
         """End a row. Its blocks that are in nobody else's table, since they are not full."""
         row = self._row(row_id)
         del self.rows[row_id]
-        for rows in (self._decoding, self._paused, self._stepwise):
+        for rows in (self._decoding, self._paused, self._host_fed):
             rows.discard(row_id)
         kept = row.block_ids[row.num_computed // self.capacities.block_size :]
         return [block_id for block_id in kept if block_id not in row.given_away]
@@ -285,7 +285,7 @@ class HashEngine:
         """Compute known tokens; the chain after the last known one if it is among them."""
         row = self._row(row_id)
         begin, end = row.num_computed, row.num_computed + num_tokens
-        is_past_prefill = row_id in self._decoding or row_id in self._paused or row_id in self._stepwise
+        is_past_prefill = row_id in self._decoding or row_id in self._paused or row_id in self._host_fed
         if num_tokens < 1 or end > len(row.tokens) or is_past_prefill:
             raise PlanRefused(f"row {row_id}: prefill of {num_tokens} tokens after {row.num_computed}")
         values = [self._advance(row, token) for token in row.tokens[begin:end]]
@@ -296,7 +296,7 @@ class HashEngine:
             told.append(self._logprobs(row_id, begin + 1, pairs, num_top))
         if end < len(row.tokens):
             return None
-        (self._stepwise if row.is_stepwise else self._decoding).add(row_id)
+        (self._host_fed if row.is_host_fed else self._decoding).add(row_id)
         return values[-1]
 
     def _sample(self, row: _Row, value: bytes) -> int:
@@ -370,7 +370,7 @@ class HashEngine:
         self.rows.clear()
         self._decoding.clear()
         self._paused.clear()
-        self._stepwise.clear()
+        self._host_fed.clear()
 
 
 def _int32(values: list[int]) -> Int32Array:

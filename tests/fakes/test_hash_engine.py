@@ -126,13 +126,13 @@ def test_block_with_two_writers_is_refused() -> None:
         engine.execute(StepPlan(2, freed_rows=array(0), new_rows=twins, prefills=pairs((1, 6), (2, 6))))
 
 
-def test_stepwise_row_decodes_what_it_is_fed_and_only_then() -> None:
-    engine = begun([1, 2], is_stepwise=True)
+def test_host_fed_row_decodes_what_it_is_fed_and_only_then() -> None:
+    engine = begun([1, 2], is_host_fed=True)
     assert engine.execute(StepPlan(2)).rows.tolist() == []
     output = engine.execute(StepPlan(3, fed_tokens=pairs((0, 42))))
     expected = oracle(SMALL.model_fingerprint, "", [*PROMPT, 42], 1, vocab_size=SMALL.vocab_size)
     assert (output.rows.tolist(), output.token_ids.tolist()) == ([0], expected)
-    with pytest.raises(PlanRefused, match="row 1, which is no stepwise row"):
+    with pytest.raises(PlanRefused, match="row 1, which is not a host-fed row"):
         engine.execute(StepPlan(4, fed_tokens=pairs((1, 42))))
 
 

@@ -1,6 +1,6 @@
 """What rows may ask for beyond temperature, top-k and top-p: against transformers' processors and plain forward passes.
 
-Forks, stepwise rows and swapped rows must go on with the tokens that they would have had.
+Forks, host_fed rows and swapped rows must go on with the tokens that they would have had.
 """
 
 from __future__ import annotations
@@ -271,11 +271,11 @@ def test_fork_shares_full_blocks_and_copies_the_last(engine: TorchEngine) -> Non
     assert jobs[0].tokens != jobs[1].tokens
 
 
-def test_stepwise_row_waits_for_its_token(engine: TorchEngine, model: Any) -> None:
+def test_host_fed_row_waits_for_its_token(engine: TorchEngine, model: Any) -> None:
     free = new_row(1, block_ids=array([8, 9]))
-    stepwise = new_row(0, block_ids=array([3, 4]), is_stepwise=True)
+    host_fed = new_row(0, block_ids=array([3, 4]), is_host_fed=True)
     outputs = [
-        engine.execute(make_plan(1, new=[stepwise, free], prefills=[(0, 7), (1, 7)])),
+        engine.execute(make_plan(1, new=[host_fed, free], prefills=[(0, 7), (1, 7)])),
         engine.execute(make_plan(2)),
         engine.execute(make_plan(3, fed=[(0, 42)])),
         engine.execute(make_plan(4)),
@@ -349,5 +349,5 @@ def test_options_that_do_not_go_together_are_refused(engine: TorchEngine) -> Non
     with pytest.raises(PlanRefused, match="log-probabilities of its prompt, of which 3 tokens"):
         engine.execute(make_plan(new=[new_row(num_computed_tokens=3, sampling=replace(GREEDY, num_prompt_logprobs=1))]))
     engine.reset()
-    with pytest.raises(PlanRefused, match="stepwise and has penalties"):
-        engine.execute(make_plan(new=[new_row(is_stepwise=True, sampling=replace(GREEDY, presence_penalty=1.0))]))
+    with pytest.raises(PlanRefused, match="host-fed and has penalties"):
+        engine.execute(make_plan(new=[new_row(is_host_fed=True, sampling=replace(GREEDY, presence_penalty=1.0))]))

@@ -206,18 +206,18 @@ REFUSED: dict[str, tuple[list[StepPlan], StepPlan, str]] = {
     "pause of a free row": ([], make_plan(paused=[0]), "paused_rows names row 0, which is not used"),
     "pause twice": ([STANDING, make_plan(2, paused=[0])], make_plan(paused=[0]), "paused already"),
     "resume of a running row": ([STANDING], make_plan(resumed=[0]), "not paused already"),
-    "fed token of a row that is not stepwise": (
+    "fed token of a row that is not host-fed": (
         [STANDING, make_plan(2, prefills=[(0, 4)])],
         make_plan(3, fed=[(0, 5)]),
-        "row 0, which is no stepwise row past its prefill",
+        "row 0, which is not a host-fed row past its prefill",
     ),
     "fed token out of range": (
-        [make_plan(1, new=[new_row(is_stepwise=True)], prefills=[(0, 7)])],
+        [make_plan(1, new=[new_row(is_host_fed=True)], prefills=[(0, 7)])],
         make_plan(2, fed=[(0, 256)]),
         "fed_tokens has a token id outside",
     ),
     "fed twice": (
-        [make_plan(1, new=[new_row(is_stepwise=True)], prefills=[(0, 7)])],
+        [make_plan(1, new=[new_row(is_host_fed=True)], prefills=[(0, 7)])],
         make_plan(2, fed=[(0, 5), (0, 6)]),
         "fed_tokens names one row twice",
     ),

@@ -322,7 +322,7 @@ async def test_a_worker_that_is_stopped_says_so_before_it_closes_its_side() -> N
         await peer.welcome(1)
         await peer.receive("heartbeat")
         workers[0].stop()
-        assert (await peer.receive("leave")).leave.reason == "the worker was asked to stop"
+        assert (await peer.receive("leave")).leave.reason == "the worker stops"
         with pytest.raises(AssertionError, match="the stream ended"):
             await peer.receive("step_result")
 

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kernels.sampling import IN_ANSWER, IN_PROMPT, Adjustments
+from kernels.sampling import IN_COMPLETION, IN_PROMPT, Adjustments
 from kernels.sampling.reference import adjust, kept_scores
 
 VOCAB_SIZE = 800
@@ -80,7 +80,7 @@ def make_adjustments(
     history = torch.zeros(1, VOCAB_SIZE, dtype=torch.int32)
     history[0, list(prompt)] = IN_PROMPT
     for token in answer:
-        history[0, token] += IN_ANSWER
+        history[0, token] += IN_COMPLETION
     biases = biases or {}
     return Adjustments(
         rows=torch.tensor([0]),
