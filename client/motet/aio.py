@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A connection to a Motet server, for one event loop. Make it inside the loop; close it, or use `async with`."""
+    """A connection to a Motet server, for one event loop. Make it inside the loop; close it, or use `async with`.
+
+    Client in `client.py` has the same methods and blocks.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,14 @@ class AsyncClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         generator: random.Random | None = None,
     ) -> None:
-        """Arguments as of Client."""
+        """`target`: HOST:PORT of the server's port for clients, or another gRPC address such as unix:PATH.
+
+        `timeout_s` bounds every call except generate, register and waiting for operations, which have timeouts of
+        their own. Within the timeout, a call is repeated as `retry` says.
+        `tenant`: who generations are counted for; empty: the server's default. A generation may name another tenant.
+        `options` are gRPC channel options and replace ours of the same name. `clock`, `sleep` and `generator` (for
+        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled.
+        """
         self._contact = ServerContact(check_target(target))
         self._pauses = AsyncPauses(sleep)
         self._target = target
@@ -71,7 +81,11 @@ class AsyncClient:
         timeout_s: float = 600.0,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationStream:
-        """A stream of chunks, requested at once; not to be awaited. Arguments as of Client.generate."""
+        """Send the request at once and return its stream of chunks. GenerateOptions lists the keyword arguments.
+
+        `timeout_s` bounds the whole request, further attempts and continuations of a broken stream included;
+        math.inf: no limit.
+        """
         state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
         method = self._channel.unary_stream(
             calls.GENERATE,
@@ -85,7 +99,7 @@ class AsyncClient:
         return await self.send(calls.get_status())
 
     async def send(self, call: calls.UnaryCall[T]) -> T:
-        """The response to one unary call."""
+        """Send one unary call and return its result."""
         method = self._channel.unary_unary(
             call.method,
             request_serializer=lambda request: request.SerializeToString(),
@@ -111,11 +125,9 @@ class AsyncClient:
             await self._pauses.wait(delay_s, attempts)
 
     async def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
-        """Sends one upload; `adapters.register` is the convenient way.
-
-        In a thread with a blocking client: where the server refuses early and a write fails because of it, grpc.aio
-        reports that failure ("Internal error from Core") in place of the server's status.
-        """
+        """Send one upload. `adapters.register` prepares it from a directory."""
+        # In a thread with a blocking client: where the server refuses early and a write fails because of that, grpc.aio
+        # reports the failed write ("Internal error from Core") in place of the server's status.
         client = Client(self._target, credentials=self._credentials, retry=self._retry, options=self._options)
         client._contact = self._contact
         try:
@@ -124,7 +136,10 @@ class AsyncClient:
             client.close()  # where this task was cancelled, it ends the call and with it the thread
 
     async def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
-        """The operation at its end. Raises the error that it ended with, DeadlineExceeded if it did not end."""
+        """Wait until the operation has ended and return it.
+
+        Raises the error that the operation ended with, or DeadlineExceeded if it has not ended in time.
+        """
         deadline_s = self._clock() + check_timeout_s(timeout_s)
         num_polls = 0
         while not operation.done:
@@ -137,7 +152,7 @@ class AsyncClient:
         return operation
 
     async def close(self) -> None:
-        """Ends every call and the connection."""
+        """End every call and the connection. Another thread or task may still be using the client."""
         self._pauses.close()
         await self._channel.close(None)
 
@@ -152,7 +167,7 @@ class AsyncClient:
 
 
 class AsyncAdapters:
-    """The adapter registry of a server: `client.adapters`. What each does is said at `client.Adapters`."""
+    """The adapter registry of a server: `client.adapters`. Names may be given with or without "adapters/"."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -168,8 +183,11 @@ class AsyncAdapters:
         progress: Progress | None = None,
         timeout_s: float = 600.0,
     ) -> Adapter:
-        """Uploads a PEFT adapter directory. `progress(bytes sent, bytes in all)` is called from another thread, and
-        starts again with every attempt."""
+        """Upload a PEFT adapter directory. A known name gets a new version, which becomes the active one.
+
+        `progress(bytes sent, bytes in all)` is called from another thread, and starts again with every attempt. With
+        `validate_only` nothing is stored.
+        """
         upload = await asyncio.to_thread(
             AdapterUpload,
             name,
@@ -191,7 +209,7 @@ class AsyncAdapters:
         validate_only: bool = False,
         timeout_s: float = 600.0,
     ) -> Adapter:
-        """Registers "{root}/{path}" below one of the directories that the server's operator lists."""
+        """Register "{root}/{path}" below one of the directories that the server's operator lists."""
         call = calls.create_adapter(name, source, display_name, labels, validate_only=validate_only)
         operation = await self._client.wait_operation(await self._client.send(call), timeout_s)
         return calls.adapter_of_operation(operation)
@@ -223,15 +241,15 @@ class AsyncAdapters:
         return await self._client.send(calls.get_adapter(name))
 
     async def pin(self, name: str) -> Adapter:
-        """Keeps the adapter in the host cache and, once loaded, on the devices."""
+        """Keep the adapter in the host cache and, once loaded, on the devices."""
         return await self._client.send(calls.pin_adapter(name))
 
     async def unpin(self, name: str) -> Adapter:
-        """Takes the pin back."""
+        """Remove the pin."""
         return await self._client.send(calls.unpin_adapter(name))
 
     async def activate(self, name: str, digest: str, *, etag: str = "") -> Adapter:
-        """Makes a registered version the one that new requests get."""
+        """Make a registered version the one that new requests get: rollback or roll-forward."""
         return await self._client.send(calls.activate_version(name, digest, etag))
 
     async def update(
@@ -242,11 +260,11 @@ class AsyncAdapters:
         labels: Mapping[str, str] | None = None,
         etag: str = "",
     ) -> Adapter:
-        """Changes what is not None; `labels` replaces all labels."""
+        """Change what is not None. `labels` replaces all labels."""
         return await self._client.send(calls.update_adapter(name, display_name, labels, etag))
 
     async def delete(self, name: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0) -> None:
-        """Deletes an adapter. Running streams finish; with `wait`, returns when every tier is cleared."""
+        """Delete an adapter. Running streams finish. With `wait`, return when every tier is cleared."""
         operation = await self._client.send(calls.delete_adapter(name, etag))
         if wait:
             await self._client.wait_operation(operation, timeout_s)
@@ -254,17 +272,17 @@ class AsyncAdapters:
     async def delete_version(
         self, name: str, digest: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0
     ) -> None:
-        """Deletes a version that is not the active one. Running streams finish; `wait` as for delete()."""
+        """Delete a version that is not the active one. Running streams finish. `wait` works as in delete()."""
         operation = await self._client.send(calls.delete_version(name, digest, etag))
         if wait:
             await self._client.wait_operation(operation, timeout_s)
 
 
 class AsyncGenerationStream(AsyncIterator[Chunk]):
-    """Chunks of one request, those of each completion in order.
+    """Chunks of one request, those of each completion in order. Not to be awaited: read it with `async for`.
 
     Closing it, leaving its `async with`, a cancelled read or dropping it cancels the request. Leaving an `async for`
-    alone does not while the stream is still referred to.
+    does not cancel the request while the stream is still referred to.
     """
 
     def __init__(
@@ -321,19 +339,19 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     async def text(self) -> str:
-        """The whole text of the first completion, after waiting for the end."""
+        """Wait for the end and return the whole text of the first completion."""
         async for _ in self:
             pass
         return self._state.text()
 
     async def result(self) -> Generation:
-        """Every completion, after waiting for the end. Raises Cancelled if the stream was closed before it."""
+        """Wait for the end and return every completion. Raises Cancelled if the stream was closed before its end."""
         async for _ in self:
             pass
         return self._state.result()
 
     async def aclose(self) -> None:
-        """Cancels the request if it still runs. Idempotent; allowed from another task, whose reading ends then."""
+        """Cancel the request if it still runs. Idempotent. Reading by another thread or task ends."""
         self._cancel()
         self._pauses.wake(self)
 

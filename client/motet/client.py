@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 class Client:
-    """A connection to a Motet server. Thread-safe; close it, or use it as a context manager."""
+    """A connection to a Motet server. Thread-safe; close it, or use it as a context manager.
+
+    AsyncClient in `aio.py` has the same methods for asyncio.
+    """
 
     def __init__(
         self,
@@ -46,11 +49,11 @@ class Client:
     ) -> None:
         """`target`: HOST:PORT of the server's port for clients, or another gRPC address such as unix:PATH.
 
-        `timeout_s` bounds every call but generate, register and waiting for operations, which have their own. Within
-        the timeout, calls are tried again as `retry` says (RetryPolicy).
-        `tenant`: who generations are counted for; empty: the server's default. A generation may name another.
-        `options` are gRPC channel options and replace ours of the same name; `clock`, `sleep` and `generator` (jitter)
-        are for tests. Raises InvalidArgument for a target that nothing can be dialled by.
+        `timeout_s` bounds every call except generate, register and waiting for operations, which have timeouts of
+        their own. Within the timeout, a call is repeated as `retry` says.
+        `tenant`: who generations are counted for; empty: the server's default. A generation may name another tenant.
+        `options` are gRPC channel options and replace ours of the same name. `clock`, `sleep` and `generator` (for
+        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled.
         """
         self._contact = ServerContact(check_target(target))
         self._pauses = Pauses(sleep)
@@ -73,9 +76,10 @@ class Client:
         timeout_s: float = 600.0,
         **options: Unpack[GenerateOptions],
     ) -> GenerationStream:
-        """A stream of chunks, requested at once. GenerateOptions names the keyword arguments.
+        """Send the request at once and return its stream of chunks. GenerateOptions lists the keyword arguments.
 
-        `timeout_s` bounds the whole of it: further attempts, and continuations of a broken stream; math.inf: no limit.
+        `timeout_s` bounds the whole request, further attempts and continuations of a broken stream included;
+        math.inf: no limit.
         """
         state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
         method = self._channel.unary_stream(
@@ -90,7 +94,7 @@ class Client:
         return self.send(calls.get_status())
 
     def send(self, call: calls.UnaryCall[T]) -> T:
-        """The response to one unary call."""
+        """Send one unary call and return its result."""
         method = self._channel.unary_unary(
             call.method,
             request_serializer=lambda request: request.SerializeToString(),
@@ -104,7 +108,7 @@ class Client:
         return call.read(response)
 
     def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
-        """Sends one upload; `adapters.register` is the convenient way."""
+        """Send one upload. `adapters.register` prepares it from a directory."""
         method = self._channel.stream_unary(
             calls.UPLOAD_ADAPTER,
             request_serializer=adapters_pb2.UploadAdapterRequest.SerializeToString,
@@ -124,7 +128,10 @@ class Client:
         return adapter_from(self._call(send, self._attempts(timeout_s), is_repeatable=True).adapter)
 
     def wait_operation(self, operation: operations_pb2.Operation, timeout_s: float) -> operations_pb2.Operation:
-        """The operation at its end. Raises the error that it ended with, DeadlineExceeded if it did not end."""
+        """Wait until the operation has ended and return it.
+
+        Raises the error that the operation ended with, or DeadlineExceeded if it has not ended in time.
+        """
         deadline_s = self._clock() + check_timeout_s(timeout_s)
         num_polls = 0
         while not operation.done:
@@ -137,7 +144,7 @@ class Client:
         return operation
 
     def close(self) -> None:
-        """Ends every call and the connection. Allowed from another thread."""
+        """End every call and the connection. Another thread or task may still be using the client."""
         self._pauses.close()
         self._channel.close()
 
@@ -184,7 +191,7 @@ class Adapters:
         progress: Progress | None = None,
         timeout_s: float = 600.0,
     ) -> Adapter:
-        """Uploads a PEFT adapter directory. A known name gets a new version, which becomes the active one.
+        """Upload a PEFT adapter directory. A known name gets a new version, which becomes the active one.
 
         `progress(bytes sent, bytes in all)` is called from another thread, and starts again with every attempt. With
         `validate_only` nothing is stored.
@@ -209,7 +216,7 @@ class Adapters:
         validate_only: bool = False,
         timeout_s: float = 600.0,
     ) -> Adapter:
-        """Registers "{root}/{path}" below one of the directories that the server's operator lists."""
+        """Register "{root}/{path}" below one of the directories that the server's operator lists."""
         call = calls.create_adapter(name, source, display_name, labels, validate_only=validate_only)
         operation = self._client.wait_operation(self._client.send(call), timeout_s)
         return calls.adapter_of_operation(operation)
@@ -239,15 +246,15 @@ class Adapters:
         return self._client.send(calls.get_adapter(name))
 
     def pin(self, name: str) -> Adapter:
-        """Keeps the adapter in the host cache and, once loaded, on the devices."""
+        """Keep the adapter in the host cache and, once loaded, on the devices."""
         return self._client.send(calls.pin_adapter(name))
 
     def unpin(self, name: str) -> Adapter:
-        """Takes the pin back."""
+        """Remove the pin."""
         return self._client.send(calls.unpin_adapter(name))
 
     def activate(self, name: str, digest: str, *, etag: str = "") -> Adapter:
-        """Makes a registered version the one that new requests get: rollback or roll-forward."""
+        """Make a registered version the one that new requests get: rollback or roll-forward."""
         return self._client.send(calls.activate_version(name, digest, etag))
 
     def update(
@@ -258,11 +265,11 @@ class Adapters:
         labels: Mapping[str, str] | None = None,
         etag: str = "",
     ) -> Adapter:
-        """Changes what is not None; `labels` replaces all labels."""
+        """Change what is not None. `labels` replaces all labels."""
         return self._client.send(calls.update_adapter(name, display_name, labels, etag))
 
     def delete(self, name: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0) -> None:
-        """Deletes an adapter. Running streams finish; with `wait`, returns when every tier is cleared."""
+        """Delete an adapter. Running streams finish. With `wait`, return when every tier is cleared."""
         operation = self._client.send(calls.delete_adapter(name, etag))
         if wait:
             self._client.wait_operation(operation, timeout_s)
@@ -270,7 +277,7 @@ class Adapters:
     def delete_version(
         self, name: str, digest: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0
     ) -> None:
-        """Deletes a version that is not the active one. Running streams finish; `wait` as for delete()."""
+        """Delete a version that is not the active one. Running streams finish. `wait` works as in delete()."""
         operation = self._client.send(calls.delete_version(name, digest, etag))
         if wait:
             self._client.wait_operation(operation, timeout_s)
@@ -329,19 +336,19 @@ class GenerationStream(Iterator[Chunk]):
         raise StopIteration
 
     def text(self) -> str:
-        """The whole text of the first completion, after waiting for the end."""
+        """Wait for the end and return the whole text of the first completion."""
         for _ in self:
             pass
         return self._state.text()
 
     def result(self) -> Generation:
-        """Every completion, after waiting for the end. Not after close()."""
+        """Wait for the end and return every completion. Raises Cancelled if the stream was closed before its end."""
         for _ in self:
             pass
         return self._state.result()
 
     def close(self) -> None:
-        """Cancels the request if it still runs. Idempotent; allowed from another thread, whose reading ends then."""
+        """Cancel the request if it still runs. Idempotent. Reading by another thread or task ends."""
         self._cancel()
         self._pauses.wake()
 
