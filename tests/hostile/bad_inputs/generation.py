@@ -78,7 +78,7 @@ TABLE: list[tuple[str, list[Any], list[Any]]] = [
 # Rows that name another field, or one element: fields that are set, the field at fault, what the message says.
 ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"stopping.stop": [""]}, "stopping.stop[0]", "256"),
-    ({"stopping.stop": ["a", ""]}, "stopping.stop[1]", "from 1 to 256"),
+    ({"stopping.stop": ["a", ""]}, "stopping.stop[1]", "use 1 to 256"),
     ({"stopping.stop": ["y" * 257]}, "stopping.stop[0]", "257"),
     ({"stopping.stop": ["\U0001f642" * 257]}, "stopping.stop[0]", "257"),
     ({"stopping.stop_token_ids": [1, VOCAB_SIZE]}, "stopping.stop_token_ids[1]", str(VOCAB_SIZE)),
@@ -100,9 +100,9 @@ ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"decoding.beam_search": BEAM, "decoding.n": 3}, "decoding.n", "2"),
     ({"decoding.beam_search": BEAM, "decoding.best_of": 2}, "decoding.best_of", "beam_search"),
     ({"decoding.beam_search": BEAM, "stopping.stop": ["x"]}, "stopping.stop", "stop_token_ids"),
-    ({"decoding.beam_search": BEAM, "resume_from.ids": [9]}, "resume_from", "2 answers"),
-    ({"decoding.n": 2, "resume_from.ids": [9]}, "resume_from", "2 answers"),
-    ({"decoding.best_of": 2, "resume_from.ids": [9]}, "resume_from", "2 answers"),
+    ({"decoding.beam_search": BEAM, "resume_from.ids": [9]}, "resume_from", "2 completions"),
+    ({"decoding.n": 2, "resume_from.ids": [9]}, "resume_from", "2 completions"),
+    ({"decoding.best_of": 2, "resume_from.ids": [9]}, "resume_from", "2 completions"),
     ({"sampling.prompt_logprobs": 0, "resume_from.ids": [9]}, "sampling.prompt_logprobs", "resume_from"),
     ({"resume_from.ids": [9, 9, 9]}, "resume_from.ids", "at most"),
     ({"adapter_digest": names.UNKNOWN_DIGEST}, "adapter_digest", "adapter"),
