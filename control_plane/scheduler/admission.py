@@ -124,6 +124,7 @@ def _make_sequence(group: SequenceGroup, index: int, sampling: Sampling, *, want
         index=index,
         request=request,
         request_id=request.request_id,
+        account=request.account,
         stop_token_ids=request.stop_token_ids,
         sampling=sampling,
         max_generated=request.max_tokens,

@@ -65,6 +65,7 @@ class Sequence:
     index: int  # which of the request's completions
     request: Request  # the group's
     request_id: RequestId  # the request's
+    account: str  # the request's
     stop_token_ids: frozenset[int]  # the request's
     sampling: Sampling  # the request's, with this completion's own seed
     max_generated: int  # generated tokens at which max_tokens or the context ends it

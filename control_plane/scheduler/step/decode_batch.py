@@ -14,7 +14,7 @@ from control_plane.scheduler.requests.sequence import Row
 from control_plane.scheduler.requests.states import SequenceState
 
 _row_idx = attrgetter("row_idx")
-_account = attrgetter("sequence.request.account")
+_account = attrgetter("sequence.account")
 
 
 class DecodeBatch:

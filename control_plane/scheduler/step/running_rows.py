@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from operator import attrgetter
 
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.memory.adapter_purge import AdapterPurge
@@ -17,10 +18,7 @@ from control_plane.scheduler.requests.transitions import drop_row, move_group, m
 from control_plane.scheduler.step.decode_batch import DecodeBatch, by_progress
 from control_plane.scheduler.types import WorkerLimits
 
-
-def by_order(row: Row) -> tuple[float, int]:
-    """Order of arrival of the request that holds the row."""
-    return row.sequence.group.order
+_by_order = attrgetter("sequence.group.order")  # order of arrival of the request that holds the row
 
 
 class RunningRows:
@@ -78,7 +76,7 @@ class RunningRows:
             self._counters.run(group.request.account)
         group.num_rows += 1
         self.num_wanting_logprobs += sequence.wants_logprobs
-        insort(self.held, row, key=by_order)
+        insort(self.held, row, key=_by_order)
         self.regroup()
         return row
 
