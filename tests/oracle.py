@@ -19,7 +19,7 @@ Hypothesis = tuple[list[int], float]  # generated tokens and their score
 
 
 @dataclass(frozen=True)
-class GreedyAnswer:
+class GreedyCompletion:
     """What one request must answer."""
 
     token_ids: list[int]
@@ -46,7 +46,7 @@ class Oracle:
             else:
                 self._model = PeftModel.from_pretrained(base, str(directory), adapter_name=name)
 
-    def greedy(self, prompt: Sequence[int], num_tokens: int, adapter: str | None = None) -> GreedyAnswer:
+    def greedy(self, prompt: Sequence[int], num_tokens: int, adapter: str | None = None) -> GreedyCompletion:
         """`num_tokens` tokens behind `prompt`, end-of-sequence ignored."""
         with self._at(adapter) as model:
             return _greedy(model, prompt, num_tokens)
@@ -127,7 +127,7 @@ class Oracle:
             yield model
 
 
-def _greedy(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> GreedyAnswer:
+def _greedy(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> GreedyCompletion:
     token_ids: list[int] = []
     gaps: list[float] = []
     step_ids = list(prompt)
@@ -139,4 +139,4 @@ def _greedy(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> G
         gaps.append(float(top.values[0] - top.values[1]))
         token_ids.append(int(top.indices[0]))
         step_ids = token_ids[-1:]
-    return GreedyAnswer(token_ids, min(gaps))
+    return GreedyCompletion(token_ids, min(gaps))

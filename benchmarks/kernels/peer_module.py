@@ -12,8 +12,8 @@ arena's pages, a [n, rank, in], b [n, rank, out], scaling [n] and token_slots: a
 ranks filled up with zeros; add_lora_group the same with a list of a and of b by module; lora_shrink beside x, without b
 and scaling, to return float32 [T, rank]; lora_expand beside y and such an h, without a; add_lora_embedding beside y and
 token_ids. What the call needs in another layout is made in call(), which is not timed. It must return what ours
-returns and write where ours writes: the two are compared, and a peer that raises or answers otherwise is left out of
-the row and told below the table.
+returns and write where ours writes: the two are compared, and a peer that raises or returns other values is left out of
+the row and listed below the table.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from benchmarks.kernels.measure import Call
 ROTATED_BYTES = 256 << 20  # copies of the inputs until together they are larger than any cache
 MAX_COPIES = {"cuda": 8, "cpu": 64}  # on a GPU the caches are flushed beside
 
-# How far another project's answer may be from ours, as a part of its largest value.
+# How far another project's result may be from ours, as a part of its largest value.
 PEER_ERROR = 3e-2
 
 
@@ -36,7 +36,9 @@ class Made:
     arguments: dict[str, Any]  # by the names of our public call, what another project's kernels are given
     peers: dict[str, Call] = field(default_factory=dict)
     outputs: Sequence[torch.Tensor] = ()  # that the call writes into; another project's must hold the same after it
-    compared: Callable[[Any], Any] = lambda answer: answer  # what of our answer another project's is compared to
+    compared: Callable[[Any], Any] = lambda result: (
+        result
+    )  # the part of our result that another project's is compared to
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class Work:
 
 
 def _try(made: Made, foreign: str | None) -> dict[str, str]:
-    """Which peers do not run here, and why. Another project's must answer as ours does."""
+    """Which peers do not run here, and why. Another project's must return what ours does."""
     refused = {}
     for name, call in made.peers.items():
         try:
@@ -113,18 +115,18 @@ def _answers(call: Call, outputs: Sequence[torch.Tensor]) -> list[object]:
 
 
 def _difference(theirs: Sequence[object], ours: Sequence[object]) -> str | None:
-    """Why the answers are not the same, if they are not."""
+    """Why the results differ, if they do."""
     for their, our in zip(theirs, ours, strict=True):
         if not isinstance(our, torch.Tensor):
             continue
         if not isinstance(their, torch.Tensor):
-            return f"answers a {type(their).__name__}, we {tuple(our.shape)}"
+            return f"returns a {type(their).__name__}, we {tuple(our.shape)}"
         if their.shape != our.shape:
-            return f"answers {tuple(their.shape)}, we {tuple(our.shape)}"
+            return f"returns {tuple(their.shape)}, we {tuple(our.shape)}"
         largest = float(our.double().abs().max())
         distance = float((their.double() - our.double()).abs().max())
         if not distance <= PEER_ERROR * largest:
-            return f"answers otherwise: {distance:.2g} away where the largest value is {largest:.2g}"
+            return f"returns other values: {distance:.2g} away where the largest value is {largest:.2g}"
     return None
 
 

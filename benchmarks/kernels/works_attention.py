@@ -65,7 +65,7 @@ def _arguments(
 
 
 def _bytes(model: Model, num_queries: int, num_keys: int, itemsize: int, cache_itemsize: int | None = None) -> int:
-    """Keys and values once, queries and answers once."""
+    """Keys and values once, queries and outputs once."""
     kv = 2 * num_keys * model.num_kv_heads * model.dim * (cache_itemsize or itemsize)
     return kv + 2 * num_queries * model.num_heads * model.dim * itemsize
 

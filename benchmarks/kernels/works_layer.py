@@ -136,7 +136,7 @@ def _gate(model: Model, count: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def _numbered(cache: torch.Tensor) -> torch.Tensor:
-    """The cache with each block's number in the block, so that a copy of none or of another is told."""
+    """The cache with each block's number in the block, so that a wrong copy shows."""
     return cache.copy_(torch.arange(len(cache)).view(-1, 1, 1, 1))
 
 

@@ -15,12 +15,12 @@ pytestmark = [
 ]
 
 
-def test_lora_bias_and_dora_answer_as_peft(tmp_path: Path) -> None:
+def test_lora_bias_and_dora_generate_as_peft(tmp_path: Path) -> None:
     """Over fused linears, q, k and v with biases of their own."""
     check_forms(tmp_path, "qwen2", vector_forms("qwen2"), device="cuda")
 
 
-def test_head_and_embedding_answer_as_peft(tmp_path: Path) -> None:
+def test_head_and_embedding_generate_as_peft(tmp_path: Path) -> None:
     """Tied, multiplied when looked up, and with a vocabulary that is no whole number of pages' columns."""
     forms = outer_forms("embed_tokens", "v_proj")
     check_forms(tmp_path, "gemma3", forms, sizes={"vocab_size": 259}, device="cuda")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_mixed_batch_answers_what_transformers_and_peft_answer_alone(arch: str, tmp_path: Path) -> None:
+def test_mixed_batch_gives_the_tokens_of_transformers_and_peft_alone(arch: str, tmp_path: Path) -> None:
     # One architecture as it is served, behind a warm-up; the others compile only what they run.
     served = serve(arch, tmp_path, device="cuda", warm_up="auto" if arch == "llama" else "off")
     for chunk, preempt_at in [(7, -1), (64, 4)]:

@@ -1,4 +1,4 @@
-"""On a GPU too the fused layers are taken, and answer what the plain ones answer."""
+"""On a GPU too the fused layers are used, and compute what the plain ones do."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3"])
-def test_base_and_adapters_in_one_batch_answer_as_alone(
+def test_base_and_adapters_in_one_batch_generate_as_alone(
     arch: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     checkpoint = makers.make_checkpoint(tmp_path / "base", arch)

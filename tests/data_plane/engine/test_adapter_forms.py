@@ -19,7 +19,7 @@ from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.scheduled import ingested
 from tests.makers import make_adapter, make_checkpoint, make_prompt
-from tests.oracle import GreedyAnswer, Oracle
+from tests.oracle import GreedyCompletion, Oracle
 
 NUM_TOKENS = 6
 PROMPT_LENGTHS = (1, 6, 23)
@@ -33,7 +33,7 @@ def check_forms(
     sizes: dict[str, Any] | None = None,
     device: str = "cpu",
 ) -> None:
-    """Every adapter and the base answer in two mixed batches what transformers and PEFT answer alone."""
+    """Every adapter and the base give in two mixed batches the tokens of transformers and PEFT alone."""
     checkpoint = make_checkpoint(directory / "model", arch, **(sizes or {}))
     base_model = BaseModel.load(checkpoint)
     paths = {
@@ -44,12 +44,12 @@ def check_forms(
     engine = build_engine(worker_config(checkpoint, device=device))
     prompts = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
     oracle = Oracle(checkpoint, paths)
-    answers: dict[tuple[int, str | None], GreedyAnswer] = {
+    completions: dict[tuple[int, str | None], GreedyCompletion] = {
         (index, name): oracle.greedy(prompt, NUM_TOKENS, name)
         for index, prompt in enumerate(prompts)
         for name in [None, *adapters]
     }
-    assert len({tuple(answers[2, name].token_ids) for name in [None, *adapters]}) > len(adapters) // 2, "no effect"
+    assert len({tuple(completions[2, name].token_ids) for name in [None, *adapters]}) > len(adapters) // 2, "no effect"
     names = list(adapters)
     for generation in (1, 2):
         slots: dict[str | None, int | None] = {None: None}
@@ -61,14 +61,14 @@ def check_forms(
             assert engine.slots.used_bytes() - used == adapters[loaded].info.arena_bytes
             slots[loaded] = slot
         pairs = [
-            (Job(prompts[index], NUM_TOKENS, slots[name], generation), name, answer)
-            for (index, name), answer in answers.items()
-            if answer.is_decisive
+            (Job(prompts[index], NUM_TOKENS, slots[name], generation), name, completion)
+            for (index, name), completion in completions.items()
+            if completion.is_decisive
         ]
-        assert len(pairs) >= 0.6 * len(answers)
+        assert len(pairs) >= 0.6 * len(completions)
         Planner(engine, chunk=7, max_running=9).run([job for job, _, _ in pairs])
-        for job, name, answer in pairs:
-            assert job.tokens == answer.token_ids, (name, len(job.prompt), generation)
+        for job, name, completion in pairs:
+            assert job.tokens == completion.token_ids, (name, len(job.prompt), generation)
 
 
 def vector_forms(arch: str) -> dict[str, dict[str, Any]]:
@@ -113,7 +113,7 @@ def one_thread() -> None:
 )
 @pytest.mark.usefixtures("lora_form")
 @pytest.mark.filterwarnings("ignore:.*merging LoRA weights won't be possible", "ignore:.*have invalid shape")
-def test_lora_bias_and_dora_answer_as_peft(arch: str, tmp_path: Path) -> None:
+def test_lora_bias_and_dora_generate_as_peft(arch: str, tmp_path: Path) -> None:
     """Without and with biases of the base, over linears that were fused, and over those of the checkpoint."""
     check_forms(tmp_path, arch, vector_forms(arch))
 
@@ -138,7 +138,7 @@ OUTER_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.usefixtures("lora_form")
 @pytest.mark.filterwarnings("ignore:.*save_embedding_layers", "ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
-def test_head_and_embedding_answer_as_peft(case: str, tmp_path: Path) -> None:
+def test_head_and_embedding_generate_as_peft(case: str, tmp_path: Path) -> None:
     arch, sizes, embedding = OUTER_CASES[case]
     linear = {"gpt_neox": "dense_h_to_4h"}.get(arch, "v_proj")
     check_forms(tmp_path, arch, outer_forms(embedding, linear), sizes=sizes)
@@ -164,7 +164,7 @@ def plainest_forms() -> dict[str, dict[str, Any]]:
 @pytest.mark.filterwarnings(
     "ignore:.*ensure_weight_tying", "ignore:.*corda_config", "ignore:.*save_embedding_layers", "ignore:.*[Ee][Vv][Aa]"
 )
-def test_what_peft_writes_from_its_plainest_configurations_answers_as_peft(tmp_path: Path) -> None:
+def test_what_peft_writes_from_its_plainest_configurations_generates_as_peft(tmp_path: Path) -> None:
     check_forms(tmp_path, "llama", plainest_forms())
     written = {
         path.name: json.loads((path / CONFIG_FILE).read_text()) for path in tmp_path.iterdir() if path.name != "model"
@@ -174,7 +174,7 @@ def test_what_peft_writes_from_its_plainest_configurations_answers_as_peft(tmp_p
     assert written["fan in"]["fan_in_fan_out"] and written["bias"]["bias"] == "all"
 
 
-def test_other_tasks_and_starts_answer_as_peft(tmp_path: Path) -> None:
+def test_other_tasks_and_starts_generate_as_peft(tmp_path: Path) -> None:
     forms: dict[str, dict[str, Any]] = {
         "classes": {"rank": 4, "task_type": "SEQ_CLS"},  # PEFT adds modules_to_save, which this model has not
         "tokens": {"rank": 2, "task_type": "TOKEN_CLS"},
@@ -192,7 +192,7 @@ def test_other_tasks_and_starts_answer_as_peft(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.filterwarnings("ignore:The configuration file contains a `runtime_config` key")
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")
-def test_fields_that_others_write_answer_as_peft_reads_them(tmp_path: Path) -> None:
+def test_fields_that_others_write_generate_as_peft_reads_them(tmp_path: Path) -> None:
     """By other versions of PEFT and by trainers: PEFT corrects or ignores them when it loads the adapter."""
     checkpoint = make_checkpoint(tmp_path / "model")
     base_model = BaseModel.load(checkpoint)

@@ -46,14 +46,14 @@ def change_logits(monkeypatch: pytest.MonkeyPatch) -> ChangeLogits:
     return use
 
 
-def answer(engine: TorchEngine, sampling: RowSampling, **settings: Any) -> list[int]:
+def complete(engine: TorchEngine, sampling: RowSampling, **settings: Any) -> list[int]:
     job = Job(PROMPT, NUM_TOKENS, sampling=sampling)
     Planner(engine, chunk=4).run([job], **settings)
     return job.tokens
 
 
 def generate(model: Any, **settings: Any) -> list[int]:
-    """transformers' own greedy answer."""
+    """transformers' own greedy completion."""
     tokens = model.generate(
         torch.tensor([PROMPT]),
         attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
@@ -67,23 +67,23 @@ def generate(model: Any, **settings: Any) -> list[int]:
 
 
 def test_repetition_penalty_is_transformers(engine: TorchEngine, model: Any) -> None:
-    plain = answer(engine, GREEDY)
-    answers = [generate(model, repetition_penalty=penalty) for penalty in (1.0, 5.0, 0.5, 0.1)]
-    assert answers[0] == plain and len({tuple(tokens) for tokens in answers}) >= 3
-    for penalty, expected in zip((5.0, 0.5, 0.1), answers[1:], strict=True):
-        assert answer(engine, replace(GREEDY, repetition_penalty=penalty)) == expected
+    plain = complete(engine, GREEDY)
+    completions = [generate(model, repetition_penalty=penalty) for penalty in (1.0, 5.0, 0.5, 0.1)]
+    assert completions[0] == plain and len({tuple(tokens) for tokens in completions}) >= 3
+    for penalty, expected in zip((5.0, 0.5, 0.1), completions[1:], strict=True):
+        assert complete(engine, replace(GREEDY, repetition_penalty=penalty)) == expected
 
 
 def test_logit_bias_and_min_tokens_are_transformers(engine: TorchEngine, model: Any) -> None:
-    plain = answer(engine, GREEDY)
+    plain = complete(engine, GREEDY)
     biased = {(plain[0],): -50.0, (3,): 1.5}
     tokens, biases = array([plain[0], 3]), np.array([-50.0, 1.5], dtype=np.float32)
-    assert answer(engine, replace(GREEDY, biased_token_ids=tokens, biases=biases)) == generate(
+    assert complete(engine, replace(GREEDY, biased_token_ids=tokens, biases=biases)) == generate(
         model, sequence_bias=biased
     )
     banned = sorted(set(plain[:4]))
     expected = generate(model, min_new_tokens=3, eos_token_id=banned)
-    held_back = answer(engine, replace(GREEDY, min_tokens=3, banned_token_ids=array(banned)))
+    held_back = complete(engine, replace(GREEDY, min_tokens=3, banned_token_ids=array(banned)))
     assert held_back[: len(expected)] == expected
     assert not set(held_back[:3]) & set(banned)
     # A ban wins over any bias.
@@ -91,10 +91,10 @@ def test_logit_bias_and_min_tokens_are_transformers(engine: TorchEngine, model: 
     both = replace(
         GREEDY, biased_token_ids=array(banned[:1]), biases=pushed, min_tokens=2, banned_token_ids=array(banned)
     )
-    assert [token in banned for token in answer(engine, both)] == [False] * 2 + [True] * (NUM_TOKENS - 2)
+    assert [token in banned for token in complete(engine, both)] == [False] * 2 + [True] * (NUM_TOKENS - 2)
 
 
-def test_presence_and_frequency_count_the_answer_alone(engine: TorchEngine, model: Any) -> None:
+def test_presence_and_frequency_count_the_completion_alone(engine: TorchEngine, model: Any) -> None:
     """The formula of OpenAI's API documentation, by hand over the model's logits."""
     expected: list[int] = []
     for _ in range(NUM_TOKENS):
@@ -102,13 +102,13 @@ def test_presence_and_frequency_count_the_answer_alone(engine: TorchEngine, mode
             logits = model(torch.tensor([PROMPT + expected])).logits[0, -1]
         times = torch.bincount(torch.tensor(expected, dtype=torch.int64), minlength=len(logits))
         expected.append(int((logits - 1.5 * times + 6.0 * (times > 0)).argmax()))
-    assert answer(engine, replace(GREEDY, presence_penalty=-6.0, frequency_penalty=1.5)) == expected
-    assert expected != answer(engine, GREEDY)
+    assert complete(engine, replace(GREEDY, presence_penalty=-6.0, frequency_penalty=1.5)) == expected
+    assert expected != complete(engine, GREEDY)
 
 
 def test_penalties_survive_a_preemption_and_stay_with_their_row(engine: TorchEngine) -> None:
     penalised = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=1.5, presence_penalty=-4, min_p=0.02)
-    alone, plain = answer(engine, penalised), answer(engine, SAMPLED)
+    alone, plain = complete(engine, penalised), complete(engine, SAMPLED)
     assert alone != plain
     # What was generated before the preemption has to count as such: the next tokens depend on it.
     again = Job([*PROMPT, *alone[:6]], NUM_TOKENS - 6, sampling=penalised)
@@ -140,17 +140,17 @@ def logprobs_of(model: Any, tokens: list[int]) -> torch.Tensor:
         return torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), dim=-1)
 
 
-def check_told(told: RowLogprobs, expected: torch.Tensor, num_top: int) -> None:
+def check_returned(returned: RowLogprobs, expected: torch.Tensor, num_top: int) -> None:
     """Told log-probabilities of tokens against the distributions before each, double [n, vocab]."""
-    for index, token in enumerate(told.token_ids.tolist()):
+    for index, token in enumerate(returned.token_ids.tolist()):
         of_all = expected[index]
-        assert told.logprobs[index] == pytest.approx(of_all[token].item(), abs=1e-4)
-        assert told.ranks[index] == (of_all > of_all[token]).sum() + 1
-        assert told.top_logprobs[index] == pytest.approx(of_all.topk(num_top).values.tolist(), abs=1e-4)
-        assert told.top_token_ids[index].tolist() == of_all.topk(num_top).indices.tolist()
+        assert returned.logprobs[index] == pytest.approx(of_all[token].item(), abs=1e-4)
+        assert returned.ranks[index] == (of_all > of_all[token]).sum() + 1
+        assert returned.top_logprobs[index] == pytest.approx(of_all.topk(num_top).values.tolist(), abs=1e-4)
+        assert returned.top_token_ids[index].tolist() == of_all.topk(num_top).indices.tolist()
 
 
-def test_logprobs_of_prompt_and_answer_are_the_models(engine: TorchEngine, model: Any) -> None:
+def test_logprobs_of_prompt_and_completion_are_the_models(engine: TorchEngine, model: Any) -> None:
     """Prompt in chunks beside other rows; sampled tokens by the raw distribution, whatever changes the draw."""
     asking = replace(SAMPLED, num_logprobs=3, num_prompt_logprobs=5, repetition_penalty=2.0)
     mute = new_row(1, token_ids=array(PROMPT[:3]), num_prompt_tokens=3, block_ids=array([8]))
@@ -161,22 +161,25 @@ def test_logprobs_of_prompt_and_answer_are_the_models(engine: TorchEngine, model
         engine.execute(make_plan(2, prefills=[(0, 3)])),
         engine.execute(make_plan(3)),
     ]
-    by_row = [{told.row: told for told in output.sampled_logprobs} for output in outputs]
-    assert [sorted(told) for told in by_row] == [[2], [0, 2], [0, 2]]
-    prompt = [told for output in outputs for told in output.prompt_logprobs]
-    assert [(told.row, told.first_position, len(told.token_ids)) for told in prompt] == [(0, 1, 4), (0, 5, 2)]
-    assert [token for told in prompt for token in told.token_ids.tolist()] == PROMPT[1:]
+    by_row = [{returned.row: returned for returned in output.sampled_logprobs} for output in outputs]
+    assert [sorted(returned) for returned in by_row] == [[2], [0, 2], [0, 2]]
+    prompt = [returned for output in outputs for returned in output.prompt_logprobs]
+    assert [(returned.row, returned.first_position, len(returned.token_ids)) for returned in prompt] == [
+        (0, 1, 4),
+        (0, 5, 2),
+    ]
+    assert [token for returned in prompt for token in returned.token_ids.tolist()] == PROMPT[1:]
     tokens = [*PROMPT, int(outputs[1].token_ids[outputs[1].rows.tolist().index(0)])]
     expected = logprobs_of(model, tokens)
-    check_told(prompt[0], expected[:4], 5)
-    check_told(prompt[1], expected[4:], 5)
-    check_told(by_row[1][0], expected[6:], 3)
-    check_told(by_row[2][0], expected[7:], 3)
+    check_returned(prompt[0], expected[:4], 5)
+    check_returned(prompt[1], expected[4:], 5)
+    check_returned(by_row[1][0], expected[6:], 3)
+    check_returned(by_row[2][0], expected[7:], 3)
     assert (by_row[1][0].first_position, by_row[2][0].first_position) == (7, 8)
     assert by_row[2][2].top_token_ids.shape == (1, 0) and by_row[2][2].ranks.tolist() == [1]
 
 
-def test_tokens_less_likely_than_float32_can_say_are_told_with_its_lowest_number(
+def test_tokens_less_likely_than_float32_can_say_are_reported_with_its_lowest_number(
     engine: TorchEngine, change_logits: ChangeLogits
 ) -> None:
     """Finite logits of -3e38 and 3e38: the difference of two of them is not finite. No row fails for that."""
@@ -186,22 +189,22 @@ def test_tokens_less_likely_than_float32_can_say_are_told_with_its_lowest_number
     outputs = [engine.execute(make_plan(1, new=[row], prefills=[(0, 7)]))]
     outputs += [engine.execute(make_plan(step_id)) for step_id in range(2, 8)]
     assert all(output.rows.tolist() == [0] and not len(output.failed_rows) for output in outputs)
-    told = [told for output in outputs for told in (*output.prompt_logprobs, *output.sampled_logprobs)]
-    assert len(told) == 8 and all(np.isfinite(part.logprobs).all() for part in told)
-    assert LEAST_LOGPROB in told[0].logprobs and any(LEAST_LOGPROB in part.logprobs for part in told[1:])
-    for part in told:
+    returned = [returned for output in outputs for returned in (*output.prompt_logprobs, *output.sampled_logprobs)]
+    assert len(returned) == 8 and all(np.isfinite(part.logprobs).all() for part in returned)
+    assert LEAST_LOGPROB in returned[0].logprobs and any(LEAST_LOGPROB in part.logprobs for part in returned[1:])
+    for part in returned:
         assert np.isfinite(part.top_logprobs).all() and (part.top_logprobs[:, -1] == LEAST_LOGPROB).all()
 
 
-def test_prompt_whose_logits_are_not_finite_is_not_told_of(engine: TorchEngine, change_logits: ChangeLogits) -> None:
+def test_prompt_whose_logits_are_not_finite_is_not_returned(engine: TorchEngine, change_logits: ChangeLogits) -> None:
     change_logits(lambda logits: logits.index_fill(1, torch.tensor([250]), float("inf")))
     sampling = replace(GREEDY, num_logprobs=0, num_prompt_logprobs=0)
     output = engine.execute(make_plan(1, new=[new_row(sampling=sampling)], prefills=[(0, 7)]))
     assert output.failed_rows.tolist() == [0] and output.prompt_logprobs == output.sampled_logprobs == []
 
 
-def test_prompt_whose_logits_would_take_too_much_is_told_alike(engine: TorchEngine) -> None:
-    """In passes of 3 tokens at most, beside rows that want nothing told and rows that decode."""
+def test_prompt_whose_logits_would_take_too_much_is_returned_alike(engine: TorchEngine) -> None:
+    """In passes of 3 tokens at most, beside rows without log-probabilities and rows that decode."""
     asking = replace(SAMPLED, num_prompt_logprobs=2)
     prompts = [PROMPT * 2, PROMPT[:4], PROMPT]
     rows = [
@@ -288,7 +291,7 @@ def test_host_fed_row_waits_for_its_token(engine: TorchEngine, model: Any) -> No
 
 def test_swapped_row_goes_on_in_other_blocks(engine: TorchEngine) -> None:
     """Its blocks are another row's in the very step that moves them out."""
-    expected = answer(engine, SAMPLED)[:4]
+    expected = complete(engine, SAMPLED)[:4]
     row = new_row(0, block_ids=array([3, 4]), sampling=SAMPLED)
     heir = new_row(5, token_ids=array([9] * 12), num_prompt_tokens=12, block_ids=array([4, 3]))
     known = array([*PROMPT, *expected[:2]])
@@ -305,8 +308,8 @@ def test_swapped_row_goes_on_in_other_blocks(engine: TorchEngine) -> None:
     assert all((output.move_time_us > 0) == (output.num_moved_blocks > 0) for output in outputs)
 
 
-def test_plan_of_moves_alone_answers_no_row(engine: TorchEngine) -> None:
-    expected = answer(engine, SAMPLED)[:3]
+def test_plan_of_moves_alone_samples_no_row(engine: TorchEngine) -> None:
+    expected = complete(engine, SAMPLED)[:3]
     row = new_row(0, block_ids=array([3, 4]), sampling=SAMPLED)
     known = array([*PROMPT, *expected[:2]])
     back = new_row(0, token_ids=known, num_computed_tokens=8, block_ids=array([20, 21]), sampling=SAMPLED)

@@ -31,7 +31,7 @@ def load(engine: TorchEngine, adapter_dir: Path, slot: int, generation: int = 1)
     engine.slots.load(slot, generation, packed.digest, packed)
 
 
-def answer(engine: TorchEngine, jobs: list[Job], *, chunk: int = 64) -> list[list[int]]:
+def complete(engine: TorchEngine, jobs: list[Job], *, chunk: int = 64) -> list[list[int]]:
     Planner(engine, chunk=chunk).run(jobs)
     return [job.tokens for job in jobs]
 
@@ -55,48 +55,48 @@ def new_row(row: int = 0, **changes: object) -> NewRow:
     return NewRow(**(values | changes))  # type: ignore[arg-type]
 
 
-def test_adapter_whose_b_is_zero_answers_exactly_as_the_base(
+def test_adapter_whose_b_is_zero_generates_exactly_as_the_base(
     engine: TorchEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
     load(engine, make_adapter(tmp_path / "zero", checkpoint, scale_b=0.0), 0)
     load(engine, make_adapter(tmp_path / "other", checkpoint, seed=4), 1)
-    base, zero, other = answer(engine, [Job(PROMPT, 12), Job(PROMPT, 12, 0, 1), Job(PROMPT, 12, 1, 1)])
+    base, zero, other = complete(engine, [Job(PROMPT, 12), Job(PROMPT, 12, 0, 1), Job(PROMPT, 12, 1, 1)])
     assert zero == base
     assert other != base
 
 
-def test_same_adapter_in_two_slots_answers_the_same(engine: TorchEngine, checkpoint: Path, tmp_path: Path) -> None:
+def test_same_adapter_in_two_slots_generates_the_same(engine: TorchEngine, checkpoint: Path, tmp_path: Path) -> None:
     adapter_dir = make_adapter(tmp_path / "a", checkpoint, seed=5)
     load(engine, adapter_dir, 2)
     load(engine, adapter_dir, 6)
-    first, second = answer(engine, [Job(PROMPT, 12, 2, 1), Job(PROMPT, 12, 6, 1)])
+    first, second = complete(engine, [Job(PROMPT, 12, 2, 1), Job(PROMPT, 12, 6, 1)])
     assert first == second
 
 
 def test_same_seed_gives_the_same_tokens_alone_and_among_others(engine: TorchEngine) -> None:
-    alone = answer(engine, [sampled_job(11)])[0]
+    alone = complete(engine, [sampled_job(11)])[0]
     crowd = [sampled_job(seed, PROMPT[: 2 + seed % 5], temperature=1.5) for seed in range(20, 32)]
-    together = answer(engine, [*crowd[:6], sampled_job(11), Job(PROMPT, 12), *crowd[6:]], chunk=3)[6]
+    together = complete(engine, [*crowd[:6], sampled_job(11), Job(PROMPT, 12), *crowd[6:]], chunk=3)[6]
     assert together == alone
-    assert answer(engine, [sampled_job(12)])[0] != alone
-    assert answer(engine, [sampled_job((1 << 64) - 1)])[0] != alone
+    assert complete(engine, [sampled_job(12)])[0] != alone
+    assert complete(engine, [sampled_job((1 << 64) - 1)])[0] != alone
 
 
 def test_seeded_tokens_survive_a_preemption(engine: TorchEngine) -> None:
-    """Draws go by the place in the answer, and a row that comes back knows how much of it is prompt."""
-    alone = answer(engine, [sampled_job(11)])[0]
+    """Draws depend on the index in the completion, and a row that comes back knows how much of it is prompt."""
+    alone = complete(engine, [sampled_job(11)])[0]
     jobs = [sampled_job(11), sampled_job(13)]
     Planner(engine, chunk=4).run(jobs, preempt_at=6)
     assert jobs[0].tokens == alone
 
 
 def test_greedy_row_among_sampled_ones_is_greedy(engine: TorchEngine) -> None:
-    alone = answer(engine, [Job(PROMPT, 12)])[0]
-    assert answer(engine, [sampled_job(1), Job(PROMPT, 12), sampled_job(2)])[1] == alone
+    alone = complete(engine, [Job(PROMPT, 12)])[0]
+    assert complete(engine, [sampled_job(1), Job(PROMPT, 12), sampled_job(2)])[1] == alone
 
 
 def test_paused_row_waits_and_goes_on_with_its_token(engine: TorchEngine) -> None:
-    expected = answer(engine, [Job(PROMPT, 4)])[0]
+    expected = complete(engine, [Job(PROMPT, 4)])[0]
     blocks = array([0, 1])
     outputs = [
         engine.execute(make_plan(1, new=[new_row(block_ids=blocks)], prefills=[(0, len(PROMPT))])),
@@ -119,7 +119,7 @@ def test_paused_row_waits_and_goes_on_with_its_token(engine: TorchEngine) -> Non
 
 def test_block_copies_come_before_the_forward_pass(engine: TorchEngine) -> None:
     """A row that goes on in copies of another row's blocks reads what was there."""
-    expected = answer(engine, [Job(PROMPT, 2)])[0]
+    expected = complete(engine, [Job(PROMPT, 2)])[0]
     engine.execute(make_plan(1, new=[new_row(block_ids=array([3]))], prefills=[(0, len(PROMPT))]))
     copied = new_row(row=1, block_ids=array([40, 41]), num_computed_tokens=len(PROMPT) - 1)
     output = engine.execute(make_plan(2, freed=[0], new=[copied], prefills=[(1, 1)], copies=[(3, 40)]))
@@ -238,7 +238,7 @@ def test_plan_that_contradicts_the_state_is_refused_by_name(engine: TorchEngine,
     with pytest.raises(PlanRefused, match=says):
         engine.execute(refused)
     engine.reset()
-    assert answer(engine, [Job(PROMPT, 2)]) == answer(engine, [Job(PROMPT, 2)])
+    assert complete(engine, [Job(PROMPT, 2)]) == complete(engine, [Job(PROMPT, 2)])
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def poisoned(engine: TorchEngine) -> Iterator[int]:
 
 
 def test_row_with_logits_that_are_not_finite_fails_alone(engine: TorchEngine, poisoned: int) -> None:
-    expected = answer(engine, [Job(PROMPT, 3)])[0]
+    expected = complete(engine, [Job(PROMPT, 3)])[0]
     bad = new_row(1, token_ids=array([4, poisoned, 6]), num_prompt_tokens=3, block_ids=array([20, 21]))
     good = new_row(0, block_ids=array([10, 11]))
     first = engine.execute(make_plan(1, new=[good, bad], prefills=[(0, 7), (1, 3)]))
@@ -273,7 +273,7 @@ def test_row_with_logits_that_are_not_finite_fails_alone(engine: TorchEngine, po
 def test_blocks_that_a_row_left_in_its_prefill_are_finite_for_who_fills_them_next(
     engine: TorchEngine, poisoned: int, is_appended: bool
 ) -> None:
-    expected = answer(engine, [Job(PROMPT, 3)])[0]
+    expected = complete(engine, [Job(PROMPT, 3)])[0]
     bad = new_row(0, token_ids=array([4, poisoned, 6, 7]), num_prompt_tokens=4, block_ids=array([20]))
     engine.execute(make_plan(1, new=[bad], prefills=[(0, 3)]))
     assert not torch.isfinite(engine.kv_cache.keys[1][20]).all()
@@ -293,7 +293,7 @@ def test_who_starts_from_blocks_that_are_not_finite_fails_though_their_row_ended
 ) -> None:
     """The prefix cache has a full block of a prompt, whose request is cancelled before it samples. A later request with
     that prompt gets what it would get without the cache: its logits are not finite either."""
-    expected = answer(engine, [Job(PROMPT, 3)])[0]
+    expected = complete(engine, [Job(PROMPT, 3)])[0]
     engine.reset()
     prompt = array([4, poisoned, 6, 7, 8, 9, 10, 11, 12, 13])
     first = new_row(0, token_ids=prompt, num_prompt_tokens=10, block_ids=array([20, 21]))
@@ -369,7 +369,7 @@ def test_settings_that_cannot_be_are_refused(checkpoint: Path, settings: dict[st
         (65535, "--arena-bytes 65535 is less"),
     ],
 )
-def test_arena_that_refuses_common_adapters_is_told_at_the_start(
+def test_arena_that_refuses_common_adapters_is_reported_at_the_start(
     checkpoint: Path, arena_bytes: int, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build_engine(worker_config(checkpoint, arena_bytes=arena_bytes))
@@ -377,7 +377,7 @@ def test_arena_that_refuses_common_adapters_is_told_at_the_start(
     assert [record.getMessage() for record in caplog.records if says in record.getMessage()]
 
 
-def test_start_tells_people_how_far_it_is(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_shows_people_how_far_it_is(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         build_engine(worker_config(checkpoint, num_blocks=10, max_model_len=None, arena_bytes=1 << 20, warm_up="on"))
     shown = [vars(record)["shown"] for record in caplog.records if hasattr(record, "shown")]
@@ -389,9 +389,9 @@ def test_start_tells_people_how_far_it_is(checkpoint: Path, caplog: pytest.LogCa
         r"warming up: .*",
         r"warmed up in \d+\.\d s",
     ]
-    told = [sentence for sentence in shown if not sentence.startswith(("loading weights:", "warm-up:"))]
-    assert len(told) == len(patterns)
-    for sentence, pattern in zip(told, patterns, strict=True):
+    returned = [sentence for sentence in shown if not sentence.startswith(("loading weights:", "warm-up:"))]
+    assert len(returned) == len(patterns)
+    for sentence, pattern in zip(returned, patterns, strict=True):
         assert re.fullmatch(pattern, sentence), sentence
 
 
@@ -406,8 +406,8 @@ def test_launch_parameters_that_cannot_be_read_or_run_with_end_the_start(tmp_pat
         check_launches("A GPU", tmp_path)
 
 
-def test_bf16_engine_answers(checkpoint: Path) -> None:
+def test_bf16_engine_generates(checkpoint: Path) -> None:
     engine = build_engine(worker_config(checkpoint, dtype="bfloat16", num_blocks=64))
     assert engine.capacities.dtype == "bfloat16"
-    together = answer(engine, [Job(PROMPT, 4), Job(PROMPT[:3], 4)])
-    assert together[0] == answer(engine, [Job(PROMPT, 4)])[0]
+    together = complete(engine, [Job(PROMPT, 4), Job(PROMPT[:3], 4)])
+    assert together[0] == complete(engine, [Job(PROMPT, 4)])[0]

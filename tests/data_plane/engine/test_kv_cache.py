@@ -1,4 +1,4 @@
-"""How keys and values are kept: formats and their bytes, and what an FP8 cache does to a model's answers."""
+"""How keys and values are kept: formats and their bytes, and what an FP8 cache does to a model's tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def generate(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "arch"), [("fp8_per_token_head", "llama"), ("fp8", "gpt_neox")])
-def test_answers_are_those_of_quantised_keys_and_values(name: str, arch: str, tmp_path: Path) -> None:
+def test_completions_are_those_of_quantised_keys_and_values(name: str, arch: str, tmp_path: Path) -> None:
     """One model runs our fused layers, the other transformers' own. In chunks, so that prompts read the cache too."""
     checkpoint = make_checkpoint(tmp_path, arch)
     AttentionInterface.register("quantised", attention_with(has_token_scales=name == "fp8_per_token_head"))

@@ -1,4 +1,4 @@
-"""Decoder layers as one native program: which models have it, and that it answers what the modules answer."""
+"""Decoder layers as one native program: which models have it, and that it computes what the modules do."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def logits_of(engine: TorchEngine, sequences: tuple[tuple[int, int, int], ...], 
 
 @pytest.mark.parametrize("form", [Form.NATIVE, Form.SHARED], ids=str)
 @pytest.mark.parametrize("arch", RECORDED)
-def test_native_layers_answer_as_the_modules(
+def test_native_layers_compute_as_the_modules(
     arch: str, form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_plane.layers.packed_weight.fastest_form", lambda *_: form)

@@ -15,7 +15,7 @@ from data_plane.engine.engine import TorchEngine
 from tests.data_plane.engine.packing import pack
 from tests.data_plane.engine.planner import Job, Planner
 from tests.makers import ARCHS, make_adapter, make_checkpoint
-from tests.oracle import GreedyAnswer, Oracle
+from tests.oracle import GreedyCompletion, Oracle
 
 NUM_TOKENS = 8
 PROMPT_LENGTHS = (1, 5, 17, 40, 70)
@@ -30,26 +30,26 @@ def one_thread() -> None:
 
 @dataclass
 class Served:
-    """One architecture: its engine with three adapters in slots, and the true answers."""
+    """One architecture: its engine with three adapters in slots, and the true completions."""
 
     engine: TorchEngine
     prompts: list[list[int]]
     slots: dict[str | None, int | None]
-    answers: dict[tuple[int, str | None], GreedyAnswer]
+    completions: dict[tuple[int, str | None], GreedyCompletion]
 
-    def jobs(self) -> list[tuple[Job, GreedyAnswer]]:
-        """Every prompt with every adapter whose answer rounding cannot change, adapters alternating."""
+    def jobs(self) -> list[tuple[Job, GreedyCompletion]]:
+        """Every prompt with every adapter whose completion rounding cannot change, adapters alternating."""
         return [
-            (Job(self.prompts[index], NUM_TOKENS, self.slots[adapter], 1), answer)
-            for (index, adapter), answer in self.answers.items()
-            if answer.is_decisive
+            (Job(self.prompts[index], NUM_TOKENS, self.slots[adapter], 1), completion)
+            for (index, adapter), completion in self.completions.items()
+            if completion.is_decisive
         ]
 
-    def check(self, jobs: list[tuple[Job, GreedyAnswer]]) -> None:
-        """All pairs must agree, and be worth comparing: most decisive, adapters with answers of their own."""
-        assert len(jobs) >= 0.6 * len(self.answers)
-        for job, answer in jobs:
-            assert job.tokens == answer.token_ids, f"prompt of {len(job.prompt)} tokens, slot {job.slot}"
+    def check(self, jobs: list[tuple[Job, GreedyCompletion]]) -> None:
+        """All pairs must agree, and be worth comparing: most decisive, adapters with completions of their own."""
+        assert len(jobs) >= 0.6 * len(self.completions)
+        for job, completion in jobs:
+            assert job.tokens == completion.token_ids, f"prompt of {len(job.prompt)} tokens, slot {job.slot}"
 
 
 def serve(arch: str, directory: Path, **settings: object) -> Served:
@@ -69,12 +69,12 @@ def serve(arch: str, directory: Path, **settings: object) -> Served:
     oracle = Oracle(checkpoint, adapters)
     chooser = random.Random(7)
     prompts = [[chooser.randrange(2, 256) for _ in range(length)] for length in PROMPT_LENGTHS]
-    answers = {
+    completions = {
         (index, adapter): oracle.greedy(prompt, NUM_TOKENS, adapter)
         for index, prompt in enumerate(prompts)
         for adapter in slots
     }
-    return Served(engine, prompts, slots, answers)
+    return Served(engine, prompts, slots, completions)
 
 
 def worker_config(checkpoint: Path, **settings: object) -> WorkerConfig:
@@ -98,9 +98,9 @@ def worker_config(checkpoint: Path, **settings: object) -> WorkerConfig:
 
 
 @pytest.mark.parametrize("arch", [*ARCHS, "gpt2"])
-def test_mixed_batch_answers_what_transformers_and_peft_answer_alone(arch: str, tmp_path: Path) -> None:
+def test_mixed_batch_gives_the_tokens_of_transformers_and_peft_alone(arch: str, tmp_path: Path) -> None:
     served = serve(arch, tmp_path)
-    assert len({tuple(answer.token_ids) for answer in served.answers.values()}) > len(served.prompts), (
+    assert len({tuple(completion.token_ids) for completion in served.completions.values()}) > len(served.prompts), (
         "adapters do nothing"
     )
     # 1. All in one batch, rows and blocks reused, prefill in chunks of 7 beside decoding rows.
@@ -122,12 +122,12 @@ def test_prefill_token_by_token_and_prefix_reuse_change_nothing(arch: str, tmp_p
     served.check(jobs)
     # The same prompts again in the blocks of the first round: all but the last token of the prompt is there already.
     again = []
-    for job, answer in jobs:
+    for job, completion in jobs:
         second = Job(job.prompt, job.num_tokens, job.slot, job.generation)
         num_shared = (len(job.prompt) - 1) // served.engine.capacities.block_size
         second.blocks = job.blocks[:num_shared]
         second.num_computed = num_shared * served.engine.capacities.block_size
-        again.append((second, answer))
+        again.append((second, completion))
     assert any(job.num_computed for job, _ in again)
     planner.run([job for job, _ in again])
     served.check(again)

@@ -36,7 +36,7 @@ def watched(checkpoint: Path, **settings: object) -> Watched:
     return engine
 
 
-def answers(engine: TorchEngine) -> list[list[int]]:
+def completions(engine: TorchEngine) -> list[list[int]]:
     jobs = [Job(prompt, 6) for prompt in JOBS]
     Planner(engine, chunk=5).run(jobs)
     return [job.tokens for job in jobs]
@@ -76,8 +76,10 @@ def test_it_keeps_to_what_a_small_engine_holds(checkpoint: Path, settings: dict[
     assert any(row.slot == 0 for plan, _ in engine.seen for row in plan.new_rows) == (settings.get("arena_bytes") != 0)
 
 
-def test_an_engine_that_warmed_up_when_it_was_built_is_empty_and_answers_as_one_that_did_not(checkpoint: Path) -> None:
+def test_an_engine_that_warmed_up_when_it_was_built_is_empty_and_generates_as_one_that_did_not(
+    checkpoint: Path,
+) -> None:
     warmed = build_engine(worker_config(checkpoint, warm_up="on"))
     assert warmed.slots.used_bytes() == 0
     warmed.arena.check_invariants()
-    assert answers(warmed) == answers(build_engine(worker_config(checkpoint)))
+    assert completions(warmed) == completions(build_engine(worker_config(checkpoint)))

@@ -22,7 +22,7 @@ class Attention(nn.Module):
         return hidden_states + shift, None
 
 
-def test_a_prepared_norm_answers_for_that_stream_and_only_once() -> None:
+def test_a_prepared_norm_serves_that_stream_and_only_once() -> None:
     norm = make_norm()
     stream, x = torch.randn(1, 3, 6), torch.randn(1, 3, 6)
     expected = stream + x
@@ -30,7 +30,7 @@ def test_a_prepared_norm_answers_for_that_stream_and_only_once() -> None:
     torch.testing.assert_close(stream, expected)
     prepared = norm(stream)
     torch.testing.assert_close(prepared, norm(expected.clone()))
-    assert norm(stream) is not prepared, "an answer was kept past its use"
+    assert norm(stream) is not prepared, "a result was kept past its use"
 
 
 def test_a_norm_that_meets_another_tensor_computes_afresh() -> None:

@@ -73,7 +73,7 @@ def test_linears_of_one_input_become_one_with_all_their_targets(dtype: torch.dty
     assert lora.seen == [("a", (5, 3), (5, 4)), ("b", (5, 3), (5, 2))]
 
 
-def test_a_linear_without_modules_asks_no_adapter() -> None:
+def test_a_linear_without_modules_uses_no_adapter() -> None:
     context = StepContext()
     head = LoraLinear([nn.Linear(3, 4)], (), context)
     context.lora = lora = AddModule("head")

@@ -54,7 +54,7 @@ def fuse(model: PreTrainedModel) -> list[str]:
     ],
 )
 def test_what_is_fused_of_an_architecture(arch: str, expected: tuple[int, int, int], tmp_path: Path) -> None:
-    """That all of them answer as transformers does is shown by the engine's oracle."""
+    """That all of them compute as transformers does is shown by the engine's oracle."""
     loaded = load_model(make_checkpoint(tmp_path, arch), "auto", torch.device("cpu"), max_step_tokens=MAX_STEP_TOKENS)
     assert counts(loaded.model) == expected
 
@@ -144,7 +144,7 @@ def test_a_norm_of_another_formula_is_not_ours() -> None:
 
 
 def test_a_part_that_cannot_run_alone_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss's MLP answers a pair; an attention may need what only its layer has."""
+    """gpt-oss's MLP returns a pair; an attention may need what only its layer has."""
     model = make_model()
     plain = LlamaAttention.forward
 
@@ -188,7 +188,7 @@ def test_a_model_that_uses_its_embeddings_again_keeps_its_layers() -> None:
         ),
     ],
 )
-def test_a_model_in_part_fused_answers_as_transformers_does(
+def test_a_model_in_part_fused_computes_as_transformers_does(
     model_type: str, settings: dict[str, Any], expected: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """A prompt through the paged cache, every logit against eager attention."""

@@ -1,4 +1,4 @@
-"""Reading a checkpoint is told while it lasts, and transformers' bars come back afterwards."""
+"""The progress of reading a checkpoint is logged, and transformers' bars come back afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data_plane.models.load_progress import logging_progress
 logger = logging.getLogger("motet.test_load_progress")
 
 
-def test_tensors_of_a_checkpoint_are_told_and_other_bars_stay_silent(
+def test_tensors_of_a_checkpoint_are_reported_and_other_bars_stay_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process_log, "PROGRESS_EVERY_S", 0.0)

@@ -1,4 +1,4 @@
-"""Checkpoints that load, and those that are refused by name before they answer wrongly."""
+"""Checkpoints that load, and those that are refused by name before they compute wrongly."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_head_of_its_own_is_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "got"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
 )
-def test_dtype_is_the_checkpoints_or_what_was_asked(tmp_path: Path, asked: str, got: torch.dtype) -> None:
+def test_dtype_is_the_checkpoints_or_what_was_requested(tmp_path: Path, asked: str, got: torch.dtype) -> None:
     loaded = load(make_checkpoint(tmp_path, "llama"), asked)
     assert loaded.dtype == got
     assert loaded.model.get_input_embeddings().weight.dtype == got
@@ -119,7 +119,7 @@ def test_model_that_attends_otherwise_is_refused_by_name(
         load(save(tmp_path, model_type, **settings))
 
 
-def test_mask_that_attention_is_not_told_of_is_refused(tmp_path: Path) -> None:
+def test_mask_that_attention_does_not_receive_is_refused(tmp_path: Path) -> None:
     """gemma3 with bidirectional attention builds another mask and calls attention all the same."""
     checkpoint = make_checkpoint(tmp_path, "gemma3", use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModel, match="gemma3_text"):
@@ -172,7 +172,7 @@ def test_a_length_that_config_does_not_name_is_requested_only_where_it_helps(
             load(mamba, **limits)
 
 
-def test_code_that_fails_on_packed_tokens_is_told_with_its_module(tmp_path: Path) -> None:
+def test_code_that_fails_on_packed_tokens_is_reported_with_its_module(tmp_path: Path) -> None:
     """A router that chooses more experts than there are; torch says no more than "k out of range"."""
     moe = {"num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8}
     checkpoint = save(tmp_path, "qwen3_moe", **SIZES, **moe, num_key_value_heads=2)
@@ -180,7 +180,7 @@ def test_code_that_fails_on_packed_tokens_is_told_with_its_module(tmp_path: Path
         load(checkpoint)
 
 
-def test_weights_of_another_shape_than_the_configuration_are_told_by_name(tmp_path: Path) -> None:
+def test_weights_of_another_shape_than_the_configuration_are_reported_by_name(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama")
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
@@ -191,7 +191,7 @@ def test_weights_of_another_shape_than_the_configuration_are_told_by_name(tmp_pa
 
 
 def test_linears_that_keep_their_weight_transposed_take_adapters(tmp_path: Path) -> None:
-    """GPT-2's Conv1D; that its adapters answer as PEFT's is shown by the engine's oracle."""
+    """GPT-2's Conv1D; that its adapters compute as PEFT's is shown by the engine's oracle."""
     loaded = load(make_checkpoint(tmp_path, "gpt2"))
     shapes = {target.name: (target.in_features, target.out_features) for target in loaded.targets()}
     assert shapes["transformer.h.0.attn.c_attn"] == (64, 192)
@@ -238,7 +238,7 @@ def test_directory_without_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("is_native", "dtype", "is_told"), [(0, "bfloat16", 1), (1, "bfloat16", 0), (0, "float32", 0)])
-def test_bfloat16_that_the_cpu_emulates_is_told(
+def test_bfloat16_that_the_cpu_emulates_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

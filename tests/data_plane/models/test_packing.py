@@ -196,7 +196,7 @@ def test_a_context_shorter_than_the_probes_request_is_served() -> None:
     assert len(probe_model(model, 4, MAX_STEP_TOKENS).attention_layers) == 2
 
 
-def test_logits_that_are_not_finite_are_told_with_the_dtype() -> None:
+def test_logits_that_are_not_finite_are_reported_with_the_dtype() -> None:
     model = make_model()
     model.get_submodule("lm_head").weight.mul_(float("inf"))  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"not finite in torch.float32; choose another --dtype"):

@@ -19,7 +19,7 @@ def targets(model_type: str, **settings: Any) -> dict[str, TargetModule]:
     }
 
 
-def test_every_linear_the_head_and_the_embedding_are_told_with_their_sizes() -> None:
+def test_every_linear_the_head_and_the_embedding_are_reported_with_their_sizes() -> None:
     found = targets("llama")
     assert not any(target.reason for target in found.values())
     assert found["model.layers.1.mlp.down_proj"] == TargetModule(
