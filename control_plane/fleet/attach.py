@@ -60,7 +60,7 @@ class AttachedWorkers:
         self._awake = awake
         self._cache_warmer = CacheWarmer(weights)
         self._pinned: set[str] = set()  # digests
-        self._no_worker_since_s = awake()  # meaningful while there is no session
+        self._no_worker_since_s = awake()  # valid while no worker is attached
         self._is_closed = False
         self._when_changed: list[Callable[[], None]] = []
 
@@ -68,7 +68,7 @@ class AttachedWorkers:
 
     @property
     def is_grace_over(self) -> bool:
-        """Whether no worker has been attached for so long that requests wait in vain."""
+        """Whether no worker has been attached for longer than `worker_grace_s`."""
         has_none = not self._sessions.by_id
         return has_none and self._awake() - self._no_worker_since_s >= self._settings.worker_grace_s
 
@@ -169,7 +169,7 @@ class AttachedWorkers:
         self._report_change()
 
     def _is_stranded(self, job: Job, session: WorkerSession) -> bool:
-        """Whether nobody would bring this unfinished job of an ended session to its end."""
+        """Whether a job of an ended session is unfinished, and neither waits nor has another session."""
         request_id = job.request.request_id
         is_unfinished = request_id in self._jobs.by_id and request_id not in self._dispatcher.waiting
         return is_unfinished and (job.session is None or job.session is session)

@@ -42,7 +42,7 @@ class FleetSettings:
     max_waiting_tokens: int = 8 << 20
     plan_depth: int = 2  # plans in flight at a worker
     heartbeat_interval_ms: int = 500  # either side, milliseconds
-    dead_after_ms: int = 2000  # a worker that was silent for so long is dead, milliseconds
+    dead_after_ms: int = 2000  # a worker that is silent for this long is dead, milliseconds
     # A step hangs that takes longer than this, and than 20 times what the latest steps would take for as many tokens;
     # overdue.py. Above the time for which kernels may be compiled for an adapter of an unusual rank, seconds.
     step_timeout_s: float = 30.0

@@ -47,7 +47,7 @@ class AdapterUnloads:
                 self._gone.pop(digest).set()
 
     def _is_used(self, digest: str) -> bool:
-        # Sessions first: a look-up each, and as long as a request runs or waits on one there is no need for more.
+        # Sessions first: one look-up each, and enough as long as a request runs or waits on one of them.
         return any(session.scheduler.adapter_use(digest).is_held for session in self._sessions.values()) or any(
             job.request.adapter is not None and job.request.adapter.digest == digest for job in self._jobs.values()
         )

@@ -58,7 +58,7 @@ class Quarantine:
     def note_end(
         self, worker_id: str, epoch: int, cause: EndCause, reason: str, *, num_steps: int, lasted_s: float
     ) -> None:
-        """Count the end of a session that finished so many steps and lasted so long."""
+        """Count the end of a session if its worker may be the reason. A sound session clears the counts before it."""
         record = self._records.get(worker_id, _Record(self._clock()))
         is_in_doubt = EndCause.SICK in (cause, *record.causes.values())
         if lasted_s >= SOUND_S if is_in_doubt else num_steps >= SOUND_STEPS:

@@ -49,6 +49,9 @@ class Dispatcher:
         self._shortlist = shortlist
         jobs.call_when_over(self._forget)
 
+    def __repr__(self) -> str:
+        return f"Dispatcher(waiting={len(self._waiting)})"
+
     @property
     def waiting(self) -> Mapping[RequestId, Job]:
         """Jobs that wait for a worker, in the order of their arrival."""
@@ -146,7 +149,7 @@ class Dispatcher:
         assert is_taken, f"request {job.request.request_id} has a row where it waits for one"
         if not self.give(job, target):
             error = self.place(job)
-            assert error is None, "a request that a worker had taken fits none any more"
+            assert error is None, "a request that a worker had taken now fits none"
 
     # ---- suspects ----
 
@@ -172,7 +175,7 @@ class Dispatcher:
             self.place_waiting()
 
     def _forget(self, job: Job) -> None:
-        """The job is over: it waits no more, and its group of suspects, if any, goes on without it."""
+        """The job is over: remove it from those that wait, and from its group of suspects."""
         self._waiting.pop(job.request.request_id, None)
         if self._isolation.forget(job):
             self.place_waiting(is_group_over=True)

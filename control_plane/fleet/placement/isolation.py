@@ -102,9 +102,12 @@ class PoisonIsolation:
         self._running: dict[int, _Group] = {}  # epoch -> the group that runs there
         self._cleared: set[RequestId] = set()  # unfinished requests that were cleared in a group
         self._emptied: WorkerSession | None = None  # the worker that takes nothing but a group
-        self._emptied_since_s = 0.0  # meaningful while a worker is emptied
+        self._emptied_since_s = 0.0  # valid while a worker is emptied
         self._ended_s: dict[str, float] = {}  # worker id -> when its session ended, within emptying_timeout_s
         self._losses: list[tuple[float, str, int]] = []  # (when, worker id, epoch) within FLEET_LOSS_S
+
+    def __repr__(self) -> str:
+        return f"PoisonIsolation({self.stats()})"
 
     # ---- where requests may run ----
 

@@ -121,7 +121,7 @@ class Migration:
         return len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES
 
     def _computed_by(self, session: WorkerSession, jobs: list[Job]) -> list[Job]:
-        """The jobs of a session that may be the reason of its end."""
+        """The jobs of a session that may have caused its end."""
         if session.end_cause is EndCause.INTERNAL_ERROR:
             return jobs  # a job that waited may be the reason, too
         running = session.steps.running_request_ids

@@ -1,4 +1,4 @@
-"""Finds out whether a request or its worker is the reason of logits that are not finite: other workers compute it, too.
+"""Finds out whether a request or its worker causes logits that are not finite: another worker computes it, too.
 
 A request whose logits were not finite goes on at another worker.
 - Not finite there either: the request or its adapter is the reason, if one of the two workers gave tokens lately.
@@ -61,5 +61,5 @@ class SecondChecks:
         return sick
 
     def forget(self, session: WorkerSession) -> None:
-        """The session is over."""
+        """Drop what is recorded about a session that has ended."""
         self._differed.pop(session.epoch, None)

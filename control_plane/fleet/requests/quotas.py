@@ -107,7 +107,7 @@ class TenantQuotas:
         return Charge(request.account, num_input, num_reserved)
 
     def check(self, tenant: str, num_input_tokens: int, num_reserved_tokens: int) -> None:
-        """Raise what `admit` would raise at present for a request of so many tokens, and count it as refused."""
+        """Raise what `admit` would raise now for a request with these numbers of tokens, and count it as refused."""
         account = self._account(tenant)
         num_tokens = num_input_tokens + num_reserved_tokens
         self._check_alone(tenant, account.limits, num_input_tokens, num_tokens)

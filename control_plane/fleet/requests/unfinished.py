@@ -28,7 +28,10 @@ class UnfinishedJobs:
         self.num_finished = 0  # in all
         self._quotas = quotas
         self._when_over: list[Callable[[Job], None]] = []
-        self._drained = asyncio.Event()  # no job is left, or nobody waits for that any longer
+        self._drained = asyncio.Event()  # no job is left, or `stop_waiting` was called
+
+    def __repr__(self) -> str:
+        return f"UnfinishedJobs(requests={len(self._by_id)}, finished={self.num_finished})"
 
     def call_when_over(self, callback: Callable[[Job], None]) -> None:
         """Have `callback` called with every job that is over, once it is no longer in the table."""

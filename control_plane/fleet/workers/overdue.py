@@ -19,8 +19,8 @@ SLOWDOWN = 20  # times the slowest of the latest steps
 NUM_STEPS = 32  # the latest ones
 MIN_STEPS = 8
 LOAD_BYTES_PER_S = 4 << 20  # far below the speed of any store
-# A worker that reports for so long that it is idle did not receive what it was sent. A plan of 64 MiB takes 20 s over a
-# link of 25 Mbit/s.
+# A worker that reports for this long that it is idle did not receive what it was sent. A plan of 64 MiB takes 20 s
+# over a link of 25 Mbit/s.
 NEVER_RECEIVED_S = 30.0
 
 
@@ -46,14 +46,14 @@ class WorkWatch:
         self._settings = settings
         self._steps: deque[int] = deque()  # tokens of each step in flight, oldest first
         self._num_finished = 0  # steps
-        self._head_since_s = 0.0  # since when the oldest of them has the worker; meaningful while one is in flight
+        self._head_since_s = 0.0  # since when the oldest of them has the worker; valid while one is in flight
         self._measured: deque[tuple[int, int]] = deque(maxlen=NUM_STEPS)  # (tokens, microseconds) of finished steps
         self._loads: dict[tuple[int, int], _Load] = {}  # (slot, generation) -> load in flight
         self._no_step_since_s: float | None = None  # heartbeats name no step, though steps are in flight
         self._no_load_since_s: float | None = None  # the same for loads
 
     def plan_sent(self, num_steps: int, num_tokens: int, num_decodes: int, now_s: float) -> None:
-        """A plan of so many steps was sent. The first step has `num_tokens`, the steps after it `num_decodes`."""
+        """A plan of `num_steps` steps was sent. The first step has `num_tokens`, the steps after it `num_decodes`."""
         if not self._steps:
             self._head_since_s = now_s
         self._steps.append(num_tokens)
@@ -61,7 +61,7 @@ class WorkWatch:
             self._steps.append(num_decodes)
 
     def step_finished(self, step_time_us: int, now_s: float) -> None:
-        """The oldest step is finished, and took so long on the worker."""
+        """The oldest step in flight is finished; it took `step_time_us` on the worker."""
         self._measured.append((self._steps.popleft(), step_time_us))
         self._num_finished += 1
         self._head_since_s = now_s

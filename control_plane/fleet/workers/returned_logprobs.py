@@ -35,7 +35,7 @@ class ReturnedLogprobs:
         self._requested: dict[int, _Requested] = {}
 
     def begin(self, row: int, sampling: Sampling, num_known: int) -> None:
-        """A row begins with so many known tokens."""
+        """A row begins; `num_known` tokens of it are known."""
         num_top = num_logprobs(sampling, self._vocab_size)
         if num_top is not None or sampling.num_prompt_logprobs is not None:
             self._requested[row] = _Requested(num_top, sampling.num_prompt_logprobs, num_known)

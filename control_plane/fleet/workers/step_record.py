@@ -7,7 +7,7 @@ from collections import deque
 from control_plane.scheduler.types import RequestId, StepPlan, StepResult
 
 _NUM_STEP_TIMES = 32
-MAX_NOT_FINITE = 4  # rows, the latest and all of them not finite: so many are hardly the requests' own fault
+MAX_NOT_FINITE = 4  # of the latest rows, all not finite: that many are hardly caused by the requests
 
 
 class StepRecord:

@@ -1,7 +1,7 @@
 """The control plane's end of the plan stream's encoding: scheduler data to protobuf and back.
 
-The scheduler lists every scheduled row of a step; what travels is the difference to what the worker knows. The
-encoder keeps a mirror of the worker's rows for that, and of what each unanswered step must answer. Both are pure.
+The scheduler lists every scheduled row of a step. A message carries only the difference to what the worker knows, so
+the encoder keeps a mirror of the worker's rows, and of the rows that each in-flight step must return. Pure.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class PlanEncoder:
         # The decoding rows of the latest plan, as they are and packed, while the worker decodes just those: most plans
         # name the same.
         self._steady: tuple[list[int], bytes] | None = None
-        # Per unanswered step: rows that sample, in order, as they are and packed.
+        # Per in-flight step: rows that sample, in order, as they are and packed.
         self._expected: deque[tuple[list[int], bytes]] = deque()
-        self._num_answered = 0  # steps; they count up from 1, so this is also the last answered step's id
+        self._num_finished = 0  # steps; they count up from 1, so this is also the id of the last finished step
 
     def encode(self, plan: StepPlan) -> plan_pb2.AttachResponse:
         """The message that carries `plan`, which must follow the plans encoded before."""
-        next_step_id = self._num_answered + len(self._expected) + 1
+        next_step_id = self._num_finished + len(self._expected) + 1
         assert plan.step_id == next_step_id, f"step {plan.step_id} where {next_step_id} is next"
         for row in plan.freed_rows:
             self._forget(row)
@@ -70,7 +70,7 @@ class PlanEncoder:
         self._expected.append((plan.decode_rows + ended, packed_rows + _packed(ended)))
         if plan.num_steps > 1:
             is_repeatable = not plan.fed_tokens and not self._tokens_left
-            assert is_repeatable, f"step {plan.step_id} is no plan to be repeated"
+            assert is_repeatable, f"step {plan.step_id} cannot be repeated: rows are fed or in prefill"
             rows = sorted(self._decoding)
             self._expected.extend([(rows, _packed(rows))] * (plan.num_steps - 1))
         prompts = _shared_prompts(plan.new_rows)
@@ -127,15 +127,15 @@ class PlanEncoder:
         return ended
 
     def decode_result(self, message: plan_pb2.StepResult) -> StepResult | None:
-        """The result of the oldest unanswered step, or None if it is of another epoch or was answered before.
+        """The result of the oldest in-flight step. None if it is of another epoch, or if that step is finished already.
 
-        Raises GarbageResult if it answers a step that was not sent, leaves out or makes up a row, or names a token
-        outside the vocabulary.
+        Raises GarbageResult if the result is of a step that was not sent, has rows other than those that sample, or
+        names a token outside the vocabulary.
         """
-        if message.epoch != self._epoch or message.step_id <= self._num_answered:
+        if message.epoch != self._epoch or message.step_id <= self._num_finished:
             return None
-        if not self._expected or message.step_id != self._num_answered + 1:
-            raise GarbageResult(f"result of step {message.step_id} after that of step {self._num_answered}")
+        if not self._expected or message.step_id != self._num_finished + 1:
+            raise GarbageResult(f"result of step {message.step_id} after that of step {self._num_finished}")
         rows = message.rows
         if len(message.token_ids) != len(rows) or len(rows) % 4 or len(message.failed_rows) % 4:
             raise GarbageResult(
@@ -170,7 +170,7 @@ class PlanEncoder:
         for entry in message.prompt_logprobs:
             result.prompt_logprobs[entry.row] = self._logprobs.of_prompt(message.step_id, entry)
         self._expected.popleft()
-        self._num_answered += 1
+        self._num_finished += 1
         return result
 
     def encode_command(self, command: SlotCommand) -> plan_pb2.AttachResponse:

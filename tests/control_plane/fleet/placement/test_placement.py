@@ -122,8 +122,8 @@ def test_several_completions_need_rows_and_blocks_of_their_own() -> None:
 def test_a_request_that_moves_brings_its_tokens_to_be_computed_and_needs_fewer() -> None:
     need = make_need(replace(PLAIN, max_tokens=110, generated_token_ids=tuple(range(50))))
     assert (need.num_known_tokens, need.num_new_tokens) == (114, 60)
-    answers = (Completion(tuple(range(30)), is_ended=True), Completion(tuple(range(90))))
-    need = make_need(replace(PLAIN, max_tokens=100, num_samples=2, completions=answers))
+    completions = (Completion(tuple(range(30)), is_ended=True), Completion(tuple(range(90))))
+    need = make_need(replace(PLAIN, max_tokens=100, num_samples=2, completions=completions))
     assert (need.num_known_tokens, need.num_new_tokens, need.num_rows) == (154, 10, 2)
 
 
