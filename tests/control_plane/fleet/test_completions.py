@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -166,7 +167,7 @@ async def test_a_beam_search_that_returns_nothing_pays_what_it_computed(clock: F
     limits = TenantLimits(tokens_per_minute=1000)
     fleet = make_fleet(clock, tenants=TenantTable(default=limits))
     worker = LoopbackWorker(fleet)
-    fields = {"beam": BeamSearch(4), "deadline_s": clock.now_s + 1.0 if end == "late" else None}
+    fields: dict[str, Any] = {"beam": BeamSearch(4), "deadline_s": clock.now_s + 1.0 if end == "late" else None}
     stream = fleet.submit(make_request(fleet, PROMPT, 60, **fields))
     await worker.run(lambda: worker.session.scheduler.num_searched(RequestId(1)) >= 100)
     if end == "given up":

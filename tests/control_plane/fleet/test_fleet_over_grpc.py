@@ -139,7 +139,7 @@ async def test_stopped_worker_leaves_and_its_requests_go_on_elsewhere() -> None:
 
 async def test_a_session_that_ends_while_its_welcome_leaves_is_ended_for_the_worker_too() -> None:
     async with GrpcRig() as rig, grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
-        stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+        stub = plan_pb2_grpc.WorkerServiceStub(channel)
         leave = plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="at once"))
         for number in range(40):
             call = stub.Attach(iter([encode_hello(CAPACITIES, f"w{number}"), leave]), timeout=20)
@@ -153,7 +153,7 @@ async def test_fetch_adapter_streams_the_manifest_and_pieces_of_at_most_one_mebi
         adapter = rig.weights.add("big", chunk_bytes=5 * PIECE_BYTES // 2)
         packed = rig.weights.packed[adapter.digest]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
-            stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+            stub = plan_pb2_grpc.WorkerServiceStub(channel)
             parts = [part async for part in stub.FetchAdapter(plan_pb2.FetchAdapterRequest(digest=adapter.digest))]
             assert parts[0].manifest == packed.manifest
             assert [len(part.data) for part in parts[1:]] == [PIECE_BYTES, PIECE_BYTES, PIECE_BYTES // 2]
@@ -172,7 +172,7 @@ async def test_reader_of_an_adapter_that_stops_reading_holds_nothing() -> None:
     async with GrpcRig(write_timeout_s=0.2) as rig:
         adapter = rig.weights.add("big", chunk_bytes=64 * PIECE_BYTES)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
-            stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+            stub = plan_pb2_grpc.WorkerServiceStub(channel)
             call = stub.FetchAdapter(plan_pb2.FetchAdapterRequest(digest=adapter.digest))
             assert (await call.read()).manifest
             async with asyncio.timeout(30):
@@ -185,7 +185,7 @@ async def test_reader_of_an_adapter_that_stops_reading_holds_nothing() -> None:
 
 async def test_stream_that_does_not_begin_with_a_hello_is_refused() -> None:
     async with GrpcRig() as rig, grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
-        stub = plan_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated without types
+        stub = plan_pb2_grpc.WorkerServiceStub(channel)
         call = stub.Attach(iter([plan_pb2.AttachRequest(heartbeat=plan_pb2.Heartbeat())]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:

@@ -84,7 +84,7 @@ class Walk:
             slow_reader_timeout_s=1e9,
             tenants=TENANTS,
         )
-        self.adapters = [None, *(self.fleet.weights.add(f"a{i}") for i in range(5))]  # type: ignore[attr-defined]  # FakeWeights
+        self.adapters = [None, *(self.fleet.weights.add(f"a{i}") for i in range(5))]
         self.workers: dict[str, LoopbackWorker] = {}
         self.readers: dict[int, Reader] = {}
         self.num_groups_moved = 0

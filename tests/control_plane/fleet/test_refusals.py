@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -93,7 +94,7 @@ async def test_deadline_ends_running_and_waiting_requests(clock: FakeClock) -> N
     [({"num_samples": 17}, "decoding.best_of"), ({"beam": BeamSearch(17)}, "decoding.beam_search.width")],
 )
 async def test_more_completions_than_a_worker_has_rows_are_refused(
-    clock: FakeClock, fields: dict[str, object], field: str
+    clock: FakeClock, fields: dict[str, Any], field: str
 ) -> None:
     fleet = make_fleet(clock)
     LoopbackWorker(fleet)

@@ -12,6 +12,7 @@ from control_plane.errors import ContextTooLong
 from control_plane.fleet.placement import placement
 from control_plane.fleet.requests.deaths import is_suspect
 from control_plane.fleet.requests.jobs import Death
+from control_plane.scheduler.types import RequestId
 from tests.fakes.fleet_rig import (
     CAPACITIES,
     FakeClock,
@@ -40,7 +41,7 @@ async def test_groups_of_suspects_run_one_after_the_other_beside_those_that_were
     streams = await see_two_deaths(fleet, suspects)
     workers = [LoopbackWorker(fleet, name) for name in ("w0", "w1")]
     readers = [asyncio.create_task(read_all(stream)) for stream in streams]
-    groups: list[set[int]] = []
+    groups: list[set[RequestId]] = []
     for _ in range(400):
         for worker in workers:
             await worker.turn()

@@ -222,7 +222,7 @@ async def test_the_nearer_an_adapter_is_the_better(clock: FakeClock) -> None:
     """Loading beats absent, a slot beats both, and a worker whose slots are all in use comes last."""
     fleet = make_fleet(clock, placement=PlacementCosts(load_ms=100.0))
     weights = fleet.weights
-    adapters = [weights.add(f"a{i}") for i in range(3)]  # type: ignore[attr-defined]  # FakeWeights
+    adapters = [weights.add(f"a{i}") for i in range(3)]
     one_slot = replace(CAPACITIES, num_slots=1)
     workers = [LoopbackWorker(fleet, name, capacities=one_slot) for name in ("w0", "w1")]
     first = make_request(fleet, [1], 40, adapters[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -45,7 +45,7 @@ class SickWorker(LoopbackWorker):
         super().reply(num_results)
 
 
-async def turn_all(clock: FakeClock, fleet: InspectedFleet, workers: list[LoopbackWorker]) -> None:
+async def turn_all(clock: FakeClock, fleet: InspectedFleet, workers: Sequence[LoopbackWorker]) -> None:
     clock.advance(0.01)
     for worker in workers:
         if not worker.session.ended.is_set():
@@ -54,7 +54,7 @@ async def turn_all(clock: FakeClock, fleet: InspectedFleet, workers: list[Loopba
     fleet.tick()
 
 
-def heal(fleet: InspectedFleet, workers: list[LoopbackWorker]) -> list[LoopbackWorker]:
+def heal(fleet: InspectedFleet, workers: Sequence[LoopbackWorker]) -> list[LoopbackWorker]:
     """Those whose session ended attach again as the same process, if they may."""
     again: list[LoopbackWorker] = []
     for worker in workers:
@@ -89,7 +89,7 @@ async def test_one_sick_worker_of_three_fails_no_request_and_is_quarantined(cloc
 async def test_several_workers_that_are_sick_at_once_fail_no_request(clock: FakeClock, num_sick: int) -> None:
     """As those of one machine. Each is idle at once, and so the first that another one's requests are offered to."""
     fleet = make_fleet(clock)
-    workers = [SickWorker(fleet, f"sick{number}") for number in range(num_sick)]
+    workers: list[LoopbackWorker] = [SickWorker(fleet, f"sick{number}") for number in range(num_sick)]
     workers += [LoopbackWorker(fleet, "sound0"), LoopbackWorker(fleet, "sound1")]
     requests, readers = [], []
     for number in range(200):
@@ -106,7 +106,7 @@ async def test_workers_that_become_sick_together_fail_no_request_that_runs(clock
     fleet = make_fleet(clock)
     sick = [SickWorker(fleet, f"sick{number}") for number in range(2)]
     for worker in sick:
-        worker.is_sick = lambda _slot: False  # type: ignore[method-assign]  # this worker's own
+        worker.is_sick = lambda _slot: False
     workers = [*sick, LoopbackWorker(fleet, "sound")]
     requests = [make_request(fleet, [number, 3], 60) for number in range(24)]
     readers = [asyncio.create_task(read_all(fleet.submit(request))) for request in requests]
@@ -114,7 +114,7 @@ async def test_workers_that_become_sick_together_fail_no_request_that_runs(clock
         await turn_all(clock, fleet, workers)
     assert all(len(worker.session.steps.running_request_ids) >= MAX_NOT_FINITE for worker in sick)
     for worker in sick:
-        worker.is_sick = lambda _slot: True  # type: ignore[method-assign]  # as above
+        worker.is_sick = lambda _slot: True
     for _ in range(300):
         await turn_all(clock, fleet, workers)
     assert [await reader for reader in readers] == [expected(request) for request in requests]
@@ -202,8 +202,8 @@ async def test_one_adapter_alone_does_not_make_its_worker_sick_but_two_do(clock:
     """One may lie on the edge of its dtype's range, so that it is finite at one worker and not at another."""
     fleet = make_fleet(clock)
     sick, other = SickWorker(fleet, "a"), LoopbackWorker(fleet, "b")
-    sick.is_sick = lambda slot: slot is not None  # type: ignore[method-assign]  # this worker's own
-    adapters = [fleet.weights.add(f"a{i}") for i in range(num_adapters)]  # type: ignore[attr-defined]  # FakeWeights
+    sick.is_sick = lambda slot: slot is not None
+    adapters = [fleet.weights.add(f"a{i}") for i in range(num_adapters)]
     readers, requests = [], []
     for number in range(6):
         request = make_request(fleet, [number], 20, adapters[number % num_adapters])
