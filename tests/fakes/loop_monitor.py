@@ -12,8 +12,15 @@ import heapq
 import selectors
 import threading
 import time
+from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+_Ts = TypeVarTuple("_Ts")
 
 NUM_SLOWEST = 5
 PROBE_S = 0.002  # between two looks of the thread that takes the lock
@@ -39,16 +46,8 @@ class LoopMonitor:
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         """A loop of the standard library."""
-        loop = asyncio.SelectorEventLoop(_watched_selector(self))
+        loop = _WatchedLoop(self)
         threading.Thread(target=self._probe_lock, args=(loop,), name="probe", daemon=True).start()
-        plain_run = asyncio.Handle._run
-
-        def run(handle: asyncio.Handle) -> None:
-            began_s = time.thread_time()
-            plain_run(handle)
-            self._callback_ended(handle, time.thread_time() - began_s)
-
-        asyncio.Handle._run = run  # type: ignore[method-assign, assignment]  # the loop offers no hook
         return loop
 
     def reset(self) -> None:
@@ -72,13 +71,13 @@ class LoopMonitor:
         if self._turn_began_s is not None:
             self._longest_turn_s = max(self._longest_turn_s, time.thread_time() - self._turn_began_s)
 
-    def _callback_ended(self, handle: asyncio.Handle, seconds: float) -> None:
+    def callback_ended(self, callback: Callable[..., object], seconds: float) -> None:
         if self._is_resetting:
             self._is_resetting = False  # the callback that reset the monitor
         elif len(self._slowest) < NUM_SLOWEST:
-            heapq.heappush(self._slowest, (seconds, _name(handle)))
+            heapq.heappush(self._slowest, (seconds, _name(callback)))
         elif seconds > self._slowest[0][0]:
-            heapq.heapreplace(self._slowest, (seconds, _name(handle)))
+            heapq.heapreplace(self._slowest, (seconds, _name(callback)))
 
     def _probe_lock(self, loop: asyncio.AbstractEventLoop) -> None:
         pause = threading.Event()
@@ -88,6 +87,42 @@ class LoopMonitor:
             now_s = time.process_time()
             self._longest_lock_s = max(self._longest_lock_s, now_s - before_s)
             before_s = now_s
+
+
+class _WatchedLoop(asyncio.SelectorEventLoop):
+    """Times every callback but those of asyncio's own transports, which count in their turn only."""
+
+    def __init__(self, monitor: LoopMonitor) -> None:
+        super().__init__(_watched_selector(monitor))
+        self._monitor = monitor
+
+    def call_soon(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        return super().call_soon(self._timed, callback, *args, context=context)
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        return super().call_soon_threadsafe(self._timed, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return super().call_at(when, self._timed, callback, *args, context=context)
+
+    def add_reader(self, fd: FileDescriptorLike, callback: Callable[[*_Ts], object], *args: *_Ts) -> None:
+        super().add_reader(fd, self._timed, callback, *args)
+
+    def add_writer(self, fd: FileDescriptorLike, callback: Callable[[*_Ts], object], *args: *_Ts) -> None:
+        super().add_writer(fd, self._timed, callback, *args)
+
+    def _timed(self, callback: Callable[[*_Ts], object], *args: *_Ts) -> None:
+        began_s = time.thread_time()
+        try:
+            callback(*args)
+        finally:
+            self._monitor.callback_ended(callback, time.thread_time() - began_s)
 
 
 def _watched_selector(monitor: LoopMonitor) -> selectors.BaseSelector:
@@ -101,9 +136,8 @@ def _watched_selector(monitor: LoopMonitor) -> selectors.BaseSelector:
     return WatchedSelector()
 
 
-def _name(handle: asyncio.Handle) -> str:
+def _name(callback: Callable[..., object]) -> str:
     # Not the repr of a task, which has that of its result: it takes longer than the callback where that is large.
-    callback = handle._callback  # type: ignore[attr-defined]
     task = getattr(callback, "__self__", None)
     if isinstance(task, asyncio.Task):
         return f"{task.get_name()} {getattr(task.get_coro(), '__qualname__', '')}"
