@@ -17,27 +17,27 @@ from control_plane.checks import Violations
 from control_plane.scheduler.types import BeamSearch, Sampling
 
 MAX_BIASES = 1024
-MAX_ANSWERS = 1024  # far above the rows of any worker, whose own limit is told when the request is placed
+MAX_COMPLETIONS = 1024  # far above the rows of any worker; a request above a worker's own limit is refused there
 MIN_BEAMS, MAX_BEAMS = 2, 16
 MAX_LENGTH_PENALTY = 10.0  # either sign
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How many answers a request gets, and how they are searched for."""
+    """How many completions a request gets, and how they are chosen."""
 
-    n: int = 1  # answers to return
-    best_of: int = 1  # answers to sample; n with beam search
+    n: int = 1  # completions to return
+    best_of: int = 1  # completions to sample; n with beam search
     beam: BeamSearch | None = None
 
     @property
     def num_indices(self) -> int:
-        """Answers that are computed."""
+        """Completions that are computed."""
         return self.best_of if self.beam is None else self.beam.width
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the answers are chosen, and so told, at the end."""
+        """Whether completions are chosen, and therefore sent, when all have ended."""
         return self.beam is not None or self.best_of > self.n
 
 
@@ -56,12 +56,12 @@ def check_sampling(
 
 
 def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violations: Violations) -> Decoding:
-    """How many answers, and how; `sampling` as checked before, which beam search restricts."""
+    """How many completions, and how. `sampling` is checked already; beam search restricts it."""
     n = params.n if params.HasField("n") else 1
     best_of = params.best_of if params.HasField("best_of") else n
     for name, value in (("n", n), ("best_of", best_of)):
-        if params.HasField(name) and not 1 <= value <= MAX_ANSWERS:
-            violations.add(f"decoding.{name}", f"is {value}; give a count from 1 to {MAX_ANSWERS}")
+        if params.HasField(name) and not 1 <= value <= MAX_COMPLETIONS:
+            violations.add(f"decoding.{name}", f"is {value}; give a count from 1 to {MAX_COMPLETIONS}")
     if not params.HasField("beam_search"):
         if 1 <= best_of < n:
             violations.add(
@@ -80,7 +80,7 @@ def check_decoding(params: types_pb2.DecodingParams, sampling: Sampling, violati
 
 
 def sampling_message(sampling: Sampling, vocab_size: int) -> types_pb2.SamplingParams:
-    """Sampling values in effect, every field set but log-probabilities that were not asked for."""
+    """Sampling values in effect, with every field set, but not log-probabilities that were not requested."""
     values = {parameter.name: getattr(sampling, parameter.attribute) for parameter in PARAMETERS}
     # Keeping all is keeping as many as there are: a value that a client may send back.
     values["top_k"] = sampling.top_k or vocab_size

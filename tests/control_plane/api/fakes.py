@@ -314,7 +314,7 @@ class FakeFleet(Fleet):
         self.on_submit: Callable[[ScriptedJob, Request], None] = lambda job, request: None
         self.submitted = asyncio.Event()
         self.refusal: Exception | None = None  # of check_room
-        self.unload_gate: asyncio.Event | None = None  # retire waits for it
+        self.unload_gate: asyncio.Event | None = None  # unload waits for it
         self.unload_begun = asyncio.Event()
         self.pinned: set[str] = set()
         self._ids = itertools.count(1)
