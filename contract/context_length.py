@@ -14,7 +14,8 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_len
 def config_context_length(config: Mapping[str, Any]) -> int | None:
     """Tokens, prompt and completion together; None if the configuration names no length.
 
-    The text model's own configuration counts where there is one. Raises ValueError for a length that is none.
+    The text model's own configuration counts where there is one. Raises ValueError for a length that is not a number
+    of tokens.
     """
     text_config = config.get("text_config")
     for source in (text_config if isinstance(text_config, Mapping) else {}, config):

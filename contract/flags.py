@@ -99,7 +99,7 @@ def find_mistake(config: Any) -> str | None:
         if flag.highest is not None and value > flag.highest:
             return f"{called}: {value} is above {flag.highest:.0f}"
         if flag.choices and value not in flag.choices:
-            return f"{called}: {value!r} is none of {', '.join(flag.choices)}"
+            return f"{called}: {value!r} is not valid: use one of {', '.join(flag.choices)}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Tells why a path given with --model is no checkpoint directory, and what to give instead.
+"""Why a path given with --model is not a checkpoint directory, and what to give instead.
 
 Standard library only: control plane and worker call it before anything else is imported.
 """

@@ -155,7 +155,7 @@ def _decode_new_row(message: plan_pb2.NewRow, prompts: list[Int32Array]) -> NewR
         slot=message.slot if message.HasField("slot") else None,
         slot_generation=message.slot_generation,
         sampling=_decode_sampling(message),
-        is_host_fed=message.is_stepwise,
+        is_host_fed=message.is_host_fed,
     )
 
 

@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
     """Bytes from "1048576", "512KiB", "64MiB" or "2GiB". Raises ValueError otherwise."""
     match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is no byte size; write 1048576, 512KiB, 64MiB or 2GiB")
+        raise ValueError(f"{text!r} is not a valid size in bytes: write 1048576, 512KiB, 64MiB or 2GiB")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 

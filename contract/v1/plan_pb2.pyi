@@ -137,7 +137,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ...) -> None: ...
 
 class NewRow(_message.Message):
-    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_stepwise", "prompt", "sampling")
+    __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling")
     ROW_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -149,7 +149,7 @@ class NewRow(_message.Message):
     BIASES_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BANNED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    IS_STEPWISE_FIELD_NUMBER: _ClassVar[int]
+    IS_HOST_FED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     row: int
@@ -163,10 +163,10 @@ class NewRow(_message.Message):
     biases: bytes
     min_tokens: int
     banned_token_ids: bytes
-    is_stepwise: bool
+    is_host_fed: bool
     prompt: int
     sampling: _types_pb2.SamplingParams
-    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_stepwise: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., biased_token_ids: _Optional[bytes] = ..., biases: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[bytes] = ..., is_host_fed: bool = ..., prompt: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "epoch", "freed_rows", "new_rows", "appended_blocks", "paused_rows", "resumed_rows", "prefills", "block_copies", "fed_tokens", "swap_outs", "swap_ins", "num_steps", "prompts")

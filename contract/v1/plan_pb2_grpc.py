@@ -53,7 +53,7 @@ class WorkerServiceServicer(object):
 
     def Attach(self, request_iterator, context):
         """Opened by the worker, one per session, for its whole life. The worker's first message is a Hello, the
-        answer a Welcome. A new session starts from nothing: no rows, no slots, no KV.
+        response a Welcome. A new session starts from nothing: no rows, no slots, no KV.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,8 @@ def test_reason_comes_on_one_line_without_the_usage(capsys: pytest.CaptureFixtur
         "motet worker: unrecognized arguments: --nonsense; see motet worker --help\n"
     )
     assert refusal(parser, ["--arena", "1GB"], capsys) == (
-        "motet worker: --arena: '1GB' is no byte size; write 1048576, 512KiB, 64MiB or 2GiB; see motet worker --help\n"
+        "motet worker: --arena: '1GB' is not a valid size in bytes: write 1048576, 512KiB, 64MiB or 2GiB; "
+        "see motet worker --help\n"
     )
 
 

@@ -261,7 +261,7 @@ def test_value_that_a_side_refuses_ends_before_anything_starts(
     [
         (["--model", "none"], "--model: there is no directory none; give"),
         (["--model", "model", "--max-rows", "0"], "--max-rows: 0 is below 1"),
-        (["--model", "model", "--device", "gpu"], "--device: 'gpu' is none of auto, cpu, cuda"),
+        (["--model", "model", "--device", "gpu"], "--device: 'gpu' is not valid: use one of auto, cpu, cuda"),
         (["--model", "model", "--plan-depth", "0"], "--plan-depth: 0 is below 1"),
         (["--model", "model", "--control-plane", "a:1"], "unrecognized arguments: --control-plane a:1"),
     ],

@@ -233,8 +233,8 @@ def test_a_row_that_asks_for_more_logprobs_than_tokens_gets_all_of_them() -> Non
 
 def test_fed_tokens_and_swaps_arrive() -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
-    stepwise = NewRow(3, RequestId(3), (1, 2), [], 0, [0], None, 0, Sampling(), is_host_fed=True)
-    encoder.encode(StepPlan(1, [], [(3, 2)], [stepwise]))
+    host_fed = NewRow(3, RequestId(3), (1, 2), [], 0, [0], None, 0, Sampling(), is_host_fed=True)
+    encoder.encode(StepPlan(1, [], [(3, 2)], [host_fed]))
     plan = StepPlan(2, [3], fed_tokens=[(3, 5)], swap_outs=[(4, 1), (5, 0)], swap_ins=[(2, 6)])
     [step] = decode_steps(encoder.encode(plan).step_plan)
     assert step.fed_tokens.tolist() == [[3, 5]]
@@ -353,16 +353,16 @@ def test_logprobs_other_than_those_asked_for_are_garbage(
         asking(*ASKED).decode_result(told(sampled, prompt))
 
 
-@pytest.mark.parametrize("is_stepwise", [True, False])
-def test_candidates_of_a_beam_come_most_likely_first_or_are_garbage(is_stepwise: bool) -> None:
+@pytest.mark.parametrize("is_host_fed", [True, False])
+def test_candidates_of_a_beam_come_most_likely_first_or_are_garbage(is_host_fed: bool) -> None:
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
-    new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=3), is_host_fed=is_stepwise)
+    new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=3), is_host_fed=is_host_fed)
     encoder.encode(StepPlan(1, [], [(0, 2)], [new]))
     sampled = logprobs_of(0, [6], [[4, 6, 5]])
     sampled.top_logprobs[0, 2] += 0.25
     row = np.array([0], dtype=np.int32)
     message = encode_output(StepOutput(1, row, row + 6, row[:0], 5, [sampled]), EPOCH).step_result
-    if is_stepwise:
+    if is_host_fed:
         with pytest.raises(GarbageResult, match=r"row 0 .* out of order"):
             encoder.decode_result(message)
     else:

@@ -70,7 +70,7 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
         (["--plan-depth", "0"], "--plan-depth: 0"),
         (["--drain-timeout-s", "nan"], "--drain-timeout-s: nan"),
         (["--dead-after-ms", "600"], "--dead-after-ms: 600 is below two heartbeat intervals of 500 ms"),
-        (["--dtype", "int8"], "--dtype: 'int8' is none of"),
+        (["--dtype", "int8"], "--dtype: 'int8' is not valid: use one of"),
         (["--listen", "nowhere"], "--listen: 'nowhere' is not HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], "--listen"),
         (["--worker-listen", "127.0.0.1:50051"], "--worker-listen"),
@@ -83,7 +83,7 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
         (["--max-model-len", "1"], "--max-model-len"),
         (
             ["--scheduling-policy", "lifo"],
-            "--scheduling-policy: 'lifo' is none of chunked_prefill, prefill_first, fcfs",
+            "--scheduling-policy: 'lifo' is not valid: use one of chunked_prefill, prefill_first, fcfs",
         ),
         (["--max-step-tokens", "0"], "--max-step-tokens: 0 is below 1"),
         (["--watermark", "1"], "--watermark: 1.0 is no share"),

@@ -47,7 +47,7 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """One request, one stream: `started` with the first token that is told, then deltas, then one `finished` for every
+        """One request, one stream: `started` with the first token that is returned, then deltas, then one `finished` for every
         index. Errors end the stream by status with google.rpc details; there is no error message in band. The metadata key
         "motet-tenant" says who the request is counted for (at most 63 bytes of [a-z0-9._-]; without it: "default").
         """

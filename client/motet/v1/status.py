@@ -27,7 +27,7 @@ class WorkerStatus:
     device: str  # Device it runs on, for people
     epoch: int  # Fencing token of its session, counts up from 1
     num_steps: int  # Steps executed in this session, a count
-    num_plans_in_flight: int  # Plans sent and not answered, a count
+    num_plans_in_flight: int  # Plans in flight, a count
     num_running: int  # Requests being computed, a count
     num_waiting: int  # Requests waiting for this worker, a count
     num_blocks: int  # KV blocks in all, a count
@@ -75,21 +75,21 @@ class AdapterStatus:
     num_host_cached: int  # Digests in the host cache, a count
     host_cache_bytes: int  # Bytes in the host cache
     host_cache_budget_bytes: int  # Budget of the host cache, bytes
-    host_cache_available: bool  # Whether the host cache answers
-    host_cache_error: str  # Why the host cache does not answer, for people; empty when it does
+    host_cache_available: bool  # Whether the host cache responds
+    host_cache_error: str  # Why the host cache does not respond, for people; empty when it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStatus:
     """One tenant: what it is granted, and what it uses."""
 
-    tenant: str  # Its name. Tenants that the operator does not name are counted by the client's host, which is told here: "ipv4:10.0.0.7", or "ipv6:2001:db8::/64"
+    tenant: str  # Its name. Tenants that the operator does not name are counted by the client's host, which is the name here: "ipv4:10.0.0.7", or "ipv6:2001:db8::/64"
     weight: float  # Share of service against the other tenants' weights, while several wait, no unit
     num_requests: int  # Accepted and not finished, a count
     max_running_requests: int | None  # Most of them at once, a count; unset: no limit. Beyond any of these limits: RESOURCE_EXHAUSTED
-    num_queued_tokens: int  # Prompt tokens of those that have no token of an answer yet, a count
+    num_queued_tokens: int  # Prompt tokens of those that have no generated token yet, a count
     max_queued_tokens: int | None  # Most of them at once, a count; unset: no limit
-    num_tokens_left: int | None  # Prompt and generated tokens that may be asked for at once, a count; set where tokens_per_minute is
+    num_tokens_left: int | None  # Prompt and generated tokens that may be requested at once, a count; set where tokens_per_minute is
     tokens_per_minute: int | None  # How many are added every minute, and the most that are saved up, a count; unset: no limit
     num_accepted: int  # Accepted since the tenant is known, a count, like those below
     num_rejected: int  # Refused because of one of these limits, a count

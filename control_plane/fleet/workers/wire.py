@@ -239,7 +239,7 @@ def _encode_new_row(row: NewRow, vocab_size: int, shared_prompts: list[int]) -> 
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=_FLOAT32).tobytes(),
         min_tokens=sampling.min_tokens,
         banned_token_ids=_packed(list(row.banned_token_ids)),
-        is_stepwise=row.is_host_fed,
+        is_host_fed=row.is_host_fed,
         sampling=_encode_sampling(sampling, vocab_size),
     )
 
