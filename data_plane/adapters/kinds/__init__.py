@@ -1,7 +1,7 @@
 """The kinds of adapters that a worker serves, one file each.
 
-A new kind is a file here, a line in KINDS and, if its arithmetic is new, a kernel. contract.packed_layout lists the
-names that a manifest may give.
+A new kind is a file here, a line in KINDS and, if its arithmetic is new, a kernel. The control plane has the same kinds
+in control_plane/registry/peft/kinds; tests/contract/test_adapter_kinds.py compares the two.
 """
 
 from __future__ import annotations
