@@ -60,13 +60,13 @@ class AdapterArena:
         self.table = SlotTable(targets, num_slots, self._pool)
         self.groups = ModuleGroups(targets, self.table, base)
         self._writer = AdapterWriter(self._pool, base)
-        # Guards the pool's free list, _loads, _ready, _generations and _unlisted.
+        # Guards the pool's free list, _loads, _ready, _generations and unlisted.
         self._lock = threading.Lock()
         # Invariant: a slot is in at most one of _loads and _ready; in neither, it is empty.
         self._loads: dict[int, Load] = {}
         self._ready: dict[int, ResidentAdapter] = {}
         self._generations = np.full(num_slots, NOT_READY)  # int64, of what is in _ready
-        self._unlisted: list[ResidentAdapter] = []  # published, not yet in the slot table
+        self.unlisted: list[ResidentAdapter] = []  # published, not yet in the slot table
         self._reserved: dict[Load, npt.NDArray[np.int64]] = {}  # pages of loads, cancelled ones included
 
     @property
@@ -187,7 +187,7 @@ class AdapterArena:
             del self._reserved[load]
             self._ready[load.slot] = adapter
             self._generations[load.slot] = adapter.generation
-            self._unlisted.append(adapter)
+            self.unlisted.append(adapter)
 
     def _abandon(self, load: Load) -> None:
         with self._lock:
@@ -234,8 +234,8 @@ class AdapterArena:
     def _remove(self, adapter: ResidentAdapter) -> None:
         self._generations[adapter.slot] = NOT_READY
         self._pool.give_back(adapter.page_ids)
-        if adapter in self._unlisted:
-            self._unlisted.remove(adapter)
+        if adapter in self.unlisted:
+            self.unlisted.remove(adapter)
         self.table.remove(adapter.slot)
 
     def used_bytes(self) -> int:
@@ -262,17 +262,16 @@ class AdapterArena:
 
     def paged_module(self, name: str) -> PagedModule:
         """One module's weights in the arena, for all slots. Valid until the next load, evict or clear."""
-        self.list_published()
+        if self.unlisted:
+            self.list_published()
         return self.table.group([self._targets[name]])[0].module(0)
 
     def list_published(self) -> None:
         """Enter the adapters that became ready since the last call into the slot table."""
-        if not self._unlisted:
-            return
         with self._lock:
-            for adapter in self._unlisted:
+            for adapter in self.unlisted:
                 self.table.put(adapter)
-            self._unlisted.clear()
+            self.unlisted.clear()
 
     def page_ids(self, slot: int) -> npt.NDArray[np.int64]:
         """The pages of the adapter in a slot that is ready."""

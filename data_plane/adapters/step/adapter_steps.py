@@ -40,7 +40,8 @@ class AdapterSteps:
         token_slots is int32 [num_tokens], -1 for no adapter, best given on the host; slots_in_step names each slot in
         it. Raises StaleSlot for a slot that is not ready.
         """
-        self._arena.list_published()
+        if self._arena.unlisted:
+            self._arena.list_published()
         if not slots_in_step:
             return None
         slots = np.asarray(slots_in_step)
