@@ -8,8 +8,9 @@ from control_plane.errors import MotetError
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.placement.migration import Migration
 from control_plane.fleet.requests.failures import error_of
-from control_plane.fleet.requests.jobs import Job, JobStream
+from control_plane.fleet.requests.jobs import Job
 from control_plane.fleet.requests.quotas import TenantQuotas
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.slow_readers import SlowReaders
 from control_plane.fleet.workers.session import WorkerSession

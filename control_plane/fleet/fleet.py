@@ -17,8 +17,8 @@ from motet.v1.status import QueueStatus, WorkerStatus
 from contract.v1 import plan_pb2
 from control_plane.errors import Draining
 from control_plane.fleet.assembly import FleetParts
-from control_plane.fleet.requests.jobs import JobStream
 from control_plane.fleet.requests.quotas import TenantUse
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.workers.session import WorkerSession
 from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.types import Request, RequestId

@@ -10,8 +10,9 @@ from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
 from control_plane.fleet.placement.dispatcher import Dispatcher
 from control_plane.fleet.requests.failures import no_worker_came
-from control_plane.fleet.requests.jobs import Job, JobStream
+from control_plane.fleet.requests.jobs import Job
 from control_plane.fleet.requests.quotas import TenantQuotas
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.sessions import SessionTable

@@ -7,7 +7,8 @@ from functools import partial
 from control_plane.awake import AwakeClock
 from control_plane.errors import SlowConsumer
 from control_plane.fleet.placement.dispatcher import Dispatcher
-from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS, Job
+from control_plane.fleet.requests.jobs import Job
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS
 from control_plane.fleet.requests.unfinished import UnfinishedJobs
 from control_plane.scheduler.types import RequestId
 
@@ -20,23 +21,23 @@ class SlowReaders:
         self._awake = awake
         self._jobs = jobs
         self._dispatcher = dispatcher
-        self._full: dict[RequestId, Job] = {}
+        self._paused: dict[RequestId, Job] = {}
         jobs.call_when_over(self._forget)
 
     def pause(self, job: Job) -> None:
         """Pause a job with a full stream. Does nothing if it is paused already, or runs in isolation."""
-        if job.full_since_s is None and not self._dispatcher.is_isolated(job):
-            job.full_since_s = self._awake()
-            self._full[job.request.request_id] = job
+        if job.paused_since_s is None and not self._dispatcher.is_isolated(job):
+            job.paused_since_s = self._awake()
+            self._paused[job.request.request_id] = job
             assert job.session is not None, "tokens of a request without a session"
             job.session.pause(job.request.request_id)
 
     def on_read(self, request_id: RequestId) -> None:
         """The reader has read: let the job go on if it is paused."""
-        job = self._full.pop(request_id, None)
+        job = self._paused.pop(request_id, None)
         if job is None:
             return
-        job.full_since_s = None
+        job.paused_since_s = None
         if job.session is not None:
             job.session.resume(request_id)
         else:
@@ -46,9 +47,9 @@ class SlowReaders:
         """Fail the jobs of which nothing was read for as long as a reader may take."""
         now_s = self._awake()
         reason = f"{MAX_UNREAD_TOKENS} tokens were not read for {self._timeout_s:g} s; read faster"
-        for job in list(self._full.values()):
-            if job.full_since_s is not None and now_s - job.full_since_s >= self._timeout_s:
+        for job in list(self._paused.values()):
+            if job.paused_since_s is not None and now_s - job.paused_since_s >= self._timeout_s:
                 self._jobs.guard(partial(self._jobs.cancel, job, SlowConsumer(reason)), job)
 
     def _forget(self, job: Job) -> None:
-        self._full.pop(job.request.request_id, None)
+        self._paused.pop(job.request.request_id, None)

@@ -22,7 +22,7 @@ from control_plane.api.rpc import listeners
 from control_plane.errors import AdapterDamaged, StoreUnavailable
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import TICK_S, Fleet
-from control_plane.fleet.requests.jobs import JobStream
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.endings import EndCause

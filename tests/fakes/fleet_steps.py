@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 
 from contract.v1 import plan_pb2
-from control_plane.fleet.requests.jobs import JobStream
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.scheduler.invariants import check_scheduler
 from tests.fakes.fleet_rig import (
     FakeClock,

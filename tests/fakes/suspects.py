@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from control_plane.fleet.requests.jobs import Death, Job, JobStream
+from control_plane.fleet.requests.jobs import Death, Job
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.scheduler.types import Request
 from tests.fakes.fleet_rig import (
     InspectedFleet,

@@ -19,7 +19,7 @@ from control_plane.api.generation.request import CheckedRequest
 from control_plane.api.generation.sampling_params import decoding_message, sampling_message
 from control_plane.api.text.stream import TextStream
 from control_plane.api.wire import FINISH_REASONS, add_logprobs, duration, timestamp
-from control_plane.fleet.requests.jobs import JobEvent
+from control_plane.fleet.requests.streams import JobEvent
 from control_plane.scheduler.types import FinishReason, Request, TokenLogprobs, sample_seed
 
 # Tokens, and log-probabilities of the prompt, that are processed before other tasks get a turn of the event loop.

@@ -124,7 +124,7 @@ class Dispatcher:
         except RequestNeverFits:
             return False
         job.session, job.num_tokens_here = session, 0
-        if job.full_since_s is not None:
+        if job.paused_since_s is not None:
             session.pause(job.request.request_id)
         self._isolation.placed(job)
         self._shortlist.placed(job.request, session.worker_id)

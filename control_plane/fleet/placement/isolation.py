@@ -79,7 +79,7 @@ class _Group:
 
     def due(self) -> list[Job]:
         """The suspects that wait for a worker and whose reader reads: a paused one would not get past its danger."""
-        return [job for job in self.jobs.values() if job.session is None and job.full_since_s is None]
+        return [job for job in self.jobs.values() if job.session is None and job.paused_since_s is None]
 
 
 class PoisonIsolation:
@@ -118,7 +118,7 @@ class PoisonIsolation:
             if not self._running and self._emptied is None:
                 return self._sessions  # maybe a thousand: not copied for every request
             return {i: s for i, s in self._sessions.items() if self.is_open(s)}
-        if job.full_since_s is not None:
+        if job.paused_since_s is not None:
             return {}
         if group.session is not None:
             return {group.session.worker_id: group.session}

@@ -1,183 +1,16 @@
-"""One request on its way through the fleet: the stream that its reader iterates, and the fleet's record of it.
-
-The stream keeps tokens that are not read yet, and merges those of one index into one event. It only stores;
-slow_readers.py decides when a reader is too slow.
-"""
+"""The fleet's record of one request that has not ended: where it is, and what happened to it so far."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from control_plane.errors import MotetError
 from control_plane.fleet.requests.quotas import Charge
-from control_plane.scheduler.types import FinishReason, Request, RequestOutput, TokenLogprobs
+from control_plane.fleet.requests.streams import JobStream
+from control_plane.scheduler.types import Request
 
 if TYPE_CHECKING:
     from control_plane.fleet.workers.session import WorkerSession
-
-MAX_UNREAD_TOKENS = 256  # per live index; above this the request is paused until its reader reads
-
-
-# Not frozen: one is made per token, and a frozen one costs three times as much to make.
-@dataclass(slots=True)
-class JobEvent:
-    """What one index of a request gained since its event before."""
-
-    token_ids: list[int]  # new tokens, in order; empty at most in the index's last event
-    finish_reason: FinishReason | None  # LENGTH or STOP_TOKEN in its last event; every other end is an exception
-    num_cached_tokens: int  # prompt tokens served by the prefix cache when the request first ran
-    queue_time_s: float  # arrival to the first plan that carried the request
-    index: int = 0  # which completion of the request
-    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if requested
-    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
-    score: float | None = None  # for beam search: what the completions are ranked by
-
-
-class JobStream:
-    """Async iterator over the events of one request, for one reader. Raises MotetError where the request failed."""
-
-    def __init__(
-        self,
-        on_read: Callable[[], None],
-        on_cancel: Callable[[], None],
-        on_cancel_index: Callable[[int], None],
-        *,
-        num_indices: int = 1,
-    ) -> None:
-        self._on_read = on_read
-        self._on_cancel = on_cancel
-        self._on_cancel_index = on_cancel_index
-        self._pending: dict[int, JobEvent] = {}  # by index; the one that has waited longest first
-        self.num_unread_tokens = 0  # pushed and not read
-        self._live = set(range(num_indices))  # indices for which more may be pushed
-        self._num_cached_tokens = 0
-        self._queue_time_s = 0.0
-        self._error: MotetError | None = None
-        self._has_ended = False  # nothing more will be pushed
-        self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
-
-    def __aiter__(self) -> JobStream:
-        return self
-
-    async def __anext__(self) -> JobEvent:
-        while not (self._pending or self._has_ended):
-            # A bare future: one is made per token and stream, an Event costs twice as much.
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if not self._pending:
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
-            raise StopAsyncIteration
-        event = self._pending.pop(next(iter(self._pending)))
-        event.num_cached_tokens, event.queue_time_s = self._num_cached_tokens, self._queue_time_s
-        self.num_unread_tokens -= len(event.token_ids)
-        self._on_read()
-        return event
-
-    def cancel(self) -> None:
-        """Cancel the request; nothing follows. Idempotent, and harmless after the end."""
-        if not self._has_ended:
-            self._on_cancel()
-        self._has_ended = True
-        self._live.clear()
-        self._pending.clear()
-        self.num_unread_tokens = 0
-        self._error = None
-        self._wake()
-
-    def cancel_index(self, index: int) -> None:
-        """Cancel one completion; nothing of it follows, the others go on. Idempotent, and harmless after its end."""
-        event = self._pending.pop(index, None)
-        if event is not None:
-            self.num_unread_tokens -= len(event.token_ids)
-        if index not in self._live:
-            return
-        if len(self._live) == 1:
-            if not self._has_ended:
-                self._on_cancel()
-            self._has_ended = True
-        else:
-            self._on_cancel_index(index)
-        self._live.discard(index)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    # ---- for the fleet ----
-
-    @property
-    def is_full(self) -> bool:
-        """Whether its reader is so far behind that the request should wait."""
-        return self.num_unread_tokens >= MAX_UNREAD_TOKENS * len(self._live)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether every index has ended, or the request failed or was cancelled."""
-        return self._has_ended
-
-    def is_live(self, index: int) -> bool:
-        """Whether more of this completion may be pushed."""
-        return index in self._live
-
-    def describe(self, num_cached_tokens: int, queue_time_s: float) -> None:
-        """Set what every event repeats."""
-        self._num_cached_tokens = num_cached_tokens
-        self._queue_time_s = queue_time_s
-
-    def push_token(self, token_id: int) -> bool:
-        """Append a token of index 0 that comes with nothing else; whether the stream is full."""
-        if 0 not in self._live:
-            return False  # cancelled meanwhile
-        pending = self._pending.get(0)
-        if pending is None:
-            self._pending[0] = JobEvent([token_id], None, 0, 0.0)
-        else:
-            pending.token_ids.append(token_id)
-        self.num_unread_tokens += 1
-        self._wake()
-        return self.is_full
-
-    def push(self, output: RequestOutput, finish_reason: FinishReason | None) -> None:
-        """Append one index's tokens, and end that index if there is a reason; the stream ends with the last of them."""
-        index = output.index
-        assert index in self._live, f"tokens after the end of index {index}"
-        pending = self._pending.get(index)
-        if pending is None:
-            self._pending[index] = JobEvent(
-                [*output.token_ids],
-                finish_reason,
-                0,
-                0.0,
-                index,
-                output.logprobs,
-                output.prompt_logprobs,
-                output.score,
-            )
-        else:
-            pending.token_ids.extend(output.token_ids)
-            pending.finish_reason = finish_reason
-            if output.logprobs:
-                pending.logprobs = [*(pending.logprobs or ()), *output.logprobs]  # the first list is the scheduler's
-            pending.prompt_logprobs = pending.prompt_logprobs or output.prompt_logprobs
-            pending.score = output.score
-        self.num_unread_tokens += len(output.token_ids)
-        if finish_reason is not None:
-            self._live.discard(index)
-            self._has_ended = not self._live
-        self._wake()
-
-    def fail(self, error: MotetError) -> None:
-        """End the stream with an error, raised once the tokens before it are read."""
-        assert not self._has_ended, "an error after the end of a stream"
-        self._error = error
-        self._has_ended = True
-        self._live.clear()
-        self._wake()
 
 
 @dataclass(slots=True)
@@ -217,4 +50,4 @@ class Job:
     num_generated: int = 0  # tokens delivered to its stream, over all its indices
     num_searched: int = 0  # tokens that its beam search computed, known at its end
     failed_load_epochs: set[int] = field(default_factory=set)  # sessions that could not load its adapter
-    full_since_s: float | None = None  # when its stream filled up: it is paused since then
+    paused_since_s: float | None = None  # when its stream filled up and it was paused

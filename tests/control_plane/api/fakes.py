@@ -31,8 +31,8 @@ from control_plane.api.rpc import listeners
 from control_plane.api.text.codec import TextCodec
 from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudgetExceeded
 from control_plane.fleet.fleet import Fleet
-from control_plane.fleet.requests.jobs import JobEvent, JobStream
 from control_plane.fleet.requests.quotas import TenantUse
+from control_plane.fleet.requests.streams import JobEvent, JobStream
 from control_plane.fleet.tenants import TenantLimits
 from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights

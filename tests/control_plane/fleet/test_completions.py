@@ -10,7 +10,7 @@ import pytest
 
 from contract.v1 import plan_pb2
 from control_plane.errors import DeadlineExceeded, NotFinite
-from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS, JobEvent, JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.settings import SchedulerSettings

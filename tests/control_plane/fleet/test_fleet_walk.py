@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from control_plane.errors import DeadlineExceeded, MotetError, QueueFull
-from control_plane.fleet.requests import jobs
-from control_plane.fleet.requests.jobs import JobStream
+from control_plane.fleet.requests import streams
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.tenants import TenantLimits, TenantTable
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.scheduler.invariants import check_scheduler
@@ -234,7 +234,7 @@ class Walk:
 async def test_whatever_happens_every_stream_yields_the_oracles_tokens(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "MAX_UNREAD_TOKENS", MAX_UNREAD_TOKENS)
+    monkeypatch.setattr(streams, "MAX_UNREAD_TOKENS", MAX_UNREAD_TOKENS)
     walk = Walk(seed)
     await walk.run()
     seen = {

@@ -11,7 +11,8 @@ from control_plane.errors import (
     MotetError,
     status_of,
 )
-from control_plane.fleet.requests.jobs import Job, JobStream
+from control_plane.fleet.requests.jobs import Job
+from control_plane.fleet.requests.streams import JobStream
 from tests.fakes.fleet_rig import (
     FakeClock,
     LoopbackWorker,

@@ -7,7 +7,7 @@ import pytest
 from control_plane.errors import (
     SlowConsumer,
 )
-from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS
 from tests.fakes.fleet_rig import (
     FakeClock,
     LoopbackWorker,

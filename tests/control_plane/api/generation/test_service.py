@@ -17,7 +17,7 @@ from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
 from control_plane.errors import NoWorker, QueueFull
-from control_plane.fleet.requests.jobs import JobEvent
+from control_plane.fleet.requests.streams import JobEvent
 from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.types import FinishReason, Request, Sampling
 from tests.control_plane.api.fakes import (

@@ -12,7 +12,7 @@ from control_plane.errors import (
     AdapterLoadFailed,
     AdapterNotServed,
 )
-from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS
 from control_plane.fleet.settings import PlacementCosts
 from data_plane.errors import AdapterMismatch
 from tests.fakes.fleet_rig import (

@@ -13,7 +13,7 @@ import pytest
 
 from control_plane.errors import ContextTooLong
 from control_plane.fleet.requests.deaths import is_suspect
-from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS
 from control_plane.scheduler.types import BeamSearch
 from tests.fakes.fleet_rig import (
     CAPACITIES,
@@ -100,12 +100,12 @@ async def test_a_suspect_runs_until_it_is_cleared_although_its_reader_falls_behi
     worker = LoopbackWorker(fleet, "second")
     await worker.receive()
     worker.lose()
-    assert is_suspect(job) and job.full_since_s is None
+    assert is_suspect(job) and job.paused_since_s is None
     worker = LoopbackWorker(fleet)
     other = make_request(fleet, [2], 20)
     reader = asyncio.create_task(read_all(fleet.submit(other)))
     await worker.run(reader.done)
-    assert await reader == expected(other) and not is_suspect(job) and job.full_since_s is not None
+    assert await reader == expected(other) and not is_suspect(job) and job.paused_since_s is not None
     await until_done([worker], reader := asyncio.create_task(read_all(stream)))
     assert await reader == expected(suspect)
 
@@ -116,7 +116,7 @@ async def test_a_full_suspect_waits_for_its_reader(clock: FakeClock) -> None:
     stream = fleet.submit(suspect)
     job = fleet.parts.jobs.by_id[suspect.request_id]
     worker = LoopbackWorker(fleet)
-    await worker.run(lambda: job.full_since_s is not None)
+    await worker.run(lambda: job.paused_since_s is not None)
     worker.lose()
     make_suspect(fleet, job)
     worker = LoopbackWorker(fleet)

@@ -11,7 +11,7 @@ from contract.v1 import plan_pb2
 from control_plane.errors import (
     AdapterLoadFailed,
 )
-from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS
 from control_plane.fleet.workers.endings import EndCause
 from tests.fakes.fleet_rig import (
     CAPACITIES,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from contract.v1 import plan_pb2
-from control_plane.fleet.requests.jobs import JobStream
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.workers.round_trip import RoundTrip
 from control_plane.scheduler.types import Request
 from data_plane.wire import decode_steps, encode_output

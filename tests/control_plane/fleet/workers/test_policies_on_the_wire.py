@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.fleet.requests.jobs import JobStream
+from control_plane.fleet.requests.streams import JobStream
 from control_plane.scheduler.invariants import check_scheduler
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.types import Sampling

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from control_plane.errors import NotFinite
-from control_plane.fleet.requests.jobs import MAX_UNREAD_TOKENS, JobEvent, JobStream
+from control_plane.fleet.requests.streams import MAX_UNREAD_TOKENS, JobEvent, JobStream
 from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, TokenLogprobs
 
 LENGTH = FinishReason.LENGTH
