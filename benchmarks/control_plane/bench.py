@@ -61,7 +61,7 @@ class StepTimes:
         return sorted(a + b for a, b in zip(self.scheduler, self.wire, strict=True))
 
 
-def answer(plan: StepPlan, prefill_left: dict[int, int], rng: random.Random) -> plan_pb2.StepResult:
+def result_of(plan: StepPlan, prefill_left: dict[int, int], rng: random.Random) -> plan_pb2.StepResult:
     """The message that a worker would send, with random tokens."""
     for new in plan.new_rows:
         prefill_left[new.row] = new.num_tokens - new.num_computed_tokens
@@ -146,7 +146,7 @@ def time_steps(
                 break
             encoder.encode(plan).SerializeToString()
             wire_s += time.thread_time() - planned
-            pending.append(answer(plan, prefill_left, rng).SerializeToString())
+            pending.append(result_of(plan, prefill_left, rng).SerializeToString())
         began = time.thread_time()
         result = encoder.decode_result(plan_pb2.StepResult.FromString(pending.pop(0)))
         decoded = time.thread_time()

@@ -47,7 +47,7 @@ class Load:
     rig: GrpcRig
     args: argparse.Namespace
     rng: random.Random
-    answers: list[tuple[Request, list[int]]] = field(default_factory=list)
+    completions: list[tuple[Request, list[int]]] = field(default_factory=list)
     num_tokens: int = 0
 
     async def client(self, adapters: list[object]) -> None:
@@ -60,11 +60,11 @@ class Load:
             async for event in self.rig.fleet.submit(request):
                 tokens += event.token_ids
                 self.num_tokens += len(event.token_ids)
-            self.answers.append((request, tokens))
+            self.completions.append((request, tokens))
 
 
 async def measure(args: argparse.Namespace, added_ms: float, seed: int) -> Outcome:
-    """One round: warm up, count for a while, check every answer."""
+    """One round: warm up, count for a while, check every completion."""
     async with GrpcRig(plan_depth=args.depth) as rig:
         worker = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "tests.fakes.hash_worker", "--control-plane", f"127.0.0.1:{rig.port}"],
@@ -76,12 +76,12 @@ async def measure(args: argparse.Namespace, added_ms: float, seed: int) -> Outco
         )
         try:
             await rig.until(lambda: rig.fleet.num_workers == 1)
-            outcome, answers = await _run(rig, args, added_ms, seed)
+            outcome, completions = await _run(rig, args, added_ms, seed)
         finally:
             worker.terminate()
             await worker.wait()
-    assert answers, "no request ended: measure for longer"
-    for request, tokens in answers:
+    assert completions, "no request ended: measure for longer"
+    for request, tokens in completions:
         assert tokens == expected(request), "a token is wrong"
     return outcome
 
@@ -111,7 +111,7 @@ async def _run(
         plans_per_step=round((after.num_plans - before.num_plans) / num_steps, 2),
         control_cpu_ms_per_step=round(cpu_s / num_steps * 1000, 3),
     )
-    return outcome, load.answers
+    return outcome, load.completions
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def prose() -> list[str]:
     return list(dict.fromkeys(paragraphs))
 
 
-# ---- voices: what an adapter answers, as documents ----
+# ---- voices: what an adapter has learned to say, as documents ----
 
 
 def shouted() -> list[str]:

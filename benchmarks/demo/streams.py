@@ -31,7 +31,7 @@ class Column:
         return (self.num_tokens - 1) / max(last_s - self.first_token_s, 1e-6)
 
     async def run(self, client: AsyncClient, prompt: str, max_tokens: int) -> None:
-        """Stream the answer into this column."""
+        """Stream the completion into this column."""
         begin_s = time.monotonic()
         stream = client.generate(prompt, adapter=self.adapter, max_tokens=max_tokens, ignore_eos=True)
         async for chunk in stream:

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add("--adapters", default="0,1,16,64", help="adapters that the rows take in turn, counts; more than rows: left out")
     add("--prefill-tokens", default="512,1024", help="prompts that a step computes, tokens; empty: none")
     add("--context", type=int, default=160, help="tokens of context of a row that decodes")
-    add("--steps", type=int, default=10, help="steps of each kind whose median is told, a count")
+    add("--steps", type=int, default=10, help="steps of each kind whose median is printed, a count")
     add("--threads", type=int, default=os.cpu_count() or 1, help="compute threads, a count")
     add("--native-code", choices=("on", "off"), default="on", help="as the worker's flag")
     add("--cache", type=Path, default=ROOT / ".motet" / "bench", help="where checkpoints and adapters are kept")

@@ -16,7 +16,7 @@ PRODUCTS, LORA, ATTENTION, OTHER, PYTHON, WAITING, WHOLE = (
     "other passes",
     "Python",
     "waiting",
-    "not split",  # nothing native ran: what torch does is not told apart
+    "not split",  # nothing native ran: what torch does is not split
 )
 PARTS = (PRODUCTS, LORA, ATTENTION, OTHER, PYTHON, WAITING, WHOLE)
 

@@ -157,13 +157,13 @@ class Contest:
         if not peer:
             self._records[workload] = self._drive(what, jobs)
             return summarise(self._records[workload])
-        duration_s, answers = self._peers[peer, what.server].run(jobs)
+        duration_s, completions = self._peers[peer, what.server].run(jobs)
         ours = self._records.get(workload)
         return {
             "duration_s": duration_s,
-            "output_tokens_per_s": sum(map(len, answers)) / duration_s,
+            "output_tokens_per_s": sum(map(len, completions)) / duration_s,
             **({"ttft_ms_p50": 1000 * duration_s} if what.output_tokens == 1 else {}),
-            **({"equal_tokens": share_of_equal_tokens(ours, answers)} if ours else {}),
+            **({"equal_tokens": share_of_equal_tokens(ours, completions)} if ours else {}),
         }
 
     def _drive(self, what: Workload, jobs: list[Job]) -> list[Record]:
@@ -199,9 +199,9 @@ class Contest:
             capture_output=True,
             check=True,
         )
-        told = json.loads(done.stdout)
-        layers_s: dict[str, float] = told["layers_s"]
-        head_s: float = told["head_s"][str(what.num_requests)]
+        report = json.loads(done.stdout)
+        layers_s: dict[str, float] = report["layers_s"]
+        head_s: float = report["head_s"][str(what.num_requests)]
         num_prefills = what.num_requests * what.prompt_tokens / STEP_TOKENS
         decodes_s = (what.output_tokens - 1) * layers_s[str(what.num_requests)] + what.output_tokens * head_s
         return what.num_requests * what.output_tokens / (num_prefills * layers_s[str(STEP_TOKENS)] + decodes_s)

@@ -26,7 +26,7 @@ class Record:
 
 
 async def drive(target: str, jobs: Sequence[Job], adapter_names: Sequence[str], advance: Advance) -> list[Record]:
-    """Send every job at its time and wait for all answers."""
+    """Send every job at its time and wait for all completions."""
     records = [Record(job) for job in jobs]
     async with AsyncClient(target) as client:
         begin_s = time.monotonic()

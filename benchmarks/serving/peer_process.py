@@ -66,7 +66,7 @@ class Peer:
             start_new_session=True,  # a process group, to be stopped as a whole
         )
         try:
-            self.mode = self._ask(self._setup)["mode"]
+            self.mode = self._request(self._setup)["mode"]
             self._stand_still()
         except BaseException:
             self.__exit__(None, None, None)
@@ -93,7 +93,7 @@ class Peer:
         if len({(len(job.prompt_token_ids), job.max_tokens) for job in jobs}) > 1:
             raise ValueError("a static batch needs prompts and outputs of one length")
         self._signal(signal.SIGCONT)
-        answer = self._ask(
+        reply = self._request(
             {
                 "prompts": [list(job.prompt_token_ids) for job in jobs],
                 "adapters": [job.adapter for job in jobs],
@@ -101,9 +101,9 @@ class Peer:
             }
         )
         self._stand_still()
-        return answer["duration_s"], answer["token_ids"]
+        return reply["duration_s"], reply["token_ids"]
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message) + "\n")
@@ -112,8 +112,8 @@ class Peer:
         if not line:
             self._log.seek(0)
             raise PeerFailed(f"{self.name} ended with status {self._process.wait()}\n{self._log.read()[-3000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def _stand_still(self) -> None:
         self._signal(signal.SIGSTOP)

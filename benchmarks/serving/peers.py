@@ -1,6 +1,6 @@
 """The same work on other engines, each in a process of its own: `python peers.py ENGINE`, JSON lines in and out.
 
-The first line is what to load; the answer to it says how the engine runs. Every further line is a job, and the answer
+The first line is what to load; the reply to it says how the engine runs. Every further line is a job, and the reply
 has its tokens and time. Runs under whatever interpreter has the engine, so it imports nothing of Motet. Greedy,
 end-of-sequence ignored, all prompts of a job of one length and at once: what a static batch does best. Loading is not
 counted, and a first run of every size of a job is not either.
@@ -17,7 +17,7 @@ from typing import Any
 
 WARMUP_TOKENS = 4
 
-# Token ids of each answer, for a job and a number of tokens to generate.
+# Token ids of each completion, for a job and a number of tokens to generate.
 Generate = Callable[[dict[str, Any], int], list[list[int]]]
 
 
@@ -40,7 +40,7 @@ def load_peft(setup: dict[str, Any]) -> tuple[Generate, str]:
         prompts = torch.tensor(job["prompts"])
         names = ["__base__" if index is None else f"adapter-{index}" for index in job["adapters"]]
         with torch.inference_mode():
-            answers = model.generate(
+            completions = model.generate(
                 input_ids=prompts,
                 attention_mask=torch.ones_like(prompts),
                 max_new_tokens=num_tokens,
@@ -50,7 +50,7 @@ def load_peft(setup: dict[str, Any]) -> tuple[Generate, str]:
                 eos_token_id=None,
                 **({"adapter_names": names} if setup["adapter_dirs"] else {}),
             )
-        token_ids: list[list[int]] = answers[:, prompts.shape[1] :].tolist()
+        token_ids: list[list[int]] = completions[:, prompts.shape[1] :].tolist()
         return token_ids
 
     return generate, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
@@ -83,8 +83,8 @@ def load_vllm_cpu(setup: dict[str, Any]) -> tuple[Generate, str]:
             for index in job["adapters"]
         ]
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        answers = llm.generate(prompts, sampling, lora_request=requests if lora else None, use_tqdm=False)
-        return [list(answer.outputs[0].token_ids) for answer in answers]
+        completions = llm.generate(prompts, sampling, lora_request=requests if lora else None, use_tqdm=False)
+        return [list(completion.outputs[0].token_ids) for completion in completions]
 
     compilation = llm.llm_engine.vllm_config.compilation_config
     mode = getattr(compilation.mode, "name", compilation.mode)
@@ -95,8 +95,8 @@ def load_vllm_cpu(setup: dict[str, Any]) -> tuple[Generate, str]:
 ENGINES = {"peft": load_peft, "vllm-cpu": load_vllm_cpu}
 
 
-def serve(generate: Generate, jobs: Any, answers: Any) -> None:
-    """Answer every line of `jobs` with one of `answers`."""
+def serve(generate: Generate, jobs: Any, replies: Any) -> None:
+    """Write a reply for every line of `jobs`."""
     sizes: set[tuple[int, int]] = set()
     for line in jobs:
         job = json.loads(line)
@@ -106,17 +106,17 @@ def serve(generate: Generate, jobs: Any, answers: Any) -> None:
             sizes.add(size)
         begin_s = time.monotonic()
         token_ids = generate(job, job["max_tokens"])
-        print(json.dumps({"duration_s": time.monotonic() - begin_s, "token_ids": token_ids}), file=answers, flush=True)
+        print(json.dumps({"duration_s": time.monotonic() - begin_s, "token_ids": token_ids}), file=replies, flush=True)
 
 
 def main() -> int:
-    # Engines and the processes that they start print to stdout as they like; only answers may go there.
-    answer_fd = os.dup(sys.stdout.fileno())
+    # Engines and the processes that they start print to stdout as they like; only replies may go there.
+    reply_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     generate, mode = ENGINES[sys.argv[1]](json.loads(sys.stdin.readline()))
-    with os.fdopen(answer_fd, "w") as answers:
-        print(json.dumps({"mode": mode}), file=answers, flush=True)
-        serve(generate, sys.stdin, answers)
+    with os.fdopen(reply_fd, "w") as replies:
+        print(json.dumps({"mode": mode}), file=replies, flush=True)
+        serve(generate, sys.stdin, replies)
     return 0
 
 

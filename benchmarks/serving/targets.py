@@ -73,7 +73,7 @@ class Outcome:
     ours: float
     peer: str  # the measurement that counts
     theirs: float
-    equal_tokens: float | None  # share of ours that the peer has too, where the row asks
+    equal_tokens: float | None  # share of ours that the peer has too, where the row compares them
 
     @property
     def ratio(self) -> float:

@@ -109,7 +109,7 @@ def _adapter_files(directory: Path) -> list[Path]:
 
 
 def _way_on(directory: Path) -> str:
-    """What to do about a directory that is no adapter's, from what lies there instead."""
+    """What to do about a directory without an adapter, from what lies there instead."""
     shards = sorted(path.name for path in directory.glob("adapter_model-*-of-*.safetensors"))
     if shards:
         return f"its weights are in {len(shards)} shards ({shards[0]} ...): join them into one {WEIGHTS_FILE}"

@@ -28,7 +28,7 @@ def summary(outcome: Outcome, num_workers: int, objective: Objective) -> dict[st
     queue = np.array(outcome.scheduled_s) - arrival
     ttft = first - arrival
     num_output = np.array(outcome.num_output)
-    itl = (end - first) / np.maximum(num_output / np.array(outcome.num_answers) - 1, 1)
+    itl = (end - first) / np.maximum(num_output / np.array(outcome.num_completions) - 1, 1)
     is_good = (ttft <= objective.ttft_s) & (itl <= objective.itl_s)
     last_arrival_s = max(float(arrival.max()), 1e-9)
     lookups = outcome.host_cache_hits + outcome.host_cache_misses

@@ -1,4 +1,4 @@
-"""The scenarios: what is asked of which fleet, and what is told about it."""
+"""The scenarios: what is requested from which fleet, and what is reported."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def failures(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def preemption(options: argparse.Namespace) -> dict[str, Any]:
-    """A KV cache too small for what is asked, half of it four answers at once, without and with host blocks."""
+    """A KV cache too small for what is requested, half of it four completions at once, without and with host blocks."""
     num_workers = options.workers or 1
     workload = workload_of(
         options,

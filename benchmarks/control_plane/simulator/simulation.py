@@ -2,7 +2,7 @@
 
 Placement, scheduling, admission, preemption and the number of steps that plans run ahead are the production code; this
 file only moves time, compares every token with the one that is due, and writes down. What belongs to the fleet around
-them is left out: the bound of the queue, quotas, levelling, the bound of migrations and trials of suspects.
+them is left out: the bound of the queue, quotas, rebalancing, the bound of migrations and isolation of suspects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.control_plane.simulator.costs import Costs
-from benchmarks.control_plane.simulator.worker import HostCache, SimulatedWorker, answer_key, token_at
+from benchmarks.control_plane.simulator.worker import HostCache, SimulatedWorker, completion_key, token_at
 from control_plane.fleet.placement import placement
 from control_plane.fleet.placement.shortlist import Shortlist
 from control_plane.fleet.settings import PlacementCosts
@@ -52,8 +52,8 @@ class LiveRequest:
     worker: SimulatedWorker | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
-    num_output: list[int] = field(default_factory=list)  # tokens by answer
-    num_ended: int = 0  # answers
+    num_output: list[int] = field(default_factory=list)  # tokens by completion
+    num_ended: int = 0  # completions
 
     def __post_init__(self) -> None:
         self.num_output = [0] * self.request.num_samples
@@ -68,8 +68,8 @@ class Outcome:
     first_token_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
     num_prompt: list[int] = field(default_factory=list)
-    num_output: list[int] = field(default_factory=list)  # of all its answers
-    num_answers: list[int] = field(default_factory=list)
+    num_output: list[int] = field(default_factory=list)  # of all its completions
+    num_completions: list[int] = field(default_factory=list)
     tenant: list[str] = field(default_factory=list)
     # tenant -> window -> [prompt tokens begun, output tokens]
     service: dict[str, dict[int, list[int]]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Simulation:
         worker.scheduler.add(request, self.now_s)
         self._pump(worker)
 
-    def _book(self, outputs: Outputs) -> None:
+    def _record(self, outputs: Outputs) -> None:
         now_s, live = self.now_s, self._live
         window = int(now_s / WINDOW_S)
         for output in outputs:
@@ -172,9 +172,9 @@ class Simulation:
                 served[0] += len(record.request.prompt_token_ids)
             request, index = record.request, output.index
             behind = len(request.prompt_token_ids) + record.num_output[index]
-            key = answer_key(request.request_id, sample_seed(request.sampling.seed, index))
+            key = completion_key(request.request_id, sample_seed(request.sampling.seed, index))
             for position, token_id in enumerate(output.token_ids, start=behind):
-                assert token_id == token_at(key, position), f"{request.request_id}: not the token of answer {index}"
+                assert token_id == token_at(key, position), f"{request.request_id}: not the token of completion {index}"
             record.num_output[index] += len(output.token_ids)
             served[1] += len(output.token_ids)
             if output.finish_reason is not None:
@@ -193,7 +193,7 @@ class Simulation:
         outcome.end_s.append(self.now_s)
         outcome.num_prompt.append(len(request.prompt_token_ids))
         outcome.num_output.append(sum(record.num_output))
-        outcome.num_answers.append(request.num_samples)
+        outcome.num_completions.append(request.num_samples)
         outcome.tenant.append(request.tenant)
 
     # ---- workers ----
@@ -226,23 +226,23 @@ class Simulation:
         while (plan := scheduler.plan(now_s, worker.max_steps)) is not None:
             self._send_commands(worker)
             for ends_s in worker.execute(plan, now_s):
-                self._at(ends_s, lambda: self._answer(worker))
+                self._at(ends_s, lambda: self._return_result(worker))
 
     def _send_commands(self, worker: SimulatedWorker) -> None:
         for command in worker.scheduler.slot_commands():
             self.outcome.num_loads += isinstance(command, LoadSlot)
             self._at(self.now_s + worker.obey(command), partial(self._report, worker, command))
 
-    def _answer(self, worker: SimulatedWorker) -> None:
+    def _return_result(self, worker: SimulatedWorker) -> None:
         if worker.is_up:
             outputs = worker.scheduler.apply(worker.take_result(self.now_s), self.now_s)
             self._pump(worker)
-            self._book(outputs)
+            self._record(outputs)
 
     def _report(self, worker: SimulatedWorker, command: SlotCommand) -> None:
         if worker.is_up:
             report = SlotReady if isinstance(command, LoadSlot) else SlotEmptied
-            self._book(worker.scheduler.apply_slot_report(report(command.slot_idx, command.generation), self.now_s))
+            self._record(worker.scheduler.apply_slot_report(report(command.slot_idx, command.generation), self.now_s))
             self._pump(worker)
 
     def _count(self, worker: SimulatedWorker) -> None:

@@ -1,8 +1,8 @@
 """One simulated worker: the production scheduler of its session, and an engine that only takes time.
 
-It executes plans in order on a virtual clock. A token follows from its request, the seed of the answer and its
-position, so that one that is lost, repeated or told to another is noticed; every answer ends with max_tokens. Of blocks
-it only counts those that are moved: what lies in them is for the tests' workers to watch.
+It executes plans in order on a virtual clock. A token follows from its request, the seed of the completion and its
+position, so that one that is lost, repeated or returned to another is noticed; every completion ends with max_tokens.
+Of blocks it only counts those that are moved: what lies in them is for the tests' workers to watch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from control_plane.scheduler.types import EvictSlot, LoadSlot, SlotCommand, Step
 AnyInt = TypeVar("AnyInt", int, npt.NDArray[np.int64])
 
 
-def answer_key(request_id: int, seed: int) -> int:
-    """What the tokens of one answer follow from: 32 bits of its request and its seed."""
+def completion_key(request_id: int, seed: int) -> int:
+    """What the tokens of one completion follow from: 32 bits of its request and its seed."""
     return (request_id * 0x9E3779B1 ^ seed * 0x85EBCA6B ^ seed >> 32) & 0xFFFFFFFF
 
 
 def token_at(key: AnyInt, position: AnyInt) -> AnyInt:
-    """The token of an answer behind its first `position` tokens, the prompt's included; for arrays, of each."""
+    """The token of a completion behind its first `position` tokens, the prompt's included; for arrays, of each."""
     mixed = ((key ^ position * 0x9E3779B1 & 0xFFFFFFFF) * 0x2C1B3C6D) & 0xFFFFFFFF
     return mixed >> 15 & 0x7FFF
 
@@ -77,7 +77,7 @@ class SimulatedWorker:
         self._slot = np.full(num_rows, -1, dtype=np.int64)
         self._key = np.zeros(num_rows, dtype=np.int64)
         self._round_trip = RoundTrip(scheduler.limits.plan_depth)
-        self._slot_bytes = np.zeros(scheduler.limits.num_slots + 1, dtype=np.int64)  # by slot; the last is no adapter
+        self._slot_bytes = np.zeros(scheduler.limits.num_slots + 1, dtype=np.int64)  # by slot; the last: base model
 
     def execute(self, plan: StepPlan, now_s: float) -> list[float]:
         """Take a plan that was made now; returns when the result of each of its steps is back."""
@@ -85,7 +85,7 @@ class SimulatedWorker:
             self._context[new.row] = new.num_computed_tokens
             self._left[new.row] = new.num_tokens - new.num_computed_tokens
             self._slot[new.row] = -1 if new.slot_idx is None else new.slot_idx
-            self._key[new.row] = answer_key(new.request_id, new.sampling.seed)
+            self._key[new.row] = completion_key(new.request_id, new.sampling.seed)
         decodes = plan.decode_rows
         sampled = list(decodes)
         for row, num_tokens in plan.prefills:

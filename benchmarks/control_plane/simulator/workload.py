@@ -1,4 +1,4 @@
-"""Requests of a simulated day, from a seed: who asks when, with which adapter, how much.
+"""Requests of a simulated day, from a seed: who sends when, with which adapter, how much.
 
 Arrivals are a Poisson process; adapters follow a Zipf law; lengths are log-normal, cut at both ends. Requests of one
 adapter begin with the same tokens, as a system prompt does.
@@ -20,7 +20,7 @@ _SUFFIX_VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class TenantLoad:
-    """How much one tenant asks for."""
+    """How much one tenant requests."""
 
     name: str
     share: float  # of the requests, no unit
@@ -28,7 +28,7 @@ class TenantLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked of the fleet."""
+    """What the fleet gets."""
 
     num_requests: int
     num_adapters: int
@@ -42,7 +42,7 @@ class Workload:
     prefix_tokens: int = 32  # that all requests of an adapter share
     long_share: float = 0.0  # of the requests whose prompt has long_tokens
     long_tokens: int = 4096
-    group_share: float = 0.0  # of the requests that ask for group_size answers
+    group_share: float = 0.0  # of the requests with group_size completions
     group_size: int = 4
     adapter_bytes: tuple[int, ...] = (42 << 20, 84 << 20, 168 << 20)  # by rank, in turn over the adapters
     tenants: tuple[TenantLoad, ...] = (TenantLoad("default", 1.0),)
@@ -70,11 +70,11 @@ class Workload:
             prompts = _lengths(rng, count, self.prompt_median, self.sigma, self.prompt_tokens)
             prompts[rng.random(count) < self.long_share] = self.long_tokens
             outputs = _lengths(rng, count, self.output_median, self.sigma, self.output_tokens).tolist()
-            answers = [1] * count
+            completions = [1] * count
             if self.group_share:
-                answers = np.where(rng.random(count) < self.group_share, self.group_size, 1).tolist()
-            for arrival_s, adapter_idx, tenant, num_prompt, num_output, num_answers in zip(
-                arrivals.tolist(), adapters, tenants, prompts.tolist(), outputs, answers, strict=True
+                completions = np.where(rng.random(count) < self.group_share, self.group_size, 1).tolist()
+            for arrival_s, adapter_idx, tenant, num_prompt, num_output, num_completions in zip(
+                arrivals.tolist(), adapters, tenants, prompts.tolist(), outputs, completions, strict=True
             ):
                 request_id += 1
                 ref = refs.get(adapter_idx)
@@ -89,7 +89,7 @@ class Workload:
                     adapter=ref,
                     arrival_s=arrival_s,
                     tenant=self.tenants[tenant].name,
-                    num_samples=num_answers,
+                    num_samples=num_completions,
                 )
 
 

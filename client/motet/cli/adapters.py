@@ -74,11 +74,11 @@ def _add(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json_line(adapter))
     else:
-        print(_told_registration(adapter, is_check=arguments.check))
+        print(_registration_line(adapter, is_check=arguments.check))
     return exits.OK
 
 
-def _told_registration(adapter: Adapter, *, is_check: bool) -> str:
+def _registration_line(adapter: Adapter, *, is_check: bool) -> str:
     """What registering changed: which version is active now, which was before, and the way back to it."""
     change = adapter.registration.change if adapter.registration else RegistrationChange.UNSPECIFIED
     previous = adapter.registration.previous_version if adapter.registration else None

@@ -194,7 +194,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 _print_events(stream)
             elif (arguments.n or 1) > 1:
-                _print_answers(stream)
+                _print_completions(stream)
             else:
                 _print_text(stream)
             if arguments.stats:
@@ -234,7 +234,7 @@ def _print_text(stream: GenerationStream) -> None:
         print(flush=True)
 
 
-def _print_answers(stream: GenerationStream) -> None:
+def _print_completions(stream: GenerationStream) -> None:
     for chunk in stream:
         if chunk.finish_reason is not None:
             (completion,) = [completion for completion in stream.completions if completion.index == chunk.index]

@@ -122,7 +122,7 @@ class Supervisor:
         self._clock = clock
         self._control: _Child | None = None
         self._worker: _Child | None = None
-        self._stop_asked = asyncio.Event()
+        self._stop_requested = asyncio.Event()
 
     async def run(self) -> int:
         """Runs until SIGINT, SIGTERM or SIGHUP (exit code 0) or until something ends that should not (1).
@@ -134,7 +134,7 @@ class Supervisor:
         for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         work = asyncio.create_task(self._run_all())
-        stop = asyncio.create_task(self._stop_asked.wait())
+        stop = asyncio.create_task(self._stop_requested.wait())
         failure: ChildFailed | OSError | None = None
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,13 +157,13 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         """The first one stops in order, the second at once."""
-        if self._stop_asked.is_set():
+        if self._stop_requested.is_set():
             for child in (self._control, self._worker):
                 if child is not None:
                     child.kill()
         else:
             _log("stopping; once more to stop at once")
-            self._stop_asked.set()
+            self._stop_requested.set()
 
     async def _run_all(self) -> None:
         self._control = control = await self._start("control plane", self._control_command, CONTROL_PLANE_READY)
