@@ -96,14 +96,14 @@ def test_the_bytes_of_a_decode_are_its_keys_and_values_once() -> None:
     rows = {work.name: work for work in works(torch.device("cuda"), torch.bfloat16, is_short=True)}
     decode, fp8 = rows["decode 64 x 1024"], rows["decode 64 x 1024, FP8"]
     keys_and_values = 2 * 64 * 1024 * LLAMA_8B.num_kv_heads * LLAMA_8B.dim
-    queries_and_answers = 2 * 64 * LLAMA_8B.num_heads * LLAMA_8B.dim * 2
-    assert decode.num_bytes == 2 * keys_and_values + queries_and_answers
-    assert fp8.num_bytes == keys_and_values + queries_and_answers
+    queries_and_results = 2 * 64 * LLAMA_8B.num_heads * LLAMA_8B.dim * 2
+    assert decode.num_bytes == 2 * keys_and_values + queries_and_results
+    assert fp8.num_bytes == keys_and_values + queries_and_results
     # Of 128 blocks of 64 keys at the end of 8192, each head sees the 16 last and one in 8 of the others.
     assert rows["sparse decode 16 x 8192"].flops == 4 * 16 * 32 * 128 * (16 + 14) * 64
 
 
-def test_a_peer_that_raises_or_answers_otherwise_is_left_out_and_told() -> None:
+def test_a_peer_that_raises_or_returns_other_values_is_left_out_and_listed() -> None:
     answer = torch.arange(4.0)
 
     def fails() -> None:
@@ -115,7 +115,7 @@ def test_a_peer_that_raises_or_answers_otherwise_is_left_out_and_told() -> None:
         def call(self, op: str, arguments: dict[str, Any]) -> Any:
             return {"right": lambda: answer + 0.01, "wrong": lambda: answer + 1, "short": lambda: answer[1:]}.get(op)
 
-    for op, reason in (("right", None), ("wrong", "answers otherwise: 1 away"), ("short", "answers (3,), we (4,)")):
+    for op, reason in (("right", None), ("wrong", "returns other values: 1 away"), ("short", "returns (3,), we (4,)")):
         peers = {"torch": lambda: answer + 5, "lacking": fails}
         work = Work(op, "row", 1 << 30, 0, lambda peers=peers: Made(lambda: answer, {}, dict(peers)))  # type: ignore[misc]
         calls = work.prepare(CPU, Foreign())
@@ -151,7 +151,7 @@ def call(op, arguments):
 
 @torch.inference_mode()
 def test_every_lora_row_can_be_given_to_another_project_and_is_compared(tmp_path: Path) -> None:
-    """One peer written to the text answers all of them; one that does nothing answers none."""
+    """One peer written to the text serves all of them; one that does nothing serves none."""
     tiny, to_cpu = Model(256, 64, 4, 2, 64, 32), (CPU, torch.float32)
     padded = load_peer(write_peer(tmp_path, PADDED_LORA))
 
@@ -177,7 +177,7 @@ def test_every_lora_row_can_be_given_to_another_project_and_is_compared(tmp_path
     for work in rows():
         work.num_bytes = 1 << 30
         assert "idle" not in work.prepare(CPU, Idle())
-        assert "answers" in work.refused["idle"]
+        assert "returns" in work.refused["idle"]
 
 
 def test_a_peer_that_cannot_make_its_call_is_left_out_and_told() -> None:
