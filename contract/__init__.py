@@ -6,4 +6,4 @@ Imports nothing of Motet but the stubs of the public protos, and no torch. Every
 the SDK, which is installed alone.
 """
 
-PROTOCOL = 2  # version of the plan stream; control plane and worker must have the same
+PROTOCOL = 3  # version of the plan stream; control plane and worker must have the same
