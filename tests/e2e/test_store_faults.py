@@ -14,7 +14,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
-from tests.control_plane.test_server import (
+from tests.control_plane.server_processes import (
     STEP_S,
     adapter_files,
     checkpoint,

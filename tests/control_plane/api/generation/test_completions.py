@@ -17,7 +17,7 @@ from control_plane.api.text.codec import TextCodec
 from control_plane.fleet.requests.streams import JobEvent
 from control_plane.scheduler.types import BeamSearch, FinishReason, Sampling, TokenLogprobs, sample_seed
 from tests.control_plane.api.fakes import Api, byte_level_tokenizer, details, job_event
-from tests.control_plane.api.generation.test_service import generate, ids_of, request, script
+from tests.control_plane.api.generation.calls import generate, ids_of, request, script
 
 LENGTH = FinishReason.LENGTH
 Response = generation_pb2.GenerateResponse

@@ -24,7 +24,7 @@ from control_plane.caller import THE_SERVER, Caller, acting_as, current_caller
 from control_plane.config import add_arguments, from_args
 from control_plane.server import build
 from tests.control_plane.api.fakes import details
-from tests.control_plane.test_server import checkpoint
+from tests.control_plane.server_processes import checkpoint
 
 
 def methods_of(*files: Any) -> dict[str, MethodDescriptor]:
