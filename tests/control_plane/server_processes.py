@@ -20,7 +20,7 @@ import numpy as np
 from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc
 from safetensors.numpy import save, save_file
 
-from tests.control_plane.api.fakes import byte_level_tokenizer
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, LAYERS, VOCAB = 16, 2, 512

@@ -20,7 +20,7 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation
 
 from control_plane.config import ServerConfig, add_arguments, from_args
 from control_plane.server import build
-from tests.control_plane.api.fakes import byte_level_tokenizer
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 from tests.control_plane.server_processes import (
     STEP_S,
     adapter_files,

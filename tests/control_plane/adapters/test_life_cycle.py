@@ -11,7 +11,8 @@ from control_plane.adapters.life_cycle import AdapterLifeCycle, Placements, Regi
 from control_plane.adapters.operations import OperationStore
 from control_plane.caller import Caller, acting_as
 from control_plane.errors import AdapterNotFound, Exhausted
-from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, FakeFleet, FakeRegistry, FakeWeights
+from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST, FakeRegistry, FakeWeights
+from tests.control_plane.api.fakes import FakeFleet
 
 
 class Tiers:

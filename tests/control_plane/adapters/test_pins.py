@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from control_plane.adapters.pins import Pins
-from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, FakeFleet, FakeRegistry, FakeWeights
+from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST, FakeRegistry, FakeWeights
+from tests.control_plane.api.fakes import FakeFleet
 
 
 class MeanwhileWeights(FakeWeights):

@@ -9,7 +9,8 @@ import pytest
 
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
-from tests.control_plane.api.fakes import Api, byte_level_tokenizer
+from tests.control_plane.api.fakes import Api
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('role ' + m.role) }}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from google.longrunning import operations_pb2_grpc
 from google.rpc import error_details_pb2, status_pb2
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
 from motet.v1.status import LimitStatus, QueueStatus, WorkerStatus
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
@@ -29,250 +27,13 @@ from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners
 from control_plane.api.text.codec import TextCodec
-from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudgetExceeded
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.fleet.requests.streams import JobEvent, JobStream
 from control_plane.fleet.tenants import TenantLimits
-from control_plane.host_cache.base import HostCacheStats
-from control_plane.host_cache.weights import AdapterWeights
-from control_plane.registry.catalog import RegistryStats
 from control_plane.registry.model.worker_reports import WorkerReports
-from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
-from control_plane.registry.registry import Registry
-from control_plane.scheduler.types import AdapterRef, FinishReason, Request, RequestId
-
-DIGEST = "a" * 64
-OTHER_DIGEST = "b" * 64
-
-
-def adapter_version(digest: str, *, number: int = 1) -> AdapterVersion:
-    return AdapterVersion(
-        digest=digest,
-        kind="lora",
-        max_rank=8,
-        dtype="float32",
-        size_bytes=1000,
-        arena_bytes=4096,
-        target_modules=("model.layers.0.self_attn.q_proj",),
-        create_time_s=1.5,
-        number=number,
-    )
-
-
-def adapter_record(
-    adapter_id: str, versions: Sequence[AdapterVersion], active_digest: str, **fields: Any
-) -> AdapterRecord:
-    """A record with the etag "u1-1"."""
-    record = AdapterRecord(
-        adapter_id=adapter_id,
-        uid="u1",
-        display_name="",
-        labels={},
-        state=AdapterState.ACTIVE,
-        state_reason="",
-        versions=tuple(versions),
-        active_digest=active_digest,
-        is_pinned=False,
-        create_time_s=1.5,
-        update_time_s=2.5,
-    )
-    return replace(record, **fields)
-
-
-class FakeRegistry(Registry):
-    """Records in a dict; `calls` lists the calls, `files` what was registered."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, AdapterRecord] = {}
-        self.calls: list[tuple[object, ...]] = []
-        self.files: dict[str, dict[str, bytes]] = {}
-        self.gate: asyncio.Event | None = None  # register waits for it
-        self.delete_gate: asyncio.Event | None = None  # begin_delete waits for it
-        self.response_gate: asyncio.Event | None = None  # what is pinned or unpinned already waits for it
-        self.response_due = asyncio.Event()
-        self.delete_begun, self.delete_finished = asyncio.Event(), asyncio.Event()
-        self.error: Exception | None = None
-        self.entered, self.entered_twice, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    def add(self, adapter_id: str, *digests: str) -> AdapterRecord:
-        versions = [adapter_version(digest) for digest in digests or (DIGEST,)]
-        self.records[adapter_id] = adapter_record(adapter_id, versions, versions[0].digest)
-        return self.records[adapter_id]
-
-    def get(self, adapter_id: str) -> AdapterRecord:
-        if adapter_id not in self.records:
-            near = ", ".join(sorted(self.records)[:3])
-            raise AdapterNotFound(f"no adapter {adapter_id}; nearest: {near}", resource=f"adapters/{adapter_id}")
-        return self.records[adapter_id]
-
-    def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
-        record = self.get(adapter_id)
-        version = record.version(digest or record.active_digest)
-        if version is None:
-            raise AdapterNotFound(f"adapter {adapter_id} has no version {digest}", resource=f"adapters/{adapter_id}")
-        return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
-
-    def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
-        names = [name for name in sorted(self.records) if name > page_token]
-        more = names[page_size - 1] if len(names) > page_size else ""
-        return [self.records[name] for name in names[:page_size]], more
-
-    def versions_page(
-        self, adapter_id: str, page_size: int = 0, page_token: str = ""
-    ) -> tuple[list[AdapterVersion], str]:
-        return list(self.get(adapter_id).versions[:page_size]), ""
-
-    async def register(
-        self,
-        adapter_id: str,
-        files: Mapping[str, Path],
-        *,
-        display_name: str = "",
-        labels: Mapping[str, str] | None = None,
-        validate_only: bool = False,
-    ) -> Registered:
-        self.calls.append(("register", adapter_id, validate_only))
-        (self.entered_twice if self.entered.is_set() else self.entered).set()
-        try:
-            if self.gate is not None:
-                await self.gate.wait()
-        finally:
-            self.left.set()
-        if self.error is not None:
-            raise self.error
-        self.files[adapter_id] = {name: path.read_bytes() for name, path in files.items()}
-        before = self.records.get(adapter_id)
-        is_pinned = before is not None and before.is_pinned
-        record = adapter_record(
-            adapter_id,
-            [adapter_version(DIGEST)],
-            DIGEST,
-            display_name=display_name,
-            labels=dict(labels or {}),
-            is_pinned=is_pinned,
-        )
-        if not validate_only:
-            self.records[adapter_id] = record
-        return Registered(record, before)
-
-    def is_named(self, digest: str) -> bool:
-        return any(version.digest == digest for record in self.records.values() for version in record.versions)
-
-    async def update(
-        self,
-        adapter_id: str,
-        *,
-        display_name: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        etag: str = "",
-    ) -> AdapterRecord:
-        self.calls.append(("update", adapter_id, display_name, labels, etag))
-        record = self.get(adapter_id)
-        if display_name is not None:
-            record = replace(record, display_name=display_name)
-        if labels is not None:
-            record = replace(record, labels=dict(labels))
-        self.records[adapter_id] = record
-        return record
-
-    async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
-        self.records[adapter_id] = replace(self.get(adapter_id), active_digest=digest)
-        return self.records[adapter_id]
-
-    async def set_pinned(self, adapter_id: str) -> AdapterRecord:
-        if self.error is not None:
-            raise self.error
-        self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=True)
-        await self._respond()
-        return self.records[adapter_id]
-
-    async def clear_pinned(self, adapter_id: str) -> AdapterRecord:
-        self.records[adapter_id] = replace(self.get(adapter_id), is_pinned=False)
-        await self._respond()
-        return self.records[adapter_id]
-
-    async def _respond(self) -> None:
-        self.response_due.set()
-        if self.response_gate is not None:
-            await self.response_gate.wait()
-
-    async def begin_delete(self, adapter_id: str, etag: str = "") -> list[str]:
-        record = self.get(adapter_id)
-        self.calls.append(("begin_delete", adapter_id, etag))
-        self.delete_begun.set()
-        if self.delete_gate is not None:
-            await self.delete_gate.wait()
-        del self.records[adapter_id]
-        return [version.digest for version in record.versions]
-
-    async def finish_delete(self, adapter_id: str) -> None:
-        self.calls.append(("finish_delete", adapter_id))
-        self.delete_finished.set()
-
-    async def begin_delete_version(self, adapter_id: str, digest: str, etag: str = "") -> None:
-        record = self.get(adapter_id)
-        self.calls.append(("begin_delete_version", adapter_id, digest, etag))
-        if digest == record.active_digest:
-            raise AdapterVersionActive(f"version {digest} is the active one")
-        if self.delete_gate is not None:
-            await self.delete_gate.wait()
-        versions = tuple(version for version in record.versions if version.digest != digest)
-        self.records[adapter_id] = replace(record, versions=versions)
-
-    async def finish_delete_version(self, digest: str) -> None:
-        self.calls.append(("finish_delete_version", digest))
-        self.delete_finished.set()
-
-    def stats(self) -> RegistryStats:
-        return RegistryStats(len(self.records), len(self.records))
-
-
-class FakeWeights(AdapterWeights):
-    """Counts pins; `calls` lists the calls in order."""
-
-    def __init__(self, calls: list[tuple[object, ...]]) -> None:
-        self.calls = calls
-        self.pinned: list[str] = []
-        self.stored: list[str] = []  # digests that were registered
-        self.error = ""
-        self.max_pinned = 10
-        self.pin_gate: asyncio.Event | None = None  # pin waits for it
-        self.pin_begun = asyncio.Event()
-
-    async def drop(self, digest: str) -> None:
-        self.calls.append(("drop", digest))
-
-    async def pin(self, digest: str) -> None:
-        if len(self.pinned) >= self.max_pinned:
-            raise PinBudgetExceeded("pins would exceed the budget of 100 bytes; unpin another adapter")
-        assert digest not in self.pinned
-        self.pin_begun.set()
-        if self.pin_gate is not None:
-            await self.pin_gate.wait()
-        self.pinned.append(digest)
-
-    async def unpin(self, digest: str) -> None:
-        if digest in self.pinned:
-            self.pinned.remove(digest)
-
-    def is_cached(self, digest: str) -> bool:
-        return digest == DIGEST
-
-    def stored_anew(self, digest: str) -> None:
-        self.stored.append(digest)
-
-    def stats(self) -> HostCacheStats:
-        return HostCacheStats(
-            num_adapters=1,
-            used_bytes=10,
-            budget_bytes=100,
-            is_available=not self.error,
-            error=self.error,
-            num_hits=3,
-            num_misses=2,
-            num_corrupt=1,
-        )
+from control_plane.scheduler.types import FinishReason, Request, RequestId
+from tests.control_plane.api.fake_adapters import DIGEST, FakeRegistry, FakeWeights
 
 
 def job_event(token_ids: list[int], finish_reason: FinishReason | None = None, **fields: Any) -> JobEvent:
@@ -386,40 +147,6 @@ class FakeFleet(Fleet):
                 num_generated_tokens=9,
             )
         ]
-
-
-def byte_level_tokenizer() -> Tokenizer:
-    """All 256 bytes, a few merges that split code points badly, one special and two added tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: index for index, char in enumerate(alphabet)}
-    for token in ("Ġa", "ðŁ", "ðŁĺ", "Ģð", "he", "ll"):
-        vocab[token] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("l", "l"), ("Ġ", "a"), ("ð", "Ł")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.add_tokens(["ñ ñ", "é"])
-    return tokenizer
-
-
-def metaspace_tokenizer() -> Tokenizer:
-    """Words that begin with a metaspace; the decoder strips the first one."""
-    words = ["▁", "▁▁", "▁he", "llo", "▁wor", "ld", "😀", "é", "�", "<unk>", "a", "▁a"]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
-
-
-def byte_fallback_tokenizer() -> Tokenizer:
-    """As Llama 2: metaspace words and byte tokens."""
-    words = [f"<0x{value:02X}>" for value in range(256)] + ["▁", "▁▁", "▁he", "llo", "😀", "é", "a"]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<s>"])
-    return tokenizer
 
 
 class Api:

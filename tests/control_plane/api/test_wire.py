@@ -6,7 +6,7 @@ from motet.v1 import adapters_pb2
 
 from control_plane.api.wire import registered_message
 from control_plane.registry.records import AdapterRecord, AdapterState, Registered
-from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, adapter_record, adapter_version
+from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST, adapter_record, adapter_version
 
 OLD, NEW = adapter_version(OTHER_DIGEST, number=1), adapter_version(DIGEST, number=2)
 ONE, BOTH = adapter_record("a", (OLD,), OTHER_DIGEST), adapter_record("a", (NEW, OLD), DIGEST)

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.hostile.faults.kinds import FAULTS, Fault, Moment
+from tests.hostile.faults.kinds import FAULTS, Fault
 from tests.hostile.faults.load import Call, Load, problem_of
+from tests.hostile.faults.moment import Moment
 from tests.hostile.faults.rig import ProcessUse, Rig
 from tests.hostile.faults.together import together
 

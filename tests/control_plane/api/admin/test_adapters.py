@@ -19,7 +19,8 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc
 from control_plane.api import wire
 from control_plane.api.admin.upload import check_header
 from control_plane.errors import InvalidAdapter, InvalidRequest
-from tests.control_plane.api.fakes import DIGEST, OTHER_DIGEST, Api, details
+from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST
+from tests.control_plane.api.fakes import Api, details
 from tests.fakes.tcp_proxy import TcpProxy
 
 FILES = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": bytes(range(256)) * 300}

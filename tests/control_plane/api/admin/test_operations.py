@@ -14,7 +14,8 @@ from google.protobuf import duration_pb2
 from control_plane.adapters.operations import Operation
 from control_plane.errors import StoreUnavailable
 from control_plane.registry.records import Registered
-from tests.control_plane.api.fakes import DIGEST, Api, adapter_record, adapter_version, details
+from tests.control_plane.api.fake_adapters import DIGEST, adapter_record, adapter_version
+from tests.control_plane.api.fakes import Api, details
 
 
 def stub(api: Api) -> Any:

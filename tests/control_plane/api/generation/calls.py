@@ -7,10 +7,8 @@ from typing import Any
 from motet.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
 from control_plane.fleet.requests.streams import JobEvent
-from tests.control_plane.api.fakes import (
-    Api,
-    byte_level_tokenizer,
-)
+from tests.control_plane.api.fakes import Api
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 

@@ -14,14 +14,10 @@ from motet.v1 import generation_pb2, types_pb2
 from control_plane.api.text.codec import TextCodec
 from control_plane.registry.model.served_modules import WorkerReport
 from control_plane.scheduler.types import FinishReason
-from tests.control_plane.api.fakes import (
-    DIGEST,
-    Api,
-    byte_level_tokenizer,
-    details,
-    job_event,
-)
+from tests.control_plane.api.fake_adapters import DIGEST
+from tests.control_plane.api.fakes import Api, details, job_event
 from tests.control_plane.api.generation.calls import generate, request, script, stopping
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 LEAKS = re.compile(r"/tmp|/root|/home|Traceback|\.py\b|<class|redis", re.IGNORECASE)

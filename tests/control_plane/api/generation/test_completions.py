@@ -16,8 +16,9 @@ from control_plane.api.generation.kept_deltas import KeptDeltas
 from control_plane.api.text.codec import TextCodec
 from control_plane.fleet.requests.streams import JobEvent
 from control_plane.scheduler.types import BeamSearch, FinishReason, Sampling, TokenLogprobs, sample_seed
-from tests.control_plane.api.fakes import Api, byte_level_tokenizer, details, job_event
+from tests.control_plane.api.fakes import Api, details, job_event
 from tests.control_plane.api.generation.calls import generate, ids_of, request, script
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 LENGTH = FinishReason.LENGTH
 Response = generation_pb2.GenerateResponse

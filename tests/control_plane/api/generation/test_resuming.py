@@ -14,14 +14,9 @@ from motet.v1 import types_pb2
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
 from control_plane.scheduler.types import FinishReason, Request
-from tests.control_plane.api.fakes import (
-    Api,
-    ScriptedJob,
-    byte_level_tokenizer,
-    details,
-    job_event,
-)
+from tests.control_plane.api.fakes import Api, ScriptedJob, details, job_event
 from tests.control_plane.api.generation.calls import generate, ids_of, request, script, text_of, tokens_of
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 
 @pytest.mark.parametrize("stops", [["zzz"], ["o 😀 "], ["😀"]])

@@ -16,15 +16,10 @@ from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
 from control_plane.errors import NoWorker, QueueFull
 from control_plane.scheduler.types import FinishReason, Sampling
-from tests.control_plane.api.fakes import (
-    DIGEST,
-    OTHER_DIGEST,
-    Api,
-    byte_level_tokenizer,
-    details,
-    job_event,
-)
+from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST
+from tests.control_plane.api.fakes import Api, details, job_event
 from tests.control_plane.api.generation.calls import generate, ids_of, request, script, stopping, text_of, tokens_of
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 
 async def test_stream_starts_with_the_first_token_and_finishes_once(api: Api) -> None:

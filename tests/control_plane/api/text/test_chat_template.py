@@ -13,7 +13,7 @@ from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.chat_template import MAX_RENDERED_CHARS, ChatTemplate, ChatTemplateError
 from control_plane.api.text.codec import TextCodec
 from control_plane.errors import InvalidRequest, TokenizerUnavailable
-from tests.control_plane.api.fakes import byte_level_tokenizer
+from tests.control_plane.api.tokenizers import byte_level_tokenizer
 
 LLAMA_LIKE = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
     {%- set system = messages[0]['content'] | trim -%}

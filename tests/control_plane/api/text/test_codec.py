@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import MAX_INLINE_CHARS, NUM_PLACES, TextCodec
 from control_plane.errors import ContextTooLong, Exhausted, InvalidRequest, TokenizerUnavailable
-from tests.control_plane.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
+from tests.control_plane.api.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 
 
 class Panic(BaseException):

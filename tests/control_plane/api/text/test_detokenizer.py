@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from control_plane.api.text.detokenizer import BYTE_BY_CHAR, DetokenizerFactory
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
-from tests.control_plane.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
+from tests.control_plane.api.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 
 
 def wordpiece_tokenizer() -> Tokenizer:

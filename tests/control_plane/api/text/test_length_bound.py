@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from control_plane.api.text.length_bound import LengthBound, length_bound
-from tests.control_plane.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 from tests.control_plane.api.text.test_detokenizer import bare_tokenizer, wordpiece_tokenizer
+from tests.control_plane.api.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
 
