@@ -150,8 +150,11 @@ def _private_names() -> dict[str, set[Path]]:
     return folders
 
 
+NAMED_TUPLE_METHODS = ("_asdict", "_fields", "_make", "_replace")  # public in spite of their names
+
+
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1 and name not in NAMED_TUPLE_METHODS
 
 
 def _private_definitions(tree: ast.Module) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Several answers, ranked answers, beams and log-probabilities, from the SDK to a worker and back.
+"""Several completions, ranked completions, beams and log-probabilities, from the SDK to a worker and back.
 
-The worker's model is a hash chain whose sampler draws by seed, so that every answer is known beforehand.
+The worker's model is a hash chain whose sampler draws by seed, so that every completion is known beforehand.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Served:
     vocab_size: int
 
     def tokens(self, num_tokens: int, **sampling: object) -> list[int]:
-        """What a correct system answers to PROMPT."""
+        """What a correct system returns for PROMPT."""
         oracle = partial(hash_model.oracle, self.fingerprint, "", PROMPT, vocab_size=self.vocab_size)
         return oracle(num_tokens, **sampling)  # type: ignore[arg-type]
 
-    def logprobs(self, known: list[int], answer: list[int]) -> list[float]:
+    def logprobs(self, known: list[int], completion: list[int]) -> list[float]:
         """Log-probabilities of the tokens that follow those known."""
         value = hash_model.chain_start(self.fingerprint, "")
         for token in known:
             value = hash_model.chain_next(value, token)
-        told = []
-        for token in answer:
-            told.append(hash_model.logprob_of(value, token, self.vocab_size)[0])
+        returned = []
+        for token in completion:
+            returned.append(hash_model.logprob_of(value, token, self.vocab_size)[0])
             value = hash_model.chain_next(value, token)
-        return told
+        return returned
 
     def generate(self, **options: object) -> Generation:
         defaults = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed": 5}
@@ -62,17 +62,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_samples_are_those_of_their_seeds(served: Served) -> None:
     result = served.generate(n=4)
-    assert [answer.index for answer in result.completions] == [0, 1, 2, 3]
-    for answer in result.completions:
-        seed = sample_seed(5, answer.index)
-        assert answer.finished.seed == seed
-        assert list(answer.token_ids) == served.tokens(12, seed=seed)
-        assert list(answer.token_ids) == list(served.generate(seed=seed).token_ids)
-        assert (answer.finished.finish_reason, answer.finished.usage.completion_tokens) == (FinishReason.LENGTH, 12)
-    assert len({answer.token_ids for answer in result.completions}) == 4
+    assert [completion.index for completion in result.completions] == [0, 1, 2, 3]
+    for completion in result.completions:
+        seed = sample_seed(5, completion.index)
+        assert completion.finished.seed == seed
+        assert list(completion.token_ids) == served.tokens(12, seed=seed)
+        assert list(completion.token_ids) == list(served.generate(seed=seed).token_ids)
+        assert (completion.finished.finish_reason, completion.finished.usage.completion_tokens) == (
+            FinishReason.LENGTH,
+            12,
+        )
+    assert len({completion.token_ids for completion in result.completions}) == 4
 
 
-def test_stop_token_and_stop_string_end_one_answer_alone(served: Served) -> None:
+def test_stop_token_and_stop_string_end_one_completion_alone(served: Served) -> None:
     whole = served.generate(n=3)
     stop_token = whole.completions[1].token_ids[4]
     ended = served.generate(n=3, stop_token_ids=[stop_token])
@@ -96,7 +99,7 @@ def test_best_of_returns_the_most_likely_ones(served: Served) -> None:
     samples = [served.tokens(12, seed=sample_seed(5, index)) for index in range(6)]
     ranked = sorted(samples, key=mean_logprob, reverse=True)
     result = served.generate(n=2, best_of=6)
-    assert [list(answer.token_ids) for answer in result.completions] == ranked[:2]
+    assert [list(completion.token_ids) for completion in result.completions] == ranked[:2]
     assert result.completions[0].logprobs == () and result.completions[0].finished.cumulative_logprob is None
     assert result.completions[0].finished.seed == sample_seed(5, samples.index(ranked[0]))
 
@@ -111,31 +114,33 @@ def test_min_tokens_holds_off_the_end(served: Served) -> None:
     assert list(result.token_ids) == expected[:num_tokens]
 
 
-def test_log_probabilities_of_prompt_and_answer(served: Served) -> None:
+def test_log_probabilities_of_prompt_and_completion(served: Served) -> None:
     result = served.generate(n=2, logprobs=3, prompt_logprobs=0)
     prompt = result.started.prompt_logprobs
-    assert [told.token_id for told in prompt] == PROMPT[1:]
-    assert [told.logprob for told in prompt] == pytest.approx(served.logprobs(PROMPT[:1], PROMPT[1:]))
+    assert [returned.token_id for returned in prompt] == PROMPT[1:]
+    assert [returned.logprob for returned in prompt] == pytest.approx(served.logprobs(PROMPT[:1], PROMPT[1:]))
     assert result.started.cached_tokens == 0
-    for answer in result.completions:
-        assert [told.token_id for told in answer.logprobs] == list(answer.token_ids)
-        expected = served.logprobs(PROMPT, list(answer.token_ids))
-        assert [told.logprob for told in answer.logprobs] == pytest.approx(expected)
-        assert answer.finished.cumulative_logprob == pytest.approx(math.fsum(expected))
-        for told in answer.logprobs:
-            assert len(told.top) == 3 and told.rank >= 1
-            assert told.rank > 3 or told.top[told.rank - 1].token_id == told.token_id
+    for completion in result.completions:
+        assert [returned.token_id for returned in completion.logprobs] == list(completion.token_ids)
+        expected = served.logprobs(PROMPT, list(completion.token_ids))
+        assert [returned.logprob for returned in completion.logprobs] == pytest.approx(expected)
+        assert completion.finished.cumulative_logprob == pytest.approx(math.fsum(expected))
+        for returned in completion.logprobs:
+            assert len(returned.top) == 3 and returned.rank >= 1
+            assert returned.rank > 3 or returned.top[returned.rank - 1].token_id == returned.token_id
 
 
-def test_beams_are_told_best_first_with_their_scores(served: Served) -> None:
+def test_beams_are_returned_best_first_with_their_scores(served: Served) -> None:
     result = served.generate(temperature=None, n=3, beam_search=BeamSearch(4, length_penalty=0.5))
     scores = []
-    for answer in result.completions:
-        total = math.fsum(served.logprobs(PROMPT, list(answer.token_ids)))
-        assert answer.finished.cumulative_logprob == pytest.approx(total)
-        assert answer.finished.score == pytest.approx(total / len(answer.token_ids) ** 0.5)
-        scores.append(answer.finished.score or 0.0)
-    assert scores == sorted(scores, reverse=True) and len({answer.token_ids for answer in result.completions}) == 3
+    for completion in result.completions:
+        total = math.fsum(served.logprobs(PROMPT, list(completion.token_ids)))
+        assert completion.finished.cumulative_logprob == pytest.approx(total)
+        assert completion.finished.score == pytest.approx(total / len(completion.token_ids) ** 0.5)
+        scores.append(completion.finished.score or 0.0)
+    assert (
+        scores == sorted(scores, reverse=True) and len({completion.token_ids for completion in result.completions}) == 3
+    )
     assert result.started.beam_search == BeamSearch(4, 0.5, early_stopping=False)
     status = served.client.status()
     assert (status.queues.num_requests, status.workers[0].num_blocks_held) == (0, 0)
