@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.control_plane.host_cache.rig import FakeStore, RedisProcess
+from control_plane.host_cache.redis_cache import RedisHostCache
+from control_plane.host_cache.weights import AdapterWeights
+from tests.control_plane.host_cache.rig import BUDGET, Clock, FakeStore, RedisProcess, make_weights
 
 
 @pytest.fixture
@@ -24,3 +26,22 @@ def redis_process() -> Iterator[RedisProcess]:
         yield process
         process.signal(signal.SIGCONT)
         process.kill()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def cache(redis_process: RedisProcess, clock: Clock) -> AsyncIterator[RedisHostCache]:
+    # The time limit holds on a busy machine too.
+    made = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=20.0, clock=clock, seed=1)
+    await made.check()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def weights(cache: RedisHostCache, store: FakeStore) -> AdapterWeights:
+    return make_weights(cache, store)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,17 @@ from control_plane.host_cache.embedded import find_redis_server
 from control_plane.host_cache.packed import PackedAdapter
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.store_calls import StoreCalls
+
+BUDGET = 20_000  # bytes of the Redis caches of these tests
+
+
+class Clock:
+    """Ahead of the real one by as much as a test says."""
+
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 def make_blob(seed: int, sizes: tuple[int, ...] = (1000, 2000)) -> tuple[str, bytes, list[bytes]]:
