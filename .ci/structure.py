@@ -111,8 +111,8 @@ def full_folders() -> list[str]:
 
 
 def long_files() -> list[str]:
-    """Files of the product that are too long."""
-    lines = {path: len(path.read_text("utf-8").splitlines()) for path in python_files(*PRODUCT)}
+    """Files of the product and of tests that are too long."""
+    lines = {path: len(path.read_text("utf-8").splitlines()) for path in python_files(*PRODUCT, "tests")}
     return [f"{_name(path)}: {n} lines" for path, n in lines.items() if n > MAX_FILE_LINES]
 
 
