@@ -7,7 +7,6 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -232,10 +231,17 @@ async def test_deleting_needs_no_space(tmp_path: Path) -> None:
     class FullDisk(LocalFiles):
         is_full = False
 
-        def _write(self, path: str, fill: Any) -> None:
+        def write(self, path: str, data: bytes) -> None:
+            self._take_space()
+            super().write(path, data)
+
+        def write_file(self, path: str, source: Path) -> None:
+            self._take_space()
+            super().write_file(path, source)
+
+        def _take_space(self) -> None:
             if self.is_full:
                 raise OSError(errno.ENOSPC, "no space")
-            super()._write(path, fill)
 
     storage = FullDisk(tmp_path / "store")
     registry = await open_registry(storage)
