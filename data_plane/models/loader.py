@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from contract.context_length import LENGTH_KEYS
+from contract.packed_layout import ITEMSIZE
 from data_plane.errors import ConfigError, UnsupportedModel
 from data_plane.layers.attention import ATTENTION_NAME
 from data_plane.layers.context import StepContext
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _UNNAMED_LENGTH = 2048  # tokens that a model is checked for if its configuration names no length
 _MAX_ERROR_CHARS = 300
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from typing import Any
 
 from contract.context_length import config_context_length
 from contract.fingerprint import checkpoint_fingerprint
+from contract.packed_layout import ITEMSIZE
 from control_plane.registry.model.embedding_modules import CheckpointTensor, EmbeddingModule, find_embedding_modules
 
 logger = logging.getLogger(__name__)
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = tuple(ITEMSIZE)
 MAX_CHECKPOINT_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
 # Where the decoder layers hang in the module tree; every other model type: "model.layers".
