@@ -17,12 +17,13 @@ from motet.command_line import byte_size
 from contract import flags
 from contract.flags import setting
 from contract.model_dir import why_no_checkpoint
+from contract.packed_layout import ITEMSIZE
 from contract.process_log import LOG_LEVELS, settings_line
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", *ITEMSIZE)
 HOST_CACHES = ("redis", "memory")
 DEFAULT_MAX_CONNECTIONS = 4096  # of clients
 POLICIES = tuple(policy.value for policy in Policy)
@@ -67,7 +68,7 @@ class ServerConfig:
     host_cache: str = setting("redis, or memory for machines without redis-py", "redis", choices=HOST_CACHES)
     host_cache_bytes: int = setting("budget of the host cache", 2 << 30, unit="bytes", parse=byte_size, lowest=0)
     dtype: str = setting(
-        "element type of adapters: auto, float32, bfloat16 or float16",
+        "element type of weights, the same on every worker: auto, float32, bfloat16 or float16",
         "auto",
         shown_default="auto, the checkpoint's",
         choices=DTYPES,
@@ -168,7 +169,7 @@ class ServerConfig:
         shown_default=f"{DEFAULT_MAX_CONNECTIONS}, or what the limit of open files leaves",
         lowest=1,
     )
-    no_reflection: bool = setting("leave the gRPC reflection service out", False)
+    no_reflection: bool = setting("leave the gRPC reflection service out", False, shown_default="the service is there")
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
@@ -225,7 +226,7 @@ class ServerConfig:
         names = [name for name, _ in self.adapter_roots]
         for name, path in self.adapter_roots:
             if not _ROOT_NAME.fullmatch(name):
-                raise ConfigError(f"--adapter-root: name {name!r} does not match [a-z0-9][a-z0-9._-]{{0,62}}")
+                raise ConfigError(f"--adapter-root: name {name!r} does not match {_ROOT_NAME.pattern}")
             if names.count(name) > 1:
                 raise ConfigError(f"--adapter-root: name {name!r} is given twice")
             if not path.is_dir():

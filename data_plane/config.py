@@ -18,6 +18,7 @@ from contract import flags
 from contract.flags import setting
 from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
+from contract.packed_layout import ITEMSIZE
 from contract.process_log import LOG_LEVELS, settings_line
 from data_plane.errors import ConfigError
 
@@ -53,7 +54,7 @@ class WorkerConfig:
         "auto, float32, bfloat16 or float16",
         "auto",
         shown_default="auto, the checkpoint's",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", *ITEMSIZE),
     )
     kv_cache_dtype: str = setting(
         "auto, fp8 (float8_e4m3fn) or fp8_per_token_head (with scales of its own)",
@@ -112,11 +113,11 @@ class WorkerConfig:
         metavar="DIR",
     )
     exit_when_disconnected_s: float | None = setting(
-        "give up after so long without control plane", None, unit="seconds", shown_default="never", lowest=0
+        "exit after this long without a control plane", None, unit="seconds", shown_default="never", lowest=0
     )
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
     profile: int | None = setting(
-        "write a trace of so many first steps with work",
+        "write a trace of this many steps, from the first one with work",
         None,
         unit="a count",
         shown_default="none",
