@@ -9,6 +9,7 @@ import tracemalloc
 import grpc
 import pytest
 
+from contract import PROTOCOL
 from contract.v1 import plan_pb2
 from control_plane.errors import (
     AdapterNotServed,
@@ -114,7 +115,7 @@ async def test_what_a_worker_says_stands_in_one_line_of_the_log_and_is_cut_off(
         ("num_slots", 2**16 + 1, "65537 is not in 1..65536"),
         ("num_host_blocks", 2**21 + 1, "2097153 is not in 0..2097152"),
         ("device", "x" * 129, "129 characters; at most 128"),
-        ("protocol_min", 3, "protocol"),
+        ("protocol_min", PROTOCOL + 1, "protocol"),
         ("worker_id", "../w", "worker_id"),
     ],
 )
@@ -123,7 +124,7 @@ async def test_worker_that_does_not_match_is_refused(clock: FakeClock, field: st
     hello = encode_hello(CAPACITIES, "w0").hello
     setattr(hello, field, value)
     if field == "protocol_min":
-        hello.protocol_max = 3
+        hello.protocol_max = PROTOCOL + 1
     with pytest.raises(MotetError, match=match):
         fleet.attach(hello)
     assert fleet.num_workers == 0
