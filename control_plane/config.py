@@ -83,30 +83,34 @@ class ServerConfig:
     )
     plan_depth: int = setting("plans in flight to a worker", _FLEET.plan_depth, unit="a count")
     heartbeat_interval_ms: int = setting("time between heartbeats", _FLEET.heartbeat_interval_ms, unit="milliseconds")
-    dead_after_ms: int = setting("a worker silent for so long is dead", _FLEET.dead_after_ms, unit="milliseconds")
+    dead_after_ms: int = setting(
+        "a worker that is silent for this long is dead", _FLEET.dead_after_ms, unit="milliseconds"
+    )
     worker_grace_s: float = setting(
-        "how long requests wait when no worker is attached", _FLEET.worker_grace_s, unit="seconds"
+        "how long requests wait for a worker when none is attached", _FLEET.worker_grace_s, unit="seconds"
     )
     step_timeout_s: float = setting(
-        "a step hangs that takes longer than this and than 20 times the latest ones",
+        "a step that takes longer than this, and than 20 times the latest steps, hangs",
         _FLEET.step_timeout_s,
         unit="seconds",
     )
     first_step_timeout_s: float = setting(
-        "a step hangs that takes longer, of the first ones of a worker", _FLEET.first_step_timeout_s, unit="seconds"
+        "one of the first steps of a worker hangs if it takes longer", _FLEET.first_step_timeout_s, unit="seconds"
     )
     load_timeout_s: float = setting(
-        "the load of an adapter hangs that takes longer than this and 1 s for each 4 MiB",
+        "a load of an adapter that takes longer than this and 1 s for each 4 MiB hangs",
         _FLEET.load_timeout_s,
         unit="seconds",
     )
     slow_reader_timeout_s: float = setting(
-        "end a stream whose client reads nothing for so long", _FLEET.slow_reader_timeout_s, unit="seconds"
+        "end a stream whose client reads nothing for this long", _FLEET.slow_reader_timeout_s, unit="seconds"
     )
     tenants: Path | None = setting(
         "JSON file with weights and quotas of tenants", None, shown_default="all alike, no quotas", metavar="FILE"
     )
-    trust_tenant_names: bool = setting("clients cannot invent tenants: count each by itself", False)
+    trust_tenant_names: bool = setting(
+        "clients cannot invent tenant names: charge every tenant by itself, not its host", False
+    )
     # Bounds of those from here to the step's cost are in SchedulerSettings, where they are explained.
     scheduling_policy: str = setting(
         f"order in which a step is filled: {', '.join(POLICIES)}", _SCHEDULER.policy.value, choices=POLICIES
@@ -123,12 +127,12 @@ class ServerConfig:
     max_blocked_steps: int = setting(
         "how long a request that lacks rows or blocks holds up others", _SCHEDULER.max_blocked_steps, unit="steps"
     )
-    max_partial_prefills: int = setting(
-        "prompts that are computed in parts at once", _SCHEDULER.max_partial_prefills, unit="a count"
+    max_partial_prefills: int = setting("unfinished prompts at once", _SCHEDULER.max_partial_prefills, unit="a count")
+    max_long_partial_prefills: int = setting(
+        "long prompts among the unfinished ones", _SCHEDULER.max_long_partial_prefills, unit="a count"
     )
-    max_long_partial_prefills: int = setting("long ones of those", _SCHEDULER.max_long_partial_prefills, unit="a count")
     long_prefill_tokens: int | None = setting(
-        "a longer prompt is a long one", None, unit="tokens", shown_default="half of a step's tokens"
+        "prompts above this length are long", None, unit="tokens", shown_default="half of a step's tokens"
     )
     prefill_us_per_token: float = setting(
         "cost of computing a prompt token again", _SCHEDULER.prefill_us_per_token, unit="microseconds"
@@ -137,12 +141,14 @@ class ServerConfig:
         "cost of moving a KV block to or from host memory", _SCHEDULER.swap_us_per_block, unit="microseconds"
     )
     adapter_us_per_mib: float = setting(
-        "cost of one more adapter in a step by its size", _SCHEDULER.adapter_us_per_mib, unit="microseconds per MiB"
+        "cost of one more adapter in a step, by its size", _SCHEDULER.adapter_us_per_mib, unit="microseconds per MiB"
     )
     step_us: float = setting(
-        "cost of a step, which that of further adapters is compared with", _SCHEDULER.step_us, unit="microseconds"
+        "cost of a step; the cost of one more adapter is compared with it", _SCHEDULER.step_us, unit="microseconds"
     )
-    max_adapter_bytes: int = setting("largest adapter", 1 << 30, unit="bytes", parse=byte_size, lowest=1)
+    max_adapter_bytes: int = setting(
+        "largest adapter that is registered", 1 << 30, unit="bytes", parse=byte_size, lowest=1
+    )
     adapter_roots: tuple[tuple[str, Path], ...] = setting(
         "directory that CreateAdapter may read, by name",
         (),

@@ -103,7 +103,7 @@ class WorkerConfig:
         choices=("auto", "on", "off"),
     )
     native_code: str = setting(
-        "C for the CPU, compiled once where gcc or clang is: on or off", "on", choices=("on", "off")
+        "native code for the CPU, compiled once if gcc or clang is found: on or off", "on", choices=("on", "off")
     )
     native_cache: Path | None = setting(
         "folder for compiled C and for measurements",

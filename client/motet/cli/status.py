@@ -54,7 +54,7 @@ def render(status: ServerStatus) -> str:
     ]
     context = f"{model.max_model_len} tokens" if model.max_model_len else "not known before a worker attaches"
     error = f": {adapters.host_cache_error}" if adapters.host_cache_error else ""
-    cache_state = "" if adapters.host_cache_available else f" (not answering{error})"
+    cache_state = "" if adapters.host_cache_available else f" (not responding{error})"
     sections = [
         f"motet {status.server_version}, model {model.name} ({model.dtype}, context {context}, "
         f"fingerprint {model.fingerprint[:12]})",
