@@ -346,10 +346,10 @@ def test_status_shows_tenants(server: ScriptedServer, capsys: Capture) -> None:
 def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture) -> None:
     assert motet(server, "status") == 0
     text = capsys.readouterr().out
-    assert "none attached" in text and "host cache (not answering)" in text
+    assert "none attached" in text and "host cache (not responding)" in text
     server.status.adapters.host_cache_error = "Redis refuses: no"
     assert motet(server, "status") == 0
-    assert "host cache (not answering: Redis refuses: no)" in capsys.readouterr().out
+    assert "host cache (not responding: Redis refuses: no)" in capsys.readouterr().out
 
 
 def test_status_json_and_watch(server: ScriptedServer, capsys: Capture) -> None:
