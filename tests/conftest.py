@@ -14,7 +14,7 @@ import pytest
 
 
 def has_cuda() -> bool:
-    """Whether torch can use a GPU. Asks torch only where there is a driver, since importing it takes seconds."""
+    """Whether torch can use a GPU. Imports torch only where there is a driver, since that takes seconds."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

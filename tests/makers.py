@@ -114,7 +114,7 @@ def make_adapter(
     For a mixture of experts "all-linear" means the attention linears: with PEFT's own meaning it would wrap the
     stacked expert weights too, which are no linears. `scale_b` is the standard deviation of B: 0 gives an adapter
     that changes nothing. `config` are further fields of LoraConfig. For GPT-2's transposed linears fan_in_fan_out is
-    set, as PEFT asks for.
+    set, as PEFT requires.
     """
     import torch
     from peft import LoraConfig, get_peft_model

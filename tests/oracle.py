@@ -20,14 +20,14 @@ Hypothesis = tuple[list[int], float]  # generated tokens and their score
 
 @dataclass(frozen=True)
 class GreedyCompletion:
-    """What one request must answer."""
+    """What one request must generate."""
 
     token_ids: list[int]
     min_gap: float  # smallest difference of the two largest logits over all generated positions
 
     @property
     def is_decisive(self) -> bool:
-        """Whether rounding cannot change the answer. Others are left out of comparisons."""
+        """Whether rounding cannot change the completion. Others are left out of comparisons."""
         return self.min_gap >= MIN_GAP
 
 
@@ -60,7 +60,7 @@ class Oracle:
         return self._logits[key].clone()  # outside inference mode, so that it may be changed
 
     def num_agreed(self, prompt: Sequence[int], token_ids: Sequence[int], adapter: str | None = None) -> int:
-        """How many tokens of a greedy answer are the model's choice after those before, beyond rounding.
+        """How many tokens of a greedy completion are the model's choice after those before, beyond rounding.
 
         Raises AssertionError at a token that the model would not choose.
         """

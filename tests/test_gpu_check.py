@@ -51,7 +51,7 @@ def test_only_what_ran_to_its_end_has_passed(
     assert says in capsys.readouterr().out
 
 
-def test_the_benchmark_tells_it_of_rows_left_out(gpu_check: ModuleType) -> None:
+def test_the_benchmark_reports_rows_left_out(gpu_check: ModuleType) -> None:
     from benchmarks.kernels import bench
 
     assert bench.INCOMPLETE == gpu_check.INCOMPLETE

@@ -61,7 +61,7 @@ def test_no_file_contains(what: str) -> None:
     pattern = re.compile(FORBIDDEN[what])
     hits = []
     for path in files():
-        if ROOT / "tests" in path.parents:  # tests make up paths in order to look for them in answers
+        if ROOT / "tests" in path.parents:  # tests make up paths in order to look for them in responses
             continue
         for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), start=1):
             if pattern.search(line):

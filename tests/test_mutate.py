@@ -1,4 +1,4 @@
-"""`make mutate`: which faults are put into a module, and that those which no test notices are told."""
+"""`make mutate`: which faults are put into a module, and that those which no test notices are reported."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_mirrored_test_comes_before_those_of_its_folder(mutate: ModuleType) 
     ]
 
 
-def test_faults_that_no_test_notices_are_told(
+def test_faults_that_no_test_notices_are_reported(
     mutate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {
@@ -89,7 +89,7 @@ def test_faults_that_no_test_notices_are_told(
         (tmp_path / "project" / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(mutate, "ROOT", tmp_path / "project")
     assert mutate.main(["control_plane/same.py", "--mutants", "99", "--jobs", "1"]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[-1] == "2 mutants, 1 killed, 1 survived"
-    assert "  survived: control_plane/same.py:6: return x -> return None" in told
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "2 mutants, 1 killed, 1 survived"
+    assert "  survived: control_plane/same.py:6: return x -> return None" in printed
     assert (tmp_path / "project" / "control_plane" / "same.py").read_text("utf-8") == files["control_plane/same.py"]

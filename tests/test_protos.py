@@ -15,7 +15,7 @@ PROTOS = Path(__file__).resolve().parents[1] / "protos"
 FILES = [module.DESCRIPTOR for module in (adapters_pb2, generation_pb2, plan_pb2, status_pb2, types_pb2)]
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
-# Slow admin work answers with an operation; its name is Google's.
+# Slow admin work responds with an operation; its name is Google's.
 OPERATION = "google.longrunning.Operation"
 OPERATION_METHODS = {"CreateAdapter", "DeleteAdapter", "DeleteAdapterVersion"}
 

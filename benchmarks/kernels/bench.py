@@ -6,7 +6,7 @@ Prints one line per op and shape: median and spread, bytes that must be moved, f
 the roofline measured in the same run (the larger of bytes / copy rate and flops / product rate, over the time), on a
 GPU the host's time to queue the call, and how many times as long each peer takes. Where the host takes longer than the
 GPU, it sets the pace of a step without graphs. torch's own functions are always among the peers, as far as this
-version and device have them; what did not run is told below the table. --peer adds another project's kernels: DIR holds
+version and device have them; what did not run is below the table. --peer adds another project's kernels: DIR holds
 a `motet_peer.py` that defines NAME and call(op, arguments), see peer_module.py. With --limit-s rows that would begin
 later are left out, the last line says how many, and the exit status is 75.
 """

@@ -26,7 +26,7 @@ def dense_attention(
     is_causal: bool,
     is_compiled: bool,
 ) -> dict[str, Call]:
-    """SDPA, varlen_attn and, where asked for since it compiles, FlexAttention.
+    """SDPA, varlen_attn and, where requested since it compiles, FlexAttention.
 
     query [T, Hq, D], as many queries in each sequence; dense: keys and values [sequences, Hkv, length, D]. Causal only
     where the queries are as many as the keys.

@@ -91,19 +91,19 @@ def _try(made: Made, foreign: str | None) -> dict[str, str]:
     refused = {}
     for name, call in made.peers.items():
         try:
-            theirs = _answers(call, made.outputs)
+            theirs = _returned_and_written(call, made.outputs)
         except Exception as error:  # whatever a torch of another version, or another project, raises
             refused[name] = _reason(error)
             continue
         if name == foreign:
-            returned, *written = _answers(made.ours, made.outputs)
+            returned, *written = _returned_and_written(made.ours, made.outputs)
             difference = _difference(theirs, [made.compared(returned), *written])
             if difference is not None:
                 refused[name] = difference
     return refused
 
 
-def _answers(call: Call, outputs: Sequence[torch.Tensor]) -> list[object]:
+def _returned_and_written(call: Call, outputs: Sequence[torch.Tensor]) -> list[object]:
     """What the call returns, and what it makes of the outputs, which then have their values back."""
     before = [output.clone() for output in outputs]
     try:

@@ -17,7 +17,7 @@ def wait_for(pid: int, status: str) -> None:
     assert psutil.Process(pid).status() == status
 
 
-def test_as_many_neighbours_are_busy_as_were_asked_for() -> None:
+def test_as_many_neighbours_are_busy_as_were_requested() -> None:
     with Neighbours(2) as neighbours:
         first, second = neighbours.pids
         for pid in (first, second):

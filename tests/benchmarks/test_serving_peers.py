@@ -1,4 +1,4 @@
-"""A peer answers jobs in a process of its own, which stands still between them."""
+"""A peer runs jobs in a process of its own, which stands still between them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ for line in sys.stdin:
     job = json.loads(line)
     if job["max_tokens"] == 13:
         sys.exit("thirteen")
-    answers = [prompt[:1] * job["max_tokens"] for prompt in job["prompts"]]
-    print(json.dumps({"duration_s": 0.5, "token_ids": answers}), flush=True)
+    token_ids = [prompt[:1] * job["max_tokens"] for prompt in job["prompts"]]
+    print(json.dumps({"duration_s": 0.5, "token_ids": token_ids}), flush=True)
 """
 
 
@@ -35,7 +35,7 @@ def fake(tmp_path: Path) -> Peer:
     return Peer("fake", model_dir=tmp_path, dtype="float32", threads=1, adapter_dirs=[], max_model_len=8, script=script)
 
 
-def test_a_peer_answers_one_job_after_the_other(fake: Peer) -> None:
+def test_a_peer_runs_one_job_after_the_other(fake: Peer) -> None:
     with fake as peer:
         assert peer.mode == "fake in float32"
         assert peer.run([Job((5, 6), 2, None), Job((7, 8), 2, 0)]) == (0.5, [[5, 5], [7, 7]])
@@ -51,7 +51,7 @@ def test_a_peer_is_stopped_between_jobs_and_gone_at_the_end(fake: Peer) -> None:
     assert not process.is_running()
 
 
-def test_a_peer_that_ends_is_told_with_its_log(fake: Peer) -> None:
+def test_a_peer_that_ends_is_reported_with_its_log(fake: Peer) -> None:
     with fake as peer, pytest.raises(PeerFailed, match="fake ended with status 1\nloading\nthirteen"):
         peer.run([Job((5,), 13, None)])
 
@@ -62,14 +62,14 @@ def test_jobs_of_several_lengths_are_refused(fake: Peer) -> None:
 
 
 def test_the_first_job_of_a_size_is_run_briefly_before_it_is_timed() -> None:
-    asked: list[tuple[int, int]] = []
+    requested: list[tuple[int, int]] = []
 
     def generate(job: dict[str, Any], num_tokens: int) -> list[list[int]]:
-        asked.append((len(job["prompts"]), num_tokens))
+        requested.append((len(job["prompts"]), num_tokens))
         return [[0] * num_tokens for _ in job["prompts"]]
 
     jobs = [{"prompts": [[1, 2]] * count, "adapters": [None] * count, "max_tokens": 9} for count in (3, 3, 1)]
-    answers = io.StringIO()
-    serve(generate, map(json.dumps, jobs), answers)
-    assert asked == [(3, WARMUP_TOKENS), (3, 9), (3, 9), (1, WARMUP_TOKENS), (1, 9)]
-    assert [len(json.loads(line)["token_ids"]) for line in answers.getvalue().splitlines()] == [3, 3, 1]
+    results = io.StringIO()
+    serve(generate, map(json.dumps, jobs), results)
+    assert requested == [(3, WARMUP_TOKENS), (3, 9), (3, 9), (1, WARMUP_TOKENS), (1, 9)]
+    assert [len(json.loads(line)["token_ids"]) for line in results.getvalue().splitlines()] == [3, 3, 1]

@@ -32,7 +32,7 @@ def test_workers_that_die_lose_and_repeat_no_token() -> None:
     assert often["failures"] > 0 and often["migrations"] > 0
 
 
-def test_answers_swapped_to_host_memory_keep_their_tokens() -> None:
+def test_completions_swapped_to_host_memory_keep_their_tokens() -> None:
     rows = run("preemption", "--requests", "120", "--rate", "40")
     assert rows["recompute"]["preemptions"] > rows["recompute"]["swapped_out"] == 0
     assert rows["swap"]["swapped_out"] > 0

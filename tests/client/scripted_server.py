@@ -135,7 +135,7 @@ class ScriptedServer(
     status_pb2_grpc.StatusServiceServicer,
     operations_pb2_grpc.OperationsServicer,  # type: ignore[misc]
 ):
-    """Answers Generate by scripts, one per call; keeps adapters in a dict; records every request."""
+    """Serves Generate by scripts, one per call; keeps adapters in a dict; records every request."""
 
     def __init__(self) -> None:
         self.scripts: deque[Script] = deque()

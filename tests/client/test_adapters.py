@@ -267,7 +267,7 @@ def test_a_version_is_deleted_and_its_adapter_stays(server: ScriptedServer, driv
     assert driver.run(lambda client: client.adapters.get("pirate")).id == "pirate"
 
 
-def test_delete_without_waiting_asks_once(server: ScriptedServer, driver: Driver) -> None:
+def test_delete_without_waiting_sends_one_request(server: ScriptedServer, driver: Driver) -> None:
     server.adapters["pirate"] = make_adapter("pirate")
     driver.run(lambda client: client.adapters.delete("pirate", wait=False))
     assert len(server.requests) == 1 and driver.sleeps == []

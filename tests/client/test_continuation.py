@@ -107,7 +107,7 @@ def test_wait_beyond_the_deadline_is_not_begun_and_the_cause_is_raised(server: S
     assert caught.value.retry_after_s == 30.0 and driver.sleeps == []
 
 
-def test_full_queue_that_asks_to_wait_beyond_the_deadline_is_raised(server: ScriptedServer, driver: Driver) -> None:
+def test_full_queue_that_requests_a_wait_beyond_the_deadline_is_raised(server: ScriptedServer, driver: Driver) -> None:
     retry = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=40))
     server.scripts.append(playing(TOKENS, break_after=3))
     server.scripts.append(refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full", retry))
@@ -201,20 +201,22 @@ def test_one_attempt_means_no_second_one_for_any_reason(server: ScriptedServer, 
     assert len(server.requests) == 2 and driver.sleeps == []
 
 
-@pytest.mark.parametrize("num_told", [0, 3])
-def test_cancelled_that_nobody_requested_is_tried_again(server: ScriptedServer, driver: Driver, num_told: int) -> None:
+@pytest.mark.parametrize("num_returned", [0, 3])
+def test_cancelled_that_nobody_requested_is_tried_again(
+    server: ScriptedServer, driver: Driver, num_returned: int
+) -> None:
     """A server whose port closes cancels what it has taken from the wire."""
 
     def cancelling(request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
-        if num_told:
+        if num_returned:
             yield started()
-            yield delta(0, TOKENS[:num_told], "".join(text_of(token) for token in TOKENS[:num_told]))
+            yield delta(0, TOKENS[:num_returned], "".join(text_of(token) for token in TOKENS[:num_returned]))
         abort(context, grpc.StatusCode.CANCELLED, "")
 
     server.scripts.extend([cancelling, playing(TOKENS)])
     _, result = driver.generate()
     assert result.text == TEXT and result.token_ids == tuple(TOKENS)
-    assert len(server.requests[1].resume_from.ids) == num_told
+    assert len(server.requests[1].resume_from.ids) == num_returned
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL])

@@ -75,7 +75,7 @@ def test_directory_above_the_checkpoint_names_it(tmp_path: Path) -> None:
     )
 
 
-def test_directory_without_a_configuration_tells_what_it_holds(tmp_path: Path) -> None:
+def test_directory_without_a_configuration_names_what_it_holds(tmp_path: Path) -> None:
     assert "holds no config.json (it holds nothing); give" in reason_of(tmp_path)
     for index in range(7):
         file_in(tmp_path, f"part{index}.pth", json.dumps(index))

@@ -168,7 +168,7 @@ def test_duplicate_and_foreign_results_are_dropped() -> None:
         result(1, [0], [5], failed=[3]),
     ],
 )
-def test_garbage_is_told_from_stale_results(garbage: plan_pb2.StepResult) -> None:
+def test_garbage_is_distinguished_from_stale_results(garbage: plan_pb2.StepResult) -> None:
     encoder = steady(2)
     if garbage.step_id == 0:
         assert encoder.decode_result(garbage) is None  # before the first step: stale
@@ -225,7 +225,7 @@ def test_a_row_without_options_has_none() -> None:
     assert not arrived.is_host_fed
 
 
-def test_a_row_that_asks_for_more_logprobs_than_tokens_gets_all_of_them() -> None:
+def test_a_row_that_requests_more_logprobs_than_tokens_gets_all_of_them() -> None:
     new = replace(new_row(0, 2), sampling=Sampling(num_logprobs=VOCAB_SIZE + 3))
     [arrived] = decode_plan(PlanEncoder(EPOCH, VOCAB_SIZE).encode(StepPlan(1, [], [], [new])).step_plan).new_rows
     assert arrived.sampling.num_logprobs == VOCAB_SIZE
@@ -258,7 +258,7 @@ def test_a_plan_of_several_steps_stands_for_steps_that_only_decode_on() -> None:
         decode_steps(plan_pb2.StepPlan(step_id=1, num_steps=65))
 
 
-def asking(*samplings: Sampling) -> PlanEncoder:
+def requesting(*samplings: Sampling) -> PlanEncoder:
     """An encoder after a step in which rows with these ended their prefill."""
     encoder = PlanEncoder(EPOCH, VOCAB_SIZE)
     rows = [replace(new_row(row, 2), sampling=sampling) for row, sampling in enumerate(samplings)]
@@ -282,13 +282,13 @@ def logprobs_of(
     )
 
 
-def told(sampled: list[RowLogprobs], prompt: list[RowLogprobs]) -> plan_pb2.StepResult:
+def result_with(sampled: list[RowLogprobs], prompt: list[RowLogprobs]) -> plan_pb2.StepResult:
     """A result of rows 0 and 1 with these."""
     rows = np.array([0, 1], dtype=np.int32)
     return encode_output(StepOutput(1, rows, rows + 5, rows[:0], 5, sampled, prompt), EPOCH).step_result
 
 
-ASKED = (Sampling(num_prompt_logprobs=0), Sampling(num_logprobs=2))  # of rows 0 and 1
+REQUESTED = (Sampling(num_prompt_logprobs=0), Sampling(num_logprobs=2))  # of rows 0 and 1
 
 
 def test_times_come_back_as_the_scheduler_takes_them() -> None:
@@ -300,16 +300,16 @@ def test_times_come_back_as_the_scheduler_takes_them() -> None:
 
 
 def test_logprobs_come_back_as_the_scheduler_takes_them() -> None:
-    message = told([logprobs_of(1, [6], [[4, 6]])], [logprobs_of(0, [8, 9], [[], []], logprob=-1.0, position=1)])
-    arrived = asking(*ASKED).decode_result(message)
+    message = result_with([logprobs_of(1, [6], [[4, 6]])], [logprobs_of(0, [8, 9], [[], []], logprob=-1.0, position=1)])
+    arrived = requesting(*REQUESTED).decode_result(message)
     assert arrived is not None
     assert arrived.logprobs == {1: TokenLogprobs(6, -0.5, 2, ((4, -0.5), (6, -0.5)))}
     assert arrived.prompt_logprobs == {0: [TokenLogprobs(8, -1.0, 2, ()), TokenLogprobs(9, -1.0, 2, ())]}
 
 
-def test_all_tokens_are_told_where_more_candidates_are_asked_for_than_there_are() -> None:
-    encoder = asking(Sampling(num_logprobs=VOCAB_SIZE + 3), Sampling())
-    arrived = encoder.decode_result(told([logprobs_of(0, [5], [list(range(VOCAB_SIZE))])], []))
+def test_all_tokens_are_returned_where_more_candidates_are_requested_than_there_are() -> None:
+    encoder = requesting(Sampling(num_logprobs=VOCAB_SIZE + 3), Sampling())
+    arrived = encoder.decode_result(result_with([logprobs_of(0, [5], [list(range(VOCAB_SIZE))])], []))
     assert arrived is not None and len(arrived.logprobs[0].top) == VOCAB_SIZE
 
 
@@ -346,11 +346,11 @@ def test_all_tokens_are_told_where_more_candidates_are_asked_for_than_there_are(
         ),
     }.values(),
 )
-def test_logprobs_other_than_those_asked_for_are_garbage(
+def test_logprobs_other_than_those_requested_are_garbage(
     sampled: list[RowLogprobs], prompt: list[RowLogprobs], says: str
 ) -> None:
     with pytest.raises(GarbageResult, match=says):
-        asking(*ASKED).decode_result(told(sampled, prompt))
+        requesting(*REQUESTED).decode_result(result_with(sampled, prompt))
 
 
 @pytest.mark.parametrize("is_host_fed", [True, False])
@@ -369,9 +369,9 @@ def test_candidates_of_a_beam_come_most_likely_first_or_are_garbage(is_host_fed:
         assert encoder.decode_result(message) is not None
 
 
-def test_a_row_that_another_request_took_is_not_asked_for_what_the_first_one_was() -> None:
-    encoder = asking(*ASKED)
-    encoder.decode_result(told([logprobs_of(1, [6], [[4, 6]])], []))
+def test_a_row_that_another_request_took_does_not_owe_the_logprobs_of_the_first_one() -> None:
+    encoder = requesting(*REQUESTED)
+    encoder.decode_result(result_with([logprobs_of(1, [6], [[4, 6]])], []))
     encoder.encode(StepPlan(2, [], [(1, 2)], [new_row(1, 2)], freed_rows=[0, 1]))
     rows = np.array([1], dtype=np.int32)
     output = StepOutput(2, rows, rows, rows[:0], 5, [logprobs_of(1, [6], [[4, 6]])])

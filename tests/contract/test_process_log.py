@@ -87,7 +87,7 @@ def test_terminal_shows_tracebacks_and_colours_what_needs_attention(monkeypatch:
     assert "\x1b[31merror: failed\x1b[0m\nTraceback" in text and "ValueError: why" in text
 
 
-def test_progress_is_told_now_and_then_and_not_at_the_end() -> None:
+def test_progress_is_logged_now_and_then_and_not_at_the_end() -> None:
     now_s = 0.0
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -1,4 +1,4 @@
-"""The SDK sends an upload again after a lost answer; the API answers it from memory, without a second registration."""
+"""The SDK sends an upload again after a lost response; the API responds from memory, without a second registration."""
 
 from __future__ import annotations
 

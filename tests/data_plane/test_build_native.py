@@ -15,17 +15,17 @@ from kernels.native.compiler import CompilerFailed
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders that were compiled into, by a stand-in that makes two files there."""
-    asked: list[Path] = []
+    requested: list[Path] = []
 
     def prebuild(folder: Path) -> Iterator[Path]:
-        asked.append(folder)
+        requested.append(folder)
         yield folder / "one.so"
         yield folder / "two.so"
 
     monkeypatch.setattr(build_native, "prebuild", prebuild)
     monkeypatch.delenv("MOTET_NATIVE_CACHE", raising=False)
     monkeypatch.delenv("MOTET_MODEL", raising=False)
-    return asked
+    return requested
 
 
 def test_each_file_is_a_line(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

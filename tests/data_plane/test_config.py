@@ -35,12 +35,12 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [("auto", (False, True)), ("on", (True, True)), ("off", (False, False))]
 )
-def test_a_warm_up_is_for_devices_that_compile_unless_told(value: str, expected: tuple[bool, bool]) -> None:
+def test_a_warm_up_is_for_devices_that_compile_unless_set(value: str, expected: tuple[bool, bool]) -> None:
     config = parse("--warm-up", value)
     assert (config.warms_up("cpu"), config.warms_up("cuda")) == expected
 
 
-def test_start_tells_the_settings_that_were_changed() -> None:
+def test_start_logs_the_settings_that_were_changed() -> None:
     config = parse("--worker-id", "w0", "--threads", "3")
     assert config.describe(only_changed=True) == "control_plane=127.0.0.1:50052 model_dir=m worker_id=w0 threads=3"
     assert "num_slots=256" in config.describe()

@@ -20,7 +20,7 @@ from tests.makers import make_checkpoint
 
 
 class Broken(HashEngine):
-    """Answers from the given step of all on are not what they should be."""
+    """Outputs from the given step of all on are not what they should be."""
 
     def __init__(self, first_step: int, kind: str) -> None:
         super().__init__(CAPACITIES)

@@ -45,7 +45,7 @@ class IngestedAdapter:
         return AdapterRef(self.info.digest, self.info.arena_bytes)
 
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
-        assert digest == self.info.digest, f"{digest} is asked for, and only {self.info.digest} is here"
+        assert digest == self.info.digest, f"{digest} is requested, and only {self.info.digest} is here"
         return self.info.manifest, iter(self.chunks)
 
 
@@ -65,7 +65,7 @@ class Served:
     finish_reason: FinishReason | None = None
 
 
-Answers = dict[tuple[int, int], Served]  # by request and index
+Completions = dict[tuple[int, int], Served]  # by request and index
 
 
 def serve(
@@ -78,7 +78,7 @@ def serve(
     max_steps: int = 1,
     num_host_blocks: int = 0,
     on_plan: Callable[[StepPlan], None] = lambda plan: None,
-) -> tuple[Answers, SchedulerStats]:
+) -> tuple[Completions, SchedulerStats]:
     """Run all requests from an empty engine; results come back when nothing more can be planned."""
     engine.reset()
     hello = encode_hello(replace(engine.capacities, num_host_blocks=num_host_blocks), "worker").hello
@@ -88,7 +88,7 @@ def serve(
     for request in requests:
         scheduler.add(request, 0.0)
     results: deque[plan_pb2.StepResult] = deque()
-    answers: Answers = {}
+    completions: Completions = {}
     for _ in range(10_000):
         if not scheduler.request_ids and not results:
             break
@@ -104,12 +104,12 @@ def serve(
         result = encoder.decode_result(results.popleft())
         assert result is not None
         for output in scheduler.apply(result, 0.0):
-            _book(answers.setdefault((output.request_id, output.index), Served()), output)
+            _record(completions.setdefault((output.request_id, output.index), Served()), output)
         check_scheduler(scheduler)
     assert not scheduler.request_ids, "not done after 10 000 turns"
     stats = scheduler.stats()
     assert (stats.num_host_blocks_held, stats.num_blocks_held) == (0, 0)
-    return answers, stats
+    return completions, stats
 
 
 def _obey(
@@ -123,8 +123,8 @@ def _obey(
         scheduler.apply_slot_report(SlotEmptied(command.slot_idx, command.generation), 0.0)
 
 
-def _book(served: Served, output: RequestOutput) -> None:
-    assert served.finish_reason is None, "an answer has output after its end"
+def _record(served: Served, output: RequestOutput) -> None:
+    assert served.finish_reason is None, "a completion has output after its end"
     served.token_ids += output.token_ids
     served.logprobs += output.logprobs or []
     served.score, served.finish_reason = output.score, output.finish_reason

@@ -1,4 +1,4 @@
-"""Each request gets exactly the answer that its adapter alone would give, however adapters come and go."""
+"""Each request gets exactly the tokens that its adapter alone would produce, however adapters come and go."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield system.client()
 
 
-def test_zero_b_answers_as_the_base_and_two_names_of_the_same_bytes_answer_alike(
+def test_zero_b_generates_as_the_base_and_two_names_of_the_same_bytes_generate_alike(
     client: Client, checkpoint: Path, tmp_path: Path
 ) -> None:
     zero = make_adapter(tmp_path / "zero", checkpoint, rank=8, alpha=16, targets=TARGETS, seed=1, scale_b=0.0)
@@ -43,7 +43,9 @@ def test_zero_b_answers_as_the_base_and_two_names_of_the_same_bytes_answer_alike
     assert active_version(first).digest == active_version(second).digest
     texts = prompts([3, 17, 40], vocab_size=256, seed=3)
     jobs = [Job(text, name, NUM_TOKENS) for text in texts for name in ["", "zero", "loud-1", "loud-2"]]
-    tokens = {(answer.job.prompt, answer.job.adapter): answer.token_ids for answer in ask_all(client, jobs)}
+    tokens = {
+        (completion.job.prompt, completion.job.adapter): completion.token_ids for completion in ask_all(client, jobs)
+    }
     for text in texts:
         assert tokens[text, "zero"] == tokens[text, ""]
         assert tokens[text, "loud-1"] == tokens[text, "loud-2"]
@@ -62,10 +64,10 @@ def test_same_name_update_under_load_gives_each_stream_wholly_old_or_wholly_new(
     # One prompt for all: a prefix cache that forgot the version would mix them up.
     for prompt in prompts([33] * 20, vocab_size=256, seed=11):
         expected = {digest: oracle.greedy(prompt, NUM_TOKENS, digest) for digest in digests}
-        if all(answer.is_decisive for answer in expected.values()):
+        if all(completion.is_decisive for completion in expected.values()):
             break
     else:
-        raise AssertionError("no prompt has answers that rounding cannot turn")
+        raise AssertionError("no prompt has completions that rounding cannot turn")
     is_done = threading.Event()
 
     def flip() -> None:
@@ -78,13 +80,13 @@ def test_same_name_update_under_load_gives_each_stream_wholly_old_or_wholly_new(
     flipper = threading.Thread(target=flip)
     flipper.start()
     try:
-        answers = ask_all(client, [Job(prompt, "changing", NUM_TOKENS)] * 60, num_threads=6)
+        completions = ask_all(client, [Job(prompt, "changing", NUM_TOKENS)] * 60, num_threads=6)
     finally:
         is_done.set()
         flipper.join()
-    for answer in answers:
-        assert answer.token_ids == expected[answer.digest].token_ids
-    assert {answer.digest for answer in answers} == set(digests)
+    for completion in completions:
+        assert completion.token_ids == expected[completion.digest].token_ids
+    assert {completion.digest for completion in completions} == set(digests)
 
 
 def test_deleted_adapter_is_gone_from_every_tier_and_its_name_can_be_used_anew(
@@ -106,7 +108,7 @@ def test_deleted_adapter_is_gone_from_every_tier_and_its_name_can_be_used_anew(
     client.adapters.register("phoenix", new)
     second = ask(client, Job(prompt, "phoenix", NUM_TOKENS))
     oracle = Oracle(checkpoint, {"old": old, "new": new})
-    for answer, name in [(first, "old"), (second, "new")]:
+    for completion, name in [(first, "old"), (second, "new")]:
         expected = oracle.greedy(prompt, NUM_TOKENS, name)
-        assert answer.token_ids == expected.token_ids or not expected.is_decisive
+        assert completion.token_ids == expected.token_ids or not expected.is_decisive
     assert first.token_ids != second.token_ids

@@ -50,7 +50,7 @@ def test_64_adapters_rotate_through_an_arena_that_holds_four(tmp_path: Path) -> 
         client = system.client()
         sizes = [active_version(client.adapters.register(*item)).size_bytes for item in directories.items()]
         system.start_worker(flags=[*WORKER_FLAGS, "--arena-bytes", str(NUM_ARENA_ADAPTERS * max(sizes) + 65536)])
-        answers = ask_all(client, jobs, num_threads=24)
+        completions = ask_all(client, jobs, num_threads=24)
         worker = client.status().workers[0]
         assert worker.num_adapters_loaded <= 8
         assert worker.arena_used_bytes <= worker.arena_bytes
@@ -61,8 +61,10 @@ def test_64_adapters_rotate_through_an_arena_that_holds_four(tmp_path: Path) -> 
     for first in range(0, NUM_ADAPTERS, 8):  # PEFT gets slow with all of them
         some = names[first : first + 8]
         oracle = Oracle(checkpoint, {name: directories[name] for name in some})
-        for answer in answers:
-            if answer.job.adapter in some:
-                num_agreed += oracle.num_agreed(answer.job.prompt, answer.token_ids, answer.job.adapter)
+        for completion in completions:
+            if completion.job.adapter in some:
+                num_agreed += oracle.num_agreed(completion.job.prompt, completion.token_ids, completion.job.adapter)
     assert num_agreed > 0.9 * NUM_TOKENS * len(jobs)
-    assert len({tuple(answer.token_ids) for answer in answers}) > 0.9 * len(jobs), "the adapters change little"
+    assert len({tuple(completion.token_ids) for completion in completions}) > 0.9 * len(jobs), (
+        "the adapters change little"
+    )

@@ -73,13 +73,15 @@ def test_every_sample_sees_its_own_tokens_alone(served: Served) -> None:
     with ThreadPoolExecutor(len(JOBS)) as pool:
         results = list(pool.map(ask, JOBS))
     results += [ask(JOBS[-1]), ask(JOBS[-1])]  # the last one finds its prompt's blocks
-    for (prompt, adapter), answers in zip([*JOBS, JOBS[-1], JOBS[-1]], results, strict=True):
-        assert len({answer.token_ids for answer in answers}) == 4, "samples of one seed are alike"
-        for answer in answers:
-            logprobs = served.oracle.logits((*prompt, *answer.token_ids), adapter)[len(prompt) - 1 : -1].log_softmax(-1)
-            assert [told.token_id for told in answer.logprobs] == list(answer.token_ids)
-            expected = [float(row[token]) for row, token in zip(logprobs, answer.token_ids, strict=True)]
-            assert [told.logprob for told in answer.logprobs] == pytest.approx(expected, abs=TOLERANCE)
+    for (prompt, adapter), completions in zip([*JOBS, JOBS[-1], JOBS[-1]], results, strict=True):
+        assert len({completion.token_ids for completion in completions}) == 4, "samples of one seed are alike"
+        for completion in completions:
+            logprobs = served.oracle.logits((*prompt, *completion.token_ids), adapter)[
+                len(prompt) - 1 : -1
+            ].log_softmax(-1)
+            assert [returned.token_id for returned in completion.logprobs] == list(completion.token_ids)
+            expected = [float(row[token]) for row, token in zip(logprobs, completion.token_ids, strict=True)]
+            assert [returned.logprob for returned in completion.logprobs] == pytest.approx(expected, abs=TOLERANCE)
     status = served.client.status().workers[0]
     assert status.num_blocks_held == 0 and status.prefix_hit_tokens > 0 and status.num_preemptions > 0
 
@@ -107,7 +109,7 @@ def test_hypotheses_of_a_beam_search_are_those_of_transformers(served: Served) -
     with ThreadPoolExecutor(len(searches)) as pool:
         results = list(pool.map(ask, searches))
     num_ended = num_whole = 0
-    for search, answers in zip(searches, results, strict=True):
+    for search, completions in zip(searches, results, strict=True):
         prompt, adapter, beam, stop = search
         assert beam.length_penalty is not None and beam.early_stopping is not None
         expected = served.oracle.beams(
@@ -119,10 +121,12 @@ def test_hypotheses_of_a_beam_search_are_those_of_transformers(served: Served) -
             max_tokens=NUM_TOKENS,
             stop_token_ids=[stop],
         )
-        assert [list(answer.token_ids) for answer in answers] == [token_ids for token_ids, _ in expected], search
-        scores = [answer.finished.score for answer in answers]
+        assert [list(completion.token_ids) for completion in completions] == [token_ids for token_ids, _ in expected], (
+            search
+        )
+        scores = [completion.finished.score for completion in completions]
         assert scores == pytest.approx([score for _, score in expected], abs=TOLERANCE), search
-        num_ended += sum(answer.finished.finish_reason is FinishReason.STOP_TOKEN for answer in answers)
-        num_whole += sum(answer.finished.finish_reason is FinishReason.LENGTH for answer in answers)
+        num_ended += sum(completion.finished.finish_reason is FinishReason.STOP_TOKEN for completion in completions)
+        num_whole += sum(completion.finished.finish_reason is FinishReason.LENGTH for completion in completions)
     assert num_ended > 0 and num_whole > 0, "every hypothesis ended for the same reason"
     assert served.client.status().workers[0].num_blocks_held == 0

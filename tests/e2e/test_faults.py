@@ -19,7 +19,7 @@ from motet import Aborted, Client, ServerStatus
 from benchmarks.system import Child
 from data_plane.stream.session_watch import EXIT_STUCK
 from tests.e2e.harness import ROOT, System, active_version, wait_until
-from tests.e2e.traffic import Answer, Job, ask, prompts
+from tests.e2e.traffic import Job, JobCompletion, ask, prompts
 from tests.fakes.hash_engine import oracle
 from tests.makers import make_adapter, make_checkpoint
 
@@ -50,16 +50,16 @@ class Streams:
         names = ["", *(f"a{i}" for i in range(NUM_ADAPTERS))]
         self._jobs = [Job(text, names[i % len(names)], num_tokens) for i, text in enumerate(texts)]
         self._pool = ThreadPoolExecutor(num_requests)
-        self._answers: list[Future[Answer]] = [self._pool.submit(ask, client, job) for job in self._jobs]
+        self._completions: list[Future[JobCompletion]] = [self._pool.submit(ask, client, job) for job in self._jobs]
 
     def check(self, fingerprint: str) -> None:
         """Every stream ends with exactly the oracle's tokens."""
         try:
-            for future in self._answers:
-                answer = future.result(timeout=90)
-                job = answer.job
-                assert answer.token_ids == oracle(fingerprint, answer.digest, list(job.prompt), job.num_tokens)
-                assert bool(answer.digest) == bool(job.adapter)
+            for future in self._completions:
+                completion = future.result(timeout=90)
+                job = completion.job
+                assert completion.token_ids == oracle(fingerprint, completion.digest, list(job.prompt), job.num_tokens)
+                assert bool(completion.digest) == bool(job.adapter)
         finally:
             self._pool.shutdown(cancel_futures=True)
 
@@ -81,7 +81,7 @@ def wait_for_traffic(client: Client) -> None:
     wait_until(lambda: num_sampled(client.status()) > before + 200, "tokens flow")
 
 
-def dead_or_done(worker: Child, futures: Sequence[Future[Answer]]) -> bool:
+def dead_or_done(worker: Child, futures: Sequence[Future[JobCompletion]]) -> bool:
     """Whether the worker ended, or no call waits for it."""
     return worker.exit_code is not None or all(future.done() for future in futures)
 
@@ -111,7 +111,7 @@ def test_only_worker_killed_and_started_again(system: System) -> None:
     wait_until(lambda: is_idle(client.status()), "idle")
 
 
-def test_a_request_that_kills_its_worker_process_is_convicted_and_the_others_finish(
+def test_a_request_that_kills_its_worker_process_is_isolated_and_the_others_finish(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """The process ends without a word, as by SIGKILL, whenever it is fed the crash token; somebody starts it again."""
@@ -120,8 +120,8 @@ def test_a_request_that_kills_its_worker_process_is_convicted_and_the_others_fin
         client = system.client()
         fingerprint = client.status().model.fingerprint
         texts = prompts([6 + i for i in range(24)], vocab_size=200, seed=5)
-        answers = {text: oracle(fingerprint, "", list(text), num_tokens) for text in texts}
-        innocents = [Job(text, "", num_tokens) for text in texts if crash_token not in answers[text]][:9]
+        completions = {text: oracle(fingerprint, "", list(text), num_tokens) for text in texts}
+        innocents = [Job(text, "", num_tokens) for text in texts if crash_token not in completions[text]][:9]
         assert len(innocents) == 9
         poison = Job((*texts[0], crash_token), "", num_tokens)
         with ThreadPoolExecutor(10) as pool:
@@ -135,7 +135,7 @@ def test_a_request_that_kills_its_worker_process_is_convicted_and_the_others_fin
         [error] = [future.exception() for future in futures if future.exception() is not None]
         assert isinstance(error, Aborted) and error.reason == "POISONED_REQUEST"
         for job, future in zip(innocents, futures[:4] + futures[5:], strict=True):
-            assert future.result().token_ids == answers[job.prompt]
+            assert future.result().token_ids == completions[job.prompt]
         assert 3 <= num_deaths <= 3 + 4  # of ten requests
         wait_until(lambda: is_idle(client.status()), "idle")
 

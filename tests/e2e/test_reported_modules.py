@@ -30,7 +30,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def told(engine: TorchEngine, base_model: BaseModel) -> Modules:
+def reported_by(engine: TorchEngine, base_model: BaseModel) -> Modules:
     hello = encode_hello(engine.capacities, "w0").hello
     check_hello(hello, base_model)
     return report_of(hello).modules
@@ -46,7 +46,7 @@ def test_an_adapter_on_all_that_is_reported_registers_and_loads(arch: str, tmp_p
     """What the checkpoint's headers say before a worker attaches is what the worker serves, and the digest the same."""
     checkpoint = make_checkpoint(tmp_path / "model", arch)
     base_model, engine = BaseModel.load(checkpoint), build_engine(worker_config(checkpoint))
-    modules = told(engine, base_model)
+    modules = reported_by(engine, base_model)
     served = {name for name, module in modules.items() if not module.reason}
     assert served == base_model.linear_shapes.keys() | base_model.embedding_modules.keys()
     adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=3)
@@ -64,7 +64,7 @@ def test_an_adapter_on_a_router_is_refused_with_the_workers_reason(tmp_path: Pat
     adapter = make_adapter(tmp_path / "adapter", checkpoint, rank=3)
     add_module(adapter, "model.layers.1.mlp.gate", rank=3, in_features=64, out_features=4)
     with pytest.raises(InvalidAdapter, match=r"mlp\.gate takes no adapters: its class Qwen3MoeTopKRouter holds"):
-        register(adapter, base_model, told(engine, base_model))
+        register(adapter, base_model, reported_by(engine, base_model))
 
 
 def add_module(adapter: Path, name: str, *, rank: int, in_features: int, out_features: int) -> None:

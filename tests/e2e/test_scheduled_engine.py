@@ -1,4 +1,4 @@
-"""Production scheduler, wire and engine in one process, in a pool that is far too small: each answer as alone.
+"""Production scheduler, wire and engine in one process, in a pool that is far too small: each completion as alone.
 
 Covered, each with groups of 3 and 4 samples, beam searches and prefix hits: preemption by recompute under every policy
 in steps of 7 and of 64 tokens; by swap in the same steps under the policies that swap (first come first served does
@@ -34,7 +34,7 @@ from data_plane.engine.engine import TorchEngine
 from data_plane.plan import RowSampling
 from tests.data_plane.engine.planner import Job, Planner
 from tests.data_plane.engine.test_oracle import worker_config
-from tests.e2e.scheduled import Answers, IngestedAdapter, ingested, serve
+from tests.e2e.scheduled import Completions, IngestedAdapter, ingested, serve
 from tests.makers import make_adapter, make_checkpoint
 from tests.oracle import Oracle
 
@@ -62,8 +62,8 @@ class Rig:
         """As the oracle names it."""
         return "one" if request.adapter else ""
 
-    def check(self, answers: Answers) -> None:
-        """Every answer of every request must be the true one."""
+    def check(self, completions: Completions) -> None:
+        """Every completion of every request must be the true one."""
         for request in self.requests:
             prompt, adapter = request.prompt_token_ids, self.adapter_of(request)
             if request.beam is not None:
@@ -77,16 +77,16 @@ class Rig:
                     max_tokens=NUM_TOKENS,
                     stop_token_ids=sorted(request.stop_token_ids),
                 )
-                got = [answers[request.request_id, index] for index in range(beam.width)]
+                got = [completions[request.request_id, index] for index in range(beam.width)]
                 assert [served.token_ids for served in got] == [token_ids for token_ids, _ in expected]
                 assert [served.score for served in got] == pytest.approx([s for _, s in expected], abs=TOLERANCE)
                 continue
             for index in range(request.num_samples):
-                served = answers[request.request_id, index]
+                served = completions[request.request_id, index]
                 assert served.token_ids == self.drawn[request.request_id, index]
                 rows = self.oracle.logits([*prompt, *served.token_ids], adapter)[len(prompt) - 1 : -1].log_softmax(-1)
-                told = [float(row[token]) for row, token in zip(rows, served.token_ids, strict=True)]
-                assert [entry.logprob for entry in served.logprobs] == pytest.approx(told, abs=TOLERANCE)
+                expected_logprobs = [float(row[token]) for row, token in zip(rows, served.token_ids, strict=True)]
+                assert [entry.logprob for entry in served.logprobs] == pytest.approx(expected_logprobs, abs=TOLERANCE)
 
 
 def sampling_of(number: int) -> Sampling:
@@ -97,7 +97,7 @@ def sampling_of(number: int) -> Sampling:
 
 
 def make_requests(adapter: IngestedAdapter, oracle: Oracle) -> list[Request]:
-    """Six that sample, every second with the adapter, and between them the searches: they give way to those before."""
+    """Six that sample, every second with the adapter, and between them the searches: those before go first."""
     samples = [
         Request(
             RequestId(number),
@@ -127,7 +127,7 @@ def make_requests(adapter: IngestedAdapter, oracle: Oracle) -> list[Request]:
 
 
 def alone(engine: TorchEngine, request: Request, index: int) -> list[int]:
-    """What one sample answers in an engine of its own."""
+    """What one sample generates in an engine of its own."""
     sampling = request.sampling
     settings = RowSampling(
         sampling.temperature,
@@ -184,10 +184,10 @@ def run(
 ) -> tuple[SchedulerStats, set[int]]:
     """Serve and check all requests; the numbers, and who was swapped in."""
     watch = SwapWatch()
-    answers, stats = serve(
+    completions, stats = serve(
         rig.engine, rig.requests, [rig.adapter], settings, num_host_blocks=num_host_blocks, on_plan=watch, **ahead
     )
-    rig.check(answers)
+    rig.check(completions)
     return stats, watch.swapped_in
 
 
@@ -222,7 +222,7 @@ def test_plans_ahead_of_results_change_no_token(rig: Rig, plan_depth: int, max_s
     assert stats.num_preemptions > 0
 
 
-def test_greedy_answers_are_those_of_transformers_and_peft(rig: Rig) -> None:
+def test_greedy_completions_are_those_of_transformers_and_peft(rig: Rig) -> None:
     """What the tests above compare samples with is of the same engine: here it meets the oracle."""
     greedy = [request for request in rig.requests if not request.sampling.temperature and request.beam is None]
     num_agreed = [
@@ -232,11 +232,11 @@ def test_greedy_answers_are_those_of_transformers_and_peft(rig: Rig) -> None:
     assert len(greedy) == 2 and min(num_agreed) > NUM_TOKENS // 2
 
 
-def test_answers_are_worth_comparing(rig: Rig) -> None:
+def test_completions_are_worth_comparing(rig: Rig) -> None:
     assert len({tuple(tokens) for tokens in rig.drawn.values()}) == len(rig.drawn)
 
 
-def test_chunk_of_a_told_prompt_that_is_not_finite_ends_its_request_alone(rig: Rig, tmp_path: Path) -> None:
+def test_chunk_of_a_prompt_with_logprobs_that_is_not_finite_ends_its_request_alone(rig: Rig, tmp_path: Path) -> None:
     """An adapter of finite weights that are far too large: no row fails in a chunk, for none samples."""
     checkpoint = make_checkpoint(tmp_path / "model", "llama")
     directory = make_adapter(tmp_path / "huge", checkpoint, seed=3)
@@ -244,8 +244,10 @@ def test_chunk_of_a_told_prompt_that_is_not_finite_ends_its_request_alone(rig: R
         save_file({name: torch.full_like(weight, 1e30) for name, weight in load_file(file).items()}, file)
     huge = ingested(directory, BaseModel.load(checkpoint))
     by_id = {request.request_id: request for request in rig.requests}
-    told = replace(by_id[RequestId(3)], adapter=huge.ref, sampling=Sampling(num_prompt_logprobs=0))
-    answers, _ = serve(rig.engine, [told, by_id[RequestId(0)]], [huge], SchedulerSettings(max_step_tokens=8))
-    ends = {request_id: served.finish_reason for (request_id, _), served in answers.items()}
+    with_prompt_logprobs = replace(by_id[RequestId(3)], adapter=huge.ref, sampling=Sampling(num_prompt_logprobs=0))
+    completions, _ = serve(
+        rig.engine, [with_prompt_logprobs, by_id[RequestId(0)]], [huge], SchedulerSettings(max_step_tokens=8)
+    )
+    ends = {request_id: served.finish_reason for (request_id, _), served in completions.items()}
     assert ends == {3: FinishReason.NOT_FINITE, 0: FinishReason.LENGTH}
-    assert answers[0, 0].token_ids == rig.drawn[RequestId(0), 0], "its neighbour's answer changed"
+    assert completions[0, 0].token_ids == rig.drawn[RequestId(0), 0], "its neighbour's completion changed"

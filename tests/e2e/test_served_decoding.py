@@ -42,11 +42,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(client, Oracle(checkpoint, {"one": adapter}))
 
 
-def assert_told(told: Sequence[TokenLogprobs], token_ids: Sequence[int], logits: torch.Tensor, num_top: int) -> None:
+def assert_logprobs(
+    returned: Sequence[TokenLogprobs], token_ids: Sequence[int], logits: torch.Tensor, num_top: int
+) -> None:
     """`logits` are those that the tokens were chosen from, one row each."""
-    assert [entry.token_id for entry in told] == list(token_ids)
+    assert [entry.token_id for entry in returned] == list(token_ids)
     logprobs = logits.log_softmax(-1)
-    for entry, row in zip(told, logprobs, strict=True):
+    for entry, row in zip(returned, logprobs, strict=True):
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
         assert abs(entry.rank - 1 - int((row > row[entry.token_id]).sum())) <= int(
             ((row - row[entry.token_id]).abs() < MIN_GAP).sum() - 1
@@ -72,10 +74,10 @@ def test_log_probabilities_are_the_models_own(served: Served, adapter: str) -> N
             timeout_s=120.0,
         ).result()
         num_prompt = len(prompt)
-        for answer in result.completions:
-            logits = served.oracle.logits([*prompt, *answer.token_ids], adapter)
-            assert_told(answer.logprobs, answer.token_ids, logits[num_prompt - 1 : -1], 4)
-        assert_told(result.started.prompt_logprobs, prompt[1:], logits[: num_prompt - 1], 2)
+        for completion in result.completions:
+            logits = served.oracle.logits([*prompt, *completion.token_ids], adapter)
+            assert_logprobs(completion.logprobs, completion.token_ids, logits[num_prompt - 1 : -1], 4)
+        assert_logprobs(result.started.prompt_logprobs, prompt[1:], logits[: num_prompt - 1], 2)
 
 
 @pytest.mark.slow
@@ -115,7 +117,7 @@ def test_penalties_and_bias_change_the_greedy_choice_as_they_should(served: Serv
 
 
 @pytest.mark.slow
-def test_swapped_requests_answer_as_transformers(served: Served) -> None:
+def test_swapped_requests_generate_as_transformers(served: Served) -> None:
     num_tokens, num_compared = 30, 0
     texts = prompts(range(3, 19), vocab_size=256, seed=3)
 
@@ -132,9 +134,9 @@ def test_swapped_requests_answer_as_transformers(served: Served) -> None:
     with ThreadPoolExecutor(len(texts)) as pool:
         results = list(pool.map(ask, range(len(texts))))
     for position, (prompt, result) in enumerate(zip(texts, results, strict=True)):
-        (answer,) = {answer.token_ids for answer in result.completions}  # greedy: all alike
-        assert len(answer) == num_tokens
-        num_compared += served.oracle.num_agreed(prompt, answer, "one" if position % 2 else "")
+        (token_ids,) = {completion.token_ids for completion in result.completions}  # greedy: all alike
+        assert len(token_ids) == num_tokens
+        num_compared += served.oracle.num_agreed(prompt, token_ids, "one" if position % 2 else "")
     assert num_compared > 300
     worker = served.client.status().workers[0]
     assert worker.num_swapped_out > 0 and (worker.num_blocks_held, worker.num_host_blocks_held) == (0, 0)
@@ -168,9 +170,11 @@ def test_beams_are_those_of_transformers(
             stop_token_ids=STOPS,
         )
         scores = [score for _, score in expected]
-        assert [answer.finished.score for answer in result.completions] == pytest.approx(scores, abs=1e-3)
+        assert [completion.finished.score for completion in result.completions] == pytest.approx(scores, abs=1e-3)
         gaps = [a - b for a, b in itertools.pairwise(scores)]
         if min(gaps) >= MIN_GAP:
             num_compared += 1
-            assert [list(answer.token_ids) for answer in result.completions] == [tokens for tokens, _ in expected]
+            assert [list(completion.token_ids) for completion in result.completions] == [
+                tokens for tokens, _ in expected
+            ]
     assert num_compared >= 1

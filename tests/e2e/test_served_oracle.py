@@ -21,7 +21,7 @@ from data_plane.engine.build import build_engine
 from tests.data_plane.engine.test_oracle import worker_config
 from tests.e2e.harness import System
 from tests.e2e.scheduled import ingested, serve
-from tests.e2e.traffic import Answer, Job, ask_all, prompts
+from tests.e2e.traffic import Job, JobCompletion, ask_all, prompts
 from tests.makers import ARCHS, make_adapter, make_checkpoint
 from tests.oracle import Oracle
 
@@ -58,20 +58,23 @@ def make_adapters(checkpoint: Path, directory: Path) -> dict[str, Path]:
     }
 
 
-def check(answers: list[Answer], oracle: Oracle) -> None:
-    """Each token is the model's choice, and adapters have answers of their own."""
-    num_agreed = sum(oracle.num_agreed(answer.job.prompt, answer.token_ids, answer.job.adapter) for answer in answers)
-    assert {len(answer.token_ids) for answer in answers} == {NUM_TOKENS}
-    assert num_agreed >= 0.9 * NUM_TOKENS * len(answers), "too few tokens that rounding cannot turn"
+def check(completions: list[JobCompletion], oracle: Oracle) -> None:
+    """Each token is the model's choice, and adapters have completions of their own."""
+    num_agreed = sum(
+        oracle.num_agreed(completion.job.prompt, completion.token_ids, completion.job.adapter)
+        for completion in completions
+    )
+    assert {len(completion.token_ids) for completion in completions} == {NUM_TOKENS}
+    assert num_agreed >= 0.9 * NUM_TOKENS * len(completions), "too few tokens that rounding cannot turn"
     by_adapter = {
-        name: [answer.token_ids for answer in answers[: len(JOBS)] if answer.job.adapter == name]
+        name: [completion.token_ids for completion in completions[: len(JOBS)] if completion.job.adapter == name]
         for name in ["", "one", "two", "three"]
     }
     assert len({str(answered) for answered in by_adapter.values()}) == 4, "the adapters change nothing"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_mixed_batch_answers_as_transformers_and_peft(arch: str, tmp_path: Path) -> None:
+def test_mixed_batch_generates_as_transformers_and_peft(arch: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "base", arch=arch)
     directories = make_adapters(checkpoint, tmp_path)
     base_model = BaseModel.load(checkpoint)
@@ -91,14 +94,15 @@ def test_mixed_batch_answers_as_transformers_and_peft(arch: str, tmp_path: Path)
     ]
     got, stats = serve(engine, requests, list(adapters.values()), SchedulerSettings())
     check(
-        [Answer(job, got[number, 0].token_ids, "") for number, job in enumerate(jobs)], Oracle(checkpoint, directories)
+        [JobCompletion(job, got[number, 0].token_ids, "") for number, job in enumerate(jobs)],
+        Oracle(checkpoint, directories),
     )
     assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
-def test_served_system_answers_as_transformers_and_peft(arch: str, tmp_path: Path) -> None:
+def test_served_system_generates_as_transformers_and_peft(arch: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "base", arch=arch)
     directories = make_adapters(checkpoint, tmp_path)
     with System(checkpoint, tmp_path) as system:
@@ -106,8 +110,8 @@ def test_served_system_answers_as_transformers_and_peft(arch: str, tmp_path: Pat
         for name, directory in directories.items():
             client.adapters.register(name, directory)
         system.start_worker(flags=WORKER_FLAGS)
-        answers = ask_all(client, JOBS)
-        answers += ask_all(client, JOBS[-8:])  # the shared prefix is cached by now
+        completions = ask_all(client, JOBS)
+        completions += ask_all(client, JOBS[-8:])  # the shared prefix is cached by now
         worker = client.status().workers[0]
-    check(answers, Oracle(checkpoint, directories))
+    check(completions, Oracle(checkpoint, directories))
     assert worker.num_preemptions > 0 and worker.prefix_hit_tokens > 0

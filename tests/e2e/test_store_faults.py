@@ -50,7 +50,7 @@ def update(name: str, display_name: str) -> adapters_pb2.UpdateAdapterRequest:
     return adapters_pb2.UpdateAdapterRequest(adapter=adapter, update_mask={"paths": ["display_name"]})
 
 
-async def test_a_flipped_byte_is_told_at_once_and_repaired_by_registering_again(tmp_path: Path) -> None:
+async def test_a_flipped_byte_is_reported_at_once_and_repaired_by_registering_again(tmp_path: Path) -> None:
     async with (
         control_plane(tmp_path, *FLAGS) as (_, clients, workers),
         grpc.aio.insecure_channel(clients) as channel,

@@ -19,7 +19,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class JobCompletion:
     """What the SDK got for one job."""
 
     job: Job
@@ -27,7 +27,7 @@ class Answer:
     digest: str
 
 
-def ask(client: Client, job: Job) -> Answer:
+def ask(client: Client, job: Job) -> JobCompletion:
     """Run one job to its end, ignoring end-of-sequence tokens."""
     digest = ""
     token_ids: list[int] = []
@@ -43,11 +43,11 @@ def ask(client: Client, job: Job) -> Answer:
             assert chunk.token_offset == len(token_ids) or not chunk.token_ids
             token_ids.extend(chunk.token_ids)
             digest = chunk.adapter_digest
-    return Answer(job, token_ids, digest)
+    return JobCompletion(job, token_ids, digest)
 
 
-def ask_all(client: Client, jobs: Iterable[Job], *, num_threads: int = 32) -> list[Answer]:
-    """Run all jobs, `num_threads` at a time, answers in the jobs' order."""
+def ask_all(client: Client, jobs: Iterable[Job], *, num_threads: int = 32) -> list[JobCompletion]:
+    """Run all jobs, `num_threads` at a time, completions in the jobs' order."""
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(lambda job: ask(client, job), jobs))
 

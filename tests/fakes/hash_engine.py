@@ -54,7 +54,7 @@ class _Row:
     sampling: RowSampling
     is_host_fed: bool
     last_token: int = -1  # sampled last, or fed in its place
-    num_answered: int = 0  # tokens of the answer, those given at the row's beginning included
+    num_generated: int = 0  # tokens of the completion, those given at the row's beginning included
     is_right: bool = True  # what was said to be computed was in its blocks
     given_away: set[int] = field(default_factory=set)  # of block_ids: swapped out, and no longer its own
     block_ends: list[bytes] = field(default_factory=list)  # what the last position of each full block must hold
@@ -72,7 +72,7 @@ class HashEngineFaults:
 
 
 class HashEngine:
-    """Executes plans as data_plane.plan.Engine asks, checking all it can."""
+    """Executes plans as data_plane.plan.Engine requires, checking all it can."""
 
     def __init__(self, capacities: Capacities, faults: HashEngineFaults | None = None) -> None:
         self.capacities = capacities
@@ -177,7 +177,7 @@ class HashEngine:
         return row_id
 
     def _move_blocks(self, plan: StepPlan, poisoned: list[int], left: list[int]) -> None:
-        """Swaps out, swaps in, copies; then blocks of new owners and of nobody hold poison.
+        """Swaps out, swaps in, copies; then blocks of new owners and free blocks hold poison.
 
         What rows left in theirs may still be moved or copied, for a fork that begins later; to attention it is poison.
         """
@@ -217,7 +217,7 @@ class HashEngine:
         if num_held > len(block_ids):
             raise PlanRefused(f"row {new.row}: {num_computed} tokens are computed in {len(block_ids)} blocks")
         if new.sampling.num_prompt_logprobs is not None and num_computed:
-            raise PlanRefused(f"row {new.row} asks for its prompt's logprobs with {num_computed} tokens computed")
+            raise PlanRefused(f"row {new.row} requests its prompt's logprobs with {num_computed} tokens computed")
         digest = "" if new.slot is None else self.hash_slots.digest_of(new.slot, new.slot_generation)
         row = _Row(
             new.row,
@@ -230,7 +230,7 @@ class HashEngine:
             digest,
             new.sampling,
             new.is_host_fed,
-            num_answered=len(tokens) - new.num_prompt_tokens,
+            num_generated=len(tokens) - new.num_prompt_tokens,
         )
         poisoned += [self._checked_block(block_id) for block_id in block_ids[num_held:]]
         self.rows[new.row] = row
@@ -281,7 +281,7 @@ class HashEngine:
                 value = POISON
         return value
 
-    def _prefill(self, row_id: int, num_tokens: int, told: list[RowLogprobs]) -> bytes | None:
+    def _prefill(self, row_id: int, num_tokens: int, returned: list[RowLogprobs]) -> bytes | None:
         """Compute known tokens; the chain after the last known one if it is among them."""
         row = self._row(row_id)
         begin, end = row.num_computed, row.num_computed + num_tokens
@@ -293,14 +293,14 @@ class HashEngine:
         num_top = row.sampling.num_prompt_logprobs
         if num_top is not None and followers:
             pairs = list(zip(values, followers, strict=False))
-            told.append(self._logprobs(row_id, begin + 1, pairs, num_top))
+            returned.append(self._logprobs(row_id, begin + 1, pairs, num_top))
         if end < len(row.tokens):
             return None
         (self._host_fed if row.is_host_fed else self._decoding).add(row_id)
         return values[-1]
 
     def _sample(self, row: _Row, value: bytes) -> int:
-        sampling, position = row.sampling, row.num_answered
+        sampling, position = row.sampling, row.num_generated
         banned = sampling.banned_token_ids if position < sampling.min_tokens else None
         seed = sampling.seed if sampling.temperature > 0 else None
         row.last_token = choose(
@@ -310,13 +310,13 @@ class HashEngine:
             position=position,
             banned=() if banned is None else banned.tolist(),
         )
-        row.num_answered += 1
+        row.num_generated += 1
         return row.last_token
 
     def _logprobs(
         self, row_id: int, first_position: int, followed: list[tuple[bytes, int]], num_top: int
     ) -> RowLogprobs:
-        """What is told of tokens and the chains before them."""
+        """Log-probabilities of tokens, each after its chain."""
         vocab_size = self.capacities.vocab_size
         of_tokens = [logprob_of(value, token, vocab_size) for value, token in followed]
         tops = [ranking(value, num_top, vocab_size)[:num_top] for value, _ in followed]

@@ -1,7 +1,7 @@
 """The hash engine's model: what follows a sequence of tokens, so that every mistake becomes a wrong token.
 
 h(0) = SHA256(base fingerprint, adapter digest); h(i+1) = SHA256(h(i), token i). The tokens that may follow are ranked
-by a hash of h: greedy rows take the first, others one of the first eight by seed and place in the answer; tokens
+by a hash of h: greedy rows take the first, others one of the first eight by seed and place in the completion; tokens
 that are banned are passed over. No other sampling setting plays a part.
 """
 
@@ -54,7 +54,7 @@ def logprob_of(value: bytes, token: int, vocab_size: int) -> tuple[float, int]:
 
 
 def choose(value: bytes, vocab_size: int, *, seed: int | None, position: int, banned: Sequence[int] = ()) -> int:
-    """The token that a row samples at a place of its answer, counted from 0; seed=None is greedy."""
+    """The token that a row samples at a place of its completion, counted from 0; seed=None is greedy."""
     if seed is None and not banned:
         return token_of(value, vocab_size)  # the ranking's first, which benchmarks of the control plane pay for
     candidates = [token for token, _ in ranking(value, NUM_DRAWN + len(banned), vocab_size) if token not in banned]

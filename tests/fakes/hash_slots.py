@@ -67,7 +67,7 @@ class HashSlots:
     def _check(self, slot: int, generation: int) -> str:
         held = self._slots.get(slot)
         if held is None or held[0] != generation:
-            raise StaleSlot(f"slot {slot}: generation {generation} asked for, {held[0] if held else 'none'} held")
+            raise StaleSlot(f"slot {slot}: generation {generation} requested, {held[0] if held else 'none'} held")
         return held[1]
 
     def _used(self) -> int:

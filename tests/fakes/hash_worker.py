@@ -28,7 +28,7 @@ UNSERVED_REASON = "it sees only some of the tokens"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until told to stop; the exit code."""
+    """Run until it is stopped; the exit code."""
     args = _parser().parse_args(argv)
     model = json.loads((args.model / "config.json").read_text(encoding="utf-8")) if args.model else {}
     capacities = Capacities(

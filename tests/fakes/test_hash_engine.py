@@ -48,7 +48,7 @@ def begun(blocks: list[int], **changes: Any) -> HashEngine:
     return engine
 
 
-def answer(num_tokens: int, **options: object) -> list[int]:
+def completion(num_tokens: int, **options: object) -> list[int]:
     return oracle(SMALL.model_fingerprint, "", PROMPT, num_tokens, vocab_size=SMALL.vocab_size, **options)  # type: ignore[arg-type]
 
 
@@ -60,7 +60,7 @@ def test_a_fork_may_begin_after_its_parent_was_freed_unless_the_block_is_another
     child = new_row(1, [1, 9], num_computed_tokens=len(PROMPT) - 1)
     output = engine.execute(StepPlan(3, new_rows=[child], prefills=pairs((1, 1)), block_copies=pairs((2, 9))))
     token = output.token_ids[output.rows.tolist().index(1)]
-    assert (token == answer(1)[0]) is not is_taken
+    assert (token == completion(1)[0]) is not is_taken
 
 
 def test_attention_to_a_block_of_a_freed_row_gives_a_wrong_token() -> None:
@@ -68,11 +68,11 @@ def test_attention_to_a_block_of_a_freed_row_gives_a_wrong_token() -> None:
     engine.execute(StepPlan(2, freed_rows=array(0)))
     reader = new_row(1, [1, 2], num_computed_tokens=len(PROMPT) - 1)
     output = engine.execute(StepPlan(3, new_rows=[reader], prefills=pairs((1, 1))))
-    assert output.token_ids.tolist() != answer(1)
+    assert output.token_ids.tolist() != completion(1)
 
 
 def test_fork_continues_its_parent_where_its_last_block_was_copied() -> None:
-    expected = answer(4)
+    expected = completion(4)
     for source, is_right in ((2, True), (9, False)):
         engine = begun([1, 2])
         child = new_row(1, [1, 7], num_computed_tokens=len(PROMPT) - 1)
@@ -88,7 +88,7 @@ def test_fork_continues_its_parent_where_its_last_block_was_copied() -> None:
 @pytest.mark.parametrize(("back", "is_right"), [([(0, 8), (1, 9)], True), ([(1, 8), (0, 9)], False)])
 def test_swapped_row_finds_its_blocks_again(back: list[tuple[int, int]], is_right: bool) -> None:
     """Its blocks go to another row while it is away, in the very plan that swaps them out."""
-    expected = answer(3)
+    expected = completion(3)
     engine = begun([1, 2])
     other = new_row(3, [1, 2], [7] * 6)
     engine.execute(
@@ -115,7 +115,7 @@ def test_freed_block_that_is_read_gives_another_token() -> None:
     engine.execute(StepPlan(2, freed_rows=array(0)))
     heir = new_row(1, [1, 2], num_computed_tokens=len(PROMPT) - 1)
     output = engine.execute(StepPlan(3, new_rows=[heir], prefills=pairs((1, 1))))
-    assert output.token_ids.tolist() != answer(1)
+    assert output.token_ids.tolist() != completion(1)
 
 
 def test_block_with_two_writers_is_refused() -> None:
@@ -138,8 +138,8 @@ def test_host_fed_row_decodes_what_it_is_fed_and_only_then() -> None:
 
 def test_seeds_draw_apart_and_survive_a_return() -> None:
     drawn = replace(GREEDY, temperature=1.0, seed=7)
-    expected = answer(3, seed=7)
-    assert expected not in (answer(3), answer(3, seed=8))
+    expected = completion(3, seed=7)
+    assert expected not in (completion(3), completion(3, seed=8))
     engine = begun([1, 2], sampling=drawn)
     second = engine.execute(StepPlan(2)).token_ids.tolist()
     again = new_row(0, [3, 4], [*PROMPT, *expected[:2]], sampling=drawn)
@@ -148,25 +148,25 @@ def test_seeds_draw_apart_and_survive_a_return() -> None:
 
 
 def test_banned_tokens_wait_for_min_tokens() -> None:
-    free = answer(3)
-    banned = answer(3, min_tokens=2, banned=free)
+    free = completion(3)
+    banned = completion(3, min_tokens=2, banned=free)
     assert not set(banned[:2]) & set(free)
     engine = begun([1, 2], sampling=replace(GREEDY, min_tokens=2, banned_token_ids=array(*free)))
     assert [engine.execute(StepPlan(step)).token_ids.tolist()[0] for step in (2, 3)] == banned[1:]
 
 
-def test_logprobs_of_prompt_and_answer_are_the_models() -> None:
+def test_logprobs_of_prompt_and_completion_are_the_models() -> None:
     engine = HashEngine(SMALL)
     asking = replace(GREEDY, num_logprobs=3, num_prompt_logprobs=1)
     outputs = [
         engine.execute(StepPlan(1, new_rows=[new_row(0, [1, 2], sampling=asking)], prefills=pairs((0, 4)))),
         engine.execute(StepPlan(2, prefills=pairs((0, 2)))),
     ]
-    told = [part for output in outputs for part in output.prompt_logprobs]
-    assert [part.first_position for part in told] == [1, 5]
-    assert [token for part in told for token in part.token_ids.tolist()] == PROMPT[1:]
+    returned = [part for output in outputs for part in output.prompt_logprobs]
+    assert [part.first_position for part in returned] == [1, 5]
+    assert [token for part in returned for token in part.token_ids.tolist()] == PROMPT[1:]
     value = chain_start(SMALL.model_fingerprint, "")
-    for token, logprob in zip(PROMPT[1:], [x for part in told for x in part.logprobs.tolist()], strict=True):
+    for token, logprob in zip(PROMPT[1:], [x for part in returned for x in part.logprobs.tolist()], strict=True):
         value = chain_next(value, PROMPT[PROMPT.index(token) - 1])
         assert logprob == pytest.approx(logprob_of(value, token, SMALL.vocab_size)[0])
     [sampled] = outputs[1].sampled_logprobs

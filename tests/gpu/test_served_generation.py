@@ -40,7 +40,9 @@ def test_base_and_adapters_in_one_batch_generate_as_alone(
         (name, makers.make_prompt(seed, 3 + 11 * seed)) for seed, name in enumerate([None, *adapters, None, *adapters])
     ]
     expected = [oracle.greedy(prompt, NUM_TOKENS, name) for name, prompt in jobs]
-    assert sum(answer.is_decisive for answer in expected) >= len(jobs) // 2, "too few prompts that rounding cannot turn"
+    assert sum(completion.is_decisive for completion in expected) >= len(jobs) // 2, (
+        "too few prompts that rounding cannot turn"
+    )
     system = System(
         checkpoint,
         tmp_path / "data",
@@ -54,16 +56,16 @@ def test_base_and_adapters_in_one_batch_generate_as_alone(
         for name, directory in adapters.items():
             client.adapters.register(name, directory)
 
-        def answer(job: tuple[str | None, list[int]]) -> Generation:
+        def generate(job: tuple[str | None, list[int]]) -> Generation:
             name, prompt = job
             return client.generate(prompt, adapter=name or "", max_tokens=NUM_TOKENS, ignore_eos=True).result()
 
         with ThreadPoolExecutor(len(jobs)) as pool:
             begin_s = time.monotonic()
-            answers = list(pool.map(answer, jobs))
+            completions = list(pool.map(generate, jobs))
             record_property("tokens_per_s", f"{len(jobs) * NUM_TOKENS / (time.monotonic() - begin_s):.0f}")
         assert "cpu" not in client.status().workers[0].device.lower()
-    for got, truth in zip(answers, expected, strict=True):
+    for got, truth in zip(completions, expected, strict=True):
         if truth.is_decisive:
             assert list(got.token_ids) == truth.token_ids
     assert system.exit_codes == {"worker": 0, "control plane": 0}

@@ -21,7 +21,7 @@ from tests.hostile.bad_inputs.facts import CONFIG_FILE, WEIGHTS_FILE, Facts
 from tests.makers import make_adapter, make_checkpoint
 
 LEAST_CASES = 1800
-# Fields of requests that take every value, those within them included, and fields that only answers set: no case can
+# Fields of requests that take every value, those within them included, and fields that only responses set: no case can
 # be refused in their name.
 FREE = {
     "motet.v1.StoppingParams.ignore_eos",
@@ -100,22 +100,22 @@ def test_an_adapter_of_another_base_model_is_refused_with_expected_and_got(
     assert all(word in outcome.message for word in ("q_proj", "96", "64"))
 
 
-def test_a_tenant_over_its_quota_is_told_which_and_when_to_come_back(target: Target) -> None:
-    def asked(fields: dict[str, object]) -> Outcome:
+def test_a_tenant_over_its_quota_learns_which_and_when_to_come_back(target: Target) -> None:
+    def sent(fields: dict[str, object]) -> Outcome:
         return send(target.client_channel, generation.taken(fields, "of a metered tenant", tenant="metered"))
 
-    assert asked({"stopping.max_tokens": 40}).code is OK
-    refused = asked({"stopping.max_tokens": 40})
+    assert sent({"stopping.max_tokens": 40}).code is OK
+    refused = sent({"stopping.max_tokens": 40})
     assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
     info = refused.detail(error_details_pb2.ErrorInfo())
     assert (info.metadata["tenant"], info.metadata["limit"]) == ("metered", "60")
     assert info.metadata["quota"] == "tokens_per_minute"
     assert refused.detail(error_details_pb2.QuotaFailure()).violations[0].subject == "tenants/metered"
     delay = refused.detail(error_details_pb2.RetryInfo()).retry_delay
-    assert 0 < delay.ToMilliseconds() <= 26_000  # 43 of 60 were taken, 43 are asked for
-    alone = asked({"stopping.max_tokens": 58})
+    assert 0 < delay.ToMilliseconds() <= 26_000  # 43 of 60 were taken, 43 are requested
+    alone = sent({"stopping.max_tokens": 58})
     assert (alone.reason, alone.fields) == ("QUOTA_TOO_SMALL", ("stopping.max_tokens",))
-    long = asked({"token_ids.ids": [9] * 41, "stopping.max_tokens": 1})
+    long = sent({"token_ids.ids": [9] * 41, "stopping.max_tokens": 1})
     assert (long.reason, long.fields) == ("QUOTA_TOO_SMALL", ("input",))
     assert target.known_problem() == ""  # the others are not held up
     tenants = {tenant.tenant: tenant for tenant in target.client.status().tenants}

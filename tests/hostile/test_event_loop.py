@@ -29,7 +29,7 @@ from tests.makers import make_checkpoint, make_tokenizer
 
 MAX_TURN_MS = 50.0
 # A call that keeps the interpreter's lock in another thread. The measure is coarser: it counts all threads, and the
-# kernel may leave the one that asks for the lock waiting while they run.
+# kernel may leave the one that requests the lock waiting while they run.
 MAX_LOCK_MS = 150.0
 TIMEOUT_S = 120.0
 CONTEXT = 131_072

@@ -46,7 +46,7 @@ def known(model_dir: Path) -> list[int]:
     return oracle(checkpoint_fingerprint(model_dir), DIGESTS[0], JOB.prompt, JOB.num_tokens)
 
 
-def test_a_right_answer_has_no_problem(truth: HashTruth, model_dir: Path) -> None:
+def test_a_right_completion_has_no_problem(truth: HashTruth, model_dir: Path) -> None:
     assert problem_of(answered(truth, known(model_dir)), truth, {"some": set(DIGESTS)}) == ""
 
 
@@ -63,7 +63,7 @@ def test_a_lost_and_a_doubled_token_are_seen(truth: HashTruth, model_dir: Path) 
         assert problem_of(answered(truth, changed), truth, {"some": set(DIGESTS)})
 
 
-def test_an_answer_of_another_version_or_of_two_is_seen(truth: HashTruth, model_dir: Path) -> None:
+def test_a_completion_of_another_version_or_of_two_is_seen(truth: HashTruth, model_dir: Path) -> None:
     tokens = known(model_dir)
     assert problem_of(answered(truth, tokens, digest=DIGESTS[1]), truth, {"some": set(DIGESTS)})
     assert "version" in problem_of(answered(truth, tokens), truth, {"some": {DIGESTS[1]}})

@@ -35,7 +35,7 @@ def hash_rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def real_rig(tmp_path: Path) -> Iterator[Rig]:
-    """With a model whose answers transformers and PEFT know."""
+    """With a model whose completions transformers and PEFT know."""
     with Rig(tmp_path, is_real=True) as rig:
         yield rig
 

@@ -1,4 +1,4 @@
-"""Requests whose answers must be equal, or stand to each other in a known way, do so on a real model.
+"""Requests whose completions must be equal, or stand to each other in a known way, do so on a real model.
 
 Longer runs, drawn by other seeds: `python -m tests.hostile.metamorphic --minutes 10 --seed 7`.
 """
@@ -39,12 +39,12 @@ def test_every_relation_holds(world: World, judge: Judge) -> None:
 
 
 def test_a_relation_that_does_not_hold_is_seen(world: World, judge: Judge) -> None:
-    """Two adapters do not answer alike, and no rounding explains that."""
+    """Two adapters do not generate alike, and no rounding explains that."""
 
     def two_adapters(world: World) -> Iterator[Comparison]:
-        asks = [world.greedy(adapter="one"), world.sampled(adapter="one", top_p=0.9, top_k=50)]
-        others = world.get_all([ask.but(adapter="two") for ask in asks])
-        yield from same(asks, world.get_all(asks), others)
+        requests = [world.greedy(adapter="one"), world.sampled(adapter="one", top_p=0.9, top_k=50)]
+        others = world.get_all([request.but(adapter="two") for request in requests])
+        yield from same(requests, world.get_all(requests), others)
 
     counts = Counts()
     run_relation(world, judge, "two adapters", two_adapters, counts)
@@ -53,11 +53,11 @@ def test_a_relation_that_does_not_hold_is_seen(world: World, judge: Judge) -> No
 
 def test_tokens_that_rounding_may_exchange_are_a_close_call(world: World, judge: Judge) -> None:
     """The judge takes the likeliest two tokens for alike only where their scores are."""
-    ask = world.greedy(num_prompt=9, adapter="")
-    token = world.get(ask).token_ids[0]
-    logits = judge.scores(ask.prompt, [], ask.options)[0]
+    request = world.greedy(num_prompt=9, adapter="")
+    token = world.get(request).token_ids[0]
+    logits = judge.scores(request.prompt, [], request.options)[0]
     second = int(logits.topk(2).indices[1])
-    assert not judge.is_close_call(ask.prompt, [], (token, second), ask.options)
+    assert not judge.is_close_call(request.prompt, [], (token, second), request.options)
     assert Judge(world.model_dir, world.adapter_dirs, close=1e9).is_close_call(
-        ask.prompt, [], (token, second), ask.options
+        request.prompt, [], (token, second), request.options
     )

@@ -41,12 +41,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     def launcher(kernel: Any, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*positional: Any, **named: Any) -> None:
             arguments = dict(zip(kernel.arg_names, positional, strict=False)) | named
-            told = {
+            passed = {
                 name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
                 for name, value in arguments.items()
                 if name not in ("pages_ptr", "page_ids_ptr")
             }
-            recorded.append((kernel.fn.__name__, tuple(grid), told))
+            recorded.append((kernel.fn.__name__, tuple(grid), passed))
 
         return launch
 
@@ -187,7 +187,7 @@ def test_sampling_launches_the_same_grids_whatever_the_rows_ask_for(launches: li
         index = torch.arange(num_biases)
         biases = {"bias_row": index % 3, "bias_token": index, "bias": torch.ones(num_biases)}
         sampling.sample(make_logits(3, 301), make_rows(settings), replace(adjustments, **biases))
-        return [(name, grid, told) for name, grid, told in launches if name != "bias_kernel"] + [
+        return [(name, grid, passed) for name, grid, passed in launches if name != "bias_kernel"] + [
             (name, grid, {}) for name, grid, _ in launches if name == "bias_kernel"
         ]
 

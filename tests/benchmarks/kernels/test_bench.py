@@ -52,7 +52,7 @@ def rms_norm_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def any_device_has_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's rows are listed here without one to be asked."""
+    """A GPU's rows are listed here without one."""
     for part in (works_attention, works_layer):
         monkeypatch.setattr(part, "fp8_refusal", lambda _: None)
 
@@ -88,8 +88,8 @@ def test_rows_that_only_a_gpu_gets_run_on_tiny_sizes_too() -> None:
     with torch.inference_mode():
         for work in rows:
             made = work.make()
-            answer = made.ours()
-            assert answer is None or bool(torch.isfinite(answer).all())  # type: ignore[arg-type]
+            returned = made.ours()
+            assert returned is None or bool(torch.isfinite(returned).all())  # type: ignore[arg-type]
 
 
 def test_the_bytes_of_a_decode_are_its_keys_and_values_once() -> None:
@@ -104,7 +104,7 @@ def test_the_bytes_of_a_decode_are_its_keys_and_values_once() -> None:
 
 
 def test_a_peer_that_raises_or_returns_other_values_is_left_out_and_listed() -> None:
-    answer = torch.arange(4.0)
+    ours = torch.arange(4.0)
 
     def fails() -> None:
         raise NotImplementedError("no such kernel on this device\nlong trace")
@@ -113,11 +113,11 @@ def test_a_peer_that_raises_or_returns_other_values_is_left_out_and_listed() -> 
         name = "foreign"
 
         def call(self, op: str, arguments: dict[str, Any]) -> Any:
-            return {"right": lambda: answer + 0.01, "wrong": lambda: answer + 1, "short": lambda: answer[1:]}.get(op)
+            return {"right": lambda: ours + 0.01, "wrong": lambda: ours + 1, "short": lambda: ours[1:]}.get(op)
 
     for op, reason in (("right", None), ("wrong", "returns other values: 1 away"), ("short", "returns (3,), we (4,)")):
-        peers = {"torch": lambda: answer + 5, "lacking": fails}
-        work = Work(op, "row", 1 << 30, 0, lambda peers=peers: Made(lambda: answer, {}, dict(peers)))  # type: ignore[misc]
+        peers = {"torch": lambda: ours + 5, "lacking": fails}
+        work = Work(op, "row", 1 << 30, 0, lambda peers=peers: Made(lambda: ours, {}, dict(peers)))  # type: ignore[misc]
         calls = work.prepare(CPU, Foreign())
         assert work.refused["lacking"] == "NotImplementedError: no such kernel on this device"
         assert calls.keys() == {"ours", "torch"} | ({"foreign"} if reason is None else set())
@@ -180,7 +180,7 @@ def test_every_lora_row_can_be_given_to_another_project_and_is_compared(tmp_path
         assert "returns" in work.refused["idle"]
 
 
-def test_a_peer_that_cannot_make_its_call_is_left_out_and_told() -> None:
+def test_a_peer_that_cannot_make_its_call_is_left_out_and_named() -> None:
     class Broken:
         name = "broken"
 
@@ -246,7 +246,7 @@ def test_a_peer_that_returns_no_call_is_named(tmp_path: Path) -> None:
         peer.call("sample", {})
 
 
-def test_rows_past_the_limit_are_left_out_and_told_by_the_exit_status(
+def test_rows_past_the_limit_are_left_out_and_reported_by_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rms_norm_row(monkeypatch)

@@ -72,7 +72,7 @@ def test_varlen_attn_of_this_torch_has_the_parameters_that_are_used() -> None:
 
 
 @torch.inference_mode()
-def test_dense_attention_answers_as_ours_over_pages() -> None:
+def test_dense_attention_returns_the_same_as_ours_over_pages() -> None:
     rows = [
         works_attention.decode_work(TINY, 3, 40, CPU, torch.float32, is_compiled=False),
         works_attention.prefill_work(TINY, 24, 0, CPU, torch.float32, is_compiled=False),
@@ -88,24 +88,24 @@ def test_dense_attention_answers_as_ours_over_pages() -> None:
 
 @torch.inference_mode()
 def test_grouped_products_are_those_of_the_adapters_without_their_scaling() -> None:
-    """bfloat16, which _grouped_mm asks for; 5 tokens of 3 adapters, one with a single token. Scalings are in b."""
+    """bfloat16, which _grouped_mm requires; 5 tokens of 3 adapters, one with a single token. Scalings are in b."""
     x, y = torch.randn(5, 32).bfloat16(), torch.randn(5, 16).bfloat16()
     a, b = torch.randn(3, 32, 8).bfloat16() / 6, torch.randn(3, 8, 16).bfloat16() / 3
     before = y.clone()
-    answer: Any = torch_peers.grouped_products(x, y, a, b, [2, 3, 5])["two _grouped_mm"]()
+    returned: Any = torch_peers.grouped_products(x, y, a, b, [2, 3, 5])["two _grouped_mm"]()
     for token, adapter in enumerate([0, 0, 1, 2, 2]):
         expected = y[token].float() + x[token].float() @ a[adapter].float() @ b[adapter].float()
-        torch.testing.assert_close(answer[token].float(), expected, rtol=3e-2, atol=3e-2)
+        torch.testing.assert_close(returned[token].float(), expected, rtol=3e-2, atol=3e-2)
     assert torch.equal(y, before)
 
 
 def test_the_groups_of_a_lora_row_end_where_its_tokens_do() -> None:
     made = works_lora.module_work(256, 3, 8, 7, CPU, torch.bfloat16).make()
     assert made.arguments["token_slots"].tolist() == [0, 0, 0, 1, 1, 2, 2]
-    answer: Any = made.peers["two _grouped_mm"]()
+    returned: Any = made.peers["two _grouped_mm"]()
     x, y, a, b = (made.arguments[name].float() for name in ("x", "y", "a", "b"))
     expected = y[6] + x[6] @ a[2].T @ b[2] * made.arguments["scaling"][2]
-    torch.testing.assert_close(answer[6].float(), expected, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(returned[6].float(), expected, rtol=3e-2, atol=3e-2)
 
 
 @torch.inference_mode()

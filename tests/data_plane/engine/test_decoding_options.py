@@ -141,7 +141,7 @@ def logprobs_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def check_returned(returned: RowLogprobs, expected: torch.Tensor, num_top: int) -> None:
-    """Told log-probabilities of tokens against the distributions before each, double [n, vocab]."""
+    """Returned log-probabilities of tokens against the distributions before each, double [n, vocab]."""
     for index, token in enumerate(returned.token_ids.tolist()):
         of_all = expected[index]
         assert returned.logprobs[index] == pytest.approx(of_all[token].item(), abs=1e-4)
@@ -239,8 +239,8 @@ def test_prompt_whose_logits_would_take_too_much_is_returned_alike(engine: Torch
 
 
 def test_prefills_that_ask_are_split_and_the_others_stay_whole() -> None:
-    asks = np.array([True, True])
-    pieces, left = split_prefills(array([(0, 9), (1, 3)], 2), asks, most=4)
+    wants_logprobs = np.array([True, True])
+    pieces, left = split_prefills(array([(0, 9), (1, 3)], 2), wants_logprobs, most=4)
     assert [piece.tolist() for piece in pieces] == [[[0, 4]], [[0, 3]], [[1, 1]]]
     assert left.tolist() == [[0, 2], [1, 2]]
     pieces, left = split_prefills(array([(0, 9), (1, 3)], 2), np.array([False, True]), most=4)

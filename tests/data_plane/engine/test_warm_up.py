@@ -17,7 +17,7 @@ JOBS = ([5, 9, 200, 31, 77, 12, 8], [8, 12, 77] * 9)
 
 
 class Watched(TorchEngine):
-    """Keeps what it was asked and what it answered."""
+    """Keeps its plans and its outputs."""
 
     seen: list[tuple[StepPlan, StepOutput]]
 

@@ -16,7 +16,7 @@ def make_norm(width: int = 6) -> RmsNorm:
 
 
 class Attention(nn.Module):
-    """Answers with its input plus what it is passed, as transformers' attentions do in a pair."""
+    """Returns its input plus what it is passed, as transformers' attentions do in a pair."""
 
     def forward(self, hidden_states: torch.Tensor, shift: float) -> tuple[torch.Tensor, None]:
         return hidden_states + shift, None

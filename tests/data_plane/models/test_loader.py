@@ -90,10 +90,10 @@ def test_a_head_of_its_own_is_packed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "got"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
+    ("requested", "got"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
 )
-def test_dtype_is_the_checkpoints_or_what_was_requested(tmp_path: Path, asked: str, got: torch.dtype) -> None:
-    loaded = load(make_checkpoint(tmp_path, "llama"), asked)
+def test_dtype_is_the_checkpoints_or_what_was_requested(tmp_path: Path, requested: str, got: torch.dtype) -> None:
+    loaded = load(make_checkpoint(tmp_path, "llama"), requested)
     assert loaded.dtype == got
     assert loaded.model.get_input_embeddings().weight.dtype == got
 
@@ -161,7 +161,7 @@ def test_a_length_that_config_does_not_name_is_requested_only_where_it_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "llama", "llama")
-    monkeypatch.setattr("data_plane.models.loader.context_limit", lambda config, asked: None)
+    monkeypatch.setattr("data_plane.models.loader.context_limit", lambda config, requested: None)
     with pytest.raises(ConfigError, match=r"names no longest context .*; give --max-model-len"):
         load(checkpoint)
     assert load(checkpoint, max_model_len=64).context_limit == 64
@@ -237,17 +237,19 @@ def test_directory_without_config_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize(("is_native", "dtype", "is_told"), [(0, "bfloat16", 1), (1, "bfloat16", 0), (0, "float32", 0)])
+@pytest.mark.parametrize(
+    ("is_native", "dtype", "is_reported"), [(0, "bfloat16", 1), (1, "bfloat16", 0), (0, "float32", 0)]
+)
 def test_bfloat16_that_the_cpu_emulates_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     is_native: int,
     dtype: str,
-    is_told: int,
+    is_reported: int,
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(is_native))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     load(make_checkpoint(tmp_path, "llama"), dtype)
-    assert ("--dtype float32" in caplog.text) == bool(is_told)
+    assert ("--dtype float32" in caplog.text) == bool(is_reported)

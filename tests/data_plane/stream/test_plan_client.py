@@ -77,7 +77,7 @@ async def play(
     """Let a worker meet one script per session, in order; the worker once the last script is through.
 
     `fetch` is what FetchAdapter does, for a `make_source` that calls it; `on_worker` gets the worker at its start.
-    `ends_by_itself`: the worker is not told to stop.
+    `ends_by_itself`: the worker does not get a request to stop.
     """
     remaining = list(scripts)
     through = asyncio.Event()
@@ -138,13 +138,13 @@ def one_row(**fields: object) -> dict[str, object]:
     return {"new_rows": [new], "prefills": ints(0, 2)}
 
 
-async def test_results_answer_plans_in_order_and_carry_the_epoch() -> None:
+async def test_results_come_in_the_order_of_plans_and_carry_the_epoch() -> None:
     async def script(peer: Peer) -> None:
         await peer.welcome(9)
         await peer.send(step_plan=plan(1, 9, **one_row()))
         await peer.send(step_plan=plan(2, 9))
-        answers = [(await peer.receive("step_result")).step_result for _ in range(2)]
-        assert [(answer.step_id, answer.epoch, answer.rows) for answer in answers] == [
+        results = [(await peer.receive("step_result")).step_result for _ in range(2)]
+        assert [(result.step_id, result.epoch, result.rows) for result in results] == [
             (1, 9, ints(0)),
             (2, 9, ints(0)),
         ]
@@ -159,9 +159,9 @@ async def test_a_plan_for_several_steps_is_answered_step_by_step() -> None:
         await peer.send(step_plan=plan(1, 9, **one_row()))
         await peer.send(step_plan=plan(2, 9, appended_blocks=ints(0, 1), num_steps=3))
         await peer.send(step_plan=plan(5, 9, freed_rows=ints(0)))
-        answers = [(await peer.receive("step_result")).step_result for _ in range(5)]
-        assert [(answer.step_id, answer.rows) for answer in answers] == [(n, ints(0)) for n in range(1, 5)] + [(5, b"")]
-        assert len({answer.token_ids for answer in answers[:4]}) > 1
+        results = [(await peer.receive("step_result")).step_result for _ in range(5)]
+        assert [(result.step_id, result.rows) for result in results] == [(n, ints(0)) for n in range(1, 5)] + [(5, b"")]
+        assert len({result.token_ids for result in results[:4]}) > 1
         await peer.send(step_plan=plan(7, 9))
         assert (await peer.receive("fault")).fault.reason == "PlanRefused: step 7 after step 5"
 

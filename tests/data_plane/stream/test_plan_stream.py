@@ -58,7 +58,7 @@ def test_a_ping_is_answered_past_the_plans_that_wait() -> None:
 
 def test_nothing_leaves_after_the_outbox_was_closed() -> None:
     stream, _, call = open_stream(iter(()))
-    leave = plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="asked to stop"))
+    leave = plan_pb2.AttachRequest(leave=plan_pb2.Leave(reason="stop requested"))
     stream.send(leave)
     stream.close_outbox()
     stream.send(plan_pb2.AttachRequest(heartbeat=plan_pb2.Heartbeat()))

@@ -1,4 +1,4 @@
-"""What a worker tells of its sessions: every reason, and none of them every second."""
+"""What a worker logs of its sessions: every reason, and none of them every second."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_worker_that_finds_no_control_plane_says_so_at_once_and_then_every_minut
     for _ in range(int(REPEAT_S)):
         log.not_attached(REFUSED)
         clock.advance(1.0)
-    told = "no control plane at host:50052 worker_id=w0: Connection refused; trying again every second"
-    assert warnings(caplog) == [told]
+    logged = "no control plane at host:50052 worker_id=w0: Connection refused; trying again every second"
+    assert warnings(caplog) == [logged]
     log.not_attached(REFUSED)
-    assert warnings(caplog) == [told, told]
+    assert warnings(caplog) == [logged, logged]
 
 
 def test_end_of_the_control_plane_is_no_warning_until_it_stays_away(
@@ -73,9 +73,7 @@ def test_any_other_end_and_every_other_reason_is_a_warning_at_once(
     ]
 
 
-def test_return_is_told_to_people_who_were_told_of_the_absence(
-    log: SessionLog, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_return_is_logged_for_people_who_read_of_the_absence(log: SessionLog, caplog: pytest.LogCaptureFixture) -> None:
     log.attached(1)
     log.not_attached(REFUSED)
     log.attached(2)

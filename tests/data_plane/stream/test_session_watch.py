@@ -52,7 +52,7 @@ class Rig:
         return [request.heartbeat for request in self.requests]
 
 
-def test_a_heartbeat_tells_the_work_in_hand_and_its_age() -> None:
+def test_a_heartbeat_reports_the_work_in_hand_and_its_age() -> None:
     rig = Rig()
     rig.look_for(0.5)
     rig.work.num_steps, rig.work.step = 3, (4, rig.clock())

@@ -1,4 +1,4 @@
-"""Sends the corpus, and as many mutated messages as asked for, to a server of its own.
+"""Sends the corpus, and as many mutated messages as requested, to a server of its own.
 
 Prints what is wrong, one problem a line; status 1 if anything is.
 """

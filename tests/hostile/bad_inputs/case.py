@@ -1,4 +1,4 @@
-"""One bad (or just still good) input as data, how it is sent, and what is wrong with the answer to it.
+"""One bad (or just still good) input as data, how it is sent, and what is wrong with the response to it.
 
 A case is bytes: what an honest client library refuses to build is sent all the same. Nothing here knows a table.
 """
@@ -31,7 +31,7 @@ ANY_FIELD = ("*",)  # as Case.fields: one field is named, whichever
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call and the answer that is due."""
+    """One call and the response that is due."""
 
     name: str  # field and value, or what is wrong
     method: str  # "/package.Service/Method"
@@ -89,7 +89,7 @@ def send(channel: grpc.Channel, case: Case, *, timeout_s: float = TIMEOUT_S) -> 
 
 
 def problems(case: Case, outcome: Outcome, *, secrets: Sequence[str] = ()) -> list[str]:
-    """What is wrong with the answer; nothing if it is as it should be. `secrets`: paths that nobody may be told."""
+    """What is wrong with the response; nothing if it is as it should be. `secrets`: paths that no response may hold."""
     found = []
     if outcome.code != case.code:
         return [f"{outcome.code.name} where {case.code.name} is due: {outcome.message}"]

@@ -70,7 +70,7 @@ class Target:
     ) -> None:
         self._stack.__exit__(kind, value, traceback)
 
-    # Each yields once for every case: what is wrong with the answer to it, and with the known request behind it.
+    # Each yields once for every case: what is wrong with the response to it, and with the known request behind it.
 
     def client_cases(self, table: str) -> Iterator[list[str]]:
         """One table of the client port."""
@@ -105,7 +105,7 @@ class Target:
         yield from self.mutated(seed, num_mutations)
 
     def known_problem(self, adapter: str = "", digest: str = "") -> str:
-        """What is wrong with the answer to a request whose tokens are known; empty if nothing is."""
+        """What is wrong with the response to a request whose tokens are known; empty if nothing is."""
         case = generation.taken({"stopping.max_tokens": KNOWN_TOKENS, "adapter": adapter}, "the known request")
         outcome = send(self.client_channel, case)
         if outcome.code is not OK:

@@ -33,7 +33,7 @@ class Facts:
     model_dir: Path
     work_dir: Path
     files: dict[str, bytes]  # a good adapter, by file name
-    secrets: tuple[str, ...] = ()  # paths that no answer may hold
+    secrets: tuple[str, ...] = ()  # paths that no response may hold
     good_digest: str = ""  # of the adapter, once it is registered
 
     @property

@@ -256,7 +256,7 @@ def _inputs() -> Iterator[Case]:
     # The cache holds 256 tokens, less than a context: no worker could ever run it.
     for name, message in {
         "more tokens than the cache": request(token_ids__ids=[9] * CACHE_TOKENS),
-        "more answers than rows": request(decoding__n=MAX_ROWS + 1),
+        "more completions than rows": request(decoding__n=MAX_ROWS + 1),
         "more samples than rows": request(decoding__best_of=MAX_ROWS + 1),
     }.items():
         fields = {"more tokens than the cache": ("stopping.max_tokens",)}.get(name, ("decoding.best_of",))

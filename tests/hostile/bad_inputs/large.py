@@ -1,4 +1,4 @@
-"""Every field that has no size of its own, filled up to the largest message: the answer is a defined one, and soon.
+"""Every field that has no size of its own, filled up to the largest message: the response is a defined one, and soon.
 
 Made from the descriptors, so that a new field is there by itself.
 """

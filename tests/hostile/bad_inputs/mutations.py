@@ -1,4 +1,4 @@
-"""Good messages with some bytes changed, by a seed: whatever they mean then, the answer is a defined one."""
+"""Good messages with some bytes changed, by a seed: whatever they mean then, the response is a defined one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cases(facts: Facts, seed: int, count: int) -> Iterator[Case]:
 
 
 def problems(outcome: Outcome, secrets: tuple[str, ...]) -> list[str]:
-    """What is wrong with the answer to a mutated call."""
+    """What is wrong with the response to a mutated call."""
     if outcome.code not in DEFINED:
         return [f"{outcome.code.name}: {outcome.message}"]
     return wording_problems(outcome, secrets)

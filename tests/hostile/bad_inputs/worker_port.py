@@ -1,4 +1,4 @@
-"""The worker port: Hello, every message that a worker may send, FetchAdapter. A worker is not trusted with our books.
+"""The worker port: Hello, every message that a worker may send, FetchAdapter. A worker is not trusted with our records.
 
 A conversation is what a worker says after its Hello, given the epoch that it was welcomed with and, where the case
 needs one, a plan: the plan of a request that no other worker of the corpus' server has rows for.
@@ -28,13 +28,13 @@ FETCH = "/motet.worker.v1.WorkerService/FetchAdapter"
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 ABORTED = grpc.StatusCode.ABORTED
 U32, U64 = 2**32 - 1, 2**64 - 1
-NUM_ANSWERS = MAX_ROWS + 1  # of the request whose plan a conversation gets: more rows than the other worker has
+NUM_COMPLETIONS = MAX_ROWS + 1  # of the request whose plan a conversation gets: more rows than the other worker has
 Build = Callable[[int, pb.StepPlan], list[pb.AttachRequest] | list[bytes]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a worker says and what the control plane answers."""
+    """What a worker says and what the control plane responds."""
 
     name: str
     hello: pb.Hello
@@ -88,7 +88,7 @@ def hello_of(facts: Facts, worker_id: str, **changes: Any) -> pb.Hello:
         "device": "hostile",
         "num_blocks": 1024,
         "block_size": BLOCK_SIZE,
-        "max_rows": 4 * NUM_ANSWERS,
+        "max_rows": 4 * NUM_COMPLETIONS,
         "max_step_tokens": 256,
         "arena_bytes": 1 << 30,
         "num_slots": 4,
@@ -250,11 +250,11 @@ def _without_plan(facts: Facts) -> Iterator[Conversation]:
 
 
 def _results(facts: Facts) -> Iterator[Conversation]:
-    """Answers to a plan that samples one row, whose request wants two candidates."""
+    """Results of a plan that samples one row, whose request wants two candidates."""
 
-    def answered(name: str, says: str = "", code: grpc.StatusCode = ABORTED, **changes: Any) -> Conversation:
+    def result(name: str, says: str = "", code: grpc.StatusCode = ABORTED, **changes: Any) -> Conversation:
         def build(epoch: int, plan: pb.StepPlan) -> list[pb.AttachRequest]:
-            return [_result(epoch, _answer(plan, **changes))]
+            return [_result(epoch, _step_result(plan, **changes))]
 
         return Conversation(
             name=f"result: {name}",
@@ -265,22 +265,21 @@ def _results(facts: Facts) -> Iterator[Conversation]:
             says=says,
         )
 
-    yield answered("of step 2", "step 2", step_id=2)
-    yield answered("of step 2^64 - 1", "step", step_id=U64)
-    yield answered("without rows", "rows", rows=b"", token_ids=b"", sampled_logprobs=[])
-    yield answered("of another row", "rows", rows=_packed(7))
-    yield answered("of a row twice", "rows", rows=_packed(0, 0), token_ids=_packed(1, 1))
-    yield answered("of row -1", "rows", rows=_packed(-1))
-    yield answered("of three bytes of rows", "", rows=b"abc", token_ids=b"abc")
-    yield answered("of more tokens than rows", "", token_ids=_packed(1, 2))
-    yield answered("without tokens", "", token_ids=b"")
-    yield answered("of a token above the vocabulary", str(VOCAB_SIZE - 1), token_ids=_packed(VOCAB_SIZE))
-    yield answered("of token -1", str(VOCAB_SIZE - 1), token_ids=_packed(-1))
-    yield answered("of token 2^31 - 1", str(VOCAB_SIZE - 1), token_ids=_packed(2**31 - 1))
-    yield answered("with a failed row that did not run", "row 9", failed_rows=_packed(9))
-    yield answered("with a failed row twice", "row", failed_rows=_packed(0, 0), rows=b"", token_ids=b"")
-    yield answered("with three bytes of failed rows", "", failed_rows=b"abc")
-    told = pb.RowLogprobs
+    yield result("of step 2", "step 2", step_id=2)
+    yield result("of step 2^64 - 1", "step", step_id=U64)
+    yield result("without rows", "rows", rows=b"", token_ids=b"", sampled_logprobs=[])
+    yield result("of another row", "rows", rows=_packed(7))
+    yield result("of a row twice", "rows", rows=_packed(0, 0), token_ids=_packed(1, 1))
+    yield result("of row -1", "rows", rows=_packed(-1))
+    yield result("of three bytes of rows", "", rows=b"abc", token_ids=b"abc")
+    yield result("of more tokens than rows", "", token_ids=_packed(1, 2))
+    yield result("without tokens", "", token_ids=b"")
+    yield result("of a token above the vocabulary", str(VOCAB_SIZE - 1), token_ids=_packed(VOCAB_SIZE))
+    yield result("of token -1", str(VOCAB_SIZE - 1), token_ids=_packed(-1))
+    yield result("of token 2^31 - 1", str(VOCAB_SIZE - 1), token_ids=_packed(2**31 - 1))
+    yield result("with a failed row that did not run", "row 9", failed_rows=_packed(9))
+    yield result("with a failed row twice", "row", failed_rows=_packed(0, 0), rows=b"", token_ids=b"")
+    yield result("with three bytes of failed rows", "", failed_rows=b"abc")
     for name, entry in {
         "of another row": _logprobs(row=5),
         "of row 2^32 - 1": _logprobs(row=U32),
@@ -300,15 +299,15 @@ def _results(facts: Facts) -> Iterator[Conversation]:
         "of another token than was sampled": _logprobs(token_ids=_packed(2)),
         "of another place": _logprobs(first_position=1),
         "of place 2^32 - 1": _logprobs(first_position=U32),
-        "with nothing at all": told(),
+        "with nothing at all": pb.RowLogprobs(),
     }.items():
-        yield answered(f"log-probabilities {name}", "", sampled_logprobs=[entry])
-    yield answered("prompt log-probabilities that nobody asked for", "row 0", prompt_logprobs=[_logprobs()])
-    yield answered("as it should be", code=OK)
-    yield answered("with a time of 2^64 - 1", code=OK, step_time_us=U64, move_time_us=U64, num_moved_blocks=U32)
+        yield result(f"log-probabilities {name}", "", sampled_logprobs=[entry])
+    yield result("prompt log-probabilities that nobody requested", "row 0", prompt_logprobs=[_logprobs()])
+    yield result("as it should be", code=OK)
+    yield result("with a time of 2^64 - 1", code=OK, step_time_us=U64, move_time_us=U64, num_moved_blocks=U32)
 
 
-def _answer(plan: pb.StepPlan, **changes: Any) -> pb.StepResult:
+def _step_result(plan: pb.StepPlan, **changes: Any) -> pb.StepResult:
     fields: dict[str, Any] = {
         "step_id": plan.step_id,
         "rows": _packed(0),
@@ -317,9 +316,9 @@ def _answer(plan: pb.StepPlan, **changes: Any) -> pb.StepResult:
         "step_time_us": 1000,
     }
     result = pb.StepResult(**{**fields, **changes})
-    for told in result.sampled_logprobs if plan.new_rows else ():
-        if not told.first_position:  # behind the tokens that the row begins with
-            told.first_position = len(plan.new_rows[0].token_ids) // 4
+    for entry in result.sampled_logprobs if plan.new_rows else ():
+        if not entry.first_position:  # behind the tokens that the row begins with
+            entry.first_position = len(plan.new_rows[0].token_ids) // 4
     return result
 
 
@@ -394,7 +393,7 @@ def converse(
 ) -> Outcome:
     """How the plan stream of one conversation ends."""
     worker = Worker(worker_channel, timeout_s)
-    asked: _Asked | None = None
+    open_request: _OpenRequest | None = None
     try:
         worker.say(pb.AttachRequest(hello=conversation.hello))
         if conversation.build is None:
@@ -402,7 +401,7 @@ def converse(
         epoch = worker.hear("welcome").epoch
         plan = pb.StepPlan()
         if conversation.needs_plan:
-            asked = _Asked(client_channel, timeout_s)
+            open_request = _OpenRequest(client_channel, timeout_s)
             plan = worker.hear("step_plan")
         for message in conversation.build(epoch, plan):
             worker.say(message)
@@ -413,15 +412,15 @@ def converse(
         return worker.end()
     finally:
         worker.close()
-        if asked is not None:
-            asked.cancel()
+        if open_request is not None:
+            open_request.cancel()
 
 
-class _Asked:
-    """A request for more answers than the other worker has rows, until it is cancelled."""
+class _OpenRequest:
+    """A request for more completions than the other worker has rows, until it is cancelled."""
 
     def __init__(self, channel: grpc.Channel, timeout_s: float) -> None:
-        request = generation.request(decoding__n=NUM_ANSWERS, sampling__logprobs=2).SerializeToString()
+        request = generation.request(decoding__n=NUM_COMPLETIONS, sampling__logprobs=2).SerializeToString()
         raw: Any = channel
         self._call = raw.unary_stream(generation.GENERATE)(request, timeout=timeout_s)
         self._thread = threading.Thread(target=self._read, daemon=True)

@@ -1,4 +1,4 @@
-"""A client that asks for streams until it is killed: `python -m tests.hostile.faults.client_process HOST:PORT SEED`."""
+"""A client that requests streams until it is killed: `python -m tests.hostile.faults.client_process HOST:PORT SEED`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with known answers, sent by threads and tasks as long as a round lasts, and what became of each.
+"""Requests with known completions, sent by threads and tasks as long as a round lasts, and what became of each.
 
 A call that fails is sent again by hand until its deadline: if that helps, the SDK should have done it.
 """
@@ -29,7 +29,7 @@ class Call:
     is_async: bool
     begun_s: float
     deadline_s: float
-    token_ids: dict[int, list[int]] = field(default_factory=dict)  # by index of the answer
+    token_ids: dict[int, list[int]] = field(default_factory=dict)  # by index of the completion
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
@@ -82,16 +82,18 @@ def problem_of(call: Call, truth: Truth, digests: dict[str, set[str]]) -> str:
         return f"version {digest!r} of adapter {job.adapter!r}"
     is_whole = not call.error and not call.is_cancelled
     if is_whole and sorted(call.token_ids) != list(range(job.n)):
-        return f"answers {sorted(call.token_ids)} of {job.n}"
+        return f"completions {sorted(call.token_ids)} of {job.n}"
     for index, tokens in call.token_ids.items():
         due = list(truth.tokens(job, digest, index))
         if tokens != due[: len(tokens)]:
             place = next(place for place, token in enumerate(tokens) if place >= len(due) or token != due[place])
-            return f"answer {index}: token {place} is {tokens[place]}, due are {due[place : place + 3]} of {len(due)}"
+            return (
+                f"completion {index}: token {place} is {tokens[place]}, due are {due[place : place + 3]} of {len(due)}"
+            )
         if is_whole and (len(tokens) != len(due) or call.reasons.get(index) is not FinishReason.LENGTH):
-            return f"answer {index}: {len(tokens)} of {len(due)} tokens, {call.reasons.get(index)}"
+            return f"completion {index}: {len(tokens)} of {len(due)} tokens, {call.reasons.get(index)}"
         if is_whole and call.texts[index] != truth.text(tokens):
-            return f"answer {index}: the text {call.texts[index]!r} of {truth.text(tokens)!r}"
+            return f"completion {index}: the text {call.texts[index]!r} of {truth.text(tokens)!r}"
     return ""
 
 

@@ -67,7 +67,7 @@ class Rig:
         self.adapters = AdapterMaker(work_dir / "adapters", is_real=is_real)
         self.truth: Truth
         self.system: System
-        # Digests that each adapter may answer with; faults that change an adapter keep it true.
+        # Digests that each adapter may serve with; faults that change an adapter keep it true.
         self.digests: dict[str, set[str]] = {}
         self.proxy: ProxyThread  # before the port of clients; some of the load goes through it
         self.worker_proxy: ProxyThread  # before the port of workers
@@ -198,7 +198,7 @@ class Rig:
             yield connection
 
     def whole(self) -> None:
-        """Wake what is stopped, start what is not running, wait until all workers are attached and Redis answers."""
+        """Wake what is stopped, start what is not running, wait until all workers are attached and Redis responds."""
         control_plane = self.system.control_plane
         if control_plane.is_running:
             control_plane.send(signal.SIGCONT)
@@ -215,7 +215,7 @@ class Rig:
                 self.start_worker(worker_id)
             else:
                 worker.send(signal.SIGCONT)
-        wait_until(self._is_whole, "every worker is attached and the host cache answers", REST_TIMEOUT_S)
+        wait_until(self._is_whole, "every worker is attached and the host cache responds", REST_TIMEOUT_S)
 
     def _is_whole(self) -> bool:
         status = self.status()
@@ -228,7 +228,7 @@ class Rig:
     # ---- what can be seen ----
 
     def status(self) -> ServerStatus | None:
-        """None while nobody answers."""
+        """None while nobody responds."""
         try:
             return self.admin.status()
         except MotetError:
@@ -277,8 +277,8 @@ class Rig:
         return found
 
     def registered(self) -> dict[str, str]:
-        """Active digest by name, as the server says once it answers."""
-        wait_until(lambda: self.status() is not None, "the control plane answers", REST_TIMEOUT_S)
+        """Active digest by name, as the server says once it responds."""
+        wait_until(lambda: self.status() is not None, "the control plane responds", REST_TIMEOUT_S)
         return {
             adapter.id: active_version(adapter).digest if adapter.active_version is not None else ""
             for adapter in self.admin.adapters.list()

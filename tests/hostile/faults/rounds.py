@@ -1,4 +1,4 @@
-"""Rounds: a load with known answers, one to three faults at drawn times, and everything checked when all has ended."""
+"""Rounds: a load with known completions, one to three faults at drawn times, and all checks at its end."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _let_happen(
         begin_s = clock()
         try:
             found = fault.happen(Moment(rig, draw, lambda seconds: _rest(seconds), number))
-        except Exception as error:  # the fault itself could not be had: the rig tells what is broken
+        except Exception as error:  # the fault itself could not be had: the rig reports what is broken
             found = [f"the fault {fault.name} failed: {type(error).__name__}: {str(error)[:300]}"]
         return Window(fault.name, begin_s, clock()), found
 

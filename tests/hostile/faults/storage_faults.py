@@ -143,14 +143,14 @@ def adapter_deleted(moment: Moment) -> list[str]:
         try:
             client.adapters.register(name, directory, timeout_s=20.0)
         except MotetError:
-            delete_adapter(moment, client, name)  # its answer alone may be lost
+            delete_adapter(moment, client, name)  # its response alone may be lost
             return []
         _, hung = together([delete, *[ask] * 4], HUNG_AFTER_S)
         try:
             client.generate([7, 8, 9], adapter=name, max_tokens=1, timeout_s=20.0).result()
         except MotetError:
             return hung
-    return [*hung, f"adapter {name} answers after its deletion ended"]
+    return [*hung, f"adapter {name} serves after its deletion ended"]
 
 
 def delete_adapter(moment: Moment, client: Client, name: str) -> None:

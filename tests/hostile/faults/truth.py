@@ -1,4 +1,4 @@
-"""What a correct system answers: requests whose tokens and text are known before they are sent.
+"""What a correct system generates: requests whose tokens and text are known before they are sent.
 
 Two truths: the hash worker's model, of which any request is known, and a real model, of which some requests are,
 computed once by transformers and PEFT.
@@ -34,16 +34,16 @@ class Job:
 
 
 class Truth(Protocol):
-    """Draws requests and knows their answers."""
+    """Draws requests and knows their completions."""
 
     def draw(self, draw: random.Random) -> Job:
         """A request over all adapters."""
 
     def tokens(self, job: Job, digest: str, index: int) -> Sequence[int]:
-        """The answer with this index by this version; raises KeyError if no such version is known."""
+        """The completion with this index by this version; raises KeyError if no such version is known."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a client is told beside these tokens."""
+        """The text that a client gets with these tokens."""
 
 
 class _Texts:
@@ -87,7 +87,7 @@ class HashTruth(_Texts):
 
 
 class RealTruth(_Texts):
-    """Prompts of a real model whose greedy answers rounding cannot change."""
+    """Prompts of a real model whose greedy completions rounding cannot change."""
 
     def __init__(
         self,
@@ -111,9 +111,11 @@ class RealTruth(_Texts):
             wanted = len(self._jobs) + num_prompts
             while len(self._jobs) < wanted:
                 prompt = tuple(make_prompt(draw.randrange(1 << 30), draw.choice((3, 9, 30))))
-                answers = {digest: oracle.greedy(prompt, num_tokens, digest[:16]) for digest in digests}
-                if all(answer.is_decisive for answer in answers.values()):
-                    self._known |= {(prompt, digest): tuple(answer.token_ids) for digest, answer in answers.items()}
+                completions = {digest: oracle.greedy(prompt, num_tokens, digest[:16]) for digest in digests}
+                if all(completion.is_decisive for completion in completions.values()):
+                    self._known |= {
+                        (prompt, digest): tuple(completion.token_ids) for digest, completion in completions.items()
+                    }
                     self._jobs.append(Job(prompt, name, num_tokens))
 
     def draw(self, draw: random.Random) -> Job:

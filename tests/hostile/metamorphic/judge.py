@@ -1,4 +1,4 @@
-"""Whether two answers of a real model differ by more than rounding.
+"""Whether two completions of a real model differ by more than rounding.
 
 Sums in another order differ by about 1e-6; where two tokens are that close, either is right. The judge looks at the
 first token that differs: transformers and PEFT compute the logits, the sampler's definition the scores.
@@ -25,15 +25,15 @@ class Judge:
 
     def __init__(self, model_dir: Path, adapter_dirs: Mapping[str, Path], *, close: float = CLOSE) -> None:
         self._close = close
-        # Made when two answers differ for the first time: that takes a while, and most runs never need it.
+        # Made when two completions differ for the first time: that takes a while, and most runs never need it.
         self._oracle = functools.cache(lambda: Oracle(model_dir, dict(adapter_dirs)))
 
     def is_close_call(
         self, prompt: Sequence[int], before: Sequence[int], tokens: tuple[int, int], options: Mapping[str, Any]
     ) -> bool:
-        """Whether both tokens could follow `before` with these sampling options of a request for one answer."""
+        """Whether both tokens could follow `before` with these sampling options of a request for one completion."""
         if _ADJUSTED & options.keys():
-            return False  # nothing but an equal answer will do
+            return False  # nothing but an equal completion will do
         best = self.scores(prompt, before, options)[0].topk(2)
         return set(tokens) == set(best.indices.tolist()) and float(best.values[0] - best.values[1]) < self._close
 

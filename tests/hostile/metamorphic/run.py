@@ -33,18 +33,18 @@ def run_relation(world: World, judge: Judge, name: str, relation: Relation, coun
             counts.close[name] += 1
         else:
             what = f"{name}, {comparison.what}" if comparison.what else name
-            counts.wrong.append(f"{what}: {comparison.got!r} where {comparison.due!r} is due; {comparison.ask}")
+            counts.wrong.append(f"{what}: {comparison.got!r} where {comparison.due!r} is due; {comparison.request}")
 
 
 def _is_close_call(judge: Judge, comparison: Comparison) -> bool:
-    ask, due, got = comparison.ask, comparison.due, comparison.got
-    if ask is None or isinstance(due, str | bool) or isinstance(got, str | bool):
+    request, due, got = comparison.request, comparison.due, comparison.got
+    if request is None or isinstance(due, str | bool) or isinstance(got, str | bool):
         return False
     place = next((place for place, (a, b) in enumerate(zip(due, got, strict=False)) if a != b), None)
     if place is None:
-        return False  # one of the answers is longer
-    prompt: Sequence[int] = ask.prompt
-    return judge.is_close_call(prompt, due[:place], (due[place], got[place]), ask.options)
+        return False  # one of the completions is longer
+    prompt: Sequence[int] = request.prompt
+    return judge.is_close_call(prompt, due[:place], (due[place], got[place]), request.options)
 
 
 def _as_tuple(value: object) -> object:

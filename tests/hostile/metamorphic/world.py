@@ -1,6 +1,6 @@
 """The system that relations are compared on: real workers, adapters that are related to each other, an SDK client.
 
-The cache is too small for all that is asked at once, the two workers compute prompts in parts of different sizes, and
+The cache is too small for all requests at once, the two workers compute prompts in parts of different sizes, and
 their arenas hold fewer adapters than there are: so requests are preempted, swapped, moved and served by both.
 """
 
@@ -41,13 +41,13 @@ TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """One request; `options` are keyword arguments of generate()."""
 
     prompt: Any  # token ids, text or messages
     options: dict[str, Any] = field(default_factory=dict)
 
-    def but(self, **options: Any) -> Ask:
+    def but(self, **options: Any) -> Request:
         """The same with some options replaced."""
         return replace(self, options={**self.options, **options})
 
@@ -91,7 +91,7 @@ class World:
     # ---- adapters ----
 
     def _make_adapters(self) -> None:
-        """Register adapters and, by other names, what must answer alike."""
+        """Register adapters and, by other names, what must generate alike."""
         base = self.work_dir / "adapters"
         for index, (name, rank) in enumerate([("one", 8), ("two", 3), ("three", 17)], start=1):
             made = make_adapter(base / name, self.model_dir, rank=rank, alpha=2 * rank, targets=TARGETS, seed=index)
@@ -123,19 +123,23 @@ class World:
     # ---- requests ----
 
     def salt(self) -> str:
-        """A cache partition that nobody used: what is asked with it is computed from its first token."""
+        """A cache partition that nobody used: a request with it is computed from its first token."""
         self._num_salts += 1
         return f"salt-{self._num_salts}"
 
-    def greedy(self, *, num_prompt: int | None = None, adapter: str | None = None) -> Ask:
+    def salted(self, requests: Sequence[Request]) -> list[Request]:
+        """The same requests, each in a cache partition of its own."""
+        return [request.but(cache_salt=self.salt()) for request in requests]
+
+    def greedy(self, *, num_prompt: int | None = None, adapter: str | None = None) -> Request:
         """A request that computes everything itself, and takes the most likely tokens."""
         length = self.draw.choice((1, 3, 9, 22, 45)) if num_prompt is None else num_prompt
         prompt = make_prompt(self.draw.randrange(1 << 30), length)
         name = self.draw.choice(ADAPTERS) if adapter is None else adapter
         options = {"adapter": name, "max_tokens": NUM_TOKENS, "ignore_eos": True, "cache_salt": self.salt()}
-        return Ask(prompt, options)
+        return Request(prompt, options)
 
-    def sampled(self, **changes: Any) -> Ask:
+    def sampled(self, **changes: Any) -> Request:
         """The same, drawn by a seed, with filters now and then."""
         filters: dict[str, Any] = {
             "temperature": self.draw.choice((0.3, 0.8, 1.5)),
@@ -146,30 +150,30 @@ class World:
                 filters[name] = self.draw.choice(values)
         return self.greedy().but(**filters).but(**changes)
 
-    def any(self) -> Ask:
+    def any(self) -> Request:
         """Either."""
         return self.greedy() if self.draw.random() < 0.5 else self.sampled()
 
-    def get(self, ask: Ask) -> Generation:
-        """The whole answer."""
-        return self.client.generate(ask.prompt, timeout_s=TIMEOUT_S, **ask.options).result()
+    def get(self, request: Request) -> Generation:
+        """The whole completion."""
+        return self.client.generate(request.prompt, timeout_s=TIMEOUT_S, **request.options).result()
 
-    def get_all(self, asks: Sequence[Ask], *, num_at_once: int = 24) -> list[Generation]:
+    def get_all(self, requests: Sequence[Request], *, num_at_once: int = 24) -> list[Generation]:
         """All at once, in the order of the requests."""
         with ThreadPoolExecutor(num_at_once) as pool:
-            return list(pool.map(self.get, asks))
+            return list(pool.map(self.get, requests))
 
-    def get_cold(self, asks: Sequence[Ask]) -> list[Generation]:
+    def get_cold(self, requests: Sequence[Request]) -> list[Generation]:
         """One after the other, each alone and from its first token."""
-        return [self.get(ask.but(cache_salt=self.salt())) for ask in asks]
+        return [self.get(request) for request in self.salted(requests)]
 
-    def resumed(self, ask: Ask, whole: Generation, offset: int) -> list[int]:
+    def resumed(self, request: Request, whole: Generation, offset: int) -> list[int]:
         """The tokens of a stream that is continued behind `offset` tokens."""
-        options = dict(ask.options)
-        request = generation_pb2.GenerateRequest(
+        options = dict(request.options)
+        message = generation_pb2.GenerateRequest(
             adapter=options["adapter"],
             adapter_digest=whole.started.adapter_digest,
-            token_ids=types_pb2.TokenIds(ids=ask.prompt),
+            token_ids=types_pb2.TokenIds(ids=request.prompt),
             sampling=types_pb2.SamplingParams(
                 **{name: options[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in options},
                 seed=whole.started.seed,
@@ -178,7 +182,7 @@ class World:
             cache_salt=self.salt(),
             resume_from=types_pb2.TokenIds(ids=whole.token_ids[:offset]),
         )
-        responses = self._stub.Generate(request, timeout=TIMEOUT_S)
+        responses = self._stub.Generate(message, timeout=TIMEOUT_S)
         return [token for response in responses for token in response.delta.token_ids]
 
     @contextmanager

@@ -35,17 +35,17 @@ def test_the_product_of_the_times_decides(
 
 
 def test_sizes_share_their_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def measured(name: str, key: str, measure: object) -> Results:
-        asked.append(key)
+        requested.append(key)
         return results_of(plain=(1, 1, 1, 1, 1))
 
     monkeypatch.setattr(choice, "measured", measured)
     for sizes in ((1024, 1024), (32000, 4096), (1024, 2816), (256, 512), (64, 64)):
         fastest_form(*sizes, torch.bfloat16)
     fastest_form(64, 64, torch.float32)
-    assert asked == ["bfloat16 1024x1024"] * 3 + ["bfloat16 256x256"] * 2 + ["float32 256x256"]
+    assert requested == ["bfloat16 1024x1024"] * 3 + ["bfloat16 256x256"] * 2 + ["float32 256x256"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -41,11 +41,11 @@ def test_products_begin_where_they_are_faster_for_all_longer_segments(
 def test_this_machine_is_measured_once_for_each_dtype_and_kind_of_rank(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     results = Measurements(None, {})
 
     def measured(name: str, key: str, measure: object) -> Results:
-        asked.append(key)
+        requested.append(key)
         return results.get(name, key, measure)  # type: ignore[arg-type]
 
     monkeypatch.setattr(choice, "measured", measured)
@@ -54,7 +54,7 @@ def test_this_machine_is_measured_once_for_each_dtype_and_kind_of_rank(
         for times in choice.timed(dtype, rank).values():
             assert times["native"] > 0 and times["products"] > 0
     name = str(dtype).removeprefix("torch.")
-    assert asked == [f"{name} rank 16"] * 2 + [f"{name} rank 64"]
+    assert requested == [f"{name} rank 16"] * 2 + [f"{name} rank 64"]
 
 
 def test_blocks_are_split_by_the_tokens_of_their_slots() -> None:

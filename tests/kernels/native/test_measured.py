@@ -45,7 +45,7 @@ def test_the_first_start_gets_what_later_ones_read(tmp_path: Path) -> None:
     assert value == start(tmp_path).get("n", "k", fails) == {"1": [2, 3]}
 
 
-def test_names_keys_and_machines_are_told_apart(tmp_path: Path) -> None:
+def test_names_keys_and_machines_are_distinguished(tmp_path: Path) -> None:
     store = start(tmp_path)
     assert store.get("n", "k", gives(1)) == {"value": 1}
     assert store.get("n", "other", gives(2)) == {"value": 2}

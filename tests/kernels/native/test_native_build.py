@@ -32,8 +32,8 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.sources = folder / "sources"
         (self.sources / "op").mkdir(parents=True)
-        self.source = self.sources / "op" / "answer.c"
-        self.header = self.sources / "answer.h"
+        self.source = self.sources / "op" / "constant.c"
+        self.header = self.sources / "constant.h"
         self.write(42)
         self.cache = folder / "cache"
         self.log = folder / "compiled"
@@ -45,9 +45,9 @@ class Place:
             "1.0", f'case "$*" in *" -c "*) echo compiled >> {self.log};; esac; exec {" ".join(real)} "$@"'
         )
 
-    def write(self, answer: int) -> None:
-        self.source.write_text('#include "../answer.h"\nint answer(void) { return ANSWER; }\n')
-        self.header.write_text(f"#define ANSWER {answer}\n")
+    def write(self, constant: int) -> None:
+        self.source.write_text('#include "../constant.h"\nint constant(void) { return CONSTANT; }\n')
+        self.header.write_text(f"#define CONSTANT {constant}\n")
 
     def use_compiler(self, version: str, body: str) -> None:
         self.script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\n{body}\n')
@@ -81,29 +81,29 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def answer_of(loaded: Loaded | None) -> int:
+def constant_of(loaded: Loaded | None) -> int:
     assert loaded is not None
-    return int(loaded.library.answer())
+    return int(loaded.library.constant())
 
 
 def test_a_second_start_compiles_nothing(place: Place) -> None:
-    assert answer_of(place.load()) == 42
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
     assert place.num_compiled == 1
 
 
 def test_sources_and_headers_that_changed_are_compiled_again(place: Place) -> None:
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
     place.write(43)
-    assert answer_of(place.load()) == 43
-    place.source.write_text("int answer(void) { return 44; }\n")
-    assert answer_of(place.load()) == 44
+    assert constant_of(place.load()) == 43
+    place.source.write_text("int constant(void) { return 44; }\n")
+    assert constant_of(place.load()) == 44
 
 
 def test_every_source_below_the_folder_is_part_of_the_library(place: Place) -> None:
     (place.sources / "other.c").write_text("int other(void) { return 1; }\n")
     loaded = place.load()
-    assert answer_of(loaded) == 42
+    assert constant_of(loaded) == 42
     assert loaded is not None and loaded.library.other() == 1
 
 
@@ -123,11 +123,13 @@ def test_names_tell_targets_apart(place: Place) -> None:
 
 
 @pytest.mark.parametrize("damage", ["torn", "changed", "empty"])
-def test_a_damaged_library_is_told_and_made_again(damage: str, place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_library_is_reported_and_made_again(
+    damage: str, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     path = place.fill()
     data = path.read_bytes()
     path.write_bytes({"torn": data[:-100], "changed": data[:500] + b"x" + data[501:], "empty": b""}[damage])
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
     assert f"{path} is damaged" in caplog.text
     assert path.read_bytes() == data
     assert place.num_compiled == 2
@@ -136,7 +138,7 @@ def test_a_damaged_library_is_told_and_made_again(damage: str, place: Place, cap
 def test_a_folder_of_somebody_else_is_named_and_left_alone(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     path = place.fill()
     before = path.read_bytes()
-    assert answer_of(place.load(cache=CacheFolder(place.cache, trusted_owners=frozenset()))) == 42
+    assert constant_of(place.load(cache=CacheFolder(place.cache, trusted_owners=frozenset()))) == 42
     assert f"{place.cache} belongs to user" in caplog.text
     assert path.read_bytes() == before
     assert place.num_compiled == 2
@@ -148,7 +150,7 @@ def test_a_folder_that_others_may_write_is_named_and_left_alone(
 ) -> None:
     place.cache.mkdir()
     place.cache.chmod(mode)
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
     assert f"{place.cache} may be written by others (mode {mode:o})" in caplog.text
     assert not list(place.cache.iterdir())
 
@@ -156,7 +158,7 @@ def test_a_folder_that_others_may_write_is_named_and_left_alone(
 def test_a_file_that_others_may_write_is_replaced(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     path = place.fill()
     path.chmod(0o666)
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
     assert f"{path} may be written by others" in caplog.text
     assert place.num_compiled == 2
     assert path.stat().st_mode & 0o777 == 0o644
@@ -167,7 +169,7 @@ def test_a_link_is_replaced_and_not_followed(place: Place, tmp_path: Path) -> No
     elsewhere = path.rename(tmp_path / "elsewhere")
     path.symlink_to(elsewhere)
     before = elsewhere.read_bytes()
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
     assert not path.is_symlink()
     assert elsewhere.read_bytes() == before
     assert place.num_compiled == 2
@@ -179,7 +181,7 @@ def test_processes_that_start_together_compile_once(place: Place) -> None:
         "from kernels.native.folder import CacheFolder\n"
         "recipe = Recipe(Path(sys.argv[1]), Target('any', ()))\n"
         "loaded = Loader(recipe, [sys.argv[2]], cache=CacheFolder(Path(sys.argv[3])), prebuilt=None).load()\n"
-        "sys.exit(loaded.library.answer() != 42)"
+        "sys.exit(loaded.library.constant() != 42)"
     )
     command = [sys.executable, "-c", code, str(place.sources), str(place.script), str(place.cache)]
     processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(4)]
@@ -190,25 +192,25 @@ def test_processes_that_start_together_compile_once(place: Place) -> None:
 
 def test_without_a_compiler_a_library_of_any_compiler_serves(place: Place) -> None:
     place.fill()
-    assert answer_of(place.load(compiler=None)) == 42
+    assert constant_of(place.load(compiler=None)) == 42
     prebuilt = CacheFolder(place.cache)
-    assert answer_of(place.load(compiler=None, cache=None, prebuilt=prebuilt)) == 42
+    assert constant_of(place.load(compiler=None, cache=None, prebuilt=prebuilt)) == 42
 
 
 def test_a_library_beside_the_code_serves_whatever_the_compiler_is(place: Place, tmp_path: Path) -> None:
     place.fill()
     place.use_compiler("2.0", f"echo compiled >> {place.log}; exit 1")
     prebuilt, cache = CacheFolder(place.cache), CacheFolder(tmp_path / "own")
-    assert answer_of(place.load(cache=cache, prebuilt=prebuilt)) == 42
+    assert constant_of(place.load(cache=cache, prebuilt=prebuilt)) == 42
     assert place.num_compiled == 1
 
 
 def test_a_compiler_that_fails_leaves_what_another_one_made(place: Place) -> None:
     place.fill()
     place.use_compiler("2.0", "exit 1")
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
     place.script.write_text("#!/bin/sh\nexit 1\n")
-    assert answer_of(place.load()) == 42
+    assert constant_of(place.load()) == 42
 
 
 def test_without_a_compiler_or_library_the_log_says_why(place: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,7 +218,7 @@ def test_without_a_compiler_or_library_the_log_says_why(place: Place, caplog: py
     assert "install gcc or clang" in caplog.text
 
 
-def test_a_source_that_does_not_compile_is_told_in_the_compiler_s_words(
+def test_a_source_that_does_not_compile_is_reported_in_the_compiler_s_words(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.source.write_bytes("#error nothing \xe4\n".encode("latin-1"))
@@ -233,7 +235,7 @@ def test_where_nothing_may_be_run_a_copy_elsewhere_is_loaded(place: Place) -> No
             raise OSError("failed to map segment from shared object")
         return ctypes.CDLL(path)
 
-    assert answer_of(place.load(open_library=open_library)) == 42
+    assert constant_of(place.load(open_library=open_library)) == 42
     assert place.num_compiled == 1
 
 
@@ -255,7 +257,7 @@ class FullFolder(CacheFolder):
 
 
 def test_on_a_full_disk_the_library_is_loaded_and_not_kept(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    assert answer_of(place.load(cache=FullFolder(place.cache))) == 42
+    assert constant_of(place.load(cache=FullFolder(place.cache))) == 42
     assert "No space left on device" in caplog.text
     assert [path.name for path in place.cache.iterdir()] == [".lock"]
 
@@ -264,7 +266,7 @@ def test_where_no_folder_can_be_made_the_library_is_loaded_and_not_kept(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    assert answer_of(place.load(cache=CacheFolder(tmp_path / "file" / "cache"))) == 42
+    assert constant_of(place.load(cache=CacheFolder(tmp_path / "file" / "cache"))) == 42
     assert "native code is compiled at each start" in caplog.text
 
 
@@ -298,7 +300,7 @@ def test_libraries_are_made_ahead_for_every_level(
         prebuilt = CacheFolder(tmp_path / "image")
         loaded = Loader(Recipe(place.sources, level), None, cache=None, prebuilt=prebuilt).load()
         assert loaded is not None and loaded.name == path.name
-        assert answer_of(loaded) == 42
+        assert constant_of(loaded) == 42
         assert path.stat().st_mode & 0o777 == 0o644  # another user runs the image
     assert path.parent.stat().st_mode & 0o777 == 0o755
 

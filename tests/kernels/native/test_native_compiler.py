@@ -27,16 +27,16 @@ def test_a_cc_that_is_no_command_is_no_compiler(monkeypatch: pytest.MonkeyPatch)
     assert missing_compiler() == "no C compiler (gcc '): install gcc or clang, or name one with CC"
 
 
-def test_setup_tells_a_missing_compiler_in_one_line(
+def test_setup_reports_a_missing_compiler_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler.tell_missing_compiler()
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("CC", "no-such-compiler")
     compiler.tell_missing_compiler()
-    told = capsys.readouterr().out
-    assert told.count("\n") == 1
-    assert "no C compiler (no-such-compiler)" in told and "slower" in told
+    reported = capsys.readouterr().out
+    assert reported.count("\n") == 1
+    assert "no C compiler (no-such-compiler)" in reported and "slower" in reported
 
 
 def test_flags_of_the_command_are_part_of_the_identity() -> None:

@@ -236,7 +236,7 @@ def test_every_fp8_code_is_read_exactly(num_heads: int, dtype: torch.dtype) -> N
         )
 
 
-def test_what_it_does_not_serve_is_told() -> None:
+def test_what_it_does_not_serve_is_reported() -> None:
     inputs = make(MANY, torch.float32)
     assert serves(inputs)
     for case in (

@@ -59,7 +59,7 @@ def new_poisoned(self: torch.Tensor, *shape: int, **at: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if not case.is_consecutive], ids=case_name)
 def test_equals_the_reference(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every output is written, and no cache entry of nobody is read: both begin as NaN."""
+    """Every output is written, and no cache entry without an owner is read: both begin as NaN."""
     expected = define(make(case, torch.float32))
     monkeypatch.setattr(torch.Tensor, "new_empty", new_poisoned)
     assert_close(run(make(case, torch.float32, poison=NAN), device), expected)

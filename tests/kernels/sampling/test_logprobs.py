@@ -30,7 +30,7 @@ def test_equal_logits_are_ordered_by_token_and_share_a_rank() -> None:
     assert actual.rank.tolist() == [3, 1]
 
 
-def test_nothing_but_the_token_may_be_asked() -> None:
+def test_nothing_but_the_token_may_be_requested() -> None:
     actual = token_logprobs(torch.zeros(2, 4), torch.tensor([0, 3]), 0)
     assert actual.top_token.shape == actual.top_logprob.shape == (2, 0)
     assert token_logprobs(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), 2).logprob.shape == (0,)

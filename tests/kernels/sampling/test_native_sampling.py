@@ -72,7 +72,7 @@ def test_the_largest_is_found_wherever_it_stands(vocab_size: int, dtype: torch.d
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_are_not_finite_are_told_and_spoil_no_other(dtype: torch.dtype, value: float) -> None:
+def test_rows_that_are_not_finite_are_reported_and_spoil_no_other(dtype: torch.dtype, value: float) -> None:
     vocab_size = native.PART + 45
     limits = [(0.0, 0, 1.0, 0.0), (0.8, 0, 0.9, 0.0), (1.0, 5, 1.0, 0.1)] * 2
     logits, rows = make_logits(6, vocab_size).to(dtype), make_rows(limits)
@@ -158,8 +158,8 @@ def test_tokens_do_not_depend_on_the_threads_or_the_batch() -> None:
 def test_limits_that_no_row_has_need_not_be_searched_for() -> None:
     rows = make_rows([(0.7, 0, 1.0, 0.1)] * 8)
     logits = make_logits(8, 500)
-    told = replace(rows, has_top_k=False, has_top_p=False)
-    assert torch.equal(native.sample(logits, told, None)[0], native.sample(logits, rows, None)[0])
+    unfiltered = replace(rows, has_top_k=False, has_top_p=False)
+    assert torch.equal(native.sample(logits, unfiltered, None)[0], native.sample(logits, rows, None)[0])
 
 
 def test_without_native_code_the_same_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,13 +73,13 @@ def make_adjustments(
     presence: float = 0.0,
     frequency: float = 0.0,
     prompt: tuple[int, ...] = (),
-    answer: tuple[int, ...] = (),
+    completion: tuple[int, ...] = (),
     biases: dict[int, float] | None = None,
 ) -> Adjustments:
     """Of one row."""
     history = torch.zeros(1, VOCAB_SIZE, dtype=torch.int32)
     history[0, list(prompt)] = IN_PROMPT
-    for token in answer:
+    for token in completion:
         history[0, token] += IN_COMPLETION
     biases = biases or {}
     return Adjustments(
@@ -87,7 +87,7 @@ def make_adjustments(
         repetition=torch.tensor([repetition]),
         presence=torch.tensor([presence]),
         frequency=torch.tensor([frequency]),
-        history_row=torch.tensor([0 if prompt or answer else -1]),
+        history_row=torch.tensor([0 if prompt or completion else -1]),
         history=history,
         bias_row=torch.zeros(len(biases), dtype=torch.int64),
         bias_token=torch.tensor(list(biases), dtype=torch.int64),
@@ -98,9 +98,9 @@ def make_adjustments(
 @pytest.mark.parametrize("penalty", [1.2, 0.5, 7.0])
 def test_repetition_penalty_is_transformers_bit_for_bit(penalty: float) -> None:
     logits = make_logits(1)
-    prompt, answer = (1, 2, 2, 799), (2, 5, 5)
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([[*prompt, *answer]]), logits.clone())
-    actual = adjust(logits, make_adjustments(repetition=penalty, prompt=prompt, answer=answer))
+    prompt, completion = (1, 2, 2, 799), (2, 5, 5)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([[*prompt, *completion]]), logits.clone())
+    actual = adjust(logits, make_adjustments(repetition=penalty, prompt=prompt, completion=completion))
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, logits)
 
@@ -122,17 +122,17 @@ def test_bias_comes_before_the_repetition_penalty_as_in_transformers() -> None:
 def test_presence_and_frequency_are_the_formula_of_openai() -> None:
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence, c[j] being how often j was sampled before."""
     logits = make_logits(1)
-    answer = (3, 3, 3, 9)
+    completion = (3, 3, 3, 9)
     mu = logits[0].tolist()
     expected = [
-        mu[j] - answer.count(j) * 0.25 - float(answer.count(j) > 0) * 0.5 if j in (3, 9) else mu[j]
+        mu[j] - completion.count(j) * 0.25 - float(completion.count(j) > 0) * 0.5 if j in (3, 9) else mu[j]
         for j in range(VOCAB_SIZE)
     ]
-    actual = adjust(logits, make_adjustments(presence=0.5, frequency=0.25, prompt=(4, 9), answer=answer))
+    actual = adjust(logits, make_adjustments(presence=0.5, frequency=0.25, prompt=(4, 9), completion=completion))
     torch.testing.assert_close(actual[0].tolist(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_banned_tokens_stay_banned_whatever_the_penalties() -> None:
     banned = {token: float("-inf") for token in (4, 5)}
-    settings = make_adjustments(repetition=0.1, presence=-2.0, frequency=-2.0, answer=(4, 4), biases=banned)
+    settings = make_adjustments(repetition=0.1, presence=-2.0, frequency=-2.0, completion=(4, 4), biases=banned)
     assert adjust(make_logits(1), settings)[0, [4, 5]].tolist() == [float("-inf")] * 2

@@ -1,4 +1,4 @@
-"""What launches are refused and chosen, that no launch changes a token, and that the tuner tells right from wrong."""
+"""What launches are refused and chosen, that no launch changes a token, and that the tuner refuses one that does."""
 
 from __future__ import annotations
 

@@ -29,16 +29,16 @@ class Launch:
 
 
 def timer_of(*rounds: dict[int, float]) -> tuple[Timer, list[list[int]]]:
-    """Seconds by num_warps, which `run` returns; one dictionary per round. Also what was asked."""
+    """Seconds by num_warps, which `run` returns; one dictionary per round. Also what was timed."""
     left = list(rounds)
-    asked: list[list[int]] = []
+    timed: list[list[int]] = []
 
     def timer(calls: Sequence[Callable[[], Any]]) -> list[float]:
         seconds = left.pop(0)
-        asked.append([call() for call in calls])
-        return [seconds[warps] for warps in asked[-1]]
+        timed.append([call() for call in calls])
+        return [seconds[warps] for warps in timed[-1]]
 
-    return timer, asked
+    return timer, timed
 
 
 def problem_of(candidates: Sequence[int], *, wrong: Sequence[int] = (), too_large: Sequence[int] = ()) -> Problem:
@@ -52,24 +52,24 @@ def problem_of(candidates: Sequence[int], *, wrong: Sequence[int] = (), too_larg
 
 
 def test_the_fastest_that_wins_twice_is_found() -> None:
-    timer, asked = timer_of({4: 1.0, 2: 0.9, 8: 0.5}, {4: 1.1, 8: 0.6})
+    timer, timed = timer_of({4: 1.0, 2: 0.9, 8: 0.5}, {4: 1.1, 8: 0.6})
     found = search(problem_of([2, 4, 8]), timer)
     assert (found.best, found.default_s, found.best_s) == (Launch(8), 1.1, 0.6)
-    assert asked == [[4, 2, 8], [4, 8]]
+    assert timed == [[4, 2, 8], [4, 8]]
 
 
 def test_a_winner_by_chance_is_not_taken() -> None:
     timer, _ = timer_of({4: 1.0, 8: 0.5}, {4: 1.0, 8: 0.98})
     assert search(problem_of([8]), timer).best == Launch(4)
-    timer, asked = timer_of({4: 1.0, 8: 0.98})
+    timer, timed = timer_of({4: 1.0, 8: 0.98})
     assert search(problem_of([8]), timer).best == Launch(4)
-    assert len(asked) == 1
+    assert len(timed) == 1
 
 
 def test_wrong_bits_and_launches_that_fail_are_never_timed() -> None:
-    timer, asked = timer_of({4: 1.0, 8: 1.0})
+    timer, timed = timer_of({4: 1.0, 8: 1.0})
     found = search(problem_of([1, 2, 8], wrong=[1], too_large=[2]), timer)
-    assert asked == [[4, 8]]
+    assert timed == [[4, 8]]
     assert found.wrong == [Launch(1)]
     assert found.cannot_run == [(Launch(2), "MemoryError: too much shared memory")]
 

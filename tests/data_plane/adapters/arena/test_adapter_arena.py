@@ -159,7 +159,7 @@ def test_rows_of_a_page_past_the_rank_are_zero() -> None:
 @pytest.mark.usefixtures("lora_form")
 def test_unload_while_in_use_is_refused() -> None:
     """The scheduler does not do this. A step that began before reads the pages where they lie, so that the next
-    adapter of the slot would answer under the old one's name: the step refuses to be applied."""
+    adapter of the slot would serve under the old one's name: the step refuses to be applied."""
     target = TARGETS[0].name
     arena = make_arena()
     load(arena, 0, 1, pack(8))

@@ -48,7 +48,7 @@ def test_fragmented_arena_still_takes_what_its_bytes_hold() -> None:
     run_step(arena, [8, 1, 3], {8: large, 1: small[1], 3: small[3]})
 
 
-def test_random_walk_conserves_bytes_and_answers() -> None:
+def test_random_walk_conserves_bytes_and_results() -> None:
     random = np.random.default_rng(0)
     arena = make_arena(num_slots=6, arena_bytes=4 * pack(24).arena_bytes)
     held: dict[int, tuple[int, Packed]] = {}

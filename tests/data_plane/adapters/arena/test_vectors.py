@@ -111,7 +111,7 @@ def test_vectors_count_as_bytes() -> None:
 
 
 @FORMS
-def test_a_random_walk_of_all_kinds_conserves_bytes_and_answers() -> None:
+def test_a_random_walk_of_all_kinds_conserves_bytes_and_results() -> None:
     random = np.random.default_rng(1)
     arena = make_arena(num_slots=5)
     held: dict[int, tuple[int, Packed]] = {}

@@ -170,7 +170,7 @@ def test_control_plane_gives_the_bytes_back(control_plane: ControlPlaneSource, s
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS])
-def test_an_adapter_that_is_gone_or_damaged_for_good_is_not_asked_for_again(
+def test_an_adapter_that_is_gone_or_damaged_for_good_is_not_requested_again(
     control_plane: ControlPlaneSource, servicer: Servicer, code: grpc.StatusCode
 ) -> None:
     servicer.missing_code = code
@@ -247,7 +247,7 @@ def test_any_redis_error_falls_to_the_second(
     assert read(source, packed.digest) == (packed.manifest, packed.chunks)
 
 
-def test_redis_that_never_answers_costs_one_timeout() -> None:
+def test_redis_that_never_responds_costs_one_timeout() -> None:
     packed = pack(9)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -258,21 +258,21 @@ def test_redis_that_never_answers_costs_one_timeout() -> None:
         assert read(source, packed.digest) == (packed.manifest, packed.chunks)
 
 
-def test_redis_that_does_not_answer_is_left_alone_until_it_does(
+def test_redis_that_does_not_respond_is_left_alone_until_it_does(
     fake: fakeredis.FakeRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of many cold adapters one waits for a timeout, the others go to the control plane at once."""
-    now_s, num_asked, is_down = 0.0, 0, True
+    now_s, num_requests, is_down = 0.0, 0, True
     get = fake.get
 
-    def answer(key: str) -> bytes | None:
-        nonlocal num_asked
-        num_asked += 1
+    def respond(key: str) -> bytes | None:
+        nonlocal num_requests
+        num_requests += 1
         if is_down:
             raise redis.TimeoutError("stopped")
         return get(key)  # type: ignore[return-value]  # bytes: responses are not decoded
 
-    monkeypatch.setattr(fake, "get", answer)
+    monkeypatch.setattr(fake, "get", respond)
     cache = HostCacheSource("redis://unused", clock=lambda: now_s)
     cold = [pack(9, seed=seed) for seed in range(10)]
     store = DictSource()
@@ -282,21 +282,21 @@ def test_redis_that_does_not_answer_is_left_alone_until_it_does(
     source = FallbackSource(cache, store)
     for packed in cold:
         assert read(source, packed.digest) == (packed.manifest, packed.chunks)
-    assert num_asked == 1
+    assert num_requests == 1
     for _ in range(20):  # pauses grow to the longest one
         now_s += sources.LONGEST_PAUSE_S
         read(source, cold[0].digest)
-    assert num_asked == 21
+    assert num_requests == 21
     now_s += sources.LONGEST_PAUSE_S - 0.01
     read(source, cold[0].digest)
-    assert num_asked == 21
+    assert num_requests == 21
     is_down = False
     now_s += 0.01
     assert read(cache, cold[0].digest) == (cold[0].manifest, cold[0].chunks)
     assert read(cache, cold[1].digest) == (cold[1].manifest, cold[1].chunks)
 
 
-def test_a_read_that_finds_no_adapter_is_no_trouble(fake: fakeredis.FakeRedis) -> None:
+def test_a_read_that_finds_no_adapter_is_not_a_failure(fake: fakeredis.FakeRedis) -> None:
     packed = pack(9)
     cache = HostCacheSource("redis://unused", clock=lambda: 0.0)
     with pytest.raises(AdapterUnavailable, match="has no"):
