@@ -65,8 +65,8 @@ class FleetSettings:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
         if self.dead_after_ms < 2 * self.heartbeat_interval_ms:
             raise ValueError(
-                f"dead_after_ms: {self.dead_after_ms} is below two heartbeat intervals of "
-                f"{self.heartbeat_interval_ms} ms"
+                f"dead_after_ms: {self.dead_after_ms} is below two heartbeat intervals "
+                f"(heartbeat_interval_ms is {self.heartbeat_interval_ms})"
             )
         for name in (
             "worker_grace_s",

@@ -75,10 +75,14 @@ class SchedulerSettings:
                 f"{self.max_partial_prefills}"
             )
         if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark: {self.watermark} is no share of the blocks in [0, 1)")
+            raise ValueError(
+                f"watermark: {self.watermark} is not a share of the blocks; give 0 or more, and less than 1"
+            )
         for name in ("prefill_us_per_token", "swap_us_per_block", "adapter_us_per_mib", "step_us"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}: {getattr(self, name)} is no finite cost of 0 or more microseconds")
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} is not a cost in microseconds; give a finite number of 0 or more"
+                )
 
 
 DEFAULT_SETTINGS = SchedulerSettings()

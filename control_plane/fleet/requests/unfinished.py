@@ -78,7 +78,7 @@ class UnfinishedJobs:
             self.guard(lambda: self.finish(job))
 
     def guard(self, act: Callable[[], None], job: Job | None = None) -> None:
-        """Do one of several things. If it raises, the job that it is about ends, and the caller goes on."""
+        """Run one action. If it raises, end its job; the caller goes on."""
         try:
             act()
         except Exception:

@@ -1,4 +1,4 @@
-"""Owns what is known of what the workers serve: by the attached ones, or else by those that were attached last.
+"""Holds what workers report that they serve. Attached workers come first; without any, the last reports count.
 
 The fleet says who is attached. The registry judges adapters by the modules, the API checks requests and reports
 the longest context in the status. A file remembers the last word, so that a restart knows it before a worker is back.

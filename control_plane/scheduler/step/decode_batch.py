@@ -36,7 +36,7 @@ class DecodeBatch:
 
 
 def by_progress(held: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Of the held rows: those that may decode in the next plan, and those before the end of their prefill."""
+    """The held rows that may decode in the next plan, and the held rows that still prefill."""
     decoding: list[Row] = []
     prefilling: list[Row] = []
     is_running = SequenceState.RUNNING

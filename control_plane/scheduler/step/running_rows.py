@@ -43,7 +43,7 @@ class RunningRows:
         self._block_size = limits.block_size
         self.free = RowPool(limits.max_rows)
         self.held: list[Row] = []  # in order of arrival, DRAINING ones too
-        # Of the held rows, those that the next plan may decode, and those before the end of their prefill.
+        # The held rows that the next plan may decode, and the held rows that still prefill.
         self._decode_batch: DecodeBatch | None = None  # None: a row joined or left it since
         self._prefilling: list[Row] = []
         self.num_draining = 0  # of the held rows
