@@ -31,7 +31,7 @@ class AdapterVersion:
     """One immutable version."""
 
     digest: str  # 64 lower-case hexadecimal digits
-    kind: str  # "lora", "rslora", "dora" or "rsdora"
+    kind: str  # word of its AdapterKind, with "rs" before it if it is scaled by the root of its rank
     max_rank: int
     dtype: str  # element type it is packed in
     size_bytes: int  # packed

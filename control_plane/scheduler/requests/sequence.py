@@ -136,7 +136,7 @@ class SequenceGroup:
     cache_root: bytes  # first link of the block hash chain: (adapter or base, tenant, salt)
     members: list[Sequence] = field(default_factory=list)  # one per completion, ended ones included
     state: GroupState = GroupState.WAITING
-    is_paused: bool = False
+    is_paused: bool = False  # its reader is slow. It may keep its rows meanwhile; without any, its state is PAUSED
     is_ended: bool = False  # never to be scheduled again
     num_rows: int = 0  # members that hold a row, draining ones included
     prompt_logprobs: PromptLogprobs | None = None  # those that came so far from the prefill under way
