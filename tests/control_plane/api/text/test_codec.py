@@ -156,7 +156,7 @@ async def test_more_texts_than_may_wait_are_refused_with_a_time_to_come_back(
     text = "a" * 2**20
     waiting = [asyncio.create_task(codec.encode_text(text)) for _ in range(NUM_PLACES + 40)]
     refused = asyncio.as_completed(waiting)
-    with pytest.raises(Exhausted, match=r"wait to be tokenised.*at most 67108864.*try again in 1 s") as caught:
+    with pytest.raises(Exhausted, match=r"wait for the tokenizer.*the limit is 67108864.*try again in 1 s") as caught:
         await next(refused)
     assert caught.value.retry_after_s == 1.0
     encoder.go_on.set()
