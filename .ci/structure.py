@@ -13,7 +13,7 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,34 +120,30 @@ def long_files() -> list[str]:
 
 
 def product_reaches() -> list[str]:
-    """Places in the product that use a private name which another folder of the product defines."""
-    return [
-        f"{_name(path)}:{line}: {name}"
-        for path in python_files(*PRODUCT)
-        for line, name in _private_uses(tree_of(path))
-        if name in _private_names() and path.parent not in _private_names()[name]
-    ]
+    """Places in the product that use a private name which another file of the product defines."""
+    return _reaches(python_files(*PRODUCT))
 
 
 def test_reaches() -> list[str]:
     """Places in tests that use a private name of the product, by attribute, import or monkeypatch."""
-    found = []
-    for path in python_files("tests"):
-        own = set(_private_definitions(tree_of(path)))
-        for line, name in _private_uses(tree_of(path), in_strings=True):
-            if name in _private_names() and name not in own:
-                found.append(f"{_name(path)}:{line}: {name}")
-    return found
+    return _reaches(python_files("tests"))
+
+
+def _reaches(paths: Iterable[Path]) -> list[str]:
+    names = _private_names()
+    return [f"{_name(path)}:{line}: {name}" for path in paths for line, name in _foreign_uses(tree_of(path), names)]
+
+
+def _foreign_uses(tree: ast.Module, names: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and name of every use of these private names, except of those that the module itself defines."""
+    own = set(_private_definitions(tree))
+    return ((line, name) for line, name in _private_uses(tree) if name in names and name not in own)
 
 
 @functools.cache
-def _private_names() -> dict[str, set[Path]]:
-    """Private names of the product, and the folders that define them."""
-    folders: dict[str, set[Path]] = {}
-    for path in python_files(*PRODUCT):
-        for name in _private_definitions(tree_of(path)):
-            folders.setdefault(name, set()).add(path.parent)
-    return folders
+def _private_names() -> set[str]:
+    """Private names that files of the product define."""
+    return {name for path in python_files(*PRODUCT) for name in _private_definitions(tree_of(path))}
 
 
 NAMED_TUPLE_METHODS = ("_asdict", "_fields", "_make", "_replace")  # public in spite of their names
@@ -172,8 +168,8 @@ def _is_own(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
-def _private_uses(tree: ast.Module, *, in_strings: bool = False) -> Iterator[tuple[int, str]]:
-    """Line and name of every private attribute of something other than self, and of every private import."""
+def _private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of every private attribute of something other than self, private import, and name in a setattr."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _is_own(node):
             yield node.lineno, node.attr
@@ -181,7 +177,7 @@ def _private_uses(tree: ast.Module, *, in_strings: bool = False) -> Iterator[tup
             for alias in node.names:
                 if _is_private(alias.name):
                     yield node.lineno, alias.name
-        elif in_strings and isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr")):
             for argument in node.args[:2]:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     last = argument.value.rsplit(".", 1)[-1]
@@ -245,7 +241,7 @@ MEASURES = (
     Measure(f"functions above {MAX_FUNCTION_LINES} lines, device code excepted", long_functions),
     Measure(f"folders with more than {MAX_FILES_IN_FOLDER} files", full_folders),
     Measure(f"files above {MAX_FILE_LINES} lines", long_files),
-    Measure("reaches into another folder's private parts, product", product_reaches),
+    Measure("reaches into another file's private parts, product", product_reaches),
     Measure("reaches into private parts, tests", test_reaches),
     Measure("retired words", retired_words),
     Measure(f"paragraphs above {MAX_PARAGRAPH_WORDS} words in documents", long_paragraphs),

@@ -80,6 +80,12 @@ def test_no_test_is_skipped_or_expected_to_fail() -> None:
     assert not hits
 
 
+def test_only_the_tools_of_tests_look_into_a_scheduler() -> None:
+    users = {relative(path) for path in modules() if re.search(r"\bscheduler_parts\b", path.read_text("utf-8"))}
+    folder = "control_plane/scheduler"
+    assert users == {f"{folder}/scheduler.py", f"{folder}/probe.py", f"{folder}/invariants.py"}
+
+
 def test_every_kernel_has_its_definition() -> None:
     """A kernel's folder holds reference.py, the plain definition that everything else is compared with."""
     no_kernel = ("native", "tuning")

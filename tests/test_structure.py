@@ -37,8 +37,18 @@ def test_count_is_within_its_limit(measure: object) -> None:
 def test_private_uses_are_attributes_of_others_imports_and_patches() -> None:
     tree = ast.parse(
         "from a import _b\nself._own\nthing._c\nthing.__dict__\nmonkeypatch.setattr('m.K._d', 1)\nsetattr(x, '_e', 1)\n"
+        "getattr(x, '_f')\n"
     )
-    assert [name for _, name in structure._private_uses(tree, in_strings=True)] == ["_b", "_c", "_d", "_e"]
+    assert [name for _, name in structure._private_uses(tree)] == ["_b", "_c", "_d", "_e", "_f"]
+
+
+def test_a_private_name_may_be_used_in_its_own_file_only() -> None:
+    owner = ast.parse("class Owner:\n    def __init__(self):\n        self._part = 1\nOwner()._part\n")
+    other = ast.parse("def look(owner):\n    return owner._part, owner._unknown\n")
+    names = set(structure._private_definitions(owner))
+    assert names == {"_part"}
+    assert list(structure._foreign_uses(owner, names)) == []
+    assert list(structure._foreign_uses(other, names)) == [(2, "_part")]
 
 
 def test_words_are_parted_in_names_of_every_form() -> None:

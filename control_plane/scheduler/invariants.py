@@ -9,7 +9,7 @@ from collections import Counter, deque
 
 from control_plane.scheduler.requests.sequence import Row, Sequence, SequenceGroup
 from control_plane.scheduler.requests.states import GroupState, SequenceState
-from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.scheduler import Scheduler, scheduler_parts
 from control_plane.scheduler.step.decode_batch import by_progress
 from control_plane.scheduler.step.plan_draft import InFlightStep
 from control_plane.scheduler.step.worker_state import WorkerState
@@ -18,7 +18,8 @@ from control_plane.scheduler.types import MAX_PLAN_STEPS
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raise AssertionError with a sentence if any count is wrong."""
-    worker, in_flight = scheduler._worker, scheduler._in_flight
+    parts = scheduler_parts(scheduler)
+    worker, in_flight = parts.worker, parts.in_flight
     _check_places(worker)
     _check_blocks(worker)
     _check_host_blocks(worker, in_flight)

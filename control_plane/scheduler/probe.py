@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.scheduler.scheduler import Scheduler
+from control_plane.scheduler.scheduler import Scheduler, scheduler_parts
 from control_plane.scheduler.step.preemption import choose_paused
 from control_plane.scheduler.types import RequestId
 
@@ -11,8 +11,8 @@ class SchedulerProbe:
     """Looks into one scheduler. Every value is a copy."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._worker = scheduler._worker
+        self._parts = scheduler_parts(scheduler)
+        self._worker = self._parts.worker
 
     # ---- requests ----
 
@@ -45,11 +45,11 @@ class SchedulerProbe:
 
     def sampled_rows(self) -> list[int]:
         """Rows that the result of the latest planned step must name, in its order."""
-        return list(self._scheduler._in_flight[-1].sampled_rows)
+        return list(self._parts.in_flight[-1].sampled_rows)
 
     def service_of(self, tenant: str) -> float:
         """The tenant's virtual counter."""
-        return self._scheduler._counters.counter(tenant)
+        return self._parts.counters.counter(tenant)
 
     # ---- blocks ----
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import KeysView, Reversible, Set
+from dataclasses import dataclass
 from operator import attrgetter
 
 from control_plane.scheduler.admission import check_fits, make_group
@@ -32,7 +33,7 @@ from control_plane.scheduler.step.planner import Planner
 from control_plane.scheduler.step.preemption import choose_paused
 from control_plane.scheduler.step.run_ahead import may_plan, repeat
 from control_plane.scheduler.step.step_results import StepResults, ending
-from control_plane.scheduler.step.worker_state import make_worker_state
+from control_plane.scheduler.step.worker_state import WorkerState, make_worker_state
 from control_plane.scheduler.types import (
     MAX_PLAN_STEPS,
     AdapterTier,
@@ -48,6 +49,20 @@ from control_plane.scheduler.types import (
     StepResult,
     WorkerLimits,
 )
+
+
+@dataclass(frozen=True)
+class SchedulerParts:
+    """The parts of a scheduler, for probe.py and invariants.py alone."""
+
+    worker: WorkerState
+    counters: VirtualCounters
+    in_flight: deque[InFlightStep]
+
+
+def scheduler_parts(scheduler: Scheduler) -> SchedulerParts:
+    """Look into a scheduler. No part of a server calls this function; tests/test_layout.py checks it."""
+    return SchedulerParts(scheduler._worker, scheduler._counters, scheduler._in_flight)
 
 
 class Scheduler:
