@@ -47,9 +47,19 @@ def setting(
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
+def group(config_class: type[Any]) -> Any:
+    """A field that is a configuration of its own: its flags are flags of the outer configuration, too."""
+    return field(default_factory=config_class, metadata={"group": config_class})
+
+
+def groups_of(config_class: type[Any]) -> dict[str, type[Any]]:
+    """By field, the configurations that are part of this one."""
+    return {item.name: item.metadata["group"] for item in fields(config_class) if "group" in item.metadata}
+
+
 def flags_of(config_class: type[Any]) -> dict[str, Flag]:
-    """By field, what is said of it."""
-    return {item.name: item.metadata["flag"] for item in fields(config_class)}
+    """By field, what is said of it; without those of groups."""
+    return {item.name: item.metadata["flag"] for item in fields(config_class) if "flag" in item.metadata}
 
 
 def flag_of(config_class: type[Any], name: str) -> str:
@@ -77,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser, config_class: type[Any]) -> N
     """Add the flag of every field. MOTET_<FLAG> in the environment is a flag's default."""
     for name, flag in flags_of(config_class).items():
         _add_argument(parser, config_class, name, flag, os.environ)
+    for inner in groups_of(config_class).values():
+        add_arguments(parser, inner)
 
 
 def from_args(namespace: argparse.Namespace, config_class: type[Any]) -> Any:
@@ -85,6 +97,7 @@ def from_args(namespace: argparse.Namespace, config_class: type[Any]) -> Any:
     for name, flag in flags_of(config_class).items():
         if flag.is_repeatable and flag.parse is not None:
             values[name] = tuple(map(flag.parse, values[name]))
+    values |= {name: from_args(namespace, inner) for name, inner in groups_of(config_class).items()}
     return config_class(**values)
 
 

@@ -102,7 +102,11 @@ class Progress:
 
 def settings_line(config: Any, *, only_changed: bool, show: Callable[[Any], str] = str) -> str:
     """The fields of a config dataclass as key=value, all of them or those that differ from their defaults."""
-    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    return " ".join(
-        f"{field.name}={show(value)}" for field, value in values if not only_changed or value != field.default
-    )
+    parts = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):  # a group of settings
+            parts.append(settings_line(value, only_changed=only_changed, show=show))
+        elif not only_changed or value != field.default:
+            parts.append(f"{field.name}={show(value)}")
+    return " ".join(filter(None, parts))

@@ -13,7 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-DEFAULT_TENANT = "default"
+from control_plane.access.principal import ANYBODY, DEFAULT_TENANT, Principal
+from control_plane.access.principal import THE_SERVER as SERVER_PRINCIPAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Caller:
     """One client, as far as the server knows it."""
 
     tenant: str = DEFAULT_TENANT  # whom the call is counted for
-    principal: str = ""  # who was authenticated; empty: nobody was
+    principal: Principal = ANYBODY  # who was authenticated, and what the credential allows
     peer: str = ""  # gRPC's name for the other end of the connection; empty: there is no connection
 
     @property
@@ -30,7 +31,7 @@ class Caller:
         return host_of(self.peer)
 
 
-THE_SERVER = Caller(principal="server")
+THE_SERVER = Caller(principal=SERVER_PRINCIPAL)
 _current: ContextVar[Caller] = ContextVar("caller", default=THE_SERVER)
 
 

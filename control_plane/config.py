@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 from motet.command_line import byte_size
 
 from contract import flags
-from contract.flags import setting
+from contract.flags import group, setting
 from contract.model_dir import why_no_checkpoint
 from contract.packed_layout import ITEMSIZE
 from contract.process_log import LOG_LEVELS, settings_line
+from control_plane.access.settings import AccessSettings
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
 from control_plane.scheduler.settings import Policy, SchedulerSettings
@@ -177,6 +178,7 @@ class ServerConfig:
     )
     no_reflection: bool = setting("leave the gRPC reflection service out", False, shown_default="the service is there")
     log_level: str = setting("debug, info, warning or error", "info", choices=LOG_LEVELS)
+    access: AccessSettings = group(AccessSettings)
 
     def __post_init__(self) -> None:
         if (mistake := flags.find_mistake(self)) is not None:
@@ -187,6 +189,10 @@ class ServerConfig:
                 raise ConfigError(f"{_flag_of(name)}: {getattr(self, name)!r} is not HOST:PORT with a port up to 65535")
         if self.listen == self.worker_listen and not self.listen.endswith(":0"):
             raise ConfigError(f"--worker-listen: {self.worker_listen} is --listen too; the two ports must differ")
+        try:
+            self.access.check_addresses(self.listen, self.worker_listen)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if (reason := why_no_checkpoint(self.model_dir)) is not None:
             raise ConfigError(f"--model: {reason}")
         self._check_urls()
@@ -268,7 +274,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_args(namespace: argparse.Namespace) -> ServerConfig:
     """The checked configuration. Raises ConfigError naming the flag, the value and the limit."""
-    config: ServerConfig = flags.from_args(namespace, ServerConfig)
+    try:
+        config: ServerConfig = flags.from_args(namespace, ServerConfig)
+    except ValueError as error:  # of a group of settings
+        raise ConfigError(str(error)) from error
     return config
 
 

@@ -56,6 +56,18 @@ class QuotaTooSmall(InvalidRequest):
     reason = "QUOTA_TOO_SMALL"
 
 
+class Unauthenticated(MotetError):
+    """The call has no credential, or one that is not valid."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(MotetError):
+    """The credential is valid and does not allow the call."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class AdapterNotFound(MotetError):
     """No adapter of that name, or no such version."""
 
@@ -257,6 +269,8 @@ class DeadlineExceeded(MotetError):
 # The most exact class wins: the interceptor walks an error's method resolution order.
 STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     AdapterNotFound: grpc.StatusCode.NOT_FOUND,
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,

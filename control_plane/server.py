@@ -33,6 +33,8 @@ from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
 from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
+from control_plane.access.authenticator import Authenticator
+from control_plane.access.watched_files import FileWatcher
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
@@ -43,6 +45,7 @@ from control_plane.api.admin.upload import MAX_CHUNK_BYTES, UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners, reflection
+from control_plane.api.rpc.callers import Callers
 from control_plane.api.text.codec import TextCodec
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
@@ -139,7 +142,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     stack.push_async_callback(reports.close)
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
-    clients, workers = _make_ports(config, max_connections, stack)
+    watcher = FileWatcher()
+    authenticator = _authenticator()
+    clients, workers = _make_ports(config, max_connections, authenticator, stack)
     fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
@@ -186,6 +191,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
     if not config.no_reflection:
         _offer_reflection(clients)
+    watcher.start()
+    stack.push_async_callback(watcher.close)
     client_address = listeners.bind(clients, config.listen)
     worker_address = listeners.bind(workers, config.worker_listen)
     await clients.start()
@@ -275,8 +282,19 @@ async def _start_codec(config: ServerConfig, base_model: BaseModel, stack: conte
     return codec
 
 
+def _authenticator() -> Authenticator:
+    """What the operator has set up for clients to prove who they are."""
+    authenticator = Authenticator()
+    if not authenticator.is_on:
+        logger.info(
+            "authentication off",
+            extra=shown("no authentication: whoever reaches the ports may do everything (docs/security.md)"),
+        )
+    return authenticator
+
+
 def _make_ports(
-    config: ServerConfig, max_connections: int, stack: contextlib.AsyncExitStack
+    config: ServerConfig, max_connections: int, authenticator: Authenticator, stack: contextlib.AsyncExitStack
 ) -> tuple[grpc.aio.Server, grpc.aio.Server]:
     """The server of the clients' port and that of the workers' port, neither listening yet."""
     clients = listeners.client_server(
@@ -285,6 +303,7 @@ def _make_ports(
         max_connections=max_connections,
         # A response is written in a moment where the client reads; that moment it gets in any case.
         write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
+        identify=Callers(authenticator),
     )
     stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
     workers = listeners.worker_server()

@@ -41,7 +41,7 @@ def audited(verb: str, adapter_id: str = "", digest: str = "") -> Iterator[Audit
             entry.adapter_id,
             entry.digest,
             caller.tenant,
-            caller.principal,
+            caller.principal.name,
             caller.peer,
             result,
         )

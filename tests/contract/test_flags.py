@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from contract.flags import add_arguments, find_mistake, flag_of, flags_of, from_args, setting, shown_default
+from contract.flags import add_arguments, find_mistake, flag_of, flags_of, from_args, group, setting, shown_default
+from contract.process_log import settings_line
+from control_plane.access.settings import AccessSettings
 from control_plane.config import ServerConfig
 from data_plane.config import WorkerConfig
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 # How a unit is written in the tables.
 SHORT_UNITS = {"seconds": "s", "milliseconds": "ms", "a count": "count", "a share": "share"}
-TABLES = {ServerConfig: "Control plane", WorkerConfig: "Worker"}
+TABLES = {ServerConfig: "Control plane", AccessSettings: "Access", WorkerConfig: "Worker"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,12 @@ class Sample:
     size_bytes: int | None = setting("size", None, unit="bytes", shown_default="none", parse=len)
     is_loud: bool = setting("speak up", False)
     pairs: tuple[str, ...] = setting("pairs", (), name="--pair", shown_default="none", parse=str, is_repeatable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    num_wheels: int = setting("wheels", 4, unit="a count")
+    sample: Sample = group(Sample)
 
 
 def parse(*argv: str) -> Sample:
@@ -43,6 +51,14 @@ def test_a_field_makes_its_flag_default_and_variable(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MOTET_NAME", "y")
     monkeypatch.setenv("MOTET_PAIR", "a,b")
     assert parse() == Sample(name="y", pairs=("a", "b"))
+
+
+def test_flags_of_a_group_are_flags_of_the_whole() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, Outer)
+    outer = from_args(parser.parse_args(["--num-wheels", "3", "--name", "x", "--num-things", "4"]), Outer)
+    assert outer == Outer(num_wheels=3, sample=Sample(name="x", num_things=4))
+    assert settings_line(outer, only_changed=True) == "num_wheels=3 name=x num_things=4"
 
 
 def test_help_has_unit_and_default() -> None:

@@ -74,6 +74,8 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
             "--dead-after-ms: 600 is below two heartbeat intervals (heartbeat_interval_ms is 500)",
         ),
         (["--dtype", "int8"], "--dtype: 'int8' is not valid: use one of"),
+        (["--listen", "0.0.0.0:1"], "--listen: 0.0.0.0:1 is reached from other machines"),
+        (["--worker-listen", "host.example:1"], "--worker-listen: host.example:1 is reached from other machines"),
         (["--listen", "nowhere"], "--listen: 'nowhere' is not HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], "--listen"),
         (["--worker-listen", "127.0.0.1:50051"], "--worker-listen"),

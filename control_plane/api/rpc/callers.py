@@ -1,4 +1,4 @@
-"""Builds the Caller of an RPC. The only place where the tenant is read from the metadata of a call."""
+"""Builds the Caller of an RPC: the only place where credentials and the tenant are read from a call."""
 
 from __future__ import annotations
 
@@ -6,21 +6,85 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.caller import DEFAULT_TENANT, Caller
+from control_plane.access.authenticator import Authenticator, Presented
+from control_plane.access.methods import is_open, require_allowed
+from control_plane.access.principal import Principal
+from control_plane.caller import Caller
 from control_plane.checks import quoted, refuse
+from control_plane.errors import PermissionDenied, Unauthenticated
 from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 
 TENANT_KEY = "motet-tenant"  # metadata
+AUTHORIZATION_KEY = "authorization"  # metadata
+_SCHEME = "bearer"
+MAX_TOKEN_CHARS = 4096
+_NOBODY = Principal()
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-    """The caller by the metadata and the connection; nobody is authenticated. Raises InvalidRequest."""
-    values = [value for key, value in context.invocation_metadata() or () if key == TENANT_KEY]
+class Callers:
+    """Knows who makes a call, and refuses calls that their principal may not make."""
+
+    def __init__(self, authenticator: Authenticator | None = None) -> None:
+        self._authenticator = authenticator or Authenticator()
+
+    def __call__(self, method: str, context: Context) -> Caller:
+        """The caller of `method`, "/package.Service/Method".
+
+        Raises Unauthenticated, PermissionDenied or InvalidRequest.
+        """
+        metadata = context.invocation_metadata() or ()
+        named = _single(metadata, TENANT_KEY)
+        if named is not None and not is_tenant(named):
+            raise refuse(TENANT_KEY, f"{quoted(named)} is not a valid tenant: {TENANT_FORM}")
+        peer = context.peer()
+        if not self._authenticator.is_on:  # the server knows no users, and believes the name
+            return Caller(peer=peer) if named is None else Caller(tenant=named, peer=peer)
+        if is_open(method):
+            return Caller(principal=_NOBODY, peer=peer)
+        principal = self._authenticator.principal(_presented(metadata, context))
+        require_allowed(method, principal)
+        return _caller(named, principal, peer)
+
+
+def _caller(named: str | None, principal: Principal, peer: str) -> Caller:
+    if named is not None and not principal.may_act_for(named):
+        raise PermissionDenied(
+            f"{TENANT_KEY}: this credential may not act for tenant {quoted(named)}; leave {TENANT_KEY} out, or use a "
+            "credential of that tenant"
+        )
+    return Caller(tenant=principal.default_tenant if named is None else named, principal=principal, peer=peer)
+
+
+def _presented(metadata: Any, context: Context) -> Presented:
+    header = _single(metadata, AUTHORIZATION_KEY)
+    auth = context.auth_context() or {}
+    names = list(auth.get("x509_subject_alternative_name") or ())
+    pem = list(auth.get("x509_pem_cert") or ())
+    return Presented(
+        token="" if header is None else _token(header),
+        identities=tuple(name.decode("utf-8", "replace") for name in names),
+        certificate=pem[0] if pem else b"",
+    )
+
+
+def _token(header: str) -> str:
+    scheme, _, token = header.partition(" ")
+    if scheme.lower() != _SCHEME or not token.strip():
+        raise Unauthenticated(f"{AUTHORIZATION_KEY}: is not of the form 'Bearer TOKEN'; send it like that")
+    if len(token) > MAX_TOKEN_CHARS:
+        raise Unauthenticated(
+            f"{AUTHORIZATION_KEY}: the token has {len(token)} characters; at most {MAX_TOKEN_CHARS} are read"
+        )
+    return token.strip()
+
+
+def _single(metadata: Any, key: str) -> str | None:
+    """The value of a key that may appear once. Raises InvalidRequest."""
+    values = [value for name, value in metadata if name == key]
     if len(values) > 1:
-        raise refuse(TENANT_KEY, f"appears {len(values)} times in the metadata; send it once")
-    tenant = values[0] if values else DEFAULT_TENANT
-    if isinstance(tenant, bytes):
-        tenant = tenant.decode("ascii", "replace")
-    if not is_tenant(tenant):
-        raise refuse(TENANT_KEY, f"{quoted(tenant)} is not a valid tenant: {TENANT_FORM}")
-    return Caller(tenant=tenant, peer=context.peer())
+        raise refuse(key, f"appears {len(values)} times in the metadata; send it once")
+    if not values:
+        return None
+    return values[0].decode("ascii", "replace") if isinstance(values[0], bytes) else str(values[0])

@@ -24,7 +24,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from control_plane.api.rpc.callers import caller_of
+from control_plane.api.rpc.callers import Callers
 from control_plane.api.rpc.error_status import DETAILS_KEY, internal_status, status_proto
 from control_plane.api.rpc.rpc_limits import RpcLimits
 from control_plane.awake import AwakeClock, AwakeTimeout
@@ -38,7 +38,7 @@ WRITE_TIMEOUT_S = 30.0
 
 Limit = Callable[[], AwakeTimeout]  # how long a client may leave a message unread
 Context = grpc.aio.ServicerContext[Any, Any]
-Identify = Callable[[Context], Caller]
+Identify = Callable[[str, Context], Caller]  # by the method's path
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
@@ -48,7 +48,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
     `limits`: how many RPCs run at once. `write_timeout_s`: how long a client may leave a response unread that its flow
     control has no room for. `request_timeout_s`: how long the request of an RPC may take to arrive after its headers;
     a stream of requests has the time limits of its handler. `identify` says who makes a call, before any of the call's
-    messages is read; what it raises refuses the call.
+    messages is read; what it raises refuses the call. By default everybody may do everything.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         write_timeout_s: float = WRITE_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
-        identify: Identify = caller_of,
+        identify: Identify | None = None,
     ) -> None:
         self._limits = limits
-        self._identify = identify
+        self._identify = identify or Callers()
         self._write_timeout_s = write_timeout_s
         self._request_timeout_s = request_timeout_s
         self._awake = AwakeClock(clock)
@@ -93,7 +93,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         async def handle(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
                 async with _mapped_errors(method, context, self._write_limit):
-                    caller = self._identify(context)
+                    caller = self._identify(method, context)
                     held.enter_context(limit.place(caller.peer))
                     held.enter_context(acting_as(caller))
                     if handler.request_streaming:

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.api.rpc.interceptor import REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, RpcInterceptor
+from control_plane.api.rpc.interceptor import REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, Identify, RpcInterceptor
 from control_plane.api.rpc.rpc_limits import RpcLimits
 
 CLIENT_MESSAGE_BYTES = 2**20 + 64 * 1024  # one upload chunk and its frame
@@ -59,8 +59,9 @@ def client_server(
     max_connections: int,
     write_timeout_s: float,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
+    identify: Identify | None = None,
 ) -> grpc.aio.Server:
-    """A server for the clients' port. The time limits are those of RpcInterceptor."""
+    """A server for the clients' port. Time limits and `identify` are those of RpcInterceptor."""
     options = [
         *common_options(),
         ("grpc.max_allowed_incoming_connections", max_connections),
@@ -68,9 +69,10 @@ def client_server(
         ("grpc.max_receive_message_length", CLIENT_MESSAGE_BYTES),
     ]
     limits = RpcLimits(max_concurrent_rpcs)
-    return _server(
-        options, RpcInterceptor(limits, write_timeout_s=write_timeout_s, request_timeout_s=request_timeout_s)
+    interceptor = RpcInterceptor(
+        limits, write_timeout_s=write_timeout_s, request_timeout_s=request_timeout_s, identify=identify
     )
+    return _server(options, interceptor)
 
 
 def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S) -> grpc.aio.Server:

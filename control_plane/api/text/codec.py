@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from control_plane.access.principal import DEFAULT_TENANT
 from control_plane.api.text.chat_renderer import ChatRenderer, RenderRefused
 from control_plane.api.text.checkpoint_files import read_chat_files
 from control_plane.api.text.detokenizer import Detokenizer, DetokenizerFactory
 from control_plane.api.text.fair_gate import FairGate
 from control_plane.api.text.length_bound import length_bound, prompt_too_long
 from control_plane.api.text.tokenizer_files import load_tokenizer
-from control_plane.caller import DEFAULT_TENANT
 from control_plane.checks import refuse
 from control_plane.daemon_threads import DaemonThreads
 from control_plane.errors import TokenizerUnavailable

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from control_plane.access.principal import Principal
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Placements, Registration
 from control_plane.adapters.operations import OperationStore
 from control_plane.caller import Caller, acting_as
@@ -30,7 +31,7 @@ class Tiers:
 async def test_an_admin_job_deletes_an_adapter_and_the_audit_log_names_it(caplog: pytest.LogCaptureFixture) -> None:
     tiers = Tiers()
     tiers.registry.add("poet", DIGEST, OTHER_DIGEST)
-    with caplog.at_level(logging.INFO, logger="motet.audit"), acting_as(Caller(principal="retention job")):
+    with caplog.at_level(logging.INFO, logger="motet.audit"), acting_as(Caller(principal=Principal("retention job"))):
         operation = await tiers.life_cycle.delete_version("poet", OTHER_DIGEST)
         assert await operation.wait(5) and operation.error is None
         with pytest.raises(AdapterNotFound):

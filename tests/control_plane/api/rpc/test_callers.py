@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -19,9 +19,13 @@ from grpc_reflection.v1alpha import reflection_pb2
 from motet.v1 import adapters_pb2, generation_pb2, status_pb2
 
 from contract.v1 import plan_pb2
+from control_plane.access.authenticator import Authenticator, Presented
+from control_plane.access.principal import ANYBODY, Principal, Role
 from control_plane.api.rpc import listeners, reflection
+from control_plane.api.rpc.callers import Callers
 from control_plane.caller import THE_SERVER, Caller, acting_as, current_caller
 from control_plane.config import add_arguments, from_args
+from control_plane.errors import PermissionDenied, Unauthenticated
 from control_plane.server import build
 from tests.control_plane.api.fakes import details
 from tests.control_plane.server_processes import checkpoint
@@ -91,7 +95,7 @@ async def test_handlers_of_every_method_know_their_caller(
             call = channel.stream_stream(path)(iter([b""]), timeout=30, metadata=[("motet-tenant", "team-a")])
             assert [response async for response in call] == [b""], path
             caller = seen.pop()
-            assert (caller.tenant, caller.principal, caller.host) == ("team-a", "", "ipv4:127.0.0.1"), path
+            assert (caller.tenant, caller.principal, caller.host) == ("team-a", ANYBODY, "ipv4:127.0.0.1"), path
             assert not seen
     await server.stop(None)
 
@@ -116,7 +120,69 @@ async def test_every_method_of_a_running_server_refuses_a_bad_tenant(tmp_path: P
 
 
 def test_outside_of_an_rpc_the_server_is_the_caller() -> None:
-    job = Caller(tenant="ops", principal="retention job")
+    job = Caller(tenant="ops", principal=Principal("retention job"))
     with acting_as(job):
         assert current_caller() is job
     assert current_caller() is THE_SERVER and current_caller().host == ""
+
+
+class Tokens:
+    """A method of authentication: tokens by name."""
+
+    known: ClassVar = {
+        "infer": Principal("key:infer", frozenset({Role.INFER}), ("acme", "labs")),
+        "nothing": Principal("key:nothing", tenants=("acme",)),
+    }
+
+    def principal(self, presented: Presented) -> Principal | None:
+        return self.known.get(presented.token)
+
+
+class FakeContext:
+    def __init__(self, **metadata: str) -> None:
+        self._metadata = [(key.replace("_", "-"), value) for key, value in metadata.items()]
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._metadata
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
+
+
+GENERATE = "/motet.v1.GenerationService/Generate"
+
+
+def caller(method: str = GENERATE, **metadata: str) -> Caller:
+    context: Any = FakeContext(**metadata)
+    return Callers(Authenticator([Tokens()]))(method, context)
+
+
+def test_the_principal_determines_the_tenant() -> None:
+    assert caller(authorization="Bearer infer").tenant == "acme"
+    assert caller(authorization="bearer infer", motet_tenant="labs").tenant == "labs"
+    with pytest.raises(PermissionDenied, match="may not act for tenant 'other'"):
+        caller(authorization="Bearer infer", motet_tenant="other")
+
+
+def test_calls_without_the_role_are_refused() -> None:
+    with pytest.raises(PermissionDenied, match=r"Generate needs the role 'infer'"):
+        caller(authorization="Bearer nothing")
+    with pytest.raises(PermissionDenied, match=r"needs the role 'admin'"):
+        caller(f"/{reflection.SERVICE_NAMES[0]}/ServerReflectionInfo", authorization="Bearer infer")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{}, {"authorization": "Basic infer"}, {"authorization": "Bearer"}, {"authorization": "Bearer " + 5000 * "x"}],
+)
+def test_calls_without_a_credential_are_refused(metadata: dict[str, str]) -> None:
+    with pytest.raises(Unauthenticated):
+        caller(**metadata)
+
+
+def test_health_needs_no_credential_and_gives_no_rights() -> None:
+    probe = caller("/grpc.health.v1.Health/Check", authorization="Bearer infer")
+    assert probe.principal.roles == frozenset() and not probe.principal.tenants
