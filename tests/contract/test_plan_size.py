@@ -156,8 +156,10 @@ def test_a_search_whose_rows_one_plan_cannot_carry_is_not_swapped_out() -> None:
     swap = SwapSpace(limits, settings.policy, StepCosts(settings), pool, PrefixCache(pool, limits.block_size))
     group = make_group(make_request(1, 66_000, beam=BeamSearch(64)), limits, 0)
     for member in group.members:
-        begin(member).is_decoding = True
-    group.has_progressed = True
+        row = begin(member)
+        row.start_at(0)
+        row.plan_prefill(row.prefill_end)
+    group.note_progress()
     assert not swap.is_better(group), "64 block tables of 66 000 entries"
     del group.members[16:]
     assert swap.is_better(group)

@@ -112,7 +112,7 @@ class PrefixCache:
                 key = sequence.block_hashes[idx]
                 if key not in self._block_by_key:
                     self._enter(key, row.block_ids[idx], digest, sequence.request.account)
-        row.num_registered = num_full
+        row.note_registered(num_full, self._block_size)
 
     def _enter(self, key: bytes, block_id: int, digest: str | None, account: str) -> None:
         self._block_by_key[key] = block_id

@@ -15,7 +15,7 @@ them, and so are its best `width` of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from control_plane.scheduler.types import BeamSearch
@@ -67,7 +67,7 @@ class BeamSearcher:
         """Most likely tokens to be known of each beam; where the vocabulary is smaller, all of it."""
         return self.search.width + len(self._stop_token_ids)
 
-    def advance(self, candidates: list[Iterable[tuple[int, float]]]) -> list[int]:
+    def advance(self, candidates: Sequence[Iterable[tuple[int, float]]]) -> list[int]:
         """Go one token further; where each of the new beams comes from, as a position among the old ones.
 
         `candidates`: for each beam its `num_candidates` most likely tokens with their log-probabilities, the most

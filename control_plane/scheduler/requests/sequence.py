@@ -2,14 +2,17 @@
 
 A request is a group of one sequence for each completion. A group waits, is admitted, paused, preempted and ended as a
 whole; its members hold rows and blocks. What holds only while a sequence has a row is in its `Row`, which is made when
-the sequence takes the row and dropped when it leaves. States are assigned in transitions.py alone.
+the sequence takes the row and dropped when it leaves. admission.py makes groups. From then on states and rows are
+assigned in transitions.py alone, and every other field in this file alone: other modules read fields and call methods.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
-from control_plane.scheduler.logprobs import PromptLogprobs
+from control_plane.scheduler.logprobs import PromptLogprobs, TokenLogprobs
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.requests.states import GroupState, SequenceState
 from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, Sampling
@@ -27,7 +30,7 @@ class Row:
     row_idx: int
     slot_idx: int | None  # leased adapter slot; None: no adapter
     state: SequenceState  # never IDLE
-    is_begun: bool = False  # the worker knows the row
+    is_begun: bool = False  # the worker knows the row; set by `begin`
     block_ids: list[int] = field(default_factory=list)  # block table
     moved_block_ids: list[int] = field(default_factory=list)  # the table's beginning, moved to host memory by a plan
     forks_from: Sequence | None = None  # while FORKING: computes what it shares, in plans that come before
@@ -43,6 +46,71 @@ class Row:
     plan_closely_at: int = 0
     apply_closely_at: int = 0
 
+    # ---- its blocks ----
+
+    def add_blocks(self, block_ids: Iterable[int]) -> None:
+        """Append blocks to the table."""
+        self.block_ids += block_ids
+
+    def share_blocks(self, block_ids: list[int]) -> None:
+        """Begin the table with blocks of another row; the blocks that the row holds come after them."""
+        self.block_ids = [*block_ids, *self.block_ids]
+
+    def copy_from(self, block_id: int) -> None:
+        """Let the first block of its own begin as a copy of `block_id`, which the row holds until it was copied."""
+        self.copied_block = block_id
+
+    def take_copied(self) -> int | None:
+        """The block that it held for a copy, which the caller gives back; None if it holds none."""
+        block_id, self.copied_block = self.copied_block, None
+        return block_id
+
+    def move_blocks(self, num_blocks: int) -> list[int]:
+        """Note that a plan moves the first blocks of the table to host memory; the blocks, which the caller frees."""
+        self.moved_block_ids, self.block_ids = self.block_ids[:num_blocks], self.block_ids[num_blocks:]
+        return self.moved_block_ids
+
+    def note_registered(self, num_blocks: int, block_size: int) -> None:
+        """Note how many leading blocks were offered to the prefix cache, or came from it."""
+        self.num_registered = num_blocks
+        self.register_at = (num_blocks + 1) * block_size
+
+    # ---- its progress ----
+
+    def start_at(self, num_computed: int) -> None:
+        """Its blocks hold the KV of the first `num_computed` tokens; all others that are known are its prefill."""
+        self.prefill_end = self.sequence.num_known
+        self.num_planned = self.num_computed = num_computed
+
+    def fork_from(self, source: Sequence) -> None:
+        """Begin only when the source's prefill is planned to its end."""
+        self.forks_from = source
+
+    def begin(self) -> None:
+        """Note that the worker knows the row from the present plan on."""
+        assert not self.is_begun, f"request {self.sequence.request_id} begins a row twice"
+        self.is_begun = True
+        self.forks_from = None
+
+    def plan_prefill(self, num_tokens: int) -> None:
+        """Note that a step computes the next tokens of its prefill."""
+        self.num_planned += num_tokens
+        self.num_in_flight += 1
+        self.is_decoding = self.num_planned == self.prefill_end
+
+    def plan_decodes(self, num_steps: int) -> None:
+        """Note that so many steps compute a token each."""
+        self.num_planned += num_steps
+        self.num_in_flight += num_steps
+
+    def end_step(self) -> None:
+        """Note that the result of a step which names the row has come."""
+        self.num_in_flight -= 1
+
+    def note_computed(self, num_tokens: int) -> None:
+        """Note that the KV of the next tokens is computed."""
+        self.num_computed += num_tokens
+
     def look_closely(self) -> None:
         """Look at whatever is planned for the row or computed of it."""
         self.plan_closely_at = self.apply_closely_at = 0
@@ -55,6 +123,46 @@ class Row:
         """The row decodes: its results need no closer look until a block is full, or its longest length is reached."""
         sequence = self.sequence
         self.apply_closely_at = 0 if sequence.has_extras else min(self.register_at, sequence.max_planned)
+
+
+def plan_next_tokens(rows: Iterable[Row], may_decode: Callable[[Row], bool]) -> set[Row]:
+    """Plan one token more of every row; the rows that are left out.
+
+    A row that needs a closer look is planned if `may_decode` returns True. This loop runs over all rows in each step:
+    calling a method of each row would cost more than the loop itself.
+    """
+    left_out: set[Row] = set()
+    for row in rows:
+        position = row.num_planned
+        if position >= row.plan_closely_at and not may_decode(row):
+            left_out.add(row)
+            continue
+        row.num_planned = position + 1
+        row.num_in_flight += 1
+    return left_out
+
+
+def accept_next_tokens(
+    rows: Iterable[Row],
+    token_ids: Iterator[int | None],
+    accepted: list[tuple[RequestId, int]],
+    look_closely: Callable[[Row, int | None], None],
+) -> None:
+    """Accept one sampled token of every row, and append these tokens to `accepted`.
+
+    A row that needs a closer look is left to `look_closely`: its token may end the completion, is None, or comes with
+    more than itself. Takes no more of `token_ids` than there are rows. This loop runs as often as the other.
+    """
+    for row, token_id in zip(rows, token_ids, strict=False):
+        sequence = row.sequence
+        num_computed = row.num_computed + 1
+        if num_computed >= row.apply_closely_at or token_id is None or token_id in sequence.stop_token_ids:
+            look_closely(row, token_id)
+            continue
+        row.num_in_flight -= 1
+        row.num_computed = num_computed
+        sequence.generated.append(token_id)
+        accepted.append((sequence.request_id, token_id))
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +184,8 @@ class Sequence:
     is_host_fed: bool = False  # what it is fed after its prefill is chosen here, not on the worker
     is_cancelled: bool = False  # cancelled by the client: it only goes on until other sequences forked from it
     is_ended: bool = False  # its completion is complete, or its request over
-    block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks of known tokens, as far as needed
+    # Chain over full blocks of known tokens, as far as needed; the prefix cache extends it.
+    block_hashes: list[bytes] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)  # its table in host memory, while it is swapped out
     row: Row | None = None  # None: it holds no row
 
@@ -126,6 +235,52 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
+    def share_hashes(self, source: Sequence, num_blocks: int) -> None:
+        """Begin with the block hashes of a sequence whose first `num_blocks` blocks hold the same tokens."""
+        self.block_hashes = source.block_hashes[:num_blocks]
+
+    # ---- ends ----
+
+    def end(self) -> None:
+        """The completion is complete, or its request over."""
+        self.is_ended = True
+
+    def cancel(self) -> None:
+        """The client cancelled the completion."""
+        self.is_cancelled = True
+
+    def end_at_next_token(self) -> None:
+        """Let the next token end the completion, and plan nothing beyond it."""
+        self.max_generated = len(self.generated) + 1
+        self.max_planned = self.num_known
+
+    # ---- beams: their tokens are chosen here ----
+
+    def append_chosen(self, token_id: int) -> None:
+        """Go on with the token that the search chose, and no further."""
+        self.generated.append(token_id)
+        self.max_planned = self.num_known
+
+    def follow(self, source: Sequence, token_id: int) -> None:
+        """Become a beam with the source's tokens and one more."""
+        self.generated = [*source.generated, token_id]
+        self.max_planned = self.num_known
+
+    def forget_beam(self) -> None:
+        """The beam came to nothing."""
+        self.generated, self.block_hashes, self.max_planned = [], [], 0
+
+    # ---- host memory ----
+
+    def add_host_block(self, host_block: int) -> None:
+        """Append a block to its table in host memory."""
+        self.host_block_ids.append(host_block)
+
+    def take_host_blocks(self) -> list[int]:
+        """Its table in host memory, which the sequence gives up."""
+        host_blocks, self.host_block_ids = self.host_block_ids, []
+        return host_blocks
+
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
@@ -156,6 +311,94 @@ class SequenceGroup:
         """Digest of its adapter, None for the base model."""
         adapter = self.request.adapter
         return None if adapter is None else adapter.digest
+
+    # ---- its life ----
+
+    def pause(self) -> None:
+        """Its reader is slow."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Its reader reads again."""
+        self.is_paused = False
+
+    def note_start(self, now_s: float, num_cached: int) -> bool:
+        """Note that the group starts, with so many cached tokens. Returns whether it starts for the first time."""
+        self.times_overtaken = 0
+        if self.first_scheduled_s is not None:
+            return False
+        self.first_scheduled_s = now_s
+        self.num_cached_tokens = min(num_cached, len(self.request.prompt_token_ids))
+        return True
+
+    def note_overtaken(self) -> None:
+        """Another request started before it, because the adapter of the other costs the step less."""
+        self.times_overtaken += 1
+
+    def note_row_taken(self) -> None:
+        """A member took a row."""
+        self.num_rows += 1
+
+    def note_row_left(self) -> None:
+        """A member left its row. What the group computed in its rows is lost with the last of them."""
+        self.num_rows -= 1
+        if self.num_rows == 0:
+            self.has_progressed = False
+            self.beam_candidates.clear()
+
+    def note_progress(self) -> None:
+        """A member gained a token."""
+        self.has_progressed = True
+
+    def note_preemption(self) -> None:
+        """The group is preempted."""
+        self.num_preemptions += 1
+
+    def note_preempted_for_room(self) -> None:
+        """The group is preempted for a request that lacks room, which happens once."""
+        self.was_preempted_for_room = True
+
+    def end(self) -> None:
+        """The request is over."""
+        self.is_ended = True
+
+    def dissolve(self) -> None:
+        """Forget the members. They and the group name each other: the garbage collector would have to find them."""
+        self.beam_sequences.clear()
+        self.members.clear()
+
+    # ---- log-probabilities of its prompt ----
+
+    def add_prompt_logprobs(self, returned: Items[TokenLogprobs]) -> None:
+        """Append those that a step returned."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = PromptLogprobs()
+        self.prompt_logprobs.extend(returned)
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those that came; the group gives them up."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return logprobs
+
+    # ---- beams ----
+
+    def add_candidates(self, beam: Sequence, top: tuple[tuple[int, float], ...]) -> bool:
+        """Note the next tokens that a beam may choose from; whether those of all beams have come."""
+        self.beam_candidates[beam.index] = top
+        return len(self.beam_candidates) == len(self.beam_sequences)
+
+    def take_candidates(self) -> list[tuple[tuple[int, float], ...]]:
+        """The next tokens of all beams, in the order of the beams; they are counted as searched."""
+        candidates = [self.beam_candidates[sequence.index] for sequence in self.beam_sequences]
+        self.beam_candidates.clear()
+        self.num_searched += len(self.beam_sequences)
+        return candidates
+
+    def go_on_with(self, beam_sequences: list[Sequence]) -> None:
+        """These sequences compute the beams from here on."""
+        self.beam_sequences = beam_sequences
+
+    # ---- what it is ----
 
     def live_members(self) -> list[Sequence]:
         """Members whose completion has not ended; the others fork from the first of them.

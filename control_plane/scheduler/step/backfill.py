@@ -195,7 +195,7 @@ class Backfill:
             rows_short -= 1
             blocks_short -= len(row.block_ids)
         for group in victims:
-            group.was_preempted_for_room = True
+            group.note_preempted_for_room()
         return victims
 
     def _is_holder(self, row: Row) -> bool:

@@ -23,11 +23,9 @@ NO_SCORE = -1e9
 def advance(group: SequenceGroup, searcher: BeamSearcher, worker: WorkerState) -> None:
     """Advance the search by the results of all its beams, and its sequences with it."""
     old = group.beam_sequences
-    parents = searcher.advance([group.beam_candidates[sequence.index] for sequence in old])
-    group.beam_candidates.clear()
-    group.num_searched += len(old)
+    parents = searcher.advance(group.take_candidates())
     if not parents:
-        group.beam_sequences = []
+        group.go_on_with([])
         return
     survivors = [old[parent] for parent in parents]
     unused = [member for member in group.members if member not in survivors]
@@ -40,18 +38,15 @@ def advance(group: SequenceGroup, searcher: BeamSearcher, worker: WorkerState) -
             new.append(source)
             continue
         fork = unused.pop(0)
-        fork.generated = [*source.generated, beam.last_token_id]
+        fork.follow(source, beam.last_token_id)
         row = fork.held_row
-        own_blocks = row.block_ids
         share_blocks(source.held_row, row, fork.num_known - 1, worker)
-        row.block_ids += own_blocks
         move_row(row, SequenceState.FORKING)
         new.append(fork)
     for beam, sequence in zip(searcher.beams, new, strict=True):
         if sequence.state is not SequenceState.FORKING:
-            sequence.generated.append(beam.last_token_id)
-        sequence.max_planned = sequence.num_known  # no further than the token that was chosen
-    group.beam_sequences = new
+            sequence.append_chosen(beam.last_token_id)
+    group.go_on_with(new)
     worker.rows.regroup()
 
 

@@ -39,33 +39,33 @@ def reserve_forks(members: Items[Sequence], worker: WorkerState) -> None:
     size = worker.limits.block_size
     for member in members[1:]:
         if _is_future_beam(member):
-            worker.rows.take(member, SequenceState.RESERVED).block_ids = worker.pool.take(1)
+            worker.rows.take(member, SequenceState.RESERVED).add_blocks(worker.pool.take(1))
             continue
         fork = worker.rows.take(member, SequenceState.FORKING)
         share_blocks(source, fork, _num_common(members[0], member), worker)
-        fork.block_ids += worker.pool.take(-(-member.num_known // size) - len(fork.block_ids))
-        fork.forks_from = members[0]
+        fork.add_blocks(worker.pool.take(-(-member.num_known // size) - len(fork.block_ids)))
+        fork.fork_from(members[0])
 
 
 def share_blocks(source: Row, fork: Row, num_common: int, worker: WorkerState) -> None:
-    """Let a fork that has no blocks start behind the first `num_common` tokens of the source's table.
+    """Let a fork start behind the first `num_common` tokens of the source's table. Its own blocks come after them.
 
     num_common = 10 with blocks of 4: both hold the blocks of tokens 0-3 and 4-7; the block of tokens 8-11 is the
     source's, and the next block in the fork's table begins as its copy.
     """
     size = worker.limits.block_size
     num_full = num_common // size
-    fork.block_ids = source.block_ids[:num_full]
-    worker.pool.share_all(fork.block_ids)
+    shared = source.block_ids[:num_full]
+    worker.pool.share_all(shared)
+    fork.share_blocks(shared)
     if num_common % size:
-        fork.copied_block = source.block_ids[num_full]
-        worker.pool.share(fork.copied_block)
+        partial = source.block_ids[num_full]
+        worker.pool.share(partial)
+        fork.copy_from(partial)
     worker.cache.extend_hashes(source.sequence, num_full)  # here, or each of its forks would do it
-    fork.sequence.block_hashes = source.sequence.block_hashes[:num_full]
-    fork.prefill_end = fork.sequence.num_known
-    fork.num_planned = fork.num_computed = num_common
-    fork.num_registered = num_full
-    fork.register_at = (num_full + 1) * size
+    fork.sequence.share_hashes(source.sequence, num_full)
+    fork.start_at(num_common)
+    fork.note_registered(num_full, size)
 
 
 def may_begin(fork: Row) -> bool:
@@ -79,7 +79,6 @@ def may_begin(fork: Row) -> bool:
 def begin_fork(fork: Row, worker: WorkerState, draft: PlanDraft) -> None:
     """Begin a FORKING row that has all its blocks: copy the partly filled block, plan the tokens that it lacks."""
     move_row(fork, SequenceState.RUNNING)
-    fork.forks_from = None
     if fork.copied_block is not None:
         own_block = fork.block_ids[fork.num_planned // worker.limits.block_size]
         draft.block_copies.append((fork.copied_block, own_block))

@@ -47,7 +47,7 @@ class Lifecycle:
         """Keep a request whose reader is slow from being scheduled."""
         if group.is_paused:
             return
-        group.is_paused = True
+        group.pause()
         self.num_paused += 1
         self._rows.regroup()
         self._queues.pause(group)
@@ -56,7 +56,7 @@ class Lifecycle:
         """Schedule a paused request again."""
         if not group.is_paused:
             return
-        group.is_paused = False
+        group.resume()
         self.num_paused -= 1
         self._rows.regroup()
         self._queues.resume(group)
@@ -68,7 +68,7 @@ class Lifecycle:
         """
         if self._swap.is_better(group):
             self._swap.move_out(group)
-        group.num_preemptions += 1
+        group.note_preemption()
         self.num_preemptions += 1
         self._drain(group)
 
@@ -76,9 +76,9 @@ class Lifecycle:
         """The request is over: forget it, and give back what it holds as soon as no step in flight names it."""
         del self.groups[group.request.request_id]
         self.num_paused -= group.is_paused
-        group.is_ended = True
+        group.end()
         for sequence in group.members:
-            sequence.is_ended = True
+            sequence.end()
             self._swap.forget(sequence)
         if group.state is GroupState.WAITING:
             self._queues.leave_waiting(group)
@@ -92,7 +92,7 @@ class Lifecycle:
 
     def end_sequence(self, sequence: Sequence) -> None:
         """One completion is complete; the request is over with the last of them."""
-        sequence.is_ended = True
+        sequence.end()
         self._swap.forget(sequence)
         if all(member.is_ended or member.is_cancelled for member in sequence.group.members):
             self.end(sequence.group)
@@ -106,12 +106,11 @@ class Lifecycle:
         """
         if sequence.is_ended or sequence.group.searcher is not None:
             return
-        sequence.is_cancelled = True
+        sequence.cancel()
         row = sequence.row
         is_source = any(m.row is not None and m.row.forks_from is sequence for m in sequence.group.members)
         if is_source and row is not None and not row.is_decoding:
-            sequence.max_generated = len(sequence.generated) + 1  # its first token ends it
-            sequence.max_planned = sequence.num_known
+            sequence.end_at_next_token()
         else:
             self.end_sequence(sequence)
 
@@ -126,8 +125,6 @@ class Lifecycle:
         self._rows.leave(row)
         if group.num_rows > 0:
             return
-        group.has_progressed = False
-        group.beam_candidates.clear()
         if group.is_ended:
             self._vanish(group)
         elif any(member.host_block_ids for member in group.members):
@@ -137,7 +134,8 @@ class Lifecycle:
         else:
             self._queues.join_waiting(group)
         for member in group.members:
-            member.is_ended |= member.is_cancelled  # no sequence forks from it any more
+            if member.is_cancelled:
+                member.end()  # no sequence forks from it any more
 
     def abandon(self) -> None:
         """The worker is lost: no request of the accounts waits or runs here any more. Nothing else may follow."""
@@ -159,7 +157,6 @@ class Lifecycle:
 
     def _vanish(self, group: SequenceGroup) -> None:
         move_group(group, GroupState.GONE)
-        group.beam_sequences.clear()
-        group.members.clear()  # they name each other: nothing is to be left to the garbage collector
+        group.dissolve()
         if group.digest is not None:
             self._purge.remove_request(group.digest)

@@ -26,11 +26,10 @@ def begin_row(row: Row, slot_generation: int) -> NewRow:
     Its KV is in its blocks up to num_planned by the time the plan is executed; `slot_generation` is 0 without adapter.
     """
     sequence = row.sequence
-    assert not row.is_begun, f"request {sequence.request_id} begins a row twice"
-    row.is_begun = True
+    row.begin()
     sampling = sequence.sampling
     if sequence.awaits_prompt_logprobs:
-        sequence.group.prompt_logprobs = None  # an earlier row returned those of a part of the prompt: all come again
+        sequence.group.take_prompt_logprobs()  # an earlier row returned those of a part of the prompt: all come again
     elif sampling.num_prompt_logprobs is not None:
         sampling = replace(sampling, num_prompt_logprobs=None)
     return NewRow(

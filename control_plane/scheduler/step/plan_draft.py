@@ -77,9 +77,7 @@ class PlanDraft:
         num_tokens = min(self.budget, row.prefill_end - row.num_planned)
         assert num_tokens > 0, f"request {row.sequence.request_id} has no prefill to plan, or the budget is spent"
         self.budget -= num_tokens
-        row.num_planned += num_tokens
-        row.num_in_flight += 1
-        row.is_decoding = row.num_planned == row.prefill_end
+        row.plan_prefill(num_tokens)
         self.prefills.append((row, num_tokens, row.is_decoding))
 
     def feed(self) -> None:

@@ -7,7 +7,7 @@ requests when something is short.
 from __future__ import annotations
 
 from control_plane.scheduler.memory.block_fit import BlockFit, fit_blocks
-from control_plane.scheduler.requests.sequence import Row, SequenceGroup
+from control_plane.scheduler.requests.sequence import Row, SequenceGroup, plan_next_tokens
 from control_plane.scheduler.requests.states import SequenceState
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 from control_plane.scheduler.step.backfill import Backfill
@@ -98,14 +98,7 @@ class Planner:
         """
         is_starved = len(batch) > draft.budget
         rows = batch.rows[: draft.budget] if is_starved else batch.rows
-        left_out: set[Row] = set()
-        for row in rows:
-            position = row.num_planned
-            if position >= row.plan_closely_at and not self._may_decode(row, draft):
-                left_out.add(row)
-                continue
-            row.num_planned = position + 1
-            row.num_in_flight += 1
+        left_out = plan_next_tokens(rows, lambda row: self._may_decode(row, draft))
         if left_out or is_starved:
             batch = DecodeBatch([row for row in rows if row not in left_out])
             is_starved |= any(row.state is SequenceState.RUNNING for row in left_out)
@@ -121,7 +114,7 @@ class Planner:
             block_id = self._block_for(row, draft)
             if block_id is None:
                 return False
-            row.block_ids.append(block_id)
+            row.add_blocks([block_id])
             draft.appended_blocks.append((row.row_idx, block_id))
         row.plan_on(self._block_size)
         if row.num_planned + 1 >= row.sequence.max_planned:
@@ -229,7 +222,7 @@ class Planner:
             if not self._may_start(waiting, num_hits, draft):
                 return
             if overtaken is not None:
-                overtaken.times_overtaken += 1
+                overtaken.note_overtaken()
             num_long += self._start(waiting, num_hits, draft, now_s)
 
     def _may_start(self, group: SequenceGroup, num_hits: int, draft: PlanDraft) -> bool:
@@ -300,22 +293,17 @@ class Planner:
         size = self._block_size
         num_cached = num_hits * size
         num_known = sequence.num_known
-        if group.first_scheduled_s is None:
-            group.first_scheduled_s = now_s
-            group.num_cached_tokens = min(num_cached, len(sequence.request.prompt_token_ids))
+        if group.note_start(now_s, num_cached):
             self.prefix_query_tokens += num_known
             self.prefix_hit_tokens += num_cached
             self._counters.charge_prefill(group.request.account, num_known - num_cached)
         blocks = worker.cache.take_hits(sequence, num_hits)
         blocks += worker.pool.take(-(-num_known // size) - num_hits)
         worker.demands.count_admission()
-        group.times_overtaken = 0
         row = worker.rows.take(sequence, SequenceState.RUNNING)
-        row.block_ids = blocks
-        row.prefill_end = num_known
-        row.num_planned = row.num_computed = num_cached
-        row.num_registered = num_hits
-        row.register_at = num_cached + size
+        row.add_blocks(blocks)
+        row.start_at(num_cached)
+        row.note_registered(num_hits, size)
         reserve_forks(members, worker)
         draft.begin(row, worker.rows.slot_generation(row))
         draft.prefill(row)

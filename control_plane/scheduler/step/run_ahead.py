@@ -43,11 +43,10 @@ def repeat(draft: PlanDraft, worker: WorkerState, max_steps: int) -> int:
         num_more -= 1
         short = _blocks_short(rows, size, num_more)
     for row in rows:
-        row.num_planned += num_more
-        row.num_in_flight += num_more
+        row.plan_decodes(num_more)
     for row, num_blocks in short:
         blocks = worker.pool.take(num_blocks)
-        row.block_ids += blocks
+        row.add_blocks(blocks)
         draft.appended_blocks += [(row.row_idx, block_id) for block_id in blocks]
     worker.rows.regroup()  # tables grew, and some may be planned to their end
     return 1 + num_more

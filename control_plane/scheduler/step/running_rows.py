@@ -74,7 +74,7 @@ class RunningRows:
         if group.num_rows == 0:
             self.num_groups += 1
             self._counters.run(group.request.account)
-        group.num_rows += 1
+        group.note_row_taken()
         self.num_wanting_logprobs += sequence.wants_logprobs
         insort(self.held, row, key=_by_order)
         self.regroup()
@@ -95,13 +95,12 @@ class RunningRows:
         if row.moved_block_ids:
             return
         self._cache.register(row, keep=self._purge.may_cache(row.sequence.digest))
-        row.register_at = (row.num_registered + 1) * self._block_size
 
     def release_copied(self, row: Row) -> None:
         """Give back the block that the row began with a copy of: it was copied, or it will not be."""
-        if row.copied_block is not None:
-            self._pool.release([row.copied_block])
-            row.copied_block = None
+        block_id = row.take_copied()
+        if block_id is not None:
+            self._pool.release([block_id])
 
     def reserve_again(self, beam: Sequence) -> None:
         """A beam came to nothing: keep its row, and the last of its blocks, for another beam."""
@@ -113,7 +112,7 @@ class RunningRows:
         kept = Row(beam, row.row_idx, row.slot_idx, SequenceState.RESERVED, block_ids=[own])
         take_row(beam, kept)
         self.held[self.held.index(row)] = kept
-        beam.generated, beam.block_hashes, beam.max_planned = [], [], 0
+        beam.forget_beam()
         self.regroup()
 
     def drain(self, row: Row) -> None:
@@ -139,7 +138,7 @@ class RunningRows:
         if row.slot_idx is not None:
             self._slots.release(row.slot_idx)
         drop_row(sequence)
-        group.num_rows -= 1
+        group.note_row_left()
         self.num_wanting_logprobs -= sequence.wants_logprobs
         if group.num_rows == 0:
             self.num_groups -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from control_plane.scheduler.logprobs import PromptLogprobs
-from control_plane.scheduler.requests.sequence import Row, SequenceGroup
+from control_plane.scheduler.requests.sequence import Row, SequenceGroup, accept_next_tokens
 from control_plane.scheduler.requests.states import SequenceState
 from control_plane.scheduler.step.beams import advance, outputs_of
 from control_plane.scheduler.step.plan_draft import InFlightStep, num_prompt_logprobs_due
@@ -38,12 +38,10 @@ class StepResults:
             if sequence.awaits_prompt_logprobs and not sequence.is_ended:
                 returned = result.prompt_logprobs.get(row.row_idx, [])
                 if len(returned) < num_prompt_logprobs_due(row, num_tokens):
-                    row.num_in_flight -= 1
+                    row.end_step()
                     self._fail(sequence.group, others)
                     continue
-                if sequence.group.prompt_logprobs is None:
-                    sequence.group.prompt_logprobs = PromptLogprobs()
-                sequence.group.prompt_logprobs.extend(returned)
+                sequence.group.add_prompt_logprobs(returned)
             if samples:
                 self._apply_token(row, num_tokens, token_id, result, others)
             else:
@@ -53,37 +51,31 @@ class StepResults:
         self, decodes: list[Row], tokens: Iterator[int | None], result: StepResult, outputs: Outputs
     ) -> None:
         """Apply the results of rows that decoded. Nearly all are one more token and nothing else."""
-        pairs, others = outputs.tokens, outputs.others
-        num_before = len(pairs)
-        for row, token_id in zip(decodes, tokens, strict=False):
-            sequence = row.sequence
-            num_computed = row.num_computed + 1
-            if num_computed >= row.apply_closely_at or token_id is None or token_id in sequence.stop_token_ids:
-                self._apply_token(row, 1, token_id, result, others)
-                continue
-            row.num_in_flight -= 1
-            row.num_computed = num_computed
-            sequence.generated.append(token_id)
-            pairs.append((sequence.request_id, token_id))
-        self.num_tokens_sampled += len(pairs) - num_before
+        num_before = len(outputs.tokens)
+
+        def look_closely(row: Row, token_id: int | None) -> None:
+            self._apply_token(row, 1, token_id, result, outputs.others)
+
+        accept_next_tokens(decodes, tokens, outputs.tokens, look_closely)
+        self.num_tokens_sampled += len(outputs.tokens) - num_before
 
     def _apply_token(
         self, row: Row, num_tokens: int, token_id: int | None, result: StepResult, outputs: list[RequestOutput]
     ) -> None:
         """Apply the result of a row that sampled; None: its logits were not finite."""
-        row.num_in_flight -= 1
+        row.end_step()
         sequence = row.sequence
         if not sequence.is_ended:
             group = sequence.group
             if token_id is None:
                 self._fail(group, outputs)
                 return
-            row.num_computed += num_tokens
+            row.note_computed(num_tokens)
             if sequence.is_host_fed:
                 self._apply_beam(row, result, outputs)
                 return
             reason = sequence.accept(token_id)
-            group.has_progressed = True
+            group.note_progress()
             self.num_tokens_sampled += 1
             output = RequestOutput(
                 group.request.request_id, [token_id], reason, group.num_cached_tokens, group.first_scheduled_s
@@ -122,11 +114,10 @@ class StepResults:
         if row.state is SequenceState.DRAINING:  # preempted: all beams are computed again
             self._lifecycle.leave_if_drained(row)
             return
-        group.beam_candidates[sequence.index] = result.logprobs[row.row_idx].top
-        if len(group.beam_candidates) < len(group.beam_sequences):
+        if not group.add_candidates(sequence, result.logprobs[row.row_idx].top):
             return
         advance(group, searcher, self._worker)
-        group.has_progressed = True
+        group.note_progress()
         self.num_tokens_sampled += len(searcher.beams)
         if not searcher.beams:
             outputs += outputs_of(group, searcher)
@@ -142,10 +133,10 @@ class StepResults:
 
     def _apply_chunk(self, row: Row, num_tokens: int) -> None:
         """Apply the result of a prefill chunk that sampled nothing."""
-        row.num_in_flight -= 1
+        row.end_step()
         sequence = row.sequence
         if not sequence.is_ended:
-            row.num_computed += num_tokens
+            row.note_computed(num_tokens)
             if sequence.is_host_fed:
                 self._register_prompt(row)
             else:
@@ -160,8 +151,7 @@ def _add_extras(row: Row, output: RequestOutput, result: StepResult) -> None:
     if sequence.sampling.num_logprobs is not None:
         output.logprobs = [result.logprobs[row.row_idx]]
     if sequence.sampling.num_prompt_logprobs is not None and len(sequence.generated) == 1:
-        output.prompt_logprobs = sequence.group.prompt_logprobs or PromptLogprobs()
-        sequence.group.prompt_logprobs = None
+        output.prompt_logprobs = sequence.group.take_prompt_logprobs() or PromptLogprobs()
 
 
 def ending(group: SequenceGroup, reason: FinishReason) -> RequestOutput:

@@ -73,7 +73,7 @@ class SwapSpace:
                     self.outs.append((block_id, host_block))
                 else:
                     self.host.share(host_block)
-                member.host_block_ids.append(host_block)
+                member.add_host_block(host_block)
             self._leaving.append(member)
         self.num_swapped_out += 1
 
@@ -87,15 +87,13 @@ class SwapSpace:
             row = member.row
             if row is not None:
                 num_moved = len(member.host_block_ids) if row.block_ids else 0
-                row.moved_block_ids, row.block_ids = row.block_ids[:num_moved], row.block_ids[num_moved:]
-                self._pool.release(row.moved_block_ids)
+                self._pool.release(row.move_blocks(num_moved))
         self.outs, self._leaving = [], []
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended: give its host blocks back. Blocks that no plan moved yet remain the row's."""
         if sequence.host_block_ids:
-            self.host.release(sequence.host_block_ids)
-            sequence.host_block_ids = []
+            self.host.release(sequence.take_host_blocks())
             # A move that is in no plan yet must not end where another sequence's block goes.
             self.outs = [(block, host) for block, host in self.outs if self.host.ref_counts[host] > 0]
             self._leaving = [member for member in self._leaving if member is not sequence]
@@ -125,8 +123,9 @@ class SwapSpace:
         members = group.live_members()
         for member in members:  # all of them first: taking a block may evict one that the next would share
             row = member.held_row
-            row.block_ids = self._cache.take_hits(member, len(self._hits(member)))
-            row.num_registered = len(row.block_ids)
+            hits = self._cache.take_hits(member, len(self._hits(member)))
+            row.add_blocks(hits)
+            row.note_registered(len(hits), self._block_size)
         block_by_host: dict[int, int] = {}
         for member in members:
             row = member.held_row
@@ -144,13 +143,10 @@ class SwapSpace:
                     else:
                         draft.block_copies.append((block_id, own_block))
                     block_id = own_block
-                row.block_ids.append(block_id)
-            row.block_ids += self._pool.take(-(-member.num_known // self._block_size) - len(row.block_ids))
-            row.prefill_end = member.num_known
-            row.num_planned = row.num_computed = member.num_known - 1
-            row.register_at = (row.num_registered + 1) * self._block_size
-            draft.spent_host_blocks += member.host_block_ids
-            member.host_block_ids = []
+                row.add_blocks([block_id])
+            row.add_blocks(self._pool.take(-(-member.num_known // self._block_size) - len(row.block_ids)))
+            row.start_at(member.num_known - 1)
+            draft.spent_host_blocks += member.take_host_blocks()
 
     def _hits(self, member: Sequence) -> list[int]:
         """Cached blocks of its leading tokens, all but the last known one."""
