@@ -55,9 +55,7 @@ class Delivery:
             if job is None or job.session is not session:
                 continue  # cancelled meanwhile
             try:
-                job.num_tokens_here += 1
-                job.num_generated += 1
-                if job.stream.push_token(token_id):
+                if job.deliver(token_id):
                     self._slow_readers.pause(job)
             except Exception:  # a mistake of ours costs one request, not all that follow
                 self._jobs.fail_broken(job)
@@ -72,14 +70,13 @@ class Delivery:
 
     def _deliver(self, job: Job, output: RequestOutput) -> None:
         if not job.has_run and output.first_scheduled_s is not None:
-            job.has_run = True
+            job.start()
             job.stream.describe(output.num_cached_tokens, output.first_scheduled_s - job.request.arrival_s)
             self._quotas.start(job.charge)
         if job.not_finite_at and output.token_ids:
             self._migration.on_finite(job)
-        job.num_tokens_here += len(output.token_ids)
-        job.num_generated += len(output.token_ids)
-        job.num_searched = max(job.num_searched, output.num_searched)
+        job.count_tokens(len(output.token_ids))
+        job.note_searched(output.num_searched)
         stream, reason = job.stream, output.finish_reason
         if reason is None or reason in (FinishReason.LENGTH, FinishReason.STOP_TOKEN):
             if not stream.is_live(output.index):
@@ -106,7 +103,7 @@ class Delivery:
         job = self._jobs.by_id.get(request_id)
         if job is not None:
             if job.session is not None:
-                job.num_searched = max(job.num_searched, job.session.scheduler.num_searched(request_id))
+                job.note_searched(job.session.scheduler.num_searched(request_id))
                 job.session.cancel(request_id)
             self._jobs.finish(job)
 
@@ -116,4 +113,4 @@ class Delivery:
             if job.session is not None:
                 job.session.cancel(request_id, index)
             else:
-                job.request = job.request.without_index(index)
+                job.drop_index(index)

@@ -27,7 +27,7 @@ class SlowReaders:
     def pause(self, job: Job) -> None:
         """Pause a job with a full stream. Does nothing if it is paused already, or runs in isolation."""
         if job.paused_since_s is None and not self._dispatcher.is_isolated(job):
-            job.paused_since_s = self._awake()
+            job.pause(self._awake())
             self._paused[job.request.request_id] = job
             assert job.session is not None, "tokens of a request without a session"
             job.session.pause(job.request.request_id)
@@ -37,7 +37,7 @@ class SlowReaders:
         job = self._paused.pop(request_id, None)
         if job is None:
             return
-        job.paused_since_s = None
+        job.resume()
         if job.session is not None:
             job.session.resume(request_id)
         else:

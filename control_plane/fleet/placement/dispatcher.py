@@ -123,7 +123,7 @@ class Dispatcher:
             session.add(job.request)
         except RequestNeverFits:
             return False
-        job.session, job.num_tokens_here = session, 0
+        job.join(session)
         if job.paused_since_s is not None:
             session.pause(job.request.request_id)
         self._isolation.placed(job)
@@ -139,7 +139,7 @@ class Dispatcher:
         request = job.session.withdraw(job.request.request_id)
         if request is None:
             return False
-        job.request, job.session = request, None
+        job.leave_worker(request)
         self.let_wait(job)
         return True
 

@@ -32,6 +32,8 @@ from control_plane.fleet.placement.placement import suited
 from control_plane.fleet.requests.deaths import (
     clear,
     discount,
+    excuse_fleet_loss,
+    forget_fruitless_losses,
     has_survived,
     is_suspect,
     most_in_flight,
@@ -352,7 +354,7 @@ class PoisonIsolation:
             if not job.had_fleet_loss and sum(death.epoch in epochs for death in job.deaths) == 1
         ]
         for job in affected:
-            job.had_fleet_loss = True
+            excuse_fleet_loss(job)
         logger.warning("all workers lost at once: counted against no request num_workers=%d", len(epochs))
         self._discount(epochs, affected)
 
@@ -361,7 +363,7 @@ class PoisonIsolation:
         epochs = frozenset(death.epoch for death in poison.deaths if not death.is_cleared)
         others = [job for job in self._jobs.values() if job is not poison]
         for job in others:
-            job.num_fruitless_losses = 0
+            forget_fruitless_losses(job)
         self._discount(epochs, others)
         return epochs
 

@@ -44,11 +44,10 @@ class Migration:
         failed: list[tuple[Job, MotetError]] = []
         for job in jobs:
             request = moved.get(job.request.request_id)
-            job.session = None
+            job.leave_worker(request)
             if request is None or is_final:
                 failed.append((job, lost(job)))
                 continue
-            job.request = request
             if job is finding.poison:
                 failed.append((job, poisoned(job)))
             elif self._has_hung_everywhere(session, job):
@@ -77,7 +76,7 @@ class Migration:
         """
         session = job.session
         assert session is not None, "a load failed for a request without a worker"
-        job.failed_load_epochs.add(session.epoch)
+        job.note_failed_load(session.epoch)
         suited = placement.suited(job, self._sessions.values())
         is_tried_everywhere = all(other.epoch in job.failed_load_epochs for other in suited)
         if is_tried_everywhere or len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES:
@@ -100,7 +99,7 @@ class Migration:
         """Take a job that its scheduler ended to another worker, now or later. False if it fits none."""
         session = job.session
         assert session is not None, "a request without a worker moves on"
-        job.request, job.session = request, None
+        job.leave_worker(request)
         is_group_over = is_suspect(job) and self._isolation.separate(job)
         self._dispatcher.let_wait(job)
         self._dispatcher.sort_waiting()
@@ -117,7 +116,7 @@ class Migration:
         """Whether the session ended because the job's adapter did not load, as other sessions did before."""
         if job.request.adapter is None or job.request.adapter.digest != session.hung_digest:
             return False
-        job.failed_load_epochs.add(session.epoch)
+        job.note_failed_load(session.epoch)
         return len(job.failed_load_epochs) >= placement.MAX_LOAD_TRIES
 
     def _computed_by(self, session: WorkerSession, jobs: list[Job]) -> list[Job]:

@@ -33,23 +33,23 @@ class SecondChecks:
         """
         session = job.session
         assert session is not None, "logits of a request without a worker"
-        seen = [*job.not_finite_at, NotFinite(session.worker_id, session.epoch, gave_tokens=session.steps.gives_tokens)]
+        here = NotFinite(session.worker_id, session.epoch, gave_tokens=session.steps.gives_tokens)
+        seen = [*job.not_finite_at, here]
         if len(seen) >= MAX_CHECKS or (len(seen) > 1 and any(each.gave_tokens for each in seen)):
             return False
         tried = {each.worker_id for each in seen}
         others = [other for other in self._sessions.values() if other.worker_id not in tried]
         if not any(other.refusal(request) is None for other in others):
             return False
-        job.not_finite_at = seen
+        job.note_not_finite(here)
         return True
 
     def on_finite(self, job: Job) -> list[WorkerSession]:
         """A job whose logits were not finite gained a token. Returns the sessions of workers that proved to be sick."""
         assert job.not_finite_at, "no logits of the job were in doubt"
-        seen, job.not_finite_at = job.not_finite_at, []
         digest = None if job.request.adapter is None else job.request.adapter.digest
         sick = []
-        for each in seen:
+        for each in job.take_not_finite():
             session = self._sessions.get(each.worker_id)
             if session is None or session.epoch != each.epoch or job.session is session:
                 continue

@@ -1,4 +1,6 @@
-"""What worker deaths say about the requests that were being computed. Rules over one request's record, no state.
+"""What worker deaths say about the requests that were being computed: rules over one request's record.
+
+No other module writes what a job records of deaths and losses.
 
 A poison request kills every worker that computes it, at the re-prefill or at the token after it. So a request is a
 suspect after two deaths. It has survived if it gained more tokens at a worker than can be in flight. And if a process
@@ -59,6 +61,16 @@ def discount(job: Job, epochs: Set[int]) -> None:
     """Drop the deaths of these sessions: the request did not cause them."""
     if job.deaths:
         job.deaths = [death for death in job.deaths if death.epoch not in epochs]
+
+
+def excuse_fleet_loss(job: Job) -> None:
+    """Record that the loss of a whole fleet was discounted for the request, which happens once."""
+    job.had_fleet_loss = True
+
+
+def forget_fruitless_losses(job: Job) -> None:
+    """Let no loss so far count as one without a token: something else explains them."""
+    job.num_fruitless_losses = 0
 
 
 def is_given_up(job: Job) -> bool:

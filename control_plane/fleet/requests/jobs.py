@@ -1,4 +1,7 @@
-"""The fleet's record of one request that has not ended: where it is, and what happened to it so far."""
+"""The fleet's record of one request that has not ended: where it is, and what happened to it so far.
+
+The fields of a job are written by its methods; what deaths of workers say about it is written in deaths.py.
+"""
 
 from __future__ import annotations
 
@@ -51,3 +54,63 @@ class Job:
     num_searched: int = 0  # tokens that its beam search computed, known at its end
     failed_load_epochs: set[int] = field(default_factory=set)  # sessions that could not load its adapter
     paused_since_s: float | None = None  # when its stream filled up and it was paused
+
+    # ---- where it is ----
+
+    def join(self, session: WorkerSession) -> None:
+        """The request is at this worker from now on."""
+        self.session, self.num_tokens_here = session, 0
+
+    def leave_worker(self, request: Request | None) -> None:
+        """The request is at no worker; `request` has every token accepted so far. None: no scheduler returned it."""
+        self.session = None
+        if request is not None:
+            self.request = request
+
+    def drop_index(self, index: int) -> None:
+        """The client cancelled one completion of a request that waits in the fleet."""
+        self.request = self.request.without_index(index)
+
+    def pause(self, now_s: float) -> None:
+        """Its stream is full."""
+        self.paused_since_s = now_s
+
+    def resume(self) -> None:
+        """Its reader has read."""
+        self.paused_since_s = None
+
+    # ---- what it gained ----
+
+    def start(self) -> None:
+        """It is part of a plan."""
+        self.has_run = True
+
+    def deliver(self, token_id: int) -> bool:
+        """Deliver the next token of completion 0, with nothing beside it. Returns whether the stream is full."""
+        self.num_tokens_here += 1
+        self.num_generated += 1
+        return self.stream.push_token(token_id)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count tokens that come with more than themselves."""
+        self.num_tokens_here += num_tokens
+        self.num_generated += num_tokens
+
+    def note_searched(self, num_tokens: int) -> None:
+        """Note the tokens that its beam search has computed in all."""
+        self.num_searched = max(self.num_searched, num_tokens)
+
+    # ---- what failed ----
+
+    def note_failed_load(self, epoch: int) -> None:
+        """The session of this epoch could not load its adapter."""
+        self.failed_load_epochs.add(epoch)
+
+    def note_not_finite(self, at: NotFinite) -> None:
+        """Its logits were not finite at a worker, and another worker computes it."""
+        self.not_finite_at = [*self.not_finite_at, at]
+
+    def take_not_finite(self) -> list[NotFinite]:
+        """The workers where its logits were not finite. Forgets them, because the request has gained a token."""
+        workers, self.not_finite_at = self.not_finite_at, []
+        return workers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from control_plane.scheduler.requests.states import SequenceState
 from control_plane.scheduler.requests.transitions import take_row
 from control_plane.scheduler.types import BeamSearch, RequestId, RequestOutput
 from tests.control_plane.scheduler.factories import make_limits, make_request
+from tests.ownership import written_fields
 
 PACKAGE = Path(__file__).parents[4] / "control_plane" / "scheduler"
 BLOCK_SIZE = 4
@@ -153,21 +153,3 @@ def test_only_their_own_module_writes_fields_of_rows_sequences_and_groups() -> N
     }
     assert {place for place in found if not place.startswith(("requests/sequence.py", "admission.py"))} == set()
     assert "requests/sequence.py: num_planned" in found
-
-
-CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "reverse", "sort", "update"}
-
-
-def written_fields(tree: ast.Module) -> Iterator[str]:
-    """Attributes of other objects than self that are assigned, deleted, or changed in place."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
-            target: ast.expr = node.func.value
-        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            target = node
-        else:
-            continue
-        while isinstance(target, ast.Subscript):
-            target = target.value
-        if isinstance(target, ast.Attribute) and not (isinstance(target.value, ast.Name) and target.value.id == "self"):
-            yield target.attr
