@@ -1,6 +1,6 @@
 """A conversation on the terminal: the server renders every turn with the checkpoint's chat template.
 
-The prefix cache keeps the earlier turns, so that each turn computes only what is new.
+The prefix cache keeps the earlier turns: what is cached of them is not computed again.
 Run: python examples/chat.py [ADAPTER]        (an empty line or Ctrl-D ends it)
 """
 

@@ -31,10 +31,12 @@ with args.corpus as corpus:
 
 with Client(os.environ.get("MOTET_SERVER", "127.0.0.1:50051")) as client:
     for number in range(1, args.rounds + 1):
+        losses = []
         for _ in range(args.steps):
             start = int(torch.randint(max(len(tokens) - 64, 1), ()))
             batch = tokens[None, start : start + 64]
             loss = model(input_ids=batch, labels=batch).loss
+            losses.append(loss.item())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -44,4 +46,5 @@ with Client(os.environ.get("MOTET_SERVER", "127.0.0.1:50051")) as client:
         version = adapter.active_version
         assert version is not None
         sample = client.generate("The ", adapter=args.name, adapter_digest=version.digest, max_tokens=16).text()
-        print(f"round {number}: loss {loss.item():.3f}, version {version.number} {version.digest[:12]}, {sample!r}")
+        mean_loss = sum(losses) / len(losses)
+        print(f"round {number}: loss {mean_loss:.3f}, version {version.number} {version.digest[:12]}, {sample!r}")
