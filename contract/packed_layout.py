@@ -14,6 +14,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a value, by t
 REST = "rest"  # the chunk of the modules outside the decoder layers
 RANKS_PER_PAGE = 8  # rows of A, or columns of B, that one page of an arena holds
 _VECTOR_ITEMSIZE = 4  # biases and magnitudes are float32
+# An output that is at most this part of its input, such as a router's, does not narrow the pages of all other modules.
+_NARROW_OUT = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,26 @@ class ModuleSize:
     rank: int
     in_features: int
     out_features: int
-    tile_widths: Sequence[int]  # in_features and out_features, without the vocabulary of an embedding or a head
-    has_vector: bool  # a bias or magnitudes, [out_features]
+    is_embedding: bool  # leads from the vocabulary
+    is_head: bool  # leads to the vocabulary
+    num_vectors: int  # float32 [out_features]: biases and magnitudes
+
+    @property
+    def page_widths(self) -> tuple[int, ...]:
+        """The widths that whole pages are made for."""
+        return page_widths(self.in_features, self.out_features, is_embedding=self.is_embedding, is_head=self.is_head)
+
+
+def page_widths(in_features: int, out_features: int, *, is_embedding: bool, is_head: bool) -> tuple[int, ...]:
+    """The widths of a module that whole pages are made for. Of another width the last page has unused columns.
+
+    That is the vocabulary, and an output that is narrow beside its input.
+    """
+    if is_embedding:
+        return (out_features,)
+    if is_head or out_features <= in_features * _NARROW_OUT:
+        return (in_features,)
+    return (in_features, out_features)
 
 
 def chunk_name(layer: int | None) -> str:
@@ -35,15 +55,15 @@ def chunk_name(layer: int | None) -> str:
 def arena_bytes(modules: Sequence[ModuleSize], dtype: str) -> int:
     """Bytes that an adapter takes of a worker's arena. `dtype` is a key of ITEMSIZE.
 
-    A page holds RANKS_PER_PAGE ranks of one tile. All tiles are as wide as the greatest common divisor of the widths.
+    A page holds RANKS_PER_PAGE ranks of one tile. All tiles are as wide as the greatest common divisor of page_widths.
     The vectors of all modules are stored together and rounded up to whole pages.
     """
-    columns = math.gcd(*(width for module in modules for width in module.tile_widths))
+    columns = math.gcd(*(width for module in modules for width in module.page_widths))
     page_bytes = RANKS_PER_PAGE * columns * ITEMSIZE[dtype]
     num_pages = sum(
         -(-module.rank // RANKS_PER_PAGE)
         * sum(-(-width // columns) for width in (module.in_features, module.out_features))
         for module in modules
     )
-    num_values = sum(module.out_features for module in modules if module.has_vector)
+    num_values = sum(module.out_features * module.num_vectors for module in modules)
     return (num_pages + -(-_VECTOR_ITEMSIZE * num_values // page_bytes)) * page_bytes

@@ -82,4 +82,4 @@ def _read_whole(digest: str, source: AdapterSource) -> int:
     for entry, chunk in zip(json.loads(data)["chunks"], chunks, strict=True):
         if _sha256(chunk).hexdigest() != entry["sha256"]:
             raise AdapterCorrupt(f"adapter {digest}: chunk {entry['name']} is not what the manifest says")
-    return read_manifest(data, digest).arena_bytes()
+    return read_manifest(data, digest).arena_bytes(heads=())

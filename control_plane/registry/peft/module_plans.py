@@ -39,10 +39,9 @@ class ModulePlan:
     @property
     def size(self) -> ModuleSize:
         """What the module's size in an arena depends on."""
-        sides = {ModuleKind.EMBEDDING: [self.out_features], ModuleKind.HEAD: [self.in_features]}
-        widths = sides.get(self.kind, [self.in_features, self.out_features])
-        has_vector = any(part.is_vector for part, _ in self.tensors)
-        return ModuleSize(self.rank, self.in_features, self.out_features, widths, has_vector)
+        num_vectors = sum(part.is_vector for part, _ in self.tensors)
+        is_head = self.kind is ModuleKind.HEAD
+        return ModuleSize(self.rank, self.in_features, self.out_features, self.is_embedding, is_head, num_vectors)
 
     @property
     def is_embedding(self) -> bool:

@@ -1,8 +1,9 @@
 """The arena's memory: pages of 8 ranks by W columns, and which of them are free.
 
-W is the greatest common divisor of all widths of the model's linears (1024 for a typical 8B decoder), so that every
-matrix is a whole number of pages of one size. Only the last pages of a vocabulary may have unused columns. One page
-size means one byte budget without fragmentation: an adapter fits if its bytes do, and the control plane counts bytes.
+W is the greatest common divisor of the widths of the model's linears (1024 for a typical 8B decoder), so that a matrix
+is a whole number of pages of one size. Only the last pages of a vocabulary, and of an output that is narrow beside its
+input, may have unused columns (contract.packed_layout.page_widths). One page size means one byte budget without
+fragmentation: an adapter fits if its bytes do, and the control plane counts bytes.
 Not thread-safe: the arena locks.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.packed_layout import page_widths
 from data_plane.plan import TargetKind, TargetModule
 from kernels.lora import PAGE_RANKS, page_values
 
@@ -26,7 +28,7 @@ class PagePool:
     def __init__(
         self, targets: Sequence[TargetModule], arena_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.tile_width = math.gcd(*(width for target in targets for width in _fixed_widths(target)))
+        self.tile_width = math.gcd(*(width for target in targets for width in _page_widths(target)))
         self.page_bytes = PAGE_RANKS * self.tile_width * dtype.itemsize
         self.values_per_page = self.page_bytes // 4  # float32 values
         self.num_pages = arena_bytes // self.page_bytes
@@ -136,10 +138,6 @@ class PagePool:
         assert sum(len(ids) for ids in held) == self.num_used, "num_used is not what is held"
 
 
-def _fixed_widths(target: TargetModule) -> list[int]:
-    """The module's widths without the vocabulary's, which may be a part of a page's columns."""
-    if target.kind is TargetKind.EMBEDDING:
-        return [target.out_features]
-    if target.kind is TargetKind.HEAD:
-        return [target.in_features]
-    return [target.in_features, target.out_features]
+def _page_widths(target: TargetModule) -> tuple[int, ...]:
+    is_embedding, is_head = target.kind is TargetKind.EMBEDDING, target.kind is TargetKind.HEAD
+    return page_widths(target.in_features, target.out_features, is_embedding=is_embedding, is_head=is_head)

@@ -36,8 +36,8 @@ def place(manifest: Manifest, targets: Mapping[str, TargetModule], pool: PagePoo
             num_values += module.out_features
         modules[module.name] = ModulePages(module.rank, module.scaling, first, num_a_pages, num_b_pages, vectors)
         first += num_a_pages + num_b_pages
-    arena_bytes = manifest.arena_bytes()
-    assert arena_bytes % pool.page_bytes == 0, "the columns of a page divide all widths but the vocabulary's"
+    arena_bytes = manifest.arena_bytes({name for name, target in targets.items() if target.kind is TargetKind.HEAD})
+    assert arena_bytes % pool.page_bytes == 0, "the columns of a page divide all widths that whole pages are made for"
     num_pages = arena_bytes // pool.page_bytes
     assert first + -(-num_values // pool.values_per_page) <= num_pages, (
         "an adapter needs more pages than its arena bytes"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from contract.ids import DIGEST_FORM, is_digest
-from contract.packed_layout import FORMAT, ITEMSIZE, REST, ModuleSize, arena_bytes
+from contract.packed_layout import FORMAT, ITEMSIZE, ModuleSize, arena_bytes
 from data_plane.adapters.kinds import MANIFEST_WORDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
 from data_plane.errors import AdapterCorrupt
@@ -35,18 +36,11 @@ class ModuleEntry:
     kind: AdapterKind
     is_embedding: bool = False
 
-    def size(self, *, is_rest: bool) -> ModuleSize:
-        """What the module's size in an arena depends on. `is_rest`: the module is outside the decoder layers.
-
-        Such a module has the vocabulary on one side, which does not count for the width of tiles.
-        """
-        widths = [self.in_features, self.out_features]
-        if self.is_embedding:
-            widths = [self.out_features]
-        elif is_rest:
-            widths = [self.in_features]
-        has_vector = bool(self.kind.tables)
-        return ModuleSize(self.rank, self.in_features, self.out_features, widths, has_vector)
+    def size(self, *, is_head: bool) -> ModuleSize:
+        """What the module's size in an arena depends on."""
+        return ModuleSize(
+            self.rank, self.in_features, self.out_features, self.is_embedding, is_head, len(self.kind.tables)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +63,10 @@ class Manifest:
     dtype: str  # a key of ITEMSIZE
     chunks: tuple[ChunkEntry, ...]
 
-    def arena_bytes(self) -> int:
-        """What the adapter takes of an arena, by the formula of docs/protocol.md."""
-        return arena_bytes(
-            [module.size(is_rest=chunk.name == REST) for chunk in self.chunks for module in chunk.modules], self.dtype
-        )
+    def arena_bytes(self, heads: Collection[str]) -> int:
+        """What the adapter takes of an arena, by the formula of docs/protocol.md. `heads`: the model's, by name."""
+        modules = [module for chunk in self.chunks for module in chunk.modules]
+        return arena_bytes([module.size(is_head=module.name in heads) for module in modules], self.dtype)
 
 
 def read_manifest(data: bytes, digest: str) -> Manifest:
