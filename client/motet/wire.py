@@ -164,6 +164,7 @@ def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
         limits=_same_fields(status.LimitStatus, message.limits),
         tenants=tuple(_same_fields(status.TenantStatus, tenant) for tenant in message.tenants),
         num_other_tenants=message.num_other_tenants,
+        own_tenant_only=message.own_tenant_only,
     )
 
 

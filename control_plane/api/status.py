@@ -1,4 +1,7 @@
-"""StatusService: the model, the workers, the queues and the adapters at one moment."""
+"""StatusService: the model, the workers, the queues and the adapters at one moment.
+
+A caller without the role `admin` gets its own tenant's part and nothing of anybody else.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from motet import __version__
 from motet.v1 import status_pb2, status_pb2_grpc
 from motet.v1.status import LimitStatus
 
+from control_plane.caller import Caller, current_caller
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.host_cache.weights import AdapterWeights
@@ -54,15 +58,27 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
     async def GetStatus(  # noqa: N802 - the stub's name
         self, _request: status_pb2.GetStatusRequest, _context: Context
     ) -> status_pb2.GetStatusResponse:
-        """Everything at one moment: no await between the reads."""
+        """Everything that the caller may see, at one moment: no await between the reads."""
+        caller = current_caller()
+        return self._whole() if caller.principal.is_admin else self._own_part(caller)
+
+    def _own_part(self, caller: Caller) -> status_pb2.GetStatusResponse:
+        account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
+        return status_pb2.GetStatusResponse(
+            server_version=__version__,
+            model=self._model_message(),
+            limits=self._limits_message(),
+            tenants=map(_tenant_message, self._fleet.tenant_use(only=account)),
+            own_tenant_only=True,
+        )
+
+    def _whole(self) -> status_pb2.GetStatusResponse:
         registry, cache = self._registry.stats(), self._weights.stats()
         tenants = self._fleet.tenant_use()
         workers = sorted(self._fleet.worker_snapshots(), key=lambda worker: worker.worker_id)
         return status_pb2.GetStatusResponse(
             server_version=__version__,
-            model=status_pb2.ModelStatus(
-                **dataclasses.asdict(self._model), max_model_len=self._served.max_model_len or 0
-            ),
+            model=self._model_message(),
             workers=[status_pb2.WorkerStatus(**dataclasses.asdict(worker)) for worker in workers],
             queues=status_pb2.QueueStatus(**dataclasses.asdict(self._fleet.queue_snapshot())),
             adapters=status_pb2.AdapterStatus(
@@ -74,10 +90,16 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
                 host_cache_available=cache.is_available,
                 host_cache_error=cache.error,
             ),
-            limits=status_pb2.LimitStatus(**dataclasses.asdict(self._limits)),
+            limits=self._limits_message(),
             tenants=map(_tenant_message, tenants),
             num_other_tenants=self._fleet.num_tenants - len(tenants),
         )
+
+    def _model_message(self) -> status_pb2.ModelStatus:
+        return status_pb2.ModelStatus(**dataclasses.asdict(self._model), max_model_len=self._served.max_model_len or 0)
+
+    def _limits_message(self) -> status_pb2.LimitStatus:
+        return status_pb2.LimitStatus(**dataclasses.asdict(self._limits))
 
 
 def _tenant_message(use: TenantUse) -> status_pb2.TenantStatus:
@@ -91,6 +113,8 @@ def _tenant_message(use: TenantUse) -> status_pb2.TenantStatus:
         max_queued_tokens=limits.max_queued_tokens,
         num_tokens_left=use.tokens_left,
         tokens_per_minute=limits.tokens_per_minute,
+        num_requests_left=use.requests_left,
+        requests_per_minute=limits.requests_per_minute,
         num_accepted=use.num_accepted,
         num_rejected=use.num_rejected,
         num_input_tokens=use.num_input_tokens,

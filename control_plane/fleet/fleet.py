@@ -68,9 +68,9 @@ class Fleet:
         """
         return self._intake.submit(request)
 
-    def account_of(self, tenant: str, host: str) -> str:
-        """The account that is charged for a request that a host sends for a tenant."""
-        return self._settings.tenants.account_of(tenant, host)
+    def account_of(self, tenant: str, host: str, *, is_authenticated: bool = False) -> str:
+        """The account that is charged for a request that a host sends for a tenant, as TenantTable.account_of says."""
+        return self._settings.tenants.account_of(tenant, host, is_authenticated=is_authenticated)
 
     def check_room(self, account: str, num_reserved_tokens: int) -> None:
         """Raise what `submit` would raise now for any request of the account that may generate this many tokens.
@@ -177,9 +177,9 @@ class Fleet:
         """Tenants that sent requests lately."""
         return self._quotas.num_tenants
 
-    def tenant_use(self) -> list[TenantUse]:
-        """The busiest tenants, ordered by name."""
-        return self._quotas.busiest(MAX_REPORTED_TENANTS)
+    def tenant_use(self, *, only: str | None = None) -> list[TenantUse]:
+        """The busiest tenants, ordered by name; or this one account, also where it has sent nothing yet."""
+        return self._quotas.busiest(MAX_REPORTED_TENANTS) if only is None else [self._quotas.use_of(only)]
 
     def queue_snapshot(self) -> QueueStatus:
         """Requests over all workers."""

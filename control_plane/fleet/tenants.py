@@ -3,8 +3,9 @@
 The object maps tenants to entries. The entry "default" is for every tenant without an entry. A field left out of an
 entry means no limit, or weight 1. The file is read once, at the start.
 
-Use is charged to accounts. A tenant with an entry has an account of its own. Clients can invent other names as they
-like, so those have no accounts: requests of a host under such names, or without a name, are charged to the host.
+Use is charged to accounts. A tenant with an entry has an account of its own, and so has every tenant of an
+authenticated caller, whose credential fixes the name. Other clients can invent names as they like, so those have no
+accounts: requests of a host under such names, or without a name, are charged to the host.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class TenantLimits:
     max_running_requests: int | None = None  # accepted and not ended, those that wait included, a count
     max_queued_tokens: int | None = None  # prompt tokens of its requests that have no generated token yet, a count
     tokens_per_minute: int | None = None  # prompt and generated tokens; as many may be saved up, a count
+    requests_per_minute: int | None = None  # accepted requests; as many may be saved up, a count
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,13 @@ class TenantTable:
     default: TenantLimits = TenantLimits()
     trusts_names: bool = False  # clients cannot invent names: every tenant has an account
 
-    def account_of(self, tenant: str, host: str) -> str:
-        """The account that is charged for a request that a host sends for a tenant."""
+    def account_of(self, tenant: str, host: str, *, is_authenticated: bool = False) -> str:
+        """The account that is charged for a request that a host sends for a tenant.
+
+        `is_authenticated`: the caller's credential allows this tenant, so that the name cannot be invented.
+        """
         has_entry = tenant in self.named and tenant != DEFAULT_ENTRY
-        return tenant if has_entry or self.trusts_names else host
+        return tenant if has_entry or is_authenticated or self.trusts_names else host
 
     def limits_of(self, account: str) -> TenantLimits:
         """The limits of the account's entry, or of the default entry."""

@@ -329,6 +329,8 @@ def test_status_shows_tenants(server: ScriptedServer, capsys: Capture) -> None:
         num_queued_tokens=17,
         num_tokens_left=50,
         tokens_per_minute=600,
+        num_requests_left=2,
+        requests_per_minute=30,
         num_rejected=7,
     )
     server.status.tenants.add(tenant="b", weight=1)
@@ -337,10 +339,20 @@ def test_status_shows_tenants(server: ScriptedServer, capsys: Capture) -> None:
     out = capsys.readouterr().out
     lines = [line.split() for line in out[out.index("tenants") :].splitlines()[2:4]]
     assert lines == [
-        ["a", "2.5", "3/4", "17", "50/600", "0", "7", "0", "0"],
+        ["a", "2.5", "3/4", "17", "50/600", "2/30", "0", "7", "0", "0"],
         ["b", "1", "0", "0", "0", "0", "0", "0"],
     ]
     assert "and 12 less busy ones" in out
+
+
+def test_status_of_a_tenant_shows_its_use_and_no_empty_tables(server: ScriptedServer, capsys: Capture) -> None:
+    server.status.own_tenant_only = True
+    server.status.tenants.add(tenant="acme", num_requests=3, max_running_requests=4)
+    server.status.adapters.num_registered = 2
+    assert motet(server, "status") == 0
+    out = capsys.readouterr().out
+    assert "acme" in out and "3/4" in out and "2 that you may read" in out
+    assert not any(part in out for part in ("WORKER", "workers", "WAITING", "TIER", "host cache"))
 
 
 def test_status_without_workers_says_so(server: ScriptedServer, capsys: Capture) -> None:

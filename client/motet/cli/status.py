@@ -20,7 +20,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "status",
         help="workers, queues, KV blocks, adapters by tier",
-        description="Show workers, queues, KV blocks and adapters by tier.",
+        description="Show workers, queues, KV blocks and adapters by tier; without the role admin, your tenant's use.",
         parents=[server_option()],
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line")
@@ -46,18 +46,19 @@ def run_status(arguments: argparse.Namespace, *, sleep: Callable[[float], None] 
 
 
 def render(status: ServerStatus) -> str:
-    """The status as tables."""
-    model, queues, adapters = status.model, status.queues, status.adapters
+    """The status as tables, with those that the caller may see."""
+    if status.own_tenant_only:
+        note = f"adapters\n{status.adapters.num_registered} that you may read"
+        return "\n\n".join([_render_model(status), _render_tenants(status), note])
+    queues, adapters = status.queues, status.adapters
     arena_rows = [
         (f"arena of {w.worker_id}", w.num_adapters_loaded, size(w.arena_used_bytes), size(w.arena_bytes))
         for w in status.workers
     ]
-    context = f"{model.max_model_len} tokens" if model.max_model_len else "not known before a worker attaches"
     error = f": {adapters.host_cache_error}" if adapters.host_cache_error else ""
     cache_state = "" if adapters.host_cache_available else f" (not responding{error})"
     sections = [
-        f"motet {status.server_version}, model {model.name} ({model.dtype}, context {context}, "
-        f"fingerprint {model.fingerprint[:12]})",
+        _render_model(status),
         "requests\n"
         + table(
             ("WAITING", "RUNNING", "ACCEPTED", "FINISHED", "REJECTED", "MIGRATED"),
@@ -92,6 +93,15 @@ def render(status: ServerStatus) -> str:
     return "\n\n".join(sections)
 
 
+def _render_model(status: ServerStatus) -> str:
+    model = status.model
+    context = f"{model.max_model_len} tokens" if model.max_model_len else "not known before a worker attaches"
+    return (
+        f"motet {status.server_version}, model {model.name} ({model.dtype}, context {context}, "
+        f"fingerprint {model.fingerprint[:12]})"
+    )
+
+
 def _render_tenants(status: ServerStatus) -> str:
     def of(used: int, limit: int | None) -> str:
         return str(used) if limit is None else f"{used}/{limit}"
@@ -103,6 +113,7 @@ def _render_tenants(status: ServerStatus) -> str:
             of(tenant.num_requests, tenant.max_running_requests),
             of(tenant.num_queued_tokens, tenant.max_queued_tokens),
             "" if tenant.num_tokens_left is None else of(tenant.num_tokens_left, tenant.tokens_per_minute),
+            "" if tenant.num_requests_left is None else of(tenant.num_requests_left, tenant.requests_per_minute),
             tenant.num_accepted,
             tenant.num_rejected,
             tenant.num_input_tokens,
@@ -115,7 +126,8 @@ def _render_tenants(status: ServerStatus) -> str:
         "WEIGHT",
         "REQUESTS",
         "QUEUED TOKENS",
-        "LEFT PER MINUTE",
+        "TOKENS LEFT",
+        "REQUESTS LEFT",
         "ACCEPTED",
         "REJECTED",
         "PROMPT TOKENS",

@@ -83,7 +83,7 @@ class AdapterStatus:
 class TenantStatus:
     """One tenant: what it is granted, and what it uses."""
 
-    tenant: str  # Its name. Tenants that the operator does not name are counted by the client's host, which is the name here: "ipv4:10.0.0.7", or "ipv6:2001:db8::/64"
+    tenant: str  # Its name. Without authentication, tenants that the operator does not name are counted by the client's host, which is the name here: "ipv4:10.0.0.7", or "ipv6:2001:db8::/64"
     weight: float  # Share of service against the other tenants' weights, while several wait, no unit
     num_requests: int  # Accepted and not finished, a count
     max_running_requests: int | None  # Most of them at once, a count; unset: no limit. Beyond any of these limits: RESOURCE_EXHAUSTED
@@ -95,6 +95,8 @@ class TenantStatus:
     num_rejected: int  # Refused because of one of these limits, a count
     num_input_tokens: int  # Prompt tokens of finished requests, a count, cached ones included
     num_generated_tokens: int  # Generated tokens of finished requests, a count, those of samples that were not returned included
+    num_requests_left: int | None  # Requests that may be sent at once, a count; set where requests_per_minute is
+    requests_per_minute: int | None  # How many are added every minute, and the most that are saved up, a count; unset: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

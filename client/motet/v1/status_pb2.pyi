@@ -11,7 +11,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants")
+    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants", "own_tenant_only")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class GetStatusResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     NUM_OTHER_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    OWN_TENANT_ONLY_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     model: ModelStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -28,7 +29,8 @@ class GetStatusResponse(_message.Message):
     limits: LimitStatus
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
     num_other_tenants: int
-    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ...) -> None: ...
+    own_tenant_only: bool
+    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ..., own_tenant_only: bool = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype")
@@ -141,7 +143,7 @@ class AdapterStatus(_message.Message):
     def __init__(self, num_registered: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_host_cached: _Optional[int] = ..., host_cache_bytes: _Optional[int] = ..., host_cache_budget_bytes: _Optional[int] = ..., host_cache_available: bool = ..., host_cache_error: _Optional[str] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
-    __slots__ = ("tenant", "weight", "num_requests", "max_running_requests", "num_queued_tokens", "max_queued_tokens", "num_tokens_left", "tokens_per_minute", "num_accepted", "num_rejected", "num_input_tokens", "num_generated_tokens")
+    __slots__ = ("tenant", "weight", "num_requests", "max_running_requests", "num_queued_tokens", "max_queued_tokens", "num_tokens_left", "tokens_per_minute", "num_accepted", "num_rejected", "num_input_tokens", "num_generated_tokens", "num_requests_left", "requests_per_minute")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +156,8 @@ class TenantStatus(_message.Message):
     NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
     NUM_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     weight: float
     num_requests: int
@@ -166,7 +170,9 @@ class TenantStatus(_message.Message):
     num_rejected: int
     num_input_tokens: int
     num_generated_tokens: int
-    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ..., num_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., num_tokens_left: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ...) -> None: ...
+    num_requests_left: int
+    requests_per_minute: int
+    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ..., num_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., num_tokens_left: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_requests_left: _Optional[int] = ..., requests_per_minute: _Optional[int] = ...) -> None: ...
 
 class LimitStatus(_message.Message):
     __slots__ = ("max_waiting_requests", "max_adapter_bytes", "max_chunk_bytes")

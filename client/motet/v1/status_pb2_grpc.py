@@ -47,7 +47,8 @@ class StatusServiceServicer(object):
     """
 
     def GetStatus(self, request, context):
-        """A consistent look at the whole system.
+        """A consistent look at the whole system. With authentication, a caller without the role "admin" gets its own tenant's
+        part: own_tenant_only says which fields that leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

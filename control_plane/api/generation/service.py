@@ -95,7 +95,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         remaining_s = context.time_remaining()
         self._gate.check()
         caller = current_caller()
-        account = self._fleet.account_of(caller.tenant, caller.host)
+        account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
         max_model_len = self._max_model_len()
         checked = check_request(
             message,

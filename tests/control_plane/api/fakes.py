@@ -26,6 +26,7 @@ from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
 from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners
+from control_plane.api.rpc.interceptor import Identify
 from control_plane.api.text.codec import TextCodec
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.quotas import TenantUse
@@ -83,8 +84,8 @@ class FakeFleet(Fleet):
     def next_request_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
-    def account_of(self, tenant: str, host: str) -> str:
-        return f"{tenant} at {host}"
+    def account_of(self, tenant: str, host: str, *, is_authenticated: bool = False) -> str:
+        return tenant if is_authenticated else f"{tenant} at {host}"
 
     def check_room(self, account: str, num_reserved_tokens: int) -> None:
         self.calls.append(("check_room", account, num_reserved_tokens))
@@ -132,15 +133,16 @@ class FakeFleet(Fleet):
     def num_tenants(self) -> int:
         return 8
 
-    def tenant_use(self) -> list[TenantUse]:
-        limits = TenantLimits(weight=2.5, max_queued_tokens=90, tokens_per_minute=600)
+    def tenant_use(self, *, only: str | None = None) -> list[TenantUse]:
+        limits = TenantLimits(weight=2.5, max_queued_tokens=90, tokens_per_minute=600, requests_per_minute=30)
         return [
             TenantUse(
-                tenant="a",
+                tenant=only or "a",
                 limits=limits,
                 num_requests=3,
                 num_queued_tokens=4,
                 tokens_left=50,
+                requests_left=10,
                 num_accepted=6,
                 num_rejected=7,
                 num_input_tokens=8,
@@ -205,9 +207,13 @@ class Api:
         self.port = 0  # while it runs
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Api]:
+    async def running(self, identify: Identify | None = None) -> AsyncIterator[Api]:
         server = listeners.client_server(
-            max_streams_per_connection=100, max_concurrent_rpcs=100, max_connections=100, write_timeout_s=30.0
+            max_streams_per_connection=100,
+            max_concurrent_rpcs=100,
+            max_connections=100,
+            write_timeout_s=30.0,
+            identify=identify,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import motet
 from motet.v1 import status_pb2, status_pb2_grpc
 from motet.v1.status import WorkerStatus
 
+from control_plane.access.principal import Principal, Role, of_roles
 from control_plane.api.text.codec import TextCodec
+from control_plane.caller import Caller, acting_as
 from control_plane.registry.model.served_modules import WorkerReport
 from tests.control_plane.api.fakes import Api
+
+NO_CONTEXT: Any = None  # the service uses none
 
 
 async def test_status_carries_every_number_of_every_part(api: Api) -> None:
@@ -48,6 +53,8 @@ async def test_status_carries_every_number_of_every_part(api: Api) -> None:
         max_queued_tokens=90,
         num_tokens_left=50,
         tokens_per_minute=600,
+        num_requests_left=10,
+        requests_per_minute=30,
         num_accepted=6,
         num_rejected=7,
         num_input_tokens=8,
@@ -69,3 +76,27 @@ async def test_status_has_no_context_before_anybody_named_one(tmp_path: Path) ->
 async def max_model_len(api: Api) -> int:
     status = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
     return status.model.max_model_len
+
+
+async def test_a_caller_without_admin_gets_its_own_tenant_and_nothing_else(api: Api) -> None:
+    """Of a server with two workers, other tenants and a filled host cache."""
+    api.registry.add("secret-of-others")
+    api.weights.error = "Redis refuses: no"
+    with acting_as(Caller("acme", Principal("key:k", frozenset({Role.INFER}), ("acme",)), "ipv4:10.0.0.7:5")):
+        response = await api.status.GetStatus(status_pb2.GetStatusRequest(), NO_CONTEXT)
+    whole = await api.stub(status_pb2_grpc.StatusServiceStub).GetStatus(status_pb2.GetStatusRequest())
+    assert response.own_tenant_only and not whole.own_tenant_only
+    assert [tenant.tenant for tenant in response.tenants] == ["acme"]
+    assert (response.server_version, response.model, response.limits) == (
+        motet.__version__,
+        whole.model,
+        whole.limits,
+    )
+    present = {field.name for field, _ in response.ListFields()}
+    assert present == {"server_version", "model", "limits", "tenants", "own_tenant_only"}
+
+
+async def test_an_admin_gets_everything(api: Api) -> None:
+    with acting_as(Caller("acme", Principal("key:k", of_roles([Role.ADMIN]), ("acme",)), "ipv4:10.0.0.7:5")):
+        response = await api.status.GetStatus(status_pb2.GetStatusRequest(), NO_CONTEXT)
+    assert not response.own_tenant_only and len(response.workers) == 2 and response.num_other_tenants == 7

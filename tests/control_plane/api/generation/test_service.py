@@ -12,8 +12,10 @@ import grpc.aio
 import pytest
 from motet.v1 import generation_pb2_grpc, types_pb2
 
+from control_plane.access.principal import Principal, Role
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
+from control_plane.caller import Caller
 from control_plane.errors import NoWorker, QueueFull
 from control_plane.scheduler.types import FinishReason, Sampling
 from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST
@@ -54,6 +56,15 @@ async def test_stream_starts_with_the_first_token_and_finishes_once(api: Api) ->
     assert submitted.adapter is not None and submitted.adapter.digest == DIGEST
     assert submitted.stop_token_ids == {1, 7, 8}  # the checkpoint's end-of-sequence token too
     assert submitted.arrival_s == 100.0 and submitted.deadline_s is None
+
+
+async def test_an_authenticated_tenant_is_charged_itself_and_not_the_host(tmp_path: Path) -> None:
+    acme = Caller("acme", Principal("key:k", frozenset({Role.INFER}), ("acme",)), "ipv4:10.0.0.7:5")
+    async with Api(tmp_path, TextCodec(None, None, reason="not needed")).running(lambda _method, _context: acme) as api:
+        script(api, job_event([5], FinishReason.LENGTH))
+        responses = await generate(api, request())
+        assert responses[0].started.tenant == "acme"
+        assert [submitted.account for submitted in api.fleet.requests] == ["acme"]
 
 
 async def test_defaults_are_made_effective(api: Api) -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
 
 from control_plane.errors import QuotaExceeded, QuotaTooSmall
 from control_plane.fleet.requests.quotas import MAX_IDLE_TENANTS, TenantQuotas
@@ -66,6 +68,13 @@ def test_a_tenant_without_an_entry_is_counted_by_the_clients_host(
     assert table.limits_of(account) == (own if account == "a" else others)
 
 
+@pytest.mark.parametrize("tenant", ["a", "without-entry", "default"])
+def test_a_tenant_of_an_authenticated_caller_has_an_account_of_its_own(tenant: str) -> None:
+    """A credential fixes the tenant, so that nobody gains a fresh quota by a name."""
+    table = parse_tenants({"a": {"weight": 2.0}})
+    assert table.account_of(tenant, "ipv4:10.0.0.7", is_authenticated=True) == tenant
+
+
 def test_invented_tenants_of_one_host_have_one_quota() -> None:
     quotas = TenantQuotas(TenantTable(default=TenantLimits(max_running_requests=2)), FakeClock())
     for number in range(2):
@@ -121,11 +130,66 @@ def test_every_completion_is_reserved(fields: dict[str, Any], num_tokens: int) -
     assert quotas.busiest(9)[0].tokens_left == 100 - num_tokens
 
 
+def test_requests_per_minute_fill_up_evenly_and_are_not_given_back() -> None:
+    quotas, clock = make_quotas(requests_per_minute=4)
+    for _ in range(4):
+        quotas.end(quotas.admit(request()), 0)
+    error = refused(quotas, request())
+    assert (error.tenant, error.quota, error.limit) == ("a", "requests_per_minute", 4)
+    assert error.retry_after_s == pytest.approx(15.0) and "requests_per_minute is 4" in str(error)
+    clock.advance(10)
+    assert refused(quotas, request()).retry_after_s == pytest.approx(5.0)
+    clock.advance(5)
+    quotas.admit(request())
+    assert quotas.busiest(9)[0].requests_left == 0 and quotas.busiest(9)[0].num_rejected == 2
+    quotas.admit(request(tenant="b"))  # the others have no such limit
+    clock.advance(3600)
+    assert quotas.busiest(9)[0].requests_left == 4  # one minute's worth is kept, no more
+
+
+@given(
+    requests_per_minute=st.integers(1, 100_000),
+    tokens_per_minute=st.integers(30, 10_000_000),
+    began_s=st.floats(0, 1e7),
+    pauses_s=st.lists(st.floats(0, 30), min_size=1, max_size=8),
+)
+def test_the_next_request_fits_at_the_time_that_the_refusal_names(
+    requests_per_minute: int, tokens_per_minute: int, began_s: float, pauses_s: list[float]
+) -> None:
+    """Whatever was used before, and whichever of the two quotas refuses."""
+    clock = FakeClock()
+    clock.advance(began_s)
+    limits = TenantLimits(requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute)
+    quotas = TenantQuotas(TenantTable({"a": limits}), clock)
+    num_refused = 0
+    for pause_s in pauses_s:
+        try:
+            while quotas.admit(request()):
+                if quotas.use_of("a").num_accepted > 200:
+                    break
+        except QuotaExceeded as error:
+            num_refused += 1
+            assert error.retry_after_s > 0
+            clock.advance(error.retry_after_s)
+            quotas.admit(request())
+        clock.advance(pause_s)
+    event(f"{num_refused > 0}")
+
+
+def test_the_use_of_a_tenant_that_sent_nothing_is_its_grant_and_makes_no_account() -> None:
+    quotas, _ = make_quotas(requests_per_minute=4, tokens_per_minute=60)
+    use = quotas.use_of("a")
+    assert (use.tenant, use.requests_left, use.tokens_left, use.num_accepted) == ("a", 4, 60, 0)
+    assert quotas.num_tenants == 0
+    quotas.admit(request(10, 20))
+    assert (quotas.use_of("a").requests_left, quotas.use_of("a").tokens_left) == (3, 30)
+
+
 def test_request_that_no_worker_takes_is_not_charged() -> None:
-    quotas, _ = make_quotas(max_running_requests=1, max_queued_tokens=10, tokens_per_minute=30)
+    quotas, _ = make_quotas(max_running_requests=1, max_queued_tokens=10, tokens_per_minute=30, requests_per_minute=2)
     quotas.withdraw(quotas.admit(request()))
     use = quotas.busiest(9)[0]
-    assert (use.num_requests, use.num_queued_tokens, use.tokens_left) == (0, 0, 30)
+    assert (use.num_requests, use.num_queued_tokens, use.tokens_left, use.requests_left) == (0, 0, 30, 2)
     assert (use.num_accepted, use.num_input_tokens) == (0, 0)
 
 
@@ -181,6 +245,7 @@ def test_entries_of_the_file() -> None:
         ('{"a": {"max_running_requests": 0}}', ["a.max_running_requests", "0"]),
         ('{"a": {"max_queued_tokens": 1.5}}', ["a.max_queued_tokens", "1.5"]),
         ('{"a": {"tokens_per_minute": "9"}}', ["a.tokens_per_minute", "'9'"]),
+        ('{"a": {"requests_per_minute": 0}}', ["a.requests_per_minute", "0"]),
         ('{"a": {"tokens_per_minute": null}}', ["a.tokens_per_minute", "None"]),
     ],
 )
