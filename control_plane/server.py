@@ -34,6 +34,7 @@ from contract.ready_lines import control_plane_ready
 from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
 from control_plane.access.authenticator import Authenticator
+from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
 from control_plane.adapters.life_cycle import AdapterLifeCycle
 from control_plane.adapters.operations import OperationStore
@@ -143,8 +144,9 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher()
+    transport = _transport(config, watcher)
     authenticator = _authenticator()
-    clients, workers = _make_ports(config, max_connections, authenticator, stack)
+    clients, workers = _make_ports(config, max_connections, authenticator, transport, stack)
     fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
@@ -186,15 +188,15 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
     _offer(
         workers,
-        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights)),
+        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights, transport.worker_access)),
         (health_pb2_grpc.add_HealthServicer_to_server, health_service),
     )
     if not config.no_reflection:
         _offer_reflection(clients)
     watcher.start()
     stack.push_async_callback(watcher.close)
-    client_address = listeners.bind(clients, config.listen)
-    worker_address = listeners.bind(workers, config.worker_listen)
+    client_address = listeners.bind(clients, config.listen, transport.client_credentials)
+    worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await clients.start()
     await workers.start()
     restoring = asyncio.create_task(_restore(life_cycle), name="restore")
@@ -282,6 +284,14 @@ async def _start_codec(config: ServerConfig, base_model: BaseModel, stack: conte
     return codec
 
 
+def _transport(config: ServerConfig, watcher: FileWatcher) -> Transport:
+    """TLS of both ports. Raises ConfigError."""
+    try:
+        return open_transport(config.access, watcher)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _authenticator() -> Authenticator:
     """What the operator has set up for clients to prove who they are."""
     authenticator = Authenticator()
@@ -294,7 +304,11 @@ def _authenticator() -> Authenticator:
 
 
 def _make_ports(
-    config: ServerConfig, max_connections: int, authenticator: Authenticator, stack: contextlib.AsyncExitStack
+    config: ServerConfig,
+    max_connections: int,
+    authenticator: Authenticator,
+    transport: Transport,
+    stack: contextlib.AsyncExitStack,
 ) -> tuple[grpc.aio.Server, grpc.aio.Server]:
     """The server of the clients' port and that of the workers' port, neither listening yet."""
     clients = listeners.client_server(
@@ -304,9 +318,10 @@ def _make_ports(
         # A response is written in a moment where the client reads; that moment it gets in any case.
         write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
         identify=Callers(authenticator),
+        guard=transport.client_guard,
     )
     stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
-    workers = listeners.worker_server()
+    workers = listeners.worker_server(guard=transport.worker_guard)
     stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
     return clients, workers
 

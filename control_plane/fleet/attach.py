@@ -72,8 +72,10 @@ class AttachedWorkers:
         has_none = not self._sessions.by_id
         return has_none and self._awake() - self._no_worker_since_s >= self._settings.worker_grace_s
 
-    def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
+    def attach(self, hello: plan_pb2.Hello, refusal: Callable[[], str | None] = lambda: None) -> WorkerSession:
         """A session for the worker that sent this Hello. An earlier session of the same process ends.
+
+        The session ends once `refusal` gives a reason.
 
         Raises Draining, or what WorkerGate.admit raises.
         """
@@ -82,7 +84,15 @@ class AttachedWorkers:
         former = self._sessions.by_id.get(hello.worker_id)
         epoch = self._gate.admit(hello, former)
         session = WorkerSession(
-            hello, epoch, self._settings, self, self._weights.worker_url, self._clock, self._awake, self._counters
+            hello,
+            epoch,
+            self._settings,
+            self,
+            self._weights.worker_url,
+            self._clock,
+            self._awake,
+            self._counters,
+            refusal,
         )
         session.set_pinned(self._pinned)
         self._sessions.open(session)

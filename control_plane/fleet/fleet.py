@@ -86,12 +86,14 @@ class Fleet:
         """Workers attached. A worker that hangs or stalls is detached, so above 0 requests can be expected to run."""
         return len(self._sessions)
 
-    def attach(self, hello: plan_pb2.Hello) -> WorkerSession:
+    def attach(self, hello: plan_pb2.Hello, refusal: Callable[[], str | None] = lambda: None) -> WorkerSession:
         """A session for the worker that sent this Hello. An earlier session of the same process ends.
+
+        The session ends once `refusal`, which is called often, gives a reason.
 
         Raises Draining, InvalidRequest, BaseModelMismatch, WorkerQuarantined, WorkerIdTaken or StaleControlPlane.
         """
-        return self._workers.attach(hello)
+        return self._workers.attach(hello, refusal)
 
     def on_workers_changed(self, callback: Callable[[], None]) -> None:
         """Have `callback` called after a worker attached or was lost."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any, Protocol
 
 import grpc
 
@@ -46,12 +46,41 @@ class WeightsSourceLike(Protocol):
         """The adapter, from whichever tier has it. Raises MotetError."""
 
 
+class CredentialLike(Protocol):
+    """What the connection of a call proves."""
+
+    def refusal(self, worker_id: str) -> str | None:
+        """Why the other end may not be this worker at present; None if it may."""
+
+    def require(self, worker_id: str) -> None:
+        """Raise PermissionDenied if it may not be this worker at present."""
+
+
+class WorkerAccessLike(Protocol):
+    """Knows which worker is at the other end of a connection."""
+
+    def credential(self, auth_context: Mapping[str, Iterable[bytes]] | None) -> CredentialLike:
+        """What a connection proves, from gRPC's auth context. Raises MotetError if it is no worker's."""
+
+
+class _Believed:
+    """The credential of a port where workers present no certificates."""
+
+    def refusal(self, _worker_id: str) -> str | None:
+        return None
+
+    def require(self, _worker_id: str) -> None:
+        return None
+
+
 class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
     """The servicer of the worker port."""
 
-    def __init__(self, fleet: Fleet, weights: WeightsSourceLike) -> None:
+    def __init__(self, fleet: Fleet, weights: WeightsSourceLike, access: WorkerAccessLike | None = None) -> None:
+        """Without `access` a worker's id is believed."""
         self._fleet = fleet
         self._weights = weights
+        self._access = access
 
     async def Attach(self, _requests: object, context: _AttachContext) -> None:  # noqa: N802 - the RPC's name
         """One session, from the worker's Hello to the end of either side."""
@@ -65,7 +94,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         # fail, and leave the worker without an end of its stream.
         await context.send_initial_metadata(())
         try:
-            session = self._fleet.attach(first.hello)
+            session = self._attached(first.hello, context)
         except MotetError as error:
             logger.warning("worker refused worker_id=%s: %s", printable(first.hello.worker_id, 63), error)
             await context.abort(status_of(error), str(error))
@@ -84,6 +113,14 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         assert session.end_cause is not None, "a session ended without a cause"
         if session.end_cause.code is not None:
             await context.abort(session.end_cause.code, session.end_reason)
+
+    def _attached(self, hello: plan_pb2.Hello, context: _AttachContext) -> WorkerSession:
+        credential, worker_id = self._credential(context), hello.worker_id
+        credential.require(worker_id)
+        return self._fleet.attach(hello, lambda: credential.refusal(worker_id))
+
+    def _credential(self, context: grpc.aio.ServicerContext[Any, Any]) -> CredentialLike:
+        return _Believed() if self._access is None else self._access.credential(context.auth_context())
 
     async def _read(self, session: WorkerSession, context: _AttachContext) -> None:
         try:
@@ -104,15 +141,18 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
             session.end(EndCause.LOST, f"the stream broke: {type(error).__name__}")
 
     async def FetchAdapter(  # noqa: N802 - the RPC's name
-        self, request: plan_pb2.FetchAdapterRequest, _context: _FetchContext
+        self, request: plan_pb2.FetchAdapterRequest, context: _FetchContext
     ) -> AsyncIterator[plan_pb2.FetchAdapterResponse]:
         """The manifest, then the chunks in pieces."""
         require(check_digest, request.digest, "digest")
+        credential = self._credential(context)
         worker_id = printable(request.worker_id, 63)
         try:
+            credential.require(request.worker_id)
             packed = await self._weights.open_packed(request.digest)
             yield plan_pb2.FetchAdapterResponse(manifest=packed.manifest)
             async for part in packed.parts():
+                credential.require(request.worker_id)
                 for start in range(0, len(part), PIECE_BYTES):
                     yield plan_pb2.FetchAdapterResponse(data=part[start : start + PIECE_BYTES])
         except MotetError as error:

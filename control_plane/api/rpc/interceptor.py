@@ -39,6 +39,7 @@ WRITE_TIMEOUT_S = 30.0
 Limit = Callable[[], AwakeTimeout]  # how long a client may leave a message unread
 Context = grpc.aio.ServicerContext[Any, Any]
 Identify = Callable[[str, Context], Caller]  # by the method's path
+Guard = Callable[[Context], contextlib.AbstractContextManager[None]]  # around the handling of one call
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
@@ -48,7 +49,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
     `limits`: how many RPCs run at once. `write_timeout_s`: how long a client may leave a response unread that its flow
     control has no room for. `request_timeout_s`: how long the request of an RPC may take to arrive after its headers;
     a stream of requests has the time limits of its handler. `identify` says who makes a call, before any of the call's
-    messages is read; what it raises refuses the call. By default everybody may do everything.
+    messages is read; what it raises refuses the call. By default everybody may do everything. `guard` is entered before
+    that, and may refuse the call, too, or end it later by cancelling its task and raising an error on the way out.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         identify: Identify | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._limits = limits
+        self._guard = guard or _no_guard
         self._identify = identify or Callers()
         self._write_timeout_s = write_timeout_s
         self._request_timeout_s = request_timeout_s
@@ -92,7 +96,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
 
         async def handle(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
-                async with _mapped_errors(method, context, self._write_limit):
+                async with _mapped_errors(method, context, self._write_limit), _entered(self._guard, context):
                     caller = self._identify(method, context)
                     held.enter_context(limit.place(caller.peer))
                     held.enter_context(acting_as(caller))
@@ -133,6 +137,16 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
                 await context.write(message)
         except TimeoutError as error:
             raise SlowConsumer(f"the stream was not read for {self._write_timeout_s:g} s; read faster") from error
+
+
+def _no_guard(_context: Context) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@contextlib.asynccontextmanager
+async def _entered(guard: Guard, context: Context) -> AsyncIterator[None]:
+    with guard(context):
+        yield
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.api.rpc.interceptor import REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, Identify, RpcInterceptor
+from control_plane.api.rpc.interceptor import REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, Guard, Identify, RpcInterceptor
 from control_plane.api.rpc.rpc_limits import RpcLimits
 
 CLIENT_MESSAGE_BYTES = 2**20 + 64 * 1024  # one upload chunk and its frame
@@ -60,8 +60,9 @@ def client_server(
     write_timeout_s: float,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     identify: Identify | None = None,
+    guard: Guard | None = None,
 ) -> grpc.aio.Server:
-    """A server for the clients' port. Time limits and `identify` are those of RpcInterceptor."""
+    """A server for the clients' port. Time limits, `identify` and `guard` are those of RpcInterceptor."""
     options = [
         *common_options(),
         ("grpc.max_allowed_incoming_connections", max_connections),
@@ -70,12 +71,12 @@ def client_server(
     ]
     limits = RpcLimits(max_concurrent_rpcs)
     interceptor = RpcInterceptor(
-        limits, write_timeout_s=write_timeout_s, request_timeout_s=request_timeout_s, identify=identify
+        limits, write_timeout_s=write_timeout_s, request_timeout_s=request_timeout_s, identify=identify, guard=guard
     )
     return _server(options, interceptor)
 
 
-def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S) -> grpc.aio.Server:
+def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S, guard: Guard | None = None) -> grpc.aio.Server:
     """A server for the workers' port."""
     options = [
         *common_options(),
@@ -84,14 +85,21 @@ def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S) -> grpc.aio.Serve
         ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", WORKER_MESSAGE_BYTES),
     ]
-    return _server(options, RpcInterceptor(RpcLimits(WORKER_CONCURRENT_RPCS), write_timeout_s=write_timeout_s))
+    limits = RpcLimits(WORKER_CONCURRENT_RPCS)
+    return _server(options, RpcInterceptor(limits, write_timeout_s=write_timeout_s, guard=guard))
 
 
-def bind(server: grpc.aio.Server, address: str) -> str:
-    """Listen there; HOST:PORT with the port that was taken. Raises OSError with the reason and what to do."""
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Listen there, with TLS if there are credentials; HOST:PORT with the port that was taken.
+
+    Raises OSError with the reason and what to do.
+    """
     _try_to_bind(address)
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise _cannot_listen(address, "gRPC gives no reason") from error
     return f"{address.rpartition(':')[0]}:{port}"

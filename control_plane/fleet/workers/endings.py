@@ -17,18 +17,25 @@ class EndCause(enum.Enum):
     HUNG_STEP = "hung step"  # a step does not end
     HUNG_LOAD = "hung load"  # the load of an adapter does not end
     GARBAGE = "garbage"  # what the worker sends cannot be trusted
+    REFUSED = "refused"  # its certificate has expired, or the operator does not allow the worker any more
     SICK = "sick"  # its logits are not finite for requests that another worker computes
     INTERNAL_ERROR = "internal error"  # a mistake of the control plane
 
     @property
     def is_death(self) -> bool:
         """Whether a request that was being computed may be the reason."""
-        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.HUNG_LOAD, EndCause.SICK)
+        return self not in (
+            EndCause.LEFT,
+            EndCause.CLOSED,
+            EndCause.HUNG_LOAD,
+            EndCause.REFUSED,
+            EndCause.SICK,
+        )
 
     @property
     def blames_worker(self) -> bool:
         """Whether the worker may be the reason."""
-        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.INTERNAL_ERROR)
+        return self not in (EndCause.LEFT, EndCause.CLOSED, EndCause.REFUSED, EndCause.INTERNAL_ERROR)
 
     @property
     def code(self) -> grpc.StatusCode | None:
@@ -48,6 +55,7 @@ _CODES: dict[EndCause, grpc.StatusCode | None] = {
     EndCause.HUNG_STEP: grpc.StatusCode.DEADLINE_EXCEEDED,
     EndCause.HUNG_LOAD: grpc.StatusCode.DEADLINE_EXCEEDED,
     EndCause.GARBAGE: grpc.StatusCode.ABORTED,
+    EndCause.REFUSED: grpc.StatusCode.PERMISSION_DENIED,
     EndCause.SICK: grpc.StatusCode.DATA_LOSS,
     EndCause.INTERNAL_ERROR: grpc.StatusCode.ABORTED,
 }

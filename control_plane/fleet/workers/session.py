@@ -71,7 +71,10 @@ class WorkerSession:
         clock: Callable[[], float],
         awake: AwakeClock,
         counters: VirtualCounters,
+        refusal: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """`refusal` says why the worker may not be attached at present; None if it may."""
+        self._refusal = refusal
         self.worker_id = hello.worker_id
         self.epoch = epoch
         self.max_rows = hello.max_rows
@@ -172,11 +175,15 @@ class WorkerSession:
             self._pump_soon()
 
     def tick(self) -> None:
-        """Send a ping that is due, end requests that are due, notice a silent worker or work that hangs."""
+        """Send a ping that is due, end requests that are due, notice a silent or refused worker or work that hangs."""
         now_s, awake_s = self._clock(), self._awake()
         silent_s = awake_s - self._last_heard_s
         if silent_s >= self._settings.dead_after_ms / 1000:
             self.end(EndCause.LOST, f"silent for {silent_s:.1f} s")
+            return
+        if (refusal := self._refusal()) is not None:
+            logger.warning("worker refused worker_id=%s epoch=%d: %s", self.worker_id, self.epoch, refusal)
+            self.end(EndCause.REFUSED, refusal)
             return
         if now_s - self._last_ping_s >= self._settings.heartbeat_interval_ms / 1000:
             self._ping(now_s)

@@ -1,0 +1,259 @@
+"""Both ports over TLS as the settings say, with real connections: who is let in, and who is thrown out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from contract.v1 import plan_pb2, plan_pb2_grpc
+from control_plane.access.settings import AccessSettings
+from control_plane.access.transport import Transport, open_transport
+from control_plane.access.watched_files import FileWatcher
+from control_plane.api.rpc import listeners
+from control_plane.fleet.service import WorkerService
+from control_plane.fleet.workers.endings import EndCause
+from data_plane.wire import encode_hello
+from tests.fakes.authority import LOCALHOST, Authority, Issued
+from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, InspectedFleet, make_fleet
+
+CA = Authority()
+SERVER = CA.issue(*LOCALHOST)
+ALICE = CA.issue("spiffe://lab.example/user/alice")
+BOB = CA.issue("bob.example")
+GPU_1, GPU_2 = CA.issue("spiffe://lab.example/motet/worker/gpu-1"), CA.issue("gpu-2")
+
+
+class Watched(FileWatcher):
+    """Looks when the test says so."""
+
+    def look(self) -> None:
+        for files in self._files:
+            files.refresh()
+
+
+@dataclass
+class Ports:
+    """A clients' port with one method that streams without end, and a workers' port."""
+
+    directory: Path
+    watcher: Watched
+    transport: Transport
+    fleet: InspectedFleet
+    clients: str = ""  # HOST:PORT
+    workers: str = ""  # HOST:PORT
+    num_denials: int = 0
+
+    def channel(self, address: str, own: Issued | None, authority: Authority = CA) -> grpc.aio.Channel:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return grpc.aio.secure_channel(address, authority.channel_credentials(own), options)
+
+    def deny(self, *entries: str) -> None:
+        self.num_denials += 1
+        path = self.directory / "denied"
+        path.write_text("\n".join(entries), "utf-8")
+        os.utime(path, (self.num_denials, self.num_denials))
+        self.watcher.look()
+
+
+async def endless(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
+    yield b"begun"
+    await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def ports(directory: Path) -> AsyncIterator[Ports]:
+    cert, key = SERVER.write(directory)
+    ca, denied, allowed = CA.write(directory), directory / "denied", directory / "allowed"
+    denied.touch()
+    os.utime(denied, (0, 0))
+    allowed.write_text("gpu-1\n", "utf-8")
+    settings = AccessSettings(
+        tls_cert=cert,
+        tls_key=key,
+        tls_client_ca=ca,
+        worker_tls_cert=cert,
+        worker_tls_key=key,
+        worker_tls_client_ca=ca,
+        worker_allow=allowed,
+        tls_deny=denied,
+    )
+    watcher = Watched()
+    transport = open_transport(settings, watcher)
+    fleet = make_fleet(FakeClock())
+    made = Ports(directory, watcher, transport, fleet)
+    clients = listeners.client_server(
+        max_streams_per_connection=10,
+        max_concurrent_rpcs=10,
+        max_connections=10,
+        write_timeout_s=30.0,
+        guard=transport.client_guard,
+    )
+    handlers = {"Endless": grpc.unary_stream_rpc_method_handler(endless)}
+    clients.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    workers = listeners.worker_server(guard=transport.worker_guard)
+    service = WorkerService(fleet, FakeWeights(), transport.worker_access)
+    plan_pb2_grpc.add_WorkerServiceServicer_to_server(service, workers)
+    made.clients = listeners.bind(clients, "localhost:0", transport.client_credentials)
+    made.workers = listeners.bind(workers, "localhost:0", transport.worker_credentials)
+    await clients.start()
+    await workers.start()
+    try:
+        yield made
+    finally:
+        await clients.stop(None)
+        await workers.stop(None)
+
+
+def stream(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
+    method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/test/Endless", None, None)
+    return method(b"", timeout=30)
+
+
+async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    return await call.code(), await call.details()
+
+
+async def test_a_listed_client_is_refused_and_its_running_streams_end(tmp_path: Path) -> None:
+    async with (
+        ports(tmp_path) as made,
+        made.channel(made.clients, BOB) as bob,
+        made.channel(made.clients, ALICE) as alice,
+    ):
+        streams = [stream(alice), stream(alice), stream(bob)]
+        assert [await each.read() for each in streams] == [b"begun"] * 3
+        made.deny("spiffe://lab.example/user/alice")
+        message = "the client's certificate is refused by the operator of this server"
+        for each in (*streams[:2], stream(alice)):
+            assert await end_of(each) == (grpc.StatusCode.PERMISSION_DENIED, message)
+        assert not streams[2].done() and await stream(bob).read() == b"begun"
+        made.deny(f"sha256:{BOB.fingerprint}")
+        assert await end_of(streams[2]) == (grpc.StatusCode.PERMISSION_DENIED, message)
+        assert await stream(alice).read() == b"begun", "no longer on the list"
+
+
+async def test_a_client_that_leaves_while_it_is_denied_disturbs_nobody(tmp_path: Path) -> None:
+    async with ports(tmp_path) as made, made.channel(made.clients, BOB) as bob:
+        async with made.channel(made.clients, ALICE) as alice:
+            assert await stream(alice).read() == b"begun"
+            made.deny("spiffe://lab.example/user/alice")
+        assert await stream(bob).read() == b"begun"
+
+
+async def attach(channel: grpc.aio.Channel, worker_id: str) -> tuple[Any, Any]:
+    """The call, and its first response or None."""
+    stub: Any = plan_pb2_grpc.WorkerServiceStub(channel)
+    call = stub.Attach(timeout=30)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await call.write(encode_hello(CAPACITIES, worker_id))
+    response = None
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        response = await call.read()
+    return call, None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]  # the stubs lack it
+
+
+@pytest.mark.parametrize(
+    ("own", "worker_id", "message"),
+    [
+        (GPU_1, "gpu-3", "the certificate is not that of worker gpu-3: it has spiffe://lab.example/motet/worker/gpu-1"),
+        (GPU_2, "gpu-2", "worker gpu-2 is not on the list of --worker-allow"),
+        (GPU_2, "gpu-1", "worker gpu-2 is not on the list of --worker-allow"),
+        (ALICE, "gpu-1", "the certificate names no worker; it has spiffe://lab.example/user/alice"),
+    ],
+    ids=["another id", "not listed", "a listed id that it is not", "a client"],
+)
+async def test_a_worker_that_it_is_not_or_that_is_not_listed_is_refused(
+    tmp_path: Path, own: Issued, worker_id: str, message: str
+) -> None:
+    async with ports(tmp_path) as made, made.channel(made.workers, own) as channel:
+        call, response = await attach(channel, worker_id)
+        assert response is None
+        code, details = await end_of(call)
+        assert code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(message)
+        assert made.fleet.num_workers == 0
+        stub: Any = plan_pb2_grpc.WorkerServiceStub(channel)
+        fetch = stub.FetchAdapter(plan_pb2.FetchAdapterRequest(digest="0" * 64, worker_id=worker_id), timeout=30)
+        code, details = await end_of(fetch)
+        assert code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(message)
+
+
+async def test_a_listed_worker_is_attached_until_it_is_denied(tmp_path: Path) -> None:
+    async with ports(tmp_path) as made, made.channel(made.workers, GPU_1) as channel:
+        call, response = await attach(channel, "gpu-1")
+        assert response.WhichOneof("message") == "welcome"
+        [session] = made.fleet.parts.sessions.by_id.values()
+        made.fleet.tick()
+        assert not session.ended.is_set()
+        made.deny("gpu-1")
+        made.fleet.tick()
+        assert session.end_cause is EndCause.REFUSED
+        with pytest.raises(grpc.aio.AioRpcError):
+            while True:
+                await call.read()
+        denied = grpc.StatusCode.PERMISSION_DENIED, "worker gpu-1 or its certificate is on the list of --tls-deny"
+        assert await end_of(call) == denied
+        again, response = await attach(channel, "gpu-1")
+        assert response is None and await end_of(again) == denied
+        made.deny()
+        _, response = await attach(channel, "gpu-1")
+        assert response.WhichOneof("message") == "welcome"
+
+
+@pytest.mark.parametrize("port", ["clients", "workers"])
+@pytest.mark.parametrize(
+    "own",
+    [None, Authority().issue("gpu-1"), CA.issue("gpu-1", lasts=-datetime.timedelta(hours=1))],
+    ids=["no certificate", "of another authority", "expired"],
+)
+async def test_no_port_talks_to_who_has_no_valid_certificate(tmp_path: Path, port: str, own: Issued | None) -> None:
+    async with ports(tmp_path) as made:
+        address = made.clients if port == "clients" else made.workers
+        async with made.channel(address, own) as channel:
+            code, details = await end_of(stream(channel))
+        assert code is grpc.StatusCode.UNAVAILABLE and details.startswith("failed to connect to all addresses")
+        async with grpc.aio.insecure_channel(address) as plain:
+            code, details = await end_of(stream(plain))
+        assert code is grpc.StatusCode.UNAVAILABLE and details.startswith("failed to connect to all addresses")
+
+
+async def test_a_server_without_tls_needs_none_of_it() -> None:
+    assert open_transport(AccessSettings(), FileWatcher()) == Transport()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("server.pem", "--tls-cert: the certificate's file has no complete certificate in PEM"),
+        ("denied", "--tls-deny: line 1: 'a b' has a space"),
+        ("allowed", "--worker-allow: line 1: 'a b' has a space"),
+    ],
+)
+async def test_a_file_that_cannot_be_used_is_named_by_its_flag(tmp_path: Path, broken: str, message: str) -> None:
+    cert, key = SERVER.write(tmp_path)
+    files = {name: tmp_path / name for name in ("denied", "allowed")}
+    for path in files.values():
+        path.touch()
+    (tmp_path / broken).write_text("a b", "utf-8")
+    ca = CA.write(tmp_path)
+    settings = AccessSettings(
+        tls_cert=cert,
+        tls_key=key,
+        tls_client_ca=ca,
+        worker_tls_cert=cert,
+        worker_tls_key=key,
+        worker_tls_client_ca=ca,
+        worker_allow=files["allowed"],
+        tls_deny=files["denied"],
+    )
+    with pytest.raises(ValueError) as caught:
+        open_transport(settings, FileWatcher())
+    assert str(caught.value).startswith(message)
