@@ -88,7 +88,6 @@ SPARSE_CASES = (
     Case("sparse, FP8", _MIXED, cache=_TOKEN_SCALES, sparsity=BlockSparsity(4, 2, 3, 1)),
 )
 ALL_CASES = CASES + FP8_CASES + CROSS_CASES + SPARSE_CASES
-DECODE_1K = Case("32 decodes of 1k tokens", ((1, 1024),) * 32, 16, 8, 64, 64)
 
 
 @dataclass(frozen=True, slots=True)
