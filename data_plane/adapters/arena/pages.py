@@ -123,13 +123,6 @@ class PagePool:
         rows = padded.view(len(page_ids), self.values_per_page).to(device)
         self.values.index_copy_(0, torch.from_numpy(page_ids).to(device), rows)
 
-    def read_values(self, page_ids: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-        """`count` float32 values from `begin` on, page_ids int64 on the device."""
-        first = begin // self.values_per_page
-        last = -(-(begin + count) // self.values_per_page)
-        begin -= first * self.values_per_page
-        return self.values.index_select(0, page_ids[first:last]).view(-1)[begin : begin + count]
-
     def check(self, held: Sequence[npt.NDArray[np.int64]]) -> None:
         """Assert that free pages and the given ones are all pages, each once."""
         free = [np.arange(start, start + length) for start, length in self._free]
