@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -85,6 +87,41 @@ def test_terminal_shows_tracebacks_and_colours_what_needs_attention(monkeypatch:
 
     text = "\n".join(written(Terminal(), fail))
     assert "\x1b[31merror: failed\x1b[0m\nTraceback" in text and "ValueError: why" in text
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_what_has_the_form_of_a_secret_is_hidden_in_messages_arguments_and_tracebacks(
+    stream: type[io.StringIO],
+) -> None:
+    def leak() -> None:
+        logger.warning("url=%s", "redis://me:planted@host")
+        try:
+            raise ValueError("no route to redis://me:planted@host, header Bearer planted")
+        except ValueError:
+            logger.exception("failed", extra=shown("failed at https://planted@host"))
+
+    text = "\n".join(written(stream(), leak))
+    assert "planted" not in text and "redis://***@host, header Bearer ***" in text and text.count("***") >= 3
+
+
+def test_errors_that_nobody_caught_are_logged_and_not_printed() -> None:
+    """By the interpreter they were printed as they are."""
+    program = """if True:
+        import sys, threading
+        from contract.process_log import configure_logging
+        configure_logging("info", process="worker")
+        def fail(where):
+            raise RuntimeError(f"{where} redis://me:planted@host")
+        thread = threading.Thread(target=fail, args=("in a thread",))
+        thread.start()
+        thread.join()
+        fail("in the main thread")
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    for where in ("in a thread", "in the main thread"):
+        assert f"RuntimeError: {where} redis://***@host" in ended.stderr
+    assert "planted" not in ended.stderr
 
 
 def test_progress_is_logged_now_and_then_and_not_at_the_end() -> None:
