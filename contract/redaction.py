@@ -11,7 +11,9 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 HIDDEN = "***"
 # Names of options whose value is a secret, as in ?password=... and X-Amz-Signature=...
-_SECRET_NAME = r"[\w.-]*(?:password|passwd|secret|token(?![a-z])|signature|credential|api[_-]?key|access[_-]?key)[\w.-]*|sig"
+_SECRET_NAME = (
+    r"[\w.-]*(?:password|passwd|secret|token(?![a-z])|signature|credential|api[_-]?key|access[_-]?key)[\w.-]*|sig"
+)
 _IS_SECRET_NAME = re.compile(_SECRET_NAME, re.IGNORECASE)
 # What may begin a secret: the texts without any of these need no search.
 _MARKS = ("://", "earer", "EARER", "motet_", "eyJ", "?", "assw", "ecret", "PRIVATE KEY")

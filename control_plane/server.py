@@ -25,12 +25,13 @@ import uvloop
 from google.longrunning import operations_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from motet import __version__
-from motet.command_line import WRONG_COMMAND_LINE, Parser, size
+from motet.command_line import WRONG_COMMAND_LINE, Parser
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
 from motet.v1.status import LimitStatus
 
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
+from contract.redaction import redacted, redacted_url
 from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
 from control_plane.access.authenticator import Authenticator
@@ -48,14 +49,14 @@ from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.text.codec import TextCodec
-from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
+from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
-from control_plane.host_cache.base import HostCache
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.host_cache_setup import open_host_cache
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return uvloop.run(serve(config))
     except (ConfigError, MotetError, OSError, ValueError) as error:
         # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)
         return WRONG_COMMAND_LINE if isinstance(error, (ConfigError, BaseModelError)) else 1
 
 
@@ -373,45 +374,8 @@ async def _open_storage(
     for directory in (uploads_dir, scratch_dir):
         shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
         directory.mkdir()
-    cache = await _host_cache(config, stack)
+    cache = await open_host_cache(config, stack)
     return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
-
-
-async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) -> HostCache:
-    # Imported here: a machine without redis-py serves with --host-cache memory.
-    if config.host_cache == "memory":
-        from control_plane.host_cache.memory_cache import MemoryHostCache
-
-        _log_host_cache("memory", "this process's memory", config.host_cache_bytes)
-        return MemoryHostCache(budget_bytes=config.host_cache_bytes)
-    try:
-        from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, RedisNotStarted
-        from control_plane.host_cache.redis_cache import RedisHostCache, check_url
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--host-cache redis: {error}; install it or take --host-cache memory") from error
-    for flag, given in (("--redis-url", config.redis_url), ("--worker-redis-url", config.worker_redis_url)):
-        try:
-            check_url(given or "redis://127.0.0.1")
-        except ValueError as error:
-            raise ConfigError(f"{flag}: {error}") from error
-    if config.redis_url is None:
-        try:
-            redis = await stack.enter_async_context(EmbeddedRedis(config.data_dir / "redis"))
-        except (RedisNotFound, RedisNotStarted) as error:
-            raise ConfigError(f"--host-cache redis: {error}") from error
-        url, worker_url = redis.url, config.worker_redis_url or redis.worker_url
-    else:
-        url, worker_url = config.redis_url, config.worker_redis_url or ""
-    where = "embedded Redis" if config.redis_url is None else f"Redis at {redacted_url(url)}"
-    _log_host_cache(redacted_url(url), where, config.host_cache_bytes)
-    cache = RedisHostCache(url, worker_url=worker_url, budget_bytes=config.host_cache_bytes)
-    stack.push_async_callback(cache.close)
-    return cache
-
-
-def _log_host_cache(url: str, where: str, budget_bytes: int) -> None:
-    sentence = f"host cache for adapters: {where}, up to {size(budget_bytes)}"
-    logger.info("host cache url=%s budget_bytes=%d", url, budget_bytes, extra=shown(sentence))
 
 
 async def _restore(life_cycle: AdapterLifeCycle) -> None:

@@ -81,6 +81,11 @@ class AccessSettings:
         """Whether clients have to prove who they are."""
         return self.tls_client_ca is not None
 
+    @property
+    def worker_port_is_private(self) -> bool:
+        """Whether a message on the workers' port is read by a worker of the operator and by nobody else."""
+        return self.worker_tls_client_ca is not None
+
     def check_addresses(self, listen: str, worker_listen: str) -> None:
         """Raise ValueError if a port would be open to other machines without protection."""
         if self.insecure:

@@ -88,7 +88,7 @@ class AttachedWorkers:
             epoch,
             self._settings,
             self,
-            self._weights.worker_url,
+            self._weights.worker_address,
             self._clock,
             self._awake,
             self._counters,

@@ -69,8 +69,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.enable_retries", 0),
 ]
 
-# Where adapters come from in one session: the stub of the weights' channel, and Welcome's host_cache_url.
-SourceFactory = Callable[[plan_pb2_grpc.WorkerServiceStub, str], AdapterSource]
+# Where adapters come from in one session: the stub of the weights' channel, and what Welcome says of the host cache.
+SourceFactory = Callable[[plan_pb2_grpc.WorkerServiceStub, plan_pb2.Welcome], AdapterSource]
 ChannelFactory = Callable[[str], grpc.Channel]  # from HOST:PORT
 
 
@@ -213,7 +213,7 @@ class PlanClient:
                 refusal = self._check_welcome(first)
                 if refusal is not None:
                     return refusal
-                source = self._make_source(_stub(weights_channel), first.welcome.host_cache_url)
+                source = self._make_source(_stub(weights_channel), first.welcome)
                 session = Session(
                     self._engine,
                     first.welcome,
