@@ -74,7 +74,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         """Receive, check, register."""
         self._gate.check()
         with audited("upload") as entry:
-            async with self._uploads.open(request_iterator, current_caller().peer) as upload:
+            async with self._uploads.open(request_iterator, current_caller().holder) as upload:
                 header = upload.header
                 entry.adapter_id = header.adapter_id
 

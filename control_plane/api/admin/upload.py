@@ -11,7 +11,7 @@ import errno
 import hashlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,10 +68,15 @@ class UploadReceiver:
         self._clock = clock or AwakeClock()
 
     @contextlib.asynccontextmanager
-    async def open(self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], peer: str) -> AsyncIterator[Upload]:
-        """An upload of gRPC's `peer` whose checked header was read. Its files exist until the block ends."""
+    async def open(
+        self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], holder: Sequence[str]
+    ) -> AsyncIterator[Upload]:
+        """An upload whose checked header was read. Its files exist until the block ends.
+
+        `holder`, as Caller.holder: whose part of the open uploads it takes. Raises Exhausted.
+        """
         async with contextlib.AsyncExitStack() as held:
-            held.enter_context(self._places.place(peer))
+            held.enter_context(self._places.place(holder))
             messages = _Messages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
             held.push_async_callback(messages.close)
             first = await messages.next()

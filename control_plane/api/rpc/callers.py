@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
 from control_plane.access.authenticator import Authenticator, Presented
 from control_plane.access.methods import is_open, require_allowed
-from control_plane.access.principal import Principal
+from control_plane.access.principal import STRANGER, Principal
 from control_plane.caller import Caller
 from control_plane.checks import quoted, refuse
-from control_plane.errors import PermissionDenied, Unauthenticated
+from control_plane.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 
 TENANT_KEY = "motet-tenant"  # metadata
 AUTHORIZATION_KEY = "authorization"  # metadata
 _SCHEME = "bearer"
 MAX_TOKEN_CHARS = 4096
-_NOBODY = Principal()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -42,10 +42,19 @@ class Callers:
         if not self._authenticator.is_on:  # the server knows no users, and believes the name
             return Caller(peer=peer) if named is None else Caller(tenant=named, peer=peer)
         if is_open(method):
-            return Caller(principal=_NOBODY, peer=peer)
+            return self._without_rights(metadata, context)
         principal = self._authenticator.principal(_presented(metadata, context))
         require_allowed(method, principal)
         return _caller(named, principal, peer)
+
+    def _without_rights(self, metadata: Any, context: Context) -> Caller:
+        """The caller of a method that is open to everybody. A valid credential gives it a name, for limits, only."""
+        try:
+            principal = self._authenticator.principal(_presented(metadata, context))
+        except (Unauthenticated, InvalidRequest):
+            return Caller(principal=STRANGER, peer=context.peer())
+        known = replace(principal, roles=frozenset(), tenants=())
+        return Caller(tenant=principal.default_tenant, principal=known, peer=context.peer())
 
 
 def _caller(named: str | None, principal: Principal, peer: str) -> Caller:

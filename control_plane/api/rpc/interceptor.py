@@ -91,14 +91,13 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         return AwakeTimeout(self._write_timeout_s, self._awake)
 
     def _bounded(self, method: str, handler: Any) -> Any:
-        limit = self._limits.of(method)
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def handle(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
                 async with _mapped_errors(method, context, self._write_limit), _entered(self._guard, context):
                     caller = self._identify(method, context)
-                    held.enter_context(limit.place(caller.peer))
+                    held.enter_context(self._limits.of(method, caller.principal).place(caller.holder))
                     held.enter_context(acting_as(caller))
                     if handler.request_streaming:
                         result = inner(requests, context)

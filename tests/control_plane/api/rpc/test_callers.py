@@ -186,3 +186,6 @@ def test_calls_without_a_credential_are_refused(metadata: dict[str, str]) -> Non
 def test_health_needs_no_credential_and_gives_no_rights() -> None:
     probe = caller("/grpc.health.v1.Health/Check", authorization="Bearer infer")
     assert probe.principal.roles == frozenset() and not probe.principal.tenants
+    assert (probe.tenant, probe.principal.name) == ("acme", "key:infer"), "limits are shared by it"
+    for metadata in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic infer"}):
+        assert caller("/grpc.health.v1.Health/Check", **metadata).principal.is_stranger
