@@ -49,7 +49,7 @@ class Principal:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the server knows its users, and this is none of them."""
+        """Whether the server knows its users, and does not know this one."""
         return not self.name and not self.roles
 
     @property

@@ -12,7 +12,7 @@ import grpc
 from contract.process_log import printable
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.checks import check_digest, require
-from control_plane.errors import MotetError, Unavailable, status_of
+from control_plane.errors import MotetError, Unavailable
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.fleet.workers.session import WorkerSession
@@ -97,7 +97,7 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
             session = self._attached(first.hello, context)
         except MotetError as error:
             logger.warning("worker refused worker_id=%s: %s", printable(first.hello.worker_id, 63), error)
-            await context.abort(status_of(error), str(error))
+            raise
         tasks = [
             asyncio.create_task(self._read(session, context)),
             asyncio.create_task(self._write(session, context)),

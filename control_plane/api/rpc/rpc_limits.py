@@ -1,7 +1,7 @@
 """Which limit an RPC counts against: one for the work, and small ones of their own for what watches and what probes.
 
 Whoever fills one limit takes nothing from the others, so that status and health work while clients hold every place
-for work, and idle watches take no place from requests. Where the server asks for credentials, callers without one have
+for work, and idle watches take no place from requests. With authentication, callers without a credential have
 small limits of their own for all of them together: they take no place from callers that the server knows.
 """
 

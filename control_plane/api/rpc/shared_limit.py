@@ -28,9 +28,9 @@ class SharedLimit:
 
     A holder is a path from the outside in, as Caller.holder makes it: tenant, principal and connection, or host and
     connection. The equal part of a tenant is the limit over the number of tenants that hold anything; that of a
-    principal is its tenant's part over the number of this tenant's principals that hold anything; and so on. So nobody
-    gains at the cost of other tenants by more keys or connections. With k tenants of one principal and one connection
-    each, at most limit x (1 + 1/2 + ... + 1/k) are held.
+    principal is its tenant's part over the number of this tenant's principals that hold anything; and so on. So more
+    keys or connections take nothing from other tenants. With k tenants of one principal and one connection each, at
+    most limit x H are held, H = 1 + 1/2 + ... + 1/k; p principals and c connections of each multiply it by theirs.
     """
 
     def __init__(self, limit: int, what: str, *, retry_after_s: float = RETRY_AFTER_S) -> None:
