@@ -34,6 +34,7 @@ from contract.ready_lines import control_plane_ready
 from contract.redaction import redacted, redacted_url
 from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
+from control_plane.access.authentication.assembly import open_authenticator
 from control_plane.access.authenticator import Authenticator
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
@@ -146,7 +147,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher()
     transport = _transport(config, watcher)
-    authenticator = _authenticator()
+    authenticator = await _authenticator(config, watcher, stack)
     clients, workers = _make_ports(config, max_connections, authenticator, transport, stack)
     fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation))
     stack.push_async_callback(fleet.close)
@@ -293,15 +294,12 @@ def _transport(config: ServerConfig, watcher: FileWatcher) -> Transport:
         raise ConfigError(str(error)) from error
 
 
-def _authenticator() -> Authenticator:
-    """What the operator has set up for clients to prove who they are."""
-    authenticator = Authenticator()
-    if not authenticator.is_on:
-        logger.info(
-            "authentication off",
-            extra=shown("no authentication: whoever reaches the ports may do everything (docs/security.md)"),
-        )
-    return authenticator
+async def _authenticator(config: ServerConfig, watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> Authenticator:
+    """What the operator has set up for clients to prove who they are. Raises ConfigError."""
+    try:
+        return await open_authenticator(config.access, watcher, stack)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _make_ports(

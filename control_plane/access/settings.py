@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from contract import flags
 from contract.flags import setting
@@ -67,6 +69,27 @@ class AccessSettings:
         parse=_file,
         metavar="FILE",
     )
+    api_keys: Path | None = setting(
+        "JSON file of API keys, written by `motet keys`; turns authentication on",
+        None,
+        shown_default="none",
+        parse=_file,
+        metavar="FILE",
+    )
+    jwt_issuer: str | None = setting("issuer of JSON Web Tokens; turns authentication on", None, shown_default="none")
+    jwt_audience: str | None = setting("audience that tokens must be for", None, shown_default="none")
+    jwt_jwks: str | None = setting(
+        "keys that sign tokens, a JSON Web Key Set", None, shown_default="none", metavar="FILE|URL"
+    )
+    jwt_tenant_claim: str = setting("claim with the tenant, or a list of tenants", "tenant")
+    jwt_roles_claim: str = setting("claim with roles, a list or a text with spaces between them", "roles")
+    client_identities: Path | None = setting(
+        "JSON file of names in clients' certificates, and what each allows",
+        None,
+        shown_default="whoever has a certificate may do everything",
+        parse=_file,
+        metavar="FILE",
+    )
     insecure: bool = setting(
         "listen without TLS, or without authentication, where other machines reach the port", False
     )
@@ -75,11 +98,22 @@ class AccessSettings:
         if (mistake := flags.find_mistake(self)) is not None:
             raise ValueError(mistake)
         self._check_tls()
+        self._check_tokens()
 
     @property
     def has_authentication(self) -> bool:
         """Whether clients have to prove who they are."""
-        return self.tls_client_ca is not None
+        return self.api_keys is not None or self.has_tokens or self.tls_client_ca is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether JSON Web Tokens are accepted."""
+        return bool(self.jwt_issuer)
+
+    @property
+    def has_jwks_url(self) -> bool:
+        """Whether the keys of tokens are at a URL and not in a file."""
+        return self.jwt_jwks is not None and "://" in self.jwt_jwks
 
     @property
     def worker_port_is_private(self) -> bool:
@@ -94,7 +128,7 @@ class AccessSettings:
             self._check_protection(
                 f"--listen: {listen}",
                 (self.tls_cert is not None, "no TLS: give --tls-cert and --tls-key"),
-                (self.has_authentication, "no authentication: give --tls-client-ca"),
+                (self.has_authentication, "no authentication: give --api-keys, --jwt-issuer or --tls-client-ca"),
             )
         if not is_loopback(worker_listen):
             self._check_protection(
@@ -129,14 +163,45 @@ class AccessSettings:
             raise ValueError(
                 "--tls-deny: needs --tls-client-ca or --worker-tls-client-ca; else there is nothing to deny"
             )
+        if self.client_identities is not None and self.tls_client_ca is None:
+            raise ValueError("--client-identities: needs --tls-client-ca; otherwise clients present no certificate")
         for name in flags.flags_of(AccessSettings):
             path = getattr(self, name)
             if isinstance(path, Path) and not path.is_file():
                 raise ValueError(f"{_flag(name)}: {path} is not a file that can be read")
 
+    def _check_tokens(self) -> None:
+        flags_given = {
+            "--jwt-issuer": self.jwt_issuer,
+            "--jwt-audience": self.jwt_audience,
+            "--jwt-jwks": self.jwt_jwks,
+        }
+        missing = [flag for flag, value in flags_given.items() if not value]
+        if 0 < len(missing) < len(flags_given):
+            (first, *_) = (flag for flag in flags_given if flag not in missing)
+            raise ValueError(f"{first}: needs {' and '.join(missing)} too; tokens are verified by all three")
+        if self.jwt_jwks is not None and self.has_jwks_url:
+            _check_jwks_url(self.jwt_jwks)
+
 
 def _flag(name: str) -> str:
     return flags.flag_of(AccessSettings, name)
+
+
+_URL = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:\d{1,5})?(/[!-~]*)?")
+
+
+def _check_jwks_url(url: str) -> None:
+    # The URL is not repeated: it may have a password, which this form does not allow.
+    match = _URL.fullmatch(url)
+    if match is None or "\\" in url:
+        raise ValueError("--jwt-jwks: is not a URL of the form https://HOST[:PORT]/PATH, without a user name")
+    if match[1] == "http" and not is_loopback(f"{match[2]}:0"):
+        raise ValueError(
+            f"--jwt-jwks: {match[2]} is another machine, and http lets everybody on the way replace the keys; use https"
+        )
+    if urlsplit(url).port == 0:
+        raise ValueError("--jwt-jwks: has port 0; give the port of the server")
 
 
 def is_loopback(address: str) -> bool:

@@ -86,7 +86,7 @@ class WatchedFiles(Generic[T]):
             return None
 
     def _read(self) -> T:
-        return self._parse(*map(_content, self._paths))
+        return self._parse(*map(read_content, self._paths))
 
 
 class FileWatcher:
@@ -123,7 +123,8 @@ class FileWatcher:
                 await asyncio.to_thread(files.refresh)
 
 
-def _content(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
+    """What is in a file, if it is not too large. Raises OSError or ValueError."""
     with path.open("rb") as opened:
         content = opened.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from control_plane.access.tenant_names import TENANT_FORM, is_tenant
+
 DEFAULT_ENTRY = "default"
 MAX_FILE_BYTES = 16 << 20
-TENANT_FORM = "[a-z0-9._-], from 1 to 63 characters"
-_TENANT = re.compile(r"[a-z0-9._-]{1,63}")
 
 
 class InvalidTenants(ValueError):
@@ -57,11 +56,6 @@ class TenantTable:
     def limits_of(self, account: str) -> TenantLimits:
         """The limits of the account's entry, or of the default entry."""
         return self.named.get(account, self.default)
-
-
-def is_tenant(name: str) -> bool:
-    """Whether this is a valid tenant name: TENANT_FORM says how."""
-    return _TENANT.fullmatch(name) is not None
 
 
 def read_tenants(path: Path) -> TenantTable:

@@ -10,10 +10,10 @@ import grpc.aio
 from control_plane.access.authenticator import Authenticator, Presented
 from control_plane.access.methods import is_open, require_allowed
 from control_plane.access.principal import STRANGER, Principal
+from control_plane.access.tenant_names import TENANT_FORM, is_tenant
 from control_plane.caller import Caller
 from control_plane.checks import quoted, refuse
 from control_plane.errors import InvalidRequest, PermissionDenied, Unauthenticated
-from control_plane.fleet.tenants import TENANT_FORM, is_tenant
 
 TENANT_KEY = "motet-tenant"  # metadata
 AUTHORIZATION_KEY = "authorization"  # metadata
@@ -69,6 +69,8 @@ def _caller(named: str | None, principal: Principal, peer: str) -> Caller:
 def _presented(metadata: Any, context: Context) -> Presented:
     header = _single(metadata, AUTHORIZATION_KEY)
     auth = context.auth_context() or {}
+    if list(auth.get("transport_security_type") or ()) != [b"ssl"]:  # only TLS verifies what the other fields say
+        auth = {}
     names = list(auth.get("x509_subject_alternative_name") or ())
     pem = list(auth.get("x509_pem_cert") or ())
     return Presented(

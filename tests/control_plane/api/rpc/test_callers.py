@@ -139,14 +139,15 @@ class Tokens:
 
 
 class FakeContext:
-    def __init__(self, **metadata: str) -> None:
+    def __init__(self, auth: dict[str, list[bytes]] | None = None, **metadata: str) -> None:
+        self._auth = auth or {}
         self._metadata = [(key.replace("_", "-"), value) for key, value in metadata.items()]
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return self._metadata
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        return {}
+        return self._auth
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:5"
@@ -172,6 +173,24 @@ def test_calls_without_the_role_are_refused() -> None:
         caller(authorization="Bearer nothing")
     with pytest.raises(PermissionDenied, match=r"needs the role 'admin'"):
         caller(f"/{reflection.SERVICE_NAMES[0]}/ServerReflectionInfo", authorization="Bearer infer")
+
+
+class Names:
+    """A method of authentication: the names of the certificate."""
+
+    def principal(self, presented: Presented) -> Principal | None:
+        return Principal(",".join(presented.identities), frozenset(Role), ("acme",)) if presented.identities else None
+
+
+def test_names_of_a_certificate_count_only_if_tls_verified_them() -> None:
+    names = {"x509_subject_alternative_name": [b"spiffe://acme/a", b"a.acme"], "x509_pem_cert": [b"PEM"]}
+    callers = Callers(Authenticator([Names()]))
+    context: Any = FakeContext({**names, "transport_security_type": [b"ssl"]})
+    assert callers(GENERATE, context).principal.name == "spiffe://acme/a,a.acme"
+    for kind in ([], [b"insecure"], [b"ssl", b"insecure"]):
+        context = FakeContext({**names, "transport_security_type": kind})
+        with pytest.raises(Unauthenticated):
+            callers(GENERATE, context)
 
 
 @pytest.mark.parametrize(
