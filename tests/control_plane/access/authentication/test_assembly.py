@@ -105,7 +105,8 @@ async def test_every_file_is_watched(tmp_path: Path) -> None:
 async def test_without_methods_one_line_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         authenticator = await opened()
-        await opened(**{**certificates(tmp_path), "client_identities": None})
+        tls: dict[str, Any] = {**certificates(tmp_path), "client_identities": None}
+        await opened(**tls)
     assert authenticator.principal(Presented(token="x")) is ANYBODY
     assert [record.shown for record in caplog.records] == [  # type: ignore[attr-defined]  # of `extra`
         "no authentication: whoever reaches the ports may do everything (docs/security.md)",
