@@ -13,7 +13,7 @@ from control_plane.access.principal import STRANGER, Principal
 from control_plane.access.tenant_names import TENANT_FORM, is_tenant
 from control_plane.caller import Caller
 from control_plane.checks import quoted, refuse
-from control_plane.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from control_plane.errors import InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
 
 TENANT_KEY = "motet-tenant"  # metadata
 AUTHORIZATION_KEY = "authorization"  # metadata
@@ -32,7 +32,7 @@ class Callers:
     def __call__(self, method: str, context: Context) -> Caller:
         """The caller of `method`, "/package.Service/Method".
 
-        Raises Unauthenticated, PermissionDenied or InvalidRequest.
+        Raises Unauthenticated, PermissionDenied, InvalidRequest, or Unavailable while keys of tokens are fetched.
         """
         metadata = context.invocation_metadata() or ()
         named = _single(metadata, TENANT_KEY)
@@ -51,7 +51,7 @@ class Callers:
         """The caller of a method that is open to everybody. A valid credential gives it a name, for limits, only."""
         try:
             principal = self._authenticator.principal(_presented(metadata, context))
-        except (Unauthenticated, InvalidRequest):
+        except (Unauthenticated, Unavailable, InvalidRequest):
             return Caller(principal=STRANGER, peer=context.peer())
         known = replace(principal, roles=frozenset(), tenants=())
         return Caller(tenant=principal.default_tenant, principal=known, peer=context.peer())

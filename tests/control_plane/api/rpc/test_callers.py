@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import grpc
 import grpc.aio
@@ -25,7 +25,7 @@ from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.caller import THE_SERVER, Caller, acting_as, current_caller
 from control_plane.config import add_arguments, from_args
-from control_plane.errors import PermissionDenied, Unauthenticated
+from control_plane.errors import PermissionDenied, Unauthenticated, Unavailable
 from control_plane.server import build
 from tests.control_plane.api.fakes import details
 from tests.control_plane.server_processes import checkpoint
@@ -139,7 +139,7 @@ class Tokens:
 
 
 class FakeContext:
-    def __init__(self, auth: dict[str, list[bytes]] | None = None, **metadata: str) -> None:
+    def __init__(self, auth: dict[str, list[bytes]] | None = None, /, **metadata: str) -> None:
         self._auth = auth or {}
         self._metadata = [(key.replace("_", "-"), value) for key, value in metadata.items()]
 
@@ -208,3 +208,14 @@ def test_health_needs_no_credential_and_gives_no_rights() -> None:
     assert (probe.tenant, probe.principal.name) == ("acme", "key:infer"), "limits are shared by it"
     for metadata in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic infer"}):
         assert caller("/grpc.health.v1.Health/Check", **metadata).principal.is_stranger
+
+
+def test_health_responds_while_the_keys_of_tokens_are_fetched() -> None:
+    class Fetching:
+        def principal(self, presented: Presented) -> Principal | None:
+            raise Unavailable("keys are being fetched")
+
+    callers, context = Callers(Authenticator([Fetching()])), cast(Any, FakeContext(authorization="Bearer infer"))
+    assert callers("/grpc.health.v1.Health/Check", context).principal.is_stranger
+    with pytest.raises(Unavailable):
+        callers(GENERATE, context)
