@@ -25,6 +25,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 AUDIT_LOGGER = "motet.audit"
 PROGRESS_EVERY_S = 2.0
 
+_OUR_PACKAGES = ("contract", "control_plane", "data_plane", "kernels", "motet")
+
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
@@ -42,7 +44,10 @@ def configure_logging(level: str, *, process: str, stream: TextIO | None = None)
             handler.addFilter(_is_for_people)
     else:
         handler.setFormatter(_Redacting(logging.Formatter(_LINE)))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # Other packages' debug lines have what they send: paths with credentials, headers, signatures.
+    logging.basicConfig(level="INFO" if level == "debug" else level.upper(), handlers=[handler], force=True)
+    for package in _OUR_PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
     logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_of_thread

@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -28,9 +29,15 @@ def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NO_COLOR", "1")
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    packages = [logging.getLogger(name) for name in ("contract", "control_plane", "data_plane", "kernels", "motet")]
+    levels = [package.level for package in packages]
     root.handlers = []  # pytest's own are not ours to close
+    hooks = sys.excepthook, threading.excepthook
     yield
-    root.handlers, root.level = handlers, level
+    sys.excepthook, threading.excepthook = hooks
+    root.handlers = handlers
+    for each, former in zip([root, *packages], [level, *levels], strict=True):
+        each.setLevel(former)
 
 
 def written(stream: io.StringIO, act: Callable[[], None], level: str = "info") -> list[str]:
@@ -59,6 +66,20 @@ def test_terminal_shows_sentences_warnings_and_the_audit_log() -> None:
 def test_terminal_at_debug_shows_everything() -> None:
     lines = written(Terminal(), act, "debug")
     assert len(lines) == 5 and lines[0].endswith("worker        detail n=1")
+
+
+def test_debug_lines_of_other_packages_are_left_out() -> None:
+    """Those of fsspec and of clients of object stores have paths with credentials, headers and signatures."""
+
+    def log() -> None:
+        for name in ("fsspec.memoryfs", "control_plane.registry"):
+            logging.getLogger(name).debug("detail of %s", name)
+        logging.getLogger("fsspec.memoryfs").info("started")
+
+    lines = written(io.StringIO(), log, "debug")
+    assert [line.partition(": ")[2] for line in lines] == ["detail of control_plane.registry", "started"]
+    lines = written(io.StringIO(), log, "warning")
+    assert not lines
 
 
 def test_file_gets_every_record_as_keys_and_values() -> None:

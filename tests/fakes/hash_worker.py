@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_threads=args.load_threads,
         exit_when_disconnected_s=args.exit_when_disconnected_s,
         log_level=args.log_level,
+        worker_redis_password_file=args.worker_redis_password_file,
         profile=args.profile,
         profile_out=args.profile_out,
     )
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hang-token", type=int, default=None, help="feeding this token hangs the compute thread")
     parser.add_argument("--fail-digest", action="append", default=[], help="loads of this adapter fail; repeatable")
     parser.add_argument("--unserved", action="append", default=[], help="ends the names of modules without adapters")
+    parser.add_argument("--worker-redis-password-file", type=Path)
     parser.add_argument("--exit-when-disconnected-s", type=float, default=None)
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--profile", type=int)
