@@ -36,6 +36,8 @@ def configure_logging(level: str, *, process: str, stream: TextIO | None = None)
 
     Errors that end the process or a thread are logged, too, and not printed by the interpreter, which hides nothing.
     """
+    # gRPC would write a line of its own form for every handshake that fails, whoever makes it fail.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     if stream.isatty():

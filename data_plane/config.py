@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.command_line import byte_size
+from motet.tls import TlsError, TlsFiles, tls_files
 
 from contract import flags
 from contract.flags import optional_path, setting
@@ -23,6 +24,7 @@ from contract.process_log import LOG_LEVELS, settings_line
 from contract.redis_access import PasswordUnreadable, RedisTls, find_url_mistake, read_password
 from data_plane.errors import ConfigError
 
+TLS_FLAGS = ("--control-plane-tls-ca", "--control-plane-tls-cert", "--control-plane-tls-key")
 CPU_TOKEN_BUDGET = 1024
 CUDA_TOKEN_BUDGET = 8192
 
@@ -38,6 +40,23 @@ class WorkerConfig:
 
     control_plane: str = setting(
         "worker port of the control plane", flag_default="127.0.0.1:50052", metavar="HOST:PORT"
+    )
+    control_plane_tls_ca: Path | None = setting(
+        "certificates that sign the control plane's, PEM; turns TLS on",
+        None,
+        shown_default="no TLS",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    control_plane_tls_cert: Path | None = setting(
+        "certificate of this worker, PEM, followed by its chain; it names the worker id",
+        None,
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    control_plane_tls_key: Path | None = setting(
+        "private key of --control-plane-tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     model_dir: Path = setting("checkpoint directory", name="--model", metavar="DIR")
     worker_id: str = setting(
@@ -168,6 +187,7 @@ class WorkerConfig:
             raise ConfigError(f"--control-plane: {self.control_plane!r} is not HOST:PORT with a port of 1 to 65535")
 
         self._check_redis()
+        self._check_tls()
 
     def _check_redis(self) -> None:
         if self.worker_redis_url and (mistake := find_url_mistake(self.worker_redis_url)) is not None:
@@ -184,6 +204,23 @@ class WorkerConfig:
     def redis_tls(self) -> RedisTls:
         """Files for a Redis that is reached by TLS."""
         return RedisTls(ca=self.redis_tls_ca, cert=self.redis_tls_cert, key=self.redis_tls_key)
+
+    def _check_tls(self) -> None:
+        try:
+            if (files := self.tls_files) is not None:
+                files.credentials()
+        except TlsError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """What the connection to the control plane is secured with. Raises TlsError."""
+        return tls_files(
+            self.control_plane_tls_ca,
+            self.control_plane_tls_cert,
+            self.control_plane_tls_key,
+            names=TLS_FLAGS,
+        )
 
     def step_tokens(self, device_type: str) -> int:
         """The token budget of a step on "cpu" or "cuda"."""

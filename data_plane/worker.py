@@ -26,7 +26,7 @@ from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine
 from data_plane.profile import Record, StepProfile
 from data_plane.self_check import check_engine
-from data_plane.stream.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
+from data_plane.stream.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def run_worker(
     config: WorkerConfig,
     *,
     make_source: SourceFactory | None = None,
-    open_channel: ChannelFactory = open_channel,
+    open_channel: ChannelFactory | None = None,
     record: Record = lambda: contextlib.nullcontext([]),
 ) -> int:
     """Attach `engine` until SIGTERM or SIGINT, a Drain, or a refusal; the process exit code. Main thread only.
@@ -84,6 +84,7 @@ def run_worker(
         control_plane=config.control_plane,
         worker_id=config.worker_id,
         load_threads=config.load_threads,
+        tls_files=config.tls_files,
         exit_when_disconnected_s=config.exit_when_disconnected_s,
     )
     profile = StepProfile(config.profile, config.profile_out, record) if config.profile is not None else None

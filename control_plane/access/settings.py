@@ -9,12 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from contract import flags
-from contract.flags import setting
-
-
-def _file(text: str) -> Path | None:
-    """The type of a flag that names a file; an empty variable of the environment names none."""
-    return Path(text) if text else None
+from contract.flags import optional_path, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,55 +20,55 @@ class AccessSettings:
         "certificate of the clients' port, PEM, followed by its chain; turns TLS on there",
         None,
         shown_default="no TLS",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     tls_key: Path | None = setting(
-        "private key of --tls-cert, PEM", None, shown_default="none", parse=_file, metavar="FILE"
+        "private key of --tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     tls_client_ca: Path | None = setting(
         "certificates that sign those of clients, PEM; every client must present one",
         None,
         shown_default="clients present none",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     worker_tls_cert: Path | None = setting(
         "certificate of the workers' port, PEM, followed by its chain; turns TLS on there",
         None,
         shown_default="no TLS",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     worker_tls_key: Path | None = setting(
-        "private key of --worker-tls-cert, PEM", None, shown_default="none", parse=_file, metavar="FILE"
+        "private key of --worker-tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     worker_tls_client_ca: Path | None = setting(
         "certificates that sign those of workers, PEM; every worker must present one with its id",
         None,
         shown_default="workers present none",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     worker_allow: Path | None = setting(
         "ids of the workers that may attach, one a line",
         None,
         shown_default="every worker with a certificate",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     tls_deny: Path | None = setting(
         "certificates that are refused on both ports: names or sha256:FINGERPRINT, one a line",
         None,
         shown_default="none",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     api_keys: Path | None = setting(
         "JSON file of API keys, written by `motet keys`; turns authentication on",
         None,
         shown_default="none",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     jwt_issuer: str | None = setting("issuer of JSON Web Tokens; turns authentication on", None, shown_default="none")
@@ -87,7 +82,7 @@ class AccessSettings:
         "JSON file of names in clients' certificates, and what each allows",
         None,
         shown_default="whoever has a certificate may do everything",
-        parse=_file,
+        parse=optional_path,
         metavar="FILE",
     )
     insecure: bool = setting(
