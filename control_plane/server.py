@@ -50,6 +50,7 @@ from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.text.codec import TextCodec
+from control_plane.audit.audit_log import AuditLog, open_audit_log
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
@@ -104,6 +105,7 @@ async def serve(config: ServerConfig) -> int:
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be walked by every collection
         print(control_plane_ready(plane.client_address, plane.worker_address), flush=True)
+        plane.audit.start()  # on standard output, lines follow the ready line
         logger.info("ready clients=%s workers=%s", plane.client_address, plane.worker_address)
         await stop.wait()
         await plane.drain(config.drain_timeout_s)
@@ -131,12 +133,14 @@ class ControlPlane:
     worker_address: str  # HOST:PORT
     fleet: Fleet
     drain: Callable[[float], Awaitable[None]]  # no new work; streams finish for at most so many seconds
+    audit: AuditLog
 
 
 async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> ControlPlane:
     """Everything, started and listening; `stack` ends it."""
     max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
+    audit = _open_audit_log(config, stack)
     uploads_dir = config.data_dir / "uploads"
     base_model = await _read_base_model(config)
     codec = await _start_codec(config, base_model, stack)
@@ -145,25 +149,26 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     stack.push_async_callback(reports.close)
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
-    watcher = FileWatcher()
+    watcher = FileWatcher(on_read=audit.file_read)
     transport = _transport(config, watcher)
     authenticator = await _authenticator(config, watcher, stack)
-    clients, workers = _make_ports(config, max_connections, authenticator, transport, stack)
-    fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation))
+    clients, workers = _make_ports(config, max_connections, authenticator, transport, audit, stack)
+    fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
-    life_cycle = AdapterLifeCycle(registry=registry, weights=weights, fleet=fleet, operations=operation_store)
+    life_cycle = AdapterLifeCycle(
+        registry=registry, weights=weights, fleet=fleet, operations=operation_store, audit=audit
+    )
     gate = DrainGate()
-    roots = AdapterRoots(dict(config.adapter_roots))
-    stack.callback(roots.close)
     adapter_service = adapters.AdapterService(
         registry=registry,
         life_cycle=life_cycle,
         operations=operation_store,
         gate=gate,
         uploads=UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes),
-        roots=roots,
+        roots=_roots(config, stack),
         idempotency=IdempotencyCache(),
+        audit=audit,
     )
     generation_service = generation.GenerationService(
         model=generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint),
@@ -173,8 +178,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         fleet=fleet,
         gate=gate,
     )
-    status_service = _status_service(config, base_model, reports, fleet, registry, weights)
-
+    status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
+    worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
     health_service = health.HealthService()
     reporter = health.HealthReporter(health_service, lambda: fleet.num_workers > 0)
     reporter.start()
@@ -185,12 +190,12 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
-        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store)),
+        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
         (health_pb2_grpc.add_HealthServicer_to_server, health_service),
     )
     _offer(
         workers,
-        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights, transport.worker_access)),
+        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service),
         (health_pb2_grpc.add_HealthServicer_to_server, health_service),
     )
     if not config.no_reflection:
@@ -201,8 +206,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await clients.start()
     await workers.start()
-    restoring = asyncio.create_task(_restore(life_cycle), name="restore")
-    stack.push_async_callback(_cancelled, restoring)
+    stack.push_async_callback(_cancelled, asyncio.create_task(_restore(life_cycle), name="restore"))
 
     async def drain(timeout_s: float) -> None:
         sentence = f"stopping: running requests may finish, for at most {timeout_s:g} s"
@@ -211,7 +215,13 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         reporter.stop()
         await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
 
-    return ControlPlane(client_address, worker_address, fleet, drain)
+    return ControlPlane(client_address, worker_address, fleet, drain, audit)
+
+
+def _roots(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AdapterRoots:
+    roots = AdapterRoots(dict(config.adapter_roots))
+    stack.callback(roots.close)
+    return roots
 
 
 def _offer(server: grpc.aio.Server, *services: tuple[Any, object]) -> None:
@@ -232,6 +242,7 @@ def _status_service(
     fleet: Fleet,
     registry: Registry,
     weights: AdapterWeights,
+    audit: AuditLog,
 ) -> status.StatusService:
     return status.StatusService(
         model=status.ModelIdentity(
@@ -249,6 +260,7 @@ def _status_service(
         fleet=fleet,
         registry=registry,
         weights=weights,
+        audit=audit,
     )
 
 
@@ -307,6 +319,7 @@ def _make_ports(
     max_connections: int,
     authenticator: Authenticator,
     transport: Transport,
+    audit: AuditLog,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[grpc.aio.Server, grpc.aio.Server]:
     """The server of the clients' port and that of the workers' port, neither listening yet."""
@@ -318,11 +331,24 @@ def _make_ports(
         write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
         identify=Callers(authenticator),
         guard=transport.client_guard,
+        on_refused=audit.refused,
     )
     stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
-    workers = listeners.worker_server(guard=transport.worker_guard)
+    workers = listeners.worker_server(guard=transport.worker_guard, on_refused=audit.refused)
     stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
     return clients, workers
+
+
+def _open_audit_log(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AuditLog:
+    """The audit log with the line of this start; the line of its end comes last. Raises ConfigError."""
+    try:
+        audit = open_audit_log(config.access, settings=config.describe())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    stack.push_async_callback(audit.close)
+    if config.access.audit_log != "-":
+        audit.start()
+    return audit
 
 
 def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from motet.command_line import byte_size
+
 from contract import flags
 from contract.flags import optional_path, setting
 
@@ -85,6 +87,20 @@ class AccessSettings:
         parse=optional_path,
         metavar="FILE",
     )
+    audit_log: str | None = setting(
+        "file of the audit log; - is standard output, behind the ready line", None, shown_default="off", metavar="FILE"
+    )
+    audit_max_bytes: int = setting(
+        "size from which the audit log goes on in a new file",
+        256 << 20,
+        unit="bytes",
+        lowest=64 << 10,
+        parse=byte_size,
+    )
+    audit_keep: int | None = setting(
+        "older files of the audit log that are kept", None, unit="a count", shown_default="all", lowest=1
+    )
+    audit_text: bool = setting("the audit log has prompts and completions, too", False)
     insecure: bool = setting(
         "listen without TLS, or without authentication, where other machines reach the port", False
     )
@@ -94,6 +110,9 @@ class AccessSettings:
             raise ValueError(mistake)
         self._check_tls()
         self._check_tokens()
+        if self.audit_text and self.audit_log in (None, "-"):
+            # What reads standard output cuts long lines.
+            raise ValueError("--audit-text: needs --audit-log with the name of a file")
 
     @property
     def has_authentication(self) -> bool:

@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from control_plane.adapters.audit import audited
 from control_plane.adapters.operations import Operation, OperationStore
 from control_plane.adapters.pins import Pins
+from control_plane.audit import actions
+from control_plane.audit.audit_log import AuditLog
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.records import AdapterRecord, Registered
@@ -51,8 +52,16 @@ class AdapterLifeCycle:
     """Registers, activates, pins and deletes adapters. Used from one event loop."""
 
     def __init__(
-        self, *, registry: Registry, weights: AdapterWeights, fleet: Fleet, operations: OperationStore
+        self,
+        *,
+        registry: Registry,
+        weights: AdapterWeights,
+        fleet: Fleet,
+        operations: OperationStore,
+        audit: AuditLog | None = None,
     ) -> None:
+        """`audit`: None for lines of the process log alone."""
+        self._audit = audit or AuditLog()
         self._registry = registry
         self._weights = weights
         self._fleet = fleet
@@ -102,11 +111,12 @@ class AdapterLifeCycle:
 
     def start_registering(self, registration: Registration, files: Mapping[str, Path]) -> Operation:
         """Register as an operation, which a client can cancel. Raises Exhausted where too many are running."""
+        self._audit.check()
 
         async def work() -> Registered:
-            with audited("create", registration.adapter_id) as entry:
+            async with self._audit.change(actions.CREATE, _resource(registration.adapter_id)) as change:
                 registered = await self.register(registration, files)
-                entry.digest = registered.record.active_digest
+                change.digest = registered.record.active_digest
                 return registered
 
         return self._operations.start(registration.adapter_id, "create", work, is_cancellable=True)
@@ -122,7 +132,7 @@ class AdapterLifeCycle:
         etag: str = "",
     ) -> AdapterRecord:
         """Change the description; None leaves a field as it is."""
-        with audited("update", adapter_id):
+        async with self._audit.change(actions.UPDATE, _resource(adapter_id)):
             return await self._registry.update(adapter_id, display_name=display_name, labels=labels, etag=etag)
 
     async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
@@ -133,7 +143,7 @@ class AdapterLifeCycle:
             await self._pins.follow(adapter_id)
             return record
 
-        with audited("activate", adapter_id, digest):
+        async with self._audit.change(actions.ACTIVATE, _resource(adapter_id), digest=digest):
             return await _to_the_end(activate())
 
     async def pin(self, adapter_id: str) -> AdapterRecord:
@@ -141,12 +151,12 @@ class AdapterLifeCycle:
 
         A host cache that is not available at present takes the version in when it is back; `placements` says so.
         """
-        with audited("pin", adapter_id):
+        async with self._audit.change(actions.PIN, _resource(adapter_id)):
             return await _to_the_end(self._pins.pin(adapter_id))
 
     async def unpin(self, adapter_id: str) -> AdapterRecord:
         """Take the pin back; a name without a pin is fine."""
-        with audited("unpin", adapter_id):
+        async with self._audit.change(actions.UNPIN, _resource(adapter_id)):
             return await _to_the_end(self._pins.unpin(adapter_id))
 
     # ---- deleting ----
@@ -156,7 +166,7 @@ class AdapterLifeCycle:
 
         One deletion runs for each name: a second call returns the operation of the first.
         """
-        with audited("delete", adapter_id):
+        async with self._audit.change(actions.DELETE, _resource(adapter_id)):
             return await self._joined((adapter_id, ""), self._begin_delete(adapter_id, etag))
 
     async def delete_version(self, adapter_id: str, digest: str, etag: str = "") -> Operation:
@@ -164,7 +174,7 @@ class AdapterLifeCycle:
 
         One deletion runs for each version: a second call returns the operation of the first.
         """
-        with audited("delete_version", adapter_id, digest):
+        async with self._audit.change(actions.DELETE_VERSION, _resource(adapter_id), digest=digest):
             return await self._joined((adapter_id, digest), self._begin_delete_version(adapter_id, digest, etag))
 
     async def _joined(self, key: tuple[str, str], begin: Coroutine[Any, Any, Operation]) -> Operation:
@@ -221,6 +231,10 @@ class AdapterLifeCycle:
             await self._fleet.unload(digest)
         if not self._registry.is_named(digest):
             await self._weights.drop(digest)
+
+
+def _resource(adapter_id: str) -> str:
+    return f"adapters/{adapter_id}"
 
 
 async def _to_the_end(change: Coroutine[Any, Any, T]) -> T:

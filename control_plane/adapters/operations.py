@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from control_plane.checks import bad_page_token
-from control_plane.errors import Exhausted, MotetError, OperationNotFound
+from control_plane.errors import Exhausted, MotetError, OperationNotFound, correlation_id_of
 from control_plane.registry.records import Registered
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Operation:
             error.__traceback__ = error.__cause__ = error.__context__ = None
             self.error = error
         except Exception as error:
-            self.correlation_id = secrets.token_hex(8)
+            self.correlation_id = correlation_id_of(error)
             logger.error(
                 "operation failed operation_id=%s correlation_id=%s",
                 self.operation_id,

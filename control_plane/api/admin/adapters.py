@@ -12,7 +12,6 @@ import grpc.aio
 from google.longrunning import operations_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
-from control_plane.adapters.audit import audited
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Registration
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
@@ -22,6 +21,8 @@ from control_plane.api.admin.operations import operation_message
 from control_plane.api.admin.resource_names import adapter_id_in, operation_id_in
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
+from control_plane.audit import actions
+from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
 from control_plane.checks import (
     Violations,
@@ -56,7 +57,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         uploads: UploadReceiver,
         roots: AdapterRoots,
         idempotency: IdempotencyCache,
+        audit: AuditLog | None = None,
     ) -> None:
+        self._audit = audit or AuditLog()
         self._registry = registry
         self._life_cycle = life_cycle
         self._operations = operations
@@ -73,26 +76,26 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> adapters_pb2.UploadAdapterResponse:
         """Receive, check, register."""
         self._gate.check()
-        with audited("upload") as entry:
-            async with self._uploads.open(request_iterator, current_caller().holder) as upload:
-                header = upload.header
-                entry.adapter_id = header.adapter_id
+        holder = current_caller().holder
+        async with self._audit.change(actions.UPLOAD) as change, self._uploads.open(request_iterator, holder) as upload:
+            header = upload.header
+            change.resource, change.request_id = f"adapters/{header.adapter_id}", header.request_id
 
-                async def register() -> adapters_pb2.UploadAdapterResponse:
-                    files = await upload.receive()
-                    await _check_whole(context)
-                    registered = await self._life_cycle.register(_registration(header), files)
-                    entry.digest = registered.record.active_digest
-                    return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
+            async def register() -> adapters_pb2.UploadAdapterResponse:
+                files = await upload.receive()
+                await _check_whole(context)
+                registered = await self._life_cycle.register(_registration(header), files)
+                change.digest = registered.record.active_digest
+                return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
 
-                return await self._idempotency.once(
-                    "UploadAdapter",
-                    header.request_id,
-                    header,
-                    register,
-                    adapters_pb2.UploadAdapterResponse,
-                    field="header.request_id",
-                )
+            return await self._idempotency.once(
+                "UploadAdapter",
+                header.request_id,
+                header,
+                register,
+                adapters_pb2.UploadAdapterResponse,
+                field="header.request_id",
+            )
 
     async def CreateAdapter(
         self, request: adapters_pb2.CreateAdapterRequest, _context: Context

@@ -44,8 +44,12 @@ class Callers:
         if is_open(method):
             return self._without_rights(metadata, context)
         principal = self._authenticator.principal(_presented(metadata, context))
-        require_allowed(method, principal)
-        return _caller(named, principal, peer)
+        try:
+            require_allowed(method, principal)
+            return _caller(named, principal, peer)
+        except PermissionDenied as error:
+            error.refused_caller = Caller(tenant=principal.default_tenant, principal=principal, peer=peer)
+            raise
 
     def _without_rights(self, metadata: Any, context: Context) -> Caller:
         """The caller of a method that is open to everybody. A valid credential gives it a name, for limits, only."""
