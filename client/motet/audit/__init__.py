@@ -1,1 +1,0 @@
-"""What an audit log is, for the server that writes one and for the command that checks one."""
