@@ -24,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format sdk-reference check gpu-check soak faults mutate clean
+.PHONY: help setup setup-dev setup-bench test demo bench lint type check-stubs stubs format sdk-reference adapter-fields check gpu-check soak faults mutate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -130,6 +130,9 @@ check-stubs: $(STUBS_VENV)/.stamp  ## fail if the stubs or protos/google are out
 
 sdk-reference: setup  ## write docs/sdk.md anew from the SDK's docstrings
 	$(PY) .ci/sdk_reference.py
+
+adapter-fields: setup  ## write the lists in docs/adapters.md anew from the tables of fields and kinds
+	$(PY) .ci/adapter_fields.py
 
 check: lint type check-stubs test  ## all of it
 

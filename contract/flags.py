@@ -11,7 +11,10 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
+
+from contract.redaction import has_password
 
 _BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -31,6 +34,9 @@ class Flag:
     highest: float | None = None
     choices: Sequence[str] = ()
     is_repeatable: bool = False  # a tuple of values, in the environment separated by commas
+    # A URL that may hold a password: refused with one on the command line, which every user of the machine can read.
+    is_secret_url: bool = False
+    password_flag: str = ""  # of such a URL: the flag that names a file with the password
 
 
 def setting(
@@ -41,10 +47,11 @@ def setting(
     **more: Any,
 ) -> Any:
     """A field of a configuration that a flag sets; `more` are fields of Flag. Without a default it is required."""
-    metadata = {"flag": Flag(help=help, **more)}
+    flag = Flag(help=help, **more)
+    given: dict[str, Any] = {"metadata": {"flag": flag}, "repr": not flag.is_secret_url}
     if factory is not None:
-        return field(default_factory=factory, metadata=metadata)
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+        return field(default_factory=factory, **given)
+    return field(**given) if default is MISSING else field(default=default, **given)
 
 
 def group(config_class: type[Any]) -> Any:
@@ -68,6 +75,11 @@ def flag_of(config_class: type[Any], name: str) -> str:
     return flag.name if flag is not None and flag.name else "--" + name.replace("_", "-")
 
 
+def variable_of(flag: str) -> str:
+    """The environment variable that stands for a flag."""
+    return "MOTET_" + flag.strip("-").upper().replace("-", "_")
+
+
 def shown_default(config_class: type[Any], name: str) -> str:
     """A flag's default for people; empty: the flag is required."""
     flag = flags_of(config_class)[name]
@@ -81,6 +93,11 @@ def shown_default(config_class: type[Any], name: str) -> str:
             (f"{value // size}{unit}" for unit, size in _BINARY_UNITS if value and value % size == 0), f"{value}"
         )
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def optional_path(text: str) -> Path | None:
+    """The type of a flag that names a file or folder; an empty variable of the environment names none."""
+    return Path(text) if text else None
 
 
 def add_arguments(parser: argparse.ArgumentParser, config_class: type[Any]) -> None:
@@ -128,7 +145,7 @@ def _add_argument(
     parser: argparse.ArgumentParser, config_class: type[Any], name: str, flag: Flag, environ: Mapping[str, str]
 ) -> None:
     called, default = flag_of(config_class, name), _default(config_class, name)
-    text = environ.get("MOTET_" + called.strip("-").upper().replace("-", "_"))
+    text = environ.get(variable_of(called))
     kind = _type_of(config_class, name)
     about, unit = flag.help, f", {flag.unit}{' with KiB/MiB/GiB' if flag.unit == 'bytes' else ''}" if flag.unit else ""
     head, semicolon, rest = about.partition(";")
@@ -146,12 +163,30 @@ def _add_argument(
         parser.add_argument(
             called,
             dest=name,
+            action=_storing_url(flag.password_flag) if flag.is_secret_url else "store",
             type=flag.parse or kind,
             default=given,
             required=default is MISSING and text is None,
             metavar=flag.metavar,
             help=about,
         )
+
+
+def _storing_url(password_flag: str) -> type[argparse.Action]:
+    """What takes a URL without a password. Called for what stands on the command line, not for the environment."""
+
+    class StoreUrl(argparse.Action):
+        def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
+            if has_password(values):
+                instead = f"give the URL in the environment variable {variable_of(self.option_strings[0])}"
+                if password_flag:
+                    instead += f", or the password in a file by {password_flag}"
+                raise argparse.ArgumentError(
+                    self, f"its password would be shown to every user of this machine, as arguments are; {instead}"
+                )
+            setattr(namespace, self.dest, values)
+
+    return StoreUrl
 
 
 def _type_of(config_class: type[Any], name: str) -> Any:

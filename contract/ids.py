@@ -1,4 +1,4 @@
-"""The forms of the ids that several parts check: of adapters, of their versions (digests), of workers, of tenants."""
+"""The forms of the ids that several parts check: of adapters, of their versions (digests) and of workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ ADAPTER_ID_FORM = (
 _WORKER_ID = re.compile(r"[a-z0-9._-]{1,63}")
 WORKER_ID_FORM = "use 1 to 63 characters of a-z, 0-9, '.', '_' and '-'"
 
-_TENANT = re.compile(r"[a-z0-9._-]{1,63}")
-TENANT_FORM = "[a-z0-9._-], from 1 to 63 characters"
-
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 DIGEST_FORM = "use 64 lower-case hexadecimal digits"
 
@@ -29,11 +26,6 @@ def is_adapter_id(text: str) -> bool:
 def is_worker_id(text: str) -> bool:
     """Whether `text` can be the id of a worker."""
     return _WORKER_ID.fullmatch(text) is not None
-
-
-def is_tenant(text: str) -> bool:
-    """Whether `text` can be the name of a tenant."""
-    return _TENANT.fullmatch(text) is not None
 
 
 def is_digest(text: str) -> bool:

@@ -1,7 +1,8 @@
 """How a server process logs to standard error: sentences for a person at a terminal, key=value lines for a file.
 
 Standard library only. A record may carry a sentence for people (`shown`); a terminal shows these, the audit log and
-everything from WARNING up. A file gets every record as it is.
+everything from WARNING up. A file gets every record. Whatever has the form of a secret is hidden in both, tracebacks
+included.
 """
 
 from __future__ import annotations
@@ -10,30 +11,48 @@ import dataclasses
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any, TextIO
+
+from contract.redaction import redacted, redacted_url
+
+logger = logging.getLogger(__name__)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 AUDIT_LOGGER = "motet.audit"
 PROGRESS_EVERY_S = 2.0
+
+_OUR_PACKAGES = ("contract", "control_plane", "data_plane", "kernels", "motet")
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def configure_logging(level: str, *, process: str, stream: TextIO | None = None) -> None:
-    """Log records of `level` and above, with `process` as the name that a terminal shows. The audit log always."""
+    """Log records of `level` and above, with `process` as the name that a terminal shows. The audit log always.
+
+    Errors that end the process or a thread are logged, too, and not printed by the interpreter, which hides nothing.
+    """
+    # gRPC would write a line of its own form for every handshake that fails, whoever makes it fail.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     if stream.isatty():
-        handler.setFormatter(_TerminalFormatter(process, in_colour=_takes_colour(os.environ)))
+        handler.setFormatter(_Redacting(_TerminalFormatter(process, in_colour=_takes_colour(os.environ))))
         if level != "debug":
             handler.addFilter(_is_for_people)
     else:
-        handler.setFormatter(logging.Formatter(_LINE))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+        handler.setFormatter(_Redacting(logging.Formatter(_LINE)))
+    # Other packages' debug lines have what they send: paths with credentials, headers, signatures.
+    logging.basicConfig(level="INFO" if level == "debug" else level.upper(), handlers=[handler], force=True)
+    for package in _OUR_PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
     logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_of_thread
 
 
 def printable(text: str, most: int = 300) -> str:
@@ -47,12 +66,37 @@ def shown(sentence: str) -> dict[str, str]:
     return {"shown": sentence}
 
 
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        logger.critical("unexpected error", exc_info=(kind, error, traceback))
+
+
+def _log_uncaught_of_thread(arguments: threading.ExceptHookArgs) -> None:
+    if arguments.exc_value is not None and not issubclass(arguments.exc_type, SystemExit):
+        name = arguments.thread.name if arguments.thread is not None else ""
+        exc_info = (arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+        logger.error("unexpected error in a thread name=%s", name, exc_info=exc_info)
+
+
 def _is_for_people(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or hasattr(record, "shown") or record.name == AUDIT_LOGGER
 
 
 def _takes_colour(environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+class _Redacting(logging.Formatter):
+    """What another formatter makes of a record, without secrets. Nothing that a formatter adds is missed so."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(self._inner.format(record))
 
 
 class _TerminalFormatter(logging.Formatter):
@@ -100,7 +144,12 @@ class Progress:
         )
 
 
-def settings_line(config: Any, *, only_changed: bool, show: Callable[[Any], str] = str) -> str:
+def shown_value(value: object) -> str:
+    """A setting's value for the log, without secrets."""
+    return redacted_url(value) if isinstance(value, str) else str(value)
+
+
+def settings_line(config: Any, *, only_changed: bool, show: Callable[[Any], str] = shown_value) -> str:
     """The fields of a config dataclass as key=value, all of them or those that differ from their defaults."""
     parts = []
     for field in dataclasses.fields(config):

@@ -30,6 +30,16 @@ class Caller:
         """The host of `peer`: all of its connections, and for IPv6 all addresses of one customer, share it."""
         return host_of(self.peer)
 
+    @property
+    def holder(self) -> tuple[str, ...]:
+        """Whose part of a shared limit the call takes, from the outside in.
+
+        Tenant, principal and connection; of a caller that the server does not know, host and connection.
+        """
+        if self.principal.is_authenticated:
+            return (self.tenant, self.principal.name, self.peer)
+        return (self.host, self.peer)
+
 
 THE_SERVER = Caller(principal=SERVER_PRINCIPAL)
 _current: ContextVar[Caller] = ContextVar("caller", default=THE_SERVER)

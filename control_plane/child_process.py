@@ -17,14 +17,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from contract.redaction import is_secret_name
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 
 def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
     """Command line and environment that run a module of this checkout, from whatever directory."""
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**environment_without_secrets(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return [sys.executable, "-P", "-m", module, *arguments], environment
+
+
+def environment_without_secrets(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for a child that needs no secret: without this server's settings and without credentials."""
+    return {name: value for name, value in environ.items() if not (name.startswith("MOTET_") or is_secret_name(name))}
 
 
 class ChildProcess:
@@ -41,8 +48,9 @@ class ChildProcess:
     ) -> None:
         """Start it; call this inside a running event loop. Raises OSError where the program cannot be run.
 
-        None for `stderr` and for `environment` means: as this process.
+        None for `stderr` means: as this process; for `environment`: as this process, without its secrets.
         """
+        environment = environment_without_secrets() if environment is None else environment
         self._popen = subprocess.Popen(
             argv, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
         )

@@ -10,15 +10,16 @@ import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from motet.command_line import byte_size
 
 from contract import flags
-from contract.flags import group, setting
+from contract.flags import group, optional_path, setting
 from contract.model_dir import why_no_checkpoint
 from contract.packed_layout import ITEMSIZE
-from contract.process_log import LOG_LEVELS, settings_line
+from contract.process_log import LOG_LEVELS, settings_line, shown_value
+from contract.redaction import has_password
+from contract.redis_access import PasswordUnreadable, RedisAccess, RedisTls, find_url_mistake, read_password
 from control_plane.access.settings import AccessSettings
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.tenants import InvalidTenants, TenantTable, read_tenants
@@ -51,7 +52,11 @@ class ServerConfig:
     model_dir: Path = setting("checkpoint directory", name="--model", metavar="DIR")
     data_dir: Path = setting("state of this server", Path("motet-data"), shown_default="./motet-data", metavar="DIR")
     store: str | None = setting(
-        "artifact store, a directory or fsspec URL", None, shown_default="DATA_DIR/store", metavar="URL"
+        "artifact store, a directory or fsspec URL",
+        None,
+        shown_default="DATA_DIR/store",
+        metavar="URL",
+        is_secret_url=True,
     )
     store_timeout_s: float = setting(
         "longest time for one call of the artifact store; large writes have more", 10.0, unit="seconds", lowest=0.1
@@ -59,12 +64,48 @@ class ServerConfig:
     exclusive_store: bool = setting("no other control plane uses the remote store: wait for no lease", False)
     listen: str = setting("clients' address; port 0 takes a free one", "127.0.0.1:50051", metavar="HOST:PORT")
     worker_listen: str = setting("workers' address; port 0 takes a free one", "127.0.0.1:50052", metavar="HOST:PORT")
-    redis_url: str | None = setting("host cache", None, shown_default="an embedded Redis", metavar="URL")
+    redis_url: str | None = setting(
+        "host cache",
+        None,
+        shown_default="an embedded Redis",
+        metavar="URL",
+        is_secret_url=True,
+        password_flag="--redis-password-file",
+    )
+    redis_password_file: Path | None = setting(
+        "file with the password of --redis-url, read again for every connection",
+        None,
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
     worker_redis_url: str | None = setting(
         "where workers read the host cache",
         None,
         shown_default="the embedded Redis's read-only user; none with --redis-url",
         metavar="URL",
+        is_secret_url=True,
+        password_flag="--worker-redis-password-file",
+    )
+    worker_redis_password_file: Path | None = setting(
+        "file with the password of --worker-redis-url", None, shown_default="none", parse=optional_path, metavar="FILE"
+    )
+    redis_tls_ca: Path | None = setting(
+        "certificates that a rediss:// server is checked with",
+        None,
+        shown_default="those of the system",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    redis_tls_cert: Path | None = setting(
+        "this side's certificate for a rediss:// server",
+        None,
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    redis_tls_key: Path | None = setting(
+        "key of --redis-tls-cert", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     host_cache: str = setting("redis, or memory for machines without redis-py", "redis", choices=HOST_CACHES)
     host_cache_bytes: int = setting("budget of the host cache", 2 << 30, unit="bytes", parse=byte_size, lowest=0)
@@ -228,11 +269,52 @@ class ServerConfig:
 
     def _check_urls(self) -> None:
         for name in ("redis_url", "worker_redis_url"):
-            url = getattr(self, name)
-            if url is not None and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
-                raise ConfigError(f"{_flag_of(name)}: must begin with redis://, rediss:// or unix://")
-            if url is not None and self.host_cache == "memory":
+            url, password_file = getattr(self, name), getattr(self, name.removesuffix("url") + "password_file")
+            if password_file is not None:
+                self._check_password_file(name, password_file)
+            if url is None:
+                continue
+            if (mistake := find_url_mistake(url)) is not None:
+                raise ConfigError(f"{_flag_of(name)}: {mistake}")
+            if self.host_cache == "memory":
                 raise ConfigError(f"{_flag_of(name)}: needs --host-cache redis")
+        if (mistake := self._redis_tls.find_mistake(prefix="--redis-tls")) is not None:
+            raise ConfigError(mistake)
+        urls = (self.redis_url or "", self.worker_redis_url or "")
+        if self._redis_tls != RedisTls() and not any(url.startswith("rediss://") for url in urls):
+            raise ConfigError("--redis-tls-ca, -cert and -key: need a --redis-url that begins with rediss://")
+
+    def _check_password_file(self, name: str, path: Path) -> None:
+        flag = _flag_of(name.removesuffix("url") + "password_file")
+        url = getattr(self, name)
+        if url is None:
+            raise ConfigError(f"{flag}: needs {_flag_of(name)}")
+        if has_password(url):
+            raise ConfigError(f"{flag}: the URL of {_flag_of(name)} has a password too; give one of the two")
+        try:
+            read_password(path)
+        except PasswordUnreadable as error:
+            raise ConfigError(f"{flag}: {error}") from error
+
+    @property
+    def _redis_tls(self) -> RedisTls:
+        return RedisTls(ca=self.redis_tls_ca, cert=self.redis_tls_cert, key=self.redis_tls_key)
+
+    @property
+    def redis(self) -> RedisAccess | None:
+        """The Redis of the operator, as this process uses it. None: an embedded one."""
+        if self.redis_url is None:
+            return None
+        return RedisAccess(url=self.redis_url, password_file=self.redis_password_file, tls=self._redis_tls)
+
+    @property
+    def worker_redis(self) -> RedisAccess | None:
+        """The Redis of the operator, as workers use it. None: not named."""
+        if self.worker_redis_url is None:
+            return None
+        return RedisAccess(
+            url=self.worker_redis_url, password_file=self.worker_redis_password_file, tls=self._redis_tls
+        )
 
     def _check_roots(self) -> None:
         names = [name for name, _ in self.adapter_roots]
@@ -258,15 +340,6 @@ def _flag_of(name: str) -> str:
     return flags.flag_of(ServerConfig, name)
 
 
-def redacted_url(url: str) -> str:
-    """The URL with user, password and query hidden. A path stays as it is."""
-    if "://" not in url:
-        return url
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{'***@' if '@' in parts.netloc else ''}{host}{parts.path}{'?***' if parts.query else ''}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of the control plane. MOTET_<FLAG> in the environment is a flag's default."""
     flags.add_arguments(parser, ServerConfig)
@@ -282,8 +355,6 @@ def from_args(namespace: argparse.Namespace) -> ServerConfig:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, str):
-        return redacted_url(value)
     if isinstance(value, tuple):
         return ",".join(f"{name}={path}" for name, path in value) or "none"
-    return str(value)
+    return shown_value(value)

@@ -7,6 +7,7 @@ path, a key, an address or a stack.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 import grpc
@@ -18,6 +19,8 @@ class MotetError(Exception):
     """Base of all errors that a client may see. `reason` is the ErrorInfo reason."""
 
     reason = "INTERNAL"
+    is_audited = False  # whether a line of the audit log is about it already
+    refused_caller: object = None  # the Caller that was refused, where the call has none yet
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,6 @@ class AdapterNotFound(MotetError):
     def __init__(self, message: str, *, resource: str) -> None:
         super().__init__(message)
         self.resource = resource  # "adapters/{id}"
-
-
-class AdapterNameTaken(MotetError):
-    """The name belongs to an adapter of another tenant, of which the caller learns nothing else."""
-
-    reason = "NAME_TAKEN"
 
 
 class OperationNotFound(MotetError):
@@ -254,6 +251,12 @@ class StoreUnavailable(Unavailable):
     reason = "STORE_DOWN"
 
 
+class AuditUnavailable(Unavailable):
+    """The audit log cannot be written, so nothing may be changed."""
+
+    reason = "AUDIT_LOG_DOWN"
+
+
 class NotFinite(MotetError):
     """The model's logits were not finite for this request."""
 
@@ -278,7 +281,6 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     AdapterNotFound: grpc.StatusCode.NOT_FOUND,
-    AdapterNameTaken: grpc.StatusCode.ALREADY_EXISTS,
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterVersionActive: grpc.StatusCode.FAILED_PRECONDITION,
@@ -304,3 +306,14 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
 def status_of(error: MotetError) -> grpc.StatusCode:
     """The gRPC status code for `error`."""
     return next(STATUS_BY_ERROR[cls] for cls in type(error).__mro__ if cls in STATUS_BY_ERROR)
+
+
+def correlation_id_of(error: BaseException) -> str:
+    """The id under which the log and the client know a mistake of ours: the same one at every call."""
+    if not hasattr(error, _CORRELATION_ID):
+        setattr(error, _CORRELATION_ID, secrets.token_hex(8))
+    correlation_id: str = getattr(error, _CORRELATION_ID)
+    return correlation_id
+
+
+_CORRELATION_ID = "motet_correlation_id"

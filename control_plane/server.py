@@ -25,16 +25,17 @@ import uvloop
 from google.longrunning import operations_pb2_grpc
 from grpc_health.v1 import health_pb2_grpc
 from motet import __version__
-from motet.command_line import WRONG_COMMAND_LINE, Parser, size
+from motet.command_line import WRONG_COMMAND_LINE, Parser
 from motet.v1 import adapters_pb2_grpc, generation_pb2_grpc, status_pb2_grpc
 from motet.v1.status import LimitStatus
 
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import control_plane_ready
+from contract.redaction import redacted, redacted_url
 from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
+from control_plane.access.authentication.assembly import open_authenticator
 from control_plane.access.authenticator import Authenticator
-from control_plane.access.name_prefixes import NamePrefixes
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
 from control_plane.adapters.life_cycle import AdapterLifeCycle
@@ -49,14 +50,15 @@ from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.text.codec import TextCodec
-from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
+from control_plane.audit.audit_log import AuditLog, open_audit_log
+from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
 from control_plane.directory_lock import DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.service import WorkerService
-from control_plane.host_cache.base import HostCache
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.host_cache_setup import open_host_cache
 from control_plane.registry.model.base_model import BaseModel, BaseModelError
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return uvloop.run(serve(config))
     except (ConfigError, MotetError, OSError, ValueError) as error:
         # What an operator can mend needs one line; anything else is our mistake and shows its traceback.
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)
         return WRONG_COMMAND_LINE if isinstance(error, (ConfigError, BaseModelError)) else 1
 
 
@@ -103,6 +105,7 @@ async def serve(config: ServerConfig) -> int:
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be walked by every collection
         print(control_plane_ready(plane.client_address, plane.worker_address), flush=True)
+        plane.audit.start()  # on standard output, lines follow the ready line
         logger.info("ready clients=%s workers=%s", plane.client_address, plane.worker_address)
         await stop.wait()
         await plane.drain(config.drain_timeout_s)
@@ -130,39 +133,42 @@ class ControlPlane:
     worker_address: str  # HOST:PORT
     fleet: Fleet
     drain: Callable[[float], Awaitable[None]]  # no new work; streams finish for at most so many seconds
+    audit: AuditLog
 
 
 async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> ControlPlane:
     """Everything, started and listening; `stack` ends it."""
     max_connections = descriptors.make_room(config.max_connections)
     _lock_data_dir(config.data_dir, stack)
+    audit = _open_audit_log(config, stack)
     uploads_dir = config.data_dir / "uploads"
     base_model = await _read_base_model(config)
     codec = await _start_codec(config, base_model, stack)
-    reports = await _open_reports(config, base_model, stack)
-    fleet_settings = config.fleet_settings()
-    prefixes = fleet_settings.tenants.name_prefixes
-    registry, weights = await _open_storage(config, base_model, reports, uploads_dir, prefixes, stack)
+    reports_file = config.data_dir / "workers" / f"{base_model.fingerprint}-{base_model.dtype}.json"
+    reports = await asyncio.to_thread(WorkerReports, reports_file, limit=base_model.max_model_len)
+    stack.push_async_callback(reports.close)
+    registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
-    watcher = FileWatcher()
+    watcher = FileWatcher(on_read=audit.file_read)
     transport = _transport(config, watcher)
-    authenticator = _authenticator()
-    clients, workers = _make_ports(config, max_connections, authenticator, transport, stack)
-    fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation))
+    authenticator = await _authenticator(config, watcher, stack)
+    clients, workers = _make_ports(config, max_connections, authenticator, transport, audit, stack)
+    fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
-    life_cycle = AdapterLifeCycle(registry=registry, weights=weights, fleet=fleet, operations=operation_store)
+    life_cycle = AdapterLifeCycle(
+        registry=registry, weights=weights, fleet=fleet, operations=operation_store, audit=audit
+    )
     gate = DrainGate()
-    roots = AdapterRoots(dict(config.adapter_roots))
-    stack.callback(roots.close)
     adapter_service = adapters.AdapterService(
         registry=registry,
         life_cycle=life_cycle,
         operations=operation_store,
         gate=gate,
         uploads=UploadReceiver(uploads_dir, max_adapter_bytes=config.max_adapter_bytes),
-        roots=roots,
+        roots=_roots(config, stack),
         idempotency=IdempotencyCache(),
+        audit=audit,
     )
     generation_service = generation.GenerationService(
         model=generation.ModelFacts(base_model.vocab_size, base_model.eos_token_ids, base_model.fingerprint),
@@ -172,8 +178,8 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         fleet=fleet,
         gate=gate,
     )
-    status_service = _status_service(config, base_model, reports, fleet, registry, weights)
-
+    status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
+    worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
     health_service = health.HealthService()
     reporter = health.HealthReporter(health_service, lambda: fleet.num_workers > 0)
     reporter.start()
@@ -184,12 +190,12 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
-        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store)),
+        (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
         (health_pb2_grpc.add_HealthServicer_to_server, health_service),
     )
     _offer(
         workers,
-        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(fleet, weights, transport.worker_access)),
+        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service),
         (health_pb2_grpc.add_HealthServicer_to_server, health_service),
     )
     if not config.no_reflection:
@@ -200,8 +206,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await clients.start()
     await workers.start()
-    restoring = asyncio.create_task(_restore(life_cycle), name="restore")
-    stack.push_async_callback(_cancelled, restoring)
+    stack.push_async_callback(_cancelled, asyncio.create_task(_restore(life_cycle), name="restore"))
 
     async def drain(timeout_s: float) -> None:
         sentence = f"stopping: running requests may finish, for at most {timeout_s:g} s"
@@ -210,7 +215,13 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         reporter.stop()
         await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
 
-    return ControlPlane(client_address, worker_address, fleet, drain)
+    return ControlPlane(client_address, worker_address, fleet, drain, audit)
+
+
+def _roots(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AdapterRoots:
+    roots = AdapterRoots(dict(config.adapter_roots))
+    stack.callback(roots.close)
+    return roots
 
 
 def _offer(server: grpc.aio.Server, *services: tuple[Any, object]) -> None:
@@ -231,6 +242,7 @@ def _status_service(
     fleet: Fleet,
     registry: Registry,
     weights: AdapterWeights,
+    audit: AuditLog,
 ) -> status.StatusService:
     return status.StatusService(
         model=status.ModelIdentity(
@@ -248,6 +260,7 @@ def _status_service(
         fleet=fleet,
         registry=registry,
         weights=weights,
+        audit=audit,
     )
 
 
@@ -293,15 +306,12 @@ def _transport(config: ServerConfig, watcher: FileWatcher) -> Transport:
         raise ConfigError(str(error)) from error
 
 
-def _authenticator() -> Authenticator:
-    """What the operator has set up for clients to prove who they are."""
-    authenticator = Authenticator()
-    if not authenticator.is_on:
-        logger.info(
-            "authentication off",
-            extra=shown("no authentication: whoever reaches the ports may do everything (docs/security.md)"),
-        )
-    return authenticator
+async def _authenticator(config: ServerConfig, watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> Authenticator:
+    """What the operator has set up for clients to prove who they are. Raises ConfigError."""
+    try:
+        return await open_authenticator(config.access, watcher, stack)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _make_ports(
@@ -309,6 +319,7 @@ def _make_ports(
     max_connections: int,
     authenticator: Authenticator,
     transport: Transport,
+    audit: AuditLog,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[grpc.aio.Server, grpc.aio.Server]:
     """The server of the clients' port and that of the workers' port, neither listening yet."""
@@ -320,11 +331,24 @@ def _make_ports(
         write_timeout_s=max(config.slow_reader_timeout_s, 1.0),
         identify=Callers(authenticator),
         guard=transport.client_guard,
+        on_refused=audit.refused,
     )
     stack.push_async_callback(clients.stop, CLOSE_GRACE_S)
-    workers = listeners.worker_server(guard=transport.worker_guard)
+    workers = listeners.worker_server(guard=transport.worker_guard, on_refused=audit.refused)
     stack.push_async_callback(workers.stop, CLOSE_GRACE_S)
     return clients, workers
+
+
+def _open_audit_log(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AuditLog:
+    """The audit log with the line of this start; the line of its end comes last. Raises ConfigError."""
+    try:
+        audit = open_audit_log(config.access, settings=config.describe())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    stack.push_async_callback(audit.close)
+    if config.access.audit_log != "-":
+        audit.start()
+    return audit
 
 
 def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:
@@ -342,19 +366,11 @@ def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:
     stack.callback(lock.release)
 
 
-async def _open_reports(config: ServerConfig, base_model: BaseModel, stack: contextlib.AsyncExitStack) -> WorkerReports:
-    file = config.data_dir / "workers" / f"{base_model.fingerprint}-{base_model.dtype}.json"
-    reports = await asyncio.to_thread(WorkerReports, file, limit=base_model.max_model_len)
-    stack.push_async_callback(reports.close)
-    return reports
-
-
 async def _open_storage(
     config: ServerConfig,
     base_model: BaseModel,
     reports: WorkerReports,
     uploads_dir: Path,
-    prefixes: NamePrefixes,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Registry, AdapterWeights]:
     """The store with its registry, locked for this server, and the host cache in front of it."""
@@ -373,7 +389,6 @@ async def _open_storage(
         reports=reports,
         clock=time.time,
         scratch_dir=scratch_dir,
-        prefixes=prefixes,
     )
     stack.push_async_callback(registry.close)
     num_adapters = registry.stats().num_registered
@@ -383,45 +398,8 @@ async def _open_storage(
     for directory in (uploads_dir, scratch_dir):
         shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
         directory.mkdir()
-    cache = await _host_cache(config, stack)
+    cache = await open_host_cache(config, stack)
     return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
-
-
-async def _host_cache(config: ServerConfig, stack: contextlib.AsyncExitStack) -> HostCache:
-    # Imported here: a machine without redis-py serves with --host-cache memory.
-    if config.host_cache == "memory":
-        from control_plane.host_cache.memory_cache import MemoryHostCache
-
-        _log_host_cache("memory", "this process's memory", config.host_cache_bytes)
-        return MemoryHostCache(budget_bytes=config.host_cache_bytes)
-    try:
-        from control_plane.host_cache.embedded import EmbeddedRedis, RedisNotFound, RedisNotStarted
-        from control_plane.host_cache.redis_cache import RedisHostCache, check_url
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--host-cache redis: {error}; install it or take --host-cache memory") from error
-    for flag, given in (("--redis-url", config.redis_url), ("--worker-redis-url", config.worker_redis_url)):
-        try:
-            check_url(given or "redis://127.0.0.1")
-        except ValueError as error:
-            raise ConfigError(f"{flag}: {error}") from error
-    if config.redis_url is None:
-        try:
-            redis = await stack.enter_async_context(EmbeddedRedis(config.data_dir / "redis"))
-        except (RedisNotFound, RedisNotStarted) as error:
-            raise ConfigError(f"--host-cache redis: {error}") from error
-        url, worker_url = redis.url, config.worker_redis_url or redis.worker_url
-    else:
-        url, worker_url = config.redis_url, config.worker_redis_url or ""
-    where = "embedded Redis" if config.redis_url is None else f"Redis at {redacted_url(url)}"
-    _log_host_cache(redacted_url(url), where, config.host_cache_bytes)
-    cache = RedisHostCache(url, worker_url=worker_url, budget_bytes=config.host_cache_bytes)
-    stack.push_async_callback(cache.close)
-    return cache
-
-
-def _log_host_cache(url: str, where: str, budget_bytes: int) -> None:
-    sentence = f"host cache for adapters: {where}, up to {size(budget_bytes)}"
-    logger.info("host cache url=%s budget_bytes=%d", url, budget_bytes, extra=shown(sentence))
 
 
 async def _restore(life_cycle: AdapterLifeCycle) -> None:

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.command_line import byte_size
+from motet.tls import TlsError, TlsFiles, tls_files
 
 from contract import flags
-from contract.flags import setting
+from contract.flags import optional_path, setting
 from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.packed_layout import ITEMSIZE
 from contract.process_log import LOG_LEVELS, settings_line
+from contract.redis_access import PasswordUnreadable, RedisTls, find_url_mistake, read_password
 from data_plane.errors import ConfigError
 
+TLS_FLAGS = ("--control-plane-tls-ca", "--control-plane-tls-cert", "--control-plane-tls-key")
 CPU_TOKEN_BUDGET = 1024
 CUDA_TOKEN_BUDGET = 8192
 
@@ -31,17 +34,29 @@ def default_worker_id() -> str:
     return re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower())[:63] or "worker"
 
 
-def _folder(text: str) -> Path | None:
-    """The argparse type of a folder whose flag or environment may be empty: none is named then."""
-    return Path(text) if text else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Everything that an operator sets about one worker. None means: derived where it is used."""
 
     control_plane: str = setting(
         "worker port of the control plane", flag_default="127.0.0.1:50052", metavar="HOST:PORT"
+    )
+    control_plane_tls_ca: Path | None = setting(
+        "certificates that sign the control plane's, PEM; turns TLS on",
+        None,
+        shown_default="no TLS",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    control_plane_tls_cert: Path | None = setting(
+        "certificate of this worker, PEM, followed by its chain; it names the worker id",
+        None,
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    control_plane_tls_key: Path | None = setting(
+        "private key of --control-plane-tls-cert, PEM", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     model_dir: Path = setting("checkpoint directory", name="--model", metavar="DIR")
     worker_id: str = setting(
@@ -109,8 +124,40 @@ class WorkerConfig:
         "folder for compiled C and for measurements",
         None,
         shown_default="motet/native in the user's cache folder",
-        parse=_folder,
+        parse=optional_path,
         metavar="DIR",
+    )
+    worker_redis_url: str | None = setting(
+        "where this worker reads the host cache",
+        None,
+        shown_default="what the control plane says",
+        metavar="URL",
+        is_secret_url=True,
+        password_flag="--worker-redis-password-file",
+    )
+    worker_redis_password_file: Path | None = setting(
+        "file with the password of the Redis user of workers, read again for every connection",
+        None,
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    redis_tls_ca: Path | None = setting(
+        "certificates that a rediss:// server is checked with",
+        None,
+        shown_default="those of the system",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    redis_tls_cert: Path | None = setting(
+        "this side's certificate for a rediss:// server",
+        None,
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    redis_tls_key: Path | None = setting(
+        "key of --redis-tls-cert", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
     exit_when_disconnected_s: float | None = setting(
         "exit after this long without a control plane", None, unit="seconds", shown_default="never", lowest=0
@@ -139,6 +186,42 @@ class WorkerConfig:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--control-plane: {self.control_plane!r} is not HOST:PORT with a port of 1 to 65535")
 
+        self._check_redis()
+        self._check_tls()
+
+    def _check_redis(self) -> None:
+        if self.worker_redis_url and (mistake := find_url_mistake(self.worker_redis_url)) is not None:
+            raise ConfigError(f"--worker-redis-url: {mistake}")
+        if self.worker_redis_password_file is not None:
+            try:
+                read_password(self.worker_redis_password_file)
+            except PasswordUnreadable as error:
+                raise ConfigError(f"--worker-redis-password-file: {error}") from error
+        if (mistake := self.redis_tls.find_mistake(prefix="--redis-tls")) is not None:
+            raise ConfigError(mistake)
+
+    @property
+    def redis_tls(self) -> RedisTls:
+        """Files for a Redis that is reached by TLS."""
+        return RedisTls(ca=self.redis_tls_ca, cert=self.redis_tls_cert, key=self.redis_tls_key)
+
+    def _check_tls(self) -> None:
+        try:
+            if (files := self.tls_files) is not None:
+                files.credentials()
+        except TlsError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """What the connection to the control plane is secured with. Raises TlsError."""
+        return tls_files(
+            self.control_plane_tls_ca,
+            self.control_plane_tls_cert,
+            self.control_plane_tls_key,
+            names=TLS_FLAGS,
+        )
+
     def step_tokens(self, device_type: str) -> int:
         """The token budget of a step on "cpu" or "cuda"."""
         if self.token_budget is not None:
@@ -150,7 +233,7 @@ class WorkerConfig:
         return self.warm_up == "on" or (self.warm_up == "auto" and device_type == "cuda")
 
     def describe(self, *, only_changed: bool = False) -> str:
-        """The settings on one line, for the log: all, or those that differ from their defaults."""
+        """The settings on one line, for the log, without secrets: all, or those that differ from their defaults."""
         return settings_line(self, only_changed=only_changed)
 
     @property

@@ -16,6 +16,9 @@ from motet.command_line import WRONG_COMMAND_LINE, Parser
 from contract.model_dir import why_no_checkpoint
 from contract.process_log import configure_logging, shown
 from contract.ready_lines import worker_ready
+from contract.redaction import redacted
+from contract.redis_access import RedisAccess, RedisTls
+from contract.v1 import plan_pb2
 from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane import build_native
 from data_plane.config import WorkerConfig, add_arguments, from_args
@@ -23,7 +26,7 @@ from data_plane.errors import ConfigError
 from data_plane.plan import AdapterSource, Engine
 from data_plane.profile import Record, StepProfile
 from data_plane.self_check import check_engine
-from data_plane.stream.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory, open_channel
+from data_plane.stream.plan_client import ChannelFactory, PlanClient, PlanClientSettings, SourceFactory
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ def _build_and_run(argv: Sequence[str]) -> int:
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection need walk it between two steps
     except ConfigError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {redacted(str(error))}", file=sys.stderr)
         return WRONG_COMMAND_LINE
     return run_worker(engine, config, record=recording)
 
@@ -70,7 +73,7 @@ def run_worker(
     config: WorkerConfig,
     *,
     make_source: SourceFactory | None = None,
-    open_channel: ChannelFactory = open_channel,
+    open_channel: ChannelFactory | None = None,
     record: Record = lambda: contextlib.nullcontext([]),
 ) -> int:
     """Attach `engine` until SIGTERM or SIGINT, a Drain, or a refusal; the process exit code. Main thread only.
@@ -81,6 +84,7 @@ def run_worker(
         control_plane=config.control_plane,
         worker_id=config.worker_id,
         load_threads=config.load_threads,
+        tls_files=config.tls_files,
         exit_when_disconnected_s=config.exit_when_disconnected_s,
     )
     profile = StepProfile(config.profile, config.profile_out, record) if config.profile is not None else None
@@ -93,7 +97,7 @@ def run_worker(
     client = PlanClient(
         engine,
         settings,
-        make_source=make_source or source_factory(config.worker_id),
+        make_source=make_source or source_factory(config),
         open_channel=open_channel,
         check_self=lambda: check_engine(engine),
         on_ready=on_ready,
@@ -118,22 +122,42 @@ def _handling_signals(act: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def source_factory(worker_id: str) -> SourceFactory:
-    """Adapters from the host cache where Welcome names one, else and otherwise through the control plane."""
+def source_factory(config: WorkerConfig) -> SourceFactory:
+    """Adapters from the host cache where there is one for this worker, else and otherwise through the control plane."""
+    reasons: set[str] = set()  # why the host cache is not read, each logged once
 
-    def make_source(stub: WorkerServiceStub, host_cache_url: str) -> AdapterSource:
+    def make_source(stub: WorkerServiceStub, welcome: plan_pb2.Welcome) -> AdapterSource:
         from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource, HostCacheSource
 
-        direct = ControlPlaneSource(stub, worker_id)
-        if not host_cache_url:
-            return direct
-        try:
-            return FallbackSource(HostCacheSource(host_cache_url), direct)
-        except ImportError:
-            logger.warning("no redis client is installed: adapters come through the control plane")
-            return direct
+        direct = ControlPlaneSource(stub, config.worker_id)
+        access, reason = host_cache_access(config, welcome)
+        if access is not None:
+            try:
+                return FallbackSource(HostCacheSource(access), direct)
+            except ImportError:
+                reason = "no redis client is installed"
+        if reason and reason not in reasons:
+            reasons.add(reason)
+            logger.warning("%s: adapters come through the control plane, which is slower", reason)
+        return direct
 
     return make_source
+
+
+def host_cache_access(config: WorkerConfig, welcome: plan_pb2.Welcome) -> tuple[RedisAccess | None, str]:
+    """How to read the host cache; None if it is not to be read, with the reason unless there is none to read."""
+    url = config.worker_redis_url or welcome.host_cache_url
+    if not url:
+        return None, ""
+    access = RedisAccess(url=url, password_file=config.worker_redis_password_file, tls=config.redis_tls)
+    if welcome.host_cache_needs_password and not access.has_password:
+        return None, (
+            "the host cache needs a password, which the control plane sends by TLS only; give "
+            "--worker-redis-password-file, or MOTET_WORKER_REDIS_URL with the password"
+        )
+    if url.startswith("redis://") and config.redis_tls != RedisTls():
+        return None, "--redis-tls-ca, -cert and -key are given, and the host cache's URL is not one of rediss://"
+    return access, ""
 
 
 def refuse_foreign_kernels() -> None:

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 
-MESSAGES = ("ModelStatus", "WorkerStatus", "QueueStatus", "AdapterStatus", "TenantStatus", "LimitStatus")
-_HEAD = '''"""What a status says of the model, the workers, the queues, the adapters, the tenants and the limits.
+MESSAGES = (
+    "ModelStatus",
+    "WorkerStatus",
+    "QueueStatus",
+    "AdapterStatus",
+    "TenantStatus",
+    "AuditStatus",
+    "LimitStatus",
+)
+_HEAD = '''"""What a status says of the model, workers, queues, adapters, tenants, limits and the audit log.
 
 Written by protos/generate.py from protos/motet/v1/status.proto: change that file instead.
 """

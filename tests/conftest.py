@@ -1,5 +1,5 @@
-"""Settings of the whole run: how Triton kernels run in this process, how hypothesis draws its examples, and which way
-LoRA goes on a CPU.
+"""Settings of the whole run: how Triton kernels run in this process, how hypothesis draws its examples, which way LoRA
+goes on a CPU, and the scan for planted secrets.
 
 The first is chosen before anything can import triton (transformers does).
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
+from collections.abc import Generator, Iterator
 
 import pytest
+
+from tests.secret_scan import SCAN, ScanningHandler, SecretScan, judge
 
 
 def has_cuda() -> bool:
@@ -42,3 +46,20 @@ def lora_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "torch":
         monkeypatch.setattr("kernels.lora.ops.has_native", lambda *tensors: False)
     return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def planted_secrets() -> Iterator[SecretScan]:
+    """The secrets of this run. Every record that is logged meanwhile is searched for them."""
+    handler = ScanningHandler(SCAN)
+    logging.getLogger().addHandler(handler)
+    yield SCAN
+    logging.getLogger().removeHandler(handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Search what was captured while a test ran; the test fails in which a planted secret was found."""
+    report = yield
+    judge(report, SCAN)
+    return report

@@ -31,6 +31,11 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
     assert set(missing) <= WRITTEN
 
 
+def test_the_fields_and_kinds_of_adapters_are_those_of_the_tables() -> None:
+    text = (ROOT / "docs" / "adapters.md").read_text("utf-8")
+    assert load("adapter_fields").written(text) == text, "run `make adapter-fields`"
+
+
 def test_sdk_reference_is_up_to_date() -> None:
     reference = load("sdk_reference")
     assert (ROOT / "docs" / "sdk.md").read_text("utf-8") == reference.reference(), "run `make sdk-reference`"

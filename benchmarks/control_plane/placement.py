@@ -18,6 +18,7 @@ from control_plane.fleet.placement import placement
 from control_plane.fleet.placement.shortlist import Shortlist
 from control_plane.fleet.settings import FleetSettings, PlacementCosts
 from control_plane.fleet.workers.session import SessionOwner, WorkerSession
+from control_plane.host_cache.base import CacheAddress
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.probe import SchedulerProbe
 from control_plane.scheduler.types import AdapterRef, LoadSlot, Request, RequestId, SlotReady, StepResult
@@ -40,7 +41,8 @@ def make_session(idx: int, adapters: list[AdapterRef], rng: random.Random) -> Wo
     )
     hello.arena_bytes, hello.max_model_len, hello.vocab_size = 1 << 30, 8192, 32000
     owner: SessionOwner = _Nobody()  # type: ignore[assignment]  # it has whatever is called
-    session = WorkerSession(hello, idx + 1, FleetSettings(), owner, "", time.monotonic, AwakeClock(), VirtualCounters())
+    settings, host_cache, awake = FleetSettings(), CacheAddress(), AwakeClock()
+    session = WorkerSession(hello, idx + 1, settings, owner, host_cache, time.monotonic, awake, VirtualCounters())
     scheduler = session.scheduler
     for number in range(rng.randint(1, 12)):
         prompt = PROMPT if number == 0 and idx % 2 else tuple(rng.randrange(32000) for _ in range(64))

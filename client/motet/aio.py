@@ -8,21 +8,22 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 from google.longrunning import operations_pb2
 
 from motet import calls
-from motet.channel import channel_options
 from motet.client import Client
-from motet.contact import ServerContact, check_target
+from motet.connection.channel import Channels, opener, security_of
+from motet.connection.contact import ServerContact, check_target
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
 from motet.pauses import AsyncPauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
+from motet.tls import PathLike
 from motet.types import Adapter, AdapterVersion, Chunk, Completion, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import generation_pb2
@@ -41,6 +42,9 @@ class AsyncClient:
         target: str = "127.0.0.1:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        tls_ca: PathLike | None = None,
+        tls_cert: PathLike | None = None,
+        tls_key: PathLike | None = None,
         timeout_s: float = 10.0,
         tenant: str = "",
         retry: RetryPolicy | None = None,
@@ -54,24 +58,30 @@ class AsyncClient:
         `timeout_s` bounds every call except generate, register and waiting for operations, which have timeouts of
         their own. Within the timeout, a call is repeated as `retry` says.
         `tenant`: who generations are counted for; empty: the server's default. A generation may name another tenant.
+
+        `tls_ca`: file of the authorities that sign the server's certificate, PEM; turns TLS on. `tls_cert`, `tls_key`:
+        files of this client's own certificate and key, where the server needs one. Once the files change, further calls
+        use a new connection, and calls under way keep theirs. `credentials` is for what files cannot say.
+
         `options` are gRPC channel options and replace ours of the same name. `clock`, `sleep` and `generator` (for
-        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled.
+        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled, or if the files
+        of TLS cannot be used.
         """
-        self._contact = ServerContact(check_target(target))
+        security = security_of(credentials, tls_ca, tls_cert, tls_key)
+        self._contact = ServerContact(
+            check_target(target), has_tls=security.has_tls, has_certificate=security.has_certificate
+        )
         self._pauses = AsyncPauses(sleep)
         self._target = target
-        self._credentials = credentials
+        self._security = security
+        self._closing = set[asyncio.Task[None]]()  # channels that were replaced
         self._options = tuple(options)
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         self._tenant = tenant
         self._clock = clock
         self._generator = generator or random.Random()
-        channel_settings = channel_options(self._options)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=channel_settings)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=channel_settings)
+        self._channels = Channels(security, opener(grpc.aio, target, options), self._close_soon)
         self.adapters = AsyncAdapters(self)
 
     def generate(
@@ -87,12 +97,7 @@ class AsyncClient:
         math.inf: no limit.
         """
         state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
-        method = self._channel.unary_stream(
-            calls.GENERATE,
-            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
-            response_deserializer=generation_pb2.GenerateResponse.FromString,
-        )
-        return AsyncGenerationStream(state, method, metadata_of(options, self._tenant), self._pauses)
+        return AsyncGenerationStream(state, self._open_stream, metadata_of(options, self._tenant), self._pauses)
 
     async def status(self) -> ServerStatus:
         """The system at this moment."""
@@ -100,16 +105,13 @@ class AsyncClient:
 
     async def send(self, call: calls.UnaryCall[T]) -> T:
         """Send one unary call and return its result."""
-        method = self._channel.unary_unary(
-            call.method,
-            request_serializer=lambda request: request.SerializeToString(),
-            response_deserializer=call.response_type.FromString,
-        )
         attempts = self._attempts(self._timeout_s)
         while True:
             if self._pauses.is_closed:
                 raise client_closed()
+            channel = self._channels.acquire()
             try:
+                method = call.on(channel)
                 response = await method(call.request, timeout=attempts.remaining_s)
             except grpc.RpcError as error:
                 if self._pauses.is_closed:
@@ -122,13 +124,19 @@ class AsyncClient:
             else:
                 attempts.progressed()
                 return call.read(response)
+            finally:
+                self._channels.release(channel)
             await self._pauses.wait(delay_s, attempts)
 
     async def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
         """Send one upload. `adapters.register` prepares it from a directory."""
         # In a thread with a blocking client: where the server refuses early and a write fails because of that, grpc.aio
         # reports the failed write ("Internal error from Core") in place of the server's status.
-        client = Client(self._target, credentials=self._credentials, retry=self._retry, options=self._options)
+        made, files = self._security.made, self._security.files
+        tls: dict[str, Any] = (
+            {} if files is None else {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+        )
+        client = Client(self._target, credentials=made, **tls, retry=self._retry, options=self._options)
         client._contact = self._contact
         try:
             return await asyncio.to_thread(client.upload, upload, timeout_s)
@@ -154,7 +162,30 @@ class AsyncClient:
     async def close(self) -> None:
         """End every call and the connection. Another thread or task may still be using the client."""
         self._pauses.close()
-        await self._channel.close(None)
+        for channel in self._channels.all():
+            await channel.close(None)
+        await asyncio.gather(*self._closing)
+
+    def _open_stream(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...]
+    ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]:
+        channel = self._channels.acquire()
+        method = calls.generate_method(channel)
+        try:
+            call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse] = method(
+                request, timeout=timeout_s, metadata=metadata
+            )
+        except BaseException:
+            self._channels.release(channel)
+            raise
+        if self._channels.may_change:
+            call.add_done_callback(lambda _call: self._channels.release(channel))
+        return call
+
+    def _close_soon(self, channel: grpc.aio.Channel) -> None:
+        task = asyncio.ensure_future(channel.close(None))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _attempts(self, timeout_s: float) -> Attempts:
         return Attempts(self._contact, self._retry, timeout_s=timeout_s, clock=self._clock, generator=self._generator)
@@ -278,6 +309,14 @@ class AsyncAdapters:
             await self._client.wait_operation(operation, timeout_s)
 
 
+class OpenStream(Protocol):
+    """Begins one call of a generation."""
+
+    def __call__(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...], /
+    ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]: ...
+
+
 class AsyncGenerationStream(AsyncIterator[Chunk]):
     """Chunks of one request, those of each completion in order. Not to be awaited: read it with `async for`.
 
@@ -288,12 +327,12 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
     def __init__(
         self,
         state: GenerationState,
-        method: grpc.aio.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+        open_call: OpenStream,
         metadata: tuple[tuple[str, str], ...],
         pauses: AsyncPauses,
     ) -> None:
         self._state = state
-        self._method = method
+        self._open_call = open_call
         self._metadata = metadata
         self._pauses = pauses
         self._is_closed = False
@@ -358,7 +397,7 @@ class AsyncGenerationStream(AsyncIterator[Chunk]):
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
         try:
-            self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
+            self._call = self._open_call(request, timeout_s, self._metadata)
         except grpc.aio.UsageError as error:  # what a closed channel raises
             if not self._pauses.is_closed:
                 raise

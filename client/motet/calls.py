@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from motet.errors import error_from_status, invalid_field
 from motet.types import Adapter, AdapterVersion, ServerStatus
-from motet.v1 import adapters_pb2, status_pb2
+from motet.v1 import adapters_pb2, generation_pb2, status_pb2
 from motet.wire import adapter_from, status_from, version_from
 
 T = TypeVar("T")
@@ -36,6 +36,14 @@ class UnaryCall(Generic[T]):
     read: Callable[[Any], T]  # turns the response into what the caller gets
     is_repeatable: bool  # may be made twice: a read, or a write whose repetition changes nothing
 
+    def on(self, channel: Any) -> Any:
+        """The method of a channel of grpc or grpc.aio, to be called with `request`."""
+        return channel.unary_unary(
+            self.method,
+            request_serializer=lambda request: request.SerializeToString(),
+            response_deserializer=self.response_type.FromString,
+        )
+
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
@@ -43,6 +51,15 @@ class Page(Generic[T]):
 
     items: list[T]
     next_page_token: str  # empty at the end
+
+
+def generate_method(channel: Any) -> Any:
+    """The method Generate of a channel of grpc or grpc.aio."""
+    return channel.unary_stream(
+        GENERATE,
+        request_serializer=generation_pb2.GenerateRequest.SerializeToString,
+        response_deserializer=generation_pb2.GenerateResponse.FromString,
+    )
 
 
 def resource_name(name: str) -> str:

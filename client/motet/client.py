@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 from google.longrunning import operations_pb2
 
 from motet import calls
-from motet.channel import channel_options
-from motet.contact import ServerContact, check_target
+from motet.connection.channel import Channels, opener, security_of
+from motet.connection.contact import ServerContact, check_target
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
 from motet.pauses import Pauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
+from motet.tls import PathLike
 from motet.types import Adapter, AdapterVersion, Chunk, Completion, Finished, Generation, ServerStatus, Started
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import adapters_pb2, generation_pb2
@@ -39,6 +40,9 @@ class Client:
         target: str = "127.0.0.1:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        tls_ca: PathLike | None = None,
+        tls_cert: PathLike | None = None,
+        tls_key: PathLike | None = None,
         timeout_s: float = 10.0,
         tenant: str = "",
         retry: RetryPolicy | None = None,
@@ -52,21 +56,26 @@ class Client:
         `timeout_s` bounds every call except generate, register and waiting for operations, which have timeouts of
         their own. Within the timeout, a call is repeated as `retry` says.
         `tenant`: who generations are counted for; empty: the server's default. A generation may name another tenant.
+
+        `tls_ca`: file of the authorities that sign the server's certificate, PEM; turns TLS on. `tls_cert`, `tls_key`:
+        files of this client's own certificate and key, where the server needs one. Once the files change, further calls
+        use a new connection, and calls under way keep theirs. `credentials` is for what files cannot say.
+
         `options` are gRPC channel options and replace ours of the same name. `clock`, `sleep` and `generator` (for
-        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled.
+        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled, or if the files
+        of TLS cannot be used.
         """
-        self._contact = ServerContact(check_target(target))
+        security = security_of(credentials, tls_ca, tls_cert, tls_key)
+        self._contact = ServerContact(
+            check_target(target), has_tls=security.has_tls, has_certificate=security.has_certificate
+        )
         self._pauses = Pauses(sleep)
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         self._tenant = tenant
         self._clock = clock
         self._generator = generator or random.Random()
-        channel_settings = channel_options(options)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=channel_settings)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, options=channel_settings)
+        self._channels = Channels(security, opener(grpc, target, options), lambda channel: channel.close())
         self.adapters = Adapters(self)
 
     def generate(
@@ -82,12 +91,7 @@ class Client:
         math.inf: no limit.
         """
         state = GenerationState(generate_request(prompt, options), self._attempts(timeout_s))
-        method = self._channel.unary_stream(
-            calls.GENERATE,
-            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
-            response_deserializer=generation_pb2.GenerateResponse.FromString,
-        )
-        return GenerationStream(state, method, metadata_of(options, self._tenant), self._pauses)
+        return GenerationStream(state, self._open_stream, metadata_of(options, self._tenant), self._pauses)
 
     def status(self) -> ServerStatus:
         """The system at this moment."""
@@ -95,27 +99,22 @@ class Client:
 
     def send(self, call: calls.UnaryCall[T]) -> T:
         """Send one unary call and return its result."""
-        method = self._channel.unary_unary(
-            call.method,
-            request_serializer=lambda request: request.SerializeToString(),
-            response_deserializer=call.response_type.FromString,
-        )
-        response = self._call(
-            lambda timeout_s: method(call.request, timeout=timeout_s),
-            self._attempts(self._timeout_s),
-            is_repeatable=call.is_repeatable,
-        )
-        return call.read(response)
+
+        def send(channel: grpc.Channel, timeout_s: float) -> Any:
+            method = call.on(channel)
+            return method(call.request, timeout=timeout_s)
+
+        return call.read(self._call(send, self._attempts(self._timeout_s), is_repeatable=call.is_repeatable))
 
     def upload(self, upload: AdapterUpload, timeout_s: float) -> Adapter:
         """Send one upload. `adapters.register` prepares it from a directory."""
-        method = self._channel.stream_unary(
-            calls.UPLOAD_ADAPTER,
-            request_serializer=adapters_pb2.UploadAdapterRequest.SerializeToString,
-            response_deserializer=adapters_pb2.UploadAdapterResponse.FromString,
-        )
 
-        def send(timeout_s: float) -> adapters_pb2.UploadAdapterResponse:
+        def send(channel: grpc.Channel, timeout_s: float) -> adapters_pb2.UploadAdapterResponse:
+            method = channel.stream_unary(
+                calls.UPLOAD_ADAPTER,
+                request_serializer=adapters_pb2.UploadAdapterRequest.SerializeToString,
+                response_deserializer=adapters_pb2.UploadAdapterResponse.FromString,
+            )
             try:
                 response: adapters_pb2.UploadAdapterResponse = method(upload.messages(), timeout=timeout_s)
                 return response
@@ -146,18 +145,36 @@ class Client:
     def close(self) -> None:
         """End every call and the connection. Another thread or task may still be using the client."""
         self._pauses.close()
-        self._channel.close()
+        for channel in self._channels.all():
+            channel.close()
 
     def _attempts(self, timeout_s: float) -> Attempts:
         return Attempts(self._contact, self._retry, timeout_s=timeout_s, clock=self._clock, generator=self._generator)
 
-    def _call(self, send: Callable[[float], T], attempts: Attempts, *, is_repeatable: bool) -> T:
-        """What `send` returns, given the seconds left for it, after as many attempts as that takes."""
+    def _open_stream(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...]
+    ) -> grpc.CallIterator[generation_pb2.GenerateResponse]:
+        channel = self._channels.acquire()
+        method = calls.generate_method(channel)
+        try:
+            call: grpc.CallIterator[generation_pb2.GenerateResponse] = method(
+                request, timeout=timeout_s, metadata=metadata
+            )
+        except BaseException:
+            self._channels.release(channel)
+            raise
+        if self._channels.may_change and not call.add_callback(lambda: self._channels.release(channel)):
+            self._channels.release(channel)  # the call has ended already
+        return call
+
+    def _call(self, send: Callable[[grpc.Channel, float], T], attempts: Attempts, *, is_repeatable: bool) -> T:
+        """What `send` returns, given a channel and the seconds left for it, after as many attempts as that takes."""
         while True:
             if self._pauses.is_closed:
                 raise client_closed()
+            channel = self._channels.acquire()
             try:
-                response = send(attempts.remaining_s)
+                response = send(channel, attempts.remaining_s)
             except grpc.RpcError as error:
                 if self._pauses.is_closed:
                     raise client_closed() from error
@@ -165,6 +182,8 @@ class Client:
             else:
                 attempts.progressed()
                 return response
+            finally:
+                self._channels.release(channel)
             self._pauses.wait(delay_s, lambda: False)
 
     def __enter__(self) -> Self:
@@ -283,6 +302,14 @@ class Adapters:
             self._client.wait_operation(operation, timeout_s)
 
 
+class OpenStream(Protocol):
+    """Begins one call of a generation."""
+
+    def __call__(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...], /
+    ) -> grpc.CallIterator[generation_pb2.GenerateResponse]: ...
+
+
 class GenerationStream(Iterator[Chunk]):
     """Chunks of one request, those of each completion in order.
 
@@ -292,12 +319,12 @@ class GenerationStream(Iterator[Chunk]):
     def __init__(
         self,
         state: GenerationState,
-        method: grpc.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+        open_call: OpenStream,
         metadata: tuple[tuple[str, str], ...],
         pauses: Pauses,
     ) -> None:
         self._state = state
-        self._method = method
+        self._open_call = open_call
         self._metadata = metadata
         self._pauses = pauses
         self._is_closed = False
@@ -359,7 +386,7 @@ class GenerationStream(Iterator[Chunk]):
     def _open(self) -> None:
         request, timeout_s = self._state.next_request()
         try:
-            self._call = self._method(request, timeout=timeout_s, metadata=self._metadata)
+            self._call = self._open_call(request, timeout_s, self._metadata)
         except ValueError as error:  # what a closed channel raises
             if not self._pauses.is_closed:
                 raise

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.contact import ServerContact, is_absence, is_said_by_server, is_undone
+from motet.connection.contact import ServerContact, is_absence, is_said_by_server, is_undone
 from motet.errors import Cancelled, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable, invalid_field
 
 MAX_TIMEOUT_S = 1e9  # 31 years; gRPC takes much longer ones for a time that is over

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from motet.v1.sampling import SamplingInEffect
-from motet.v1.status import AdapterStatus, LimitStatus, ModelStatus, QueueStatus, TenantStatus, WorkerStatus
+from motet.v1.status import (
+    AdapterStatus,
+    AuditStatus,
+    LimitStatus,
+    ModelStatus,
+    QueueStatus,
+    TenantStatus,
+    WorkerStatus,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +251,4 @@ class ServerStatus:
     own_tenant_only: bool = (
         False  # without the role "admin": no workers, queues and tiers, one tenant, visible adapters
     )
+    audit: AuditStatus | None = None  # not there without the role "admin"

@@ -165,6 +165,7 @@ def status_from(message: status_pb2.GetStatusResponse) -> types.ServerStatus:
         tenants=tuple(_same_fields(status.TenantStatus, tenant) for tenant in message.tenants),
         num_other_tenants=message.num_other_tenants,
         own_tenant_only=message.own_tenant_only,
+        audit=_same_fields(status.AuditStatus, message.audit) if message.HasField("audit") else None,
     )
 
 

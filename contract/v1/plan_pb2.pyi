@@ -117,7 +117,7 @@ class ParallelLayout(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., pipeline: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "epoch", "heartbeat_interval_ms", "dead_after_ms", "plan_depth", "host_cache_url", "leave_after_ms", "stuck_after_ms")
+    __slots__ = ("protocol", "epoch", "heartbeat_interval_ms", "dead_after_ms", "plan_depth", "host_cache_url", "leave_after_ms", "stuck_after_ms", "host_cache_needs_password")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class Welcome(_message.Message):
     HOST_CACHE_URL_FIELD_NUMBER: _ClassVar[int]
     LEAVE_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     STUCK_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHE_NEEDS_PASSWORD_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     epoch: int
     heartbeat_interval_ms: int
@@ -134,7 +135,8 @@ class Welcome(_message.Message):
     host_cache_url: str
     leave_after_ms: int
     stuck_after_ms: int
-    def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ...) -> None: ...
+    host_cache_needs_password: bool
+    def __init__(self, protocol: _Optional[int] = ..., epoch: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ..., plan_depth: _Optional[int] = ..., host_cache_url: _Optional[str] = ..., leave_after_ms: _Optional[int] = ..., stuck_after_ms: _Optional[int] = ..., host_cache_needs_password: bool = ...) -> None: ...
 
 class NewRow(_message.Message):
     __slots__ = ("row", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "slot", "slot_generation", "biased_token_ids", "biases", "min_tokens", "banned_token_ids", "is_host_fed", "prompt", "sampling")

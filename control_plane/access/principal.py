@@ -48,6 +48,11 @@ class Principal:
         return bool(self.name)
 
     @property
+    def is_stranger(self) -> bool:
+        """Whether the server knows its users, and does not know this one."""
+        return not self.name and not self.roles
+
+    @property
     def is_admin(self) -> bool:
         return Role.ADMIN in self.roles
 
@@ -75,4 +80,5 @@ def of_roles(roles: Collection[Role]) -> frozenset[Role]:
 
 # Of a server without authentication: whoever reaches the port may do everything, under any tenant's name.
 ANYBODY = Principal(roles=frozenset(Role), tenants=(ANY_TENANT,))
+STRANGER = Principal()  # of a server with authentication: without a valid credential, for methods that need none
 THE_SERVER = Principal(name="server", roles=frozenset(Role), tenants=(ANY_TENANT,))

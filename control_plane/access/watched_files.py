@@ -7,6 +7,7 @@ log says why. No file is read while a call waits.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,11 +34,21 @@ class WatchedFiles(Generic[T]):
         """
         self._paths = tuple(paths)
         self._parse = parse
-        self._what = what
+        self.what = what
         self._lock = threading.Lock()  # a handshake looks at certificates in a thread of gRPC
         self._on_change: list[Callable[[T], None]] = []
         self._seen = self._stamp()
         self._value = self._read()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files' names."""
+        return tuple(map(str, self._paths))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what was read last, over all files."""
+        return self._digest
 
     @property
     def value(self) -> T:
@@ -63,13 +74,13 @@ class WatchedFiles(Generic[T]):
                 reason = printable(str(error), 300)
                 logger.warning(
                     "file not read again, the former content stays what=%s files=%s error=%s",
-                    self._what,
-                    ",".join(map(str, self._paths)),
+                    self.what,
+                    ",".join(self.names),
                     reason,
-                    extra=shown(f"{self._what}: not read again, what was read before stays: {reason}"),
+                    extra=shown(f"{self.what}: not read again, what was read before stays: {reason}"),
                 )
                 return False
-        logger.info("file read again what=%s", self._what, extra=shown(f"{self._what}: read again"))
+        logger.info("file read again what=%s", self.what, extra=shown(f"{self.what}: read again"))
         for call in self._on_change:
             call(self._value)
         return True
@@ -86,15 +97,24 @@ class WatchedFiles(Generic[T]):
             return None
 
     def _read(self) -> T:
-        return self._parse(*map(_content, self._paths))
+        contents = list(map(read_content, self._paths))
+        value = self._parse(*contents)
+        self._digest = hashlib.sha256(b"".join(contents)).hexdigest()
+        return value
 
 
 class FileWatcher:
     """Looks at files again and again, in a thread, until it is closed."""
 
     def __init__(
-        self, *, interval_s: float = INTERVAL_S, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self,
+        *,
+        interval_s: float = INTERVAL_S,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        on_read: Callable[[WatchedFiles[Any]], None] | None = None,
     ) -> None:
+        """`on_read` is called with files that were read again, in any thread."""
+        self._on_read = on_read
         self._interval_s = interval_s
         self._sleep = sleep
         self._files: list[WatchedFiles[Any]] = []
@@ -103,6 +123,8 @@ class FileWatcher:
     def add(self, files: WatchedFiles[T]) -> WatchedFiles[T]:
         """Watch these too; returns them."""
         self._files.append(files)
+        if self._on_read is not None:
+            files.on_change(lambda _value: self._on_read and self._on_read(files))
         return files
 
     def start(self) -> None:
@@ -123,7 +145,8 @@ class FileWatcher:
                 await asyncio.to_thread(files.refresh)
 
 
-def _content(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
+    """What is in a file, if it is not too large. Raises OSError or ValueError."""
     with path.open("rb") as opened:
         content = opened.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:

@@ -14,6 +14,7 @@ from motet import __version__
 from motet.v1 import status_pb2, status_pb2_grpc
 from motet.v1.status import LimitStatus
 
+from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import Caller, current_caller
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.quotas import TenantUse
@@ -47,7 +48,9 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
         fleet: Fleet,
         registry: Registry,
         weights: AdapterWeights,
+        audit: AuditLog | None = None,
     ) -> None:
+        self._audit = audit or AuditLog()
         self._model = model
         self._served = served
         self._limits = limits
@@ -93,6 +96,7 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
             limits=self._limits_message(),
             tenants=map(_tenant_message, tenants),
             num_other_tenants=self._fleet.num_tenants - len(tenants),
+            audit=self._audit_message(),
         )
 
     def _model_message(self) -> status_pb2.ModelStatus:
@@ -100,6 +104,14 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
 
     def _limits_message(self) -> status_pb2.LimitStatus:
         return status_pb2.LimitStatus(**dataclasses.asdict(self._limits))
+
+    def _audit_message(self) -> status_pb2.AuditStatus:
+        stats = self._audit.stats()
+        if stats is None:
+            return status_pb2.AuditStatus()
+        return status_pb2.AuditStatus(
+            is_on=True, num_lines=stats.num_lines, num_lost=stats.num_lost, error=stats.problem
+        )
 
 
 def _tenant_message(use: TenantUse) -> status_pb2.TenantStatus:

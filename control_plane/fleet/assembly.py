@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from control_plane.audit.audit_log import AuditLog
 from control_plane.awake import AwakeClock
 from control_plane.fleet.adapters.cache_warmer import WeightsLike
 from control_plane.fleet.adapters.unloads import AdapterUnloads
@@ -55,10 +56,12 @@ def assemble(
     weights: WeightsLike,
     incarnation: int,
     clock: Callable[[], float] = time.monotonic,
+    audit: AuditLog | None = None,
 ) -> FleetParts:
     """The parts of a new fleet. Call it inside a running event loop.
 
-    `incarnation` is the control plane's and counts up at every start.
+    `incarnation` is the control plane's and counts up at every start. `audit` has a line for each worker that comes,
+    goes or is refused.
     """
     awake = AwakeClock(clock)  # for everything that is judged by silence
     quotas = TenantQuotas(settings.tenants, clock)
@@ -91,6 +94,7 @@ def assemble(
         unloads=unloads,
         clock=clock,
         awake=awake,
+        audit=audit or AuditLog(),
     )
     return FleetParts(
         settings=settings,

@@ -6,7 +6,10 @@ import logging
 from collections.abc import Callable
 
 from contract.v1 import plan_pb2
+from control_plane.audit import actions
+from control_plane.audit.audit_log import AuditLog
 from control_plane.awake import AwakeClock
+from control_plane.caller import Caller, current_caller
 from control_plane.errors import Draining
 from control_plane.fleet.adapters.cache_warmer import CacheWarmer, WeightsLike
 from control_plane.fleet.adapters.unloads import AdapterUnloads
@@ -45,6 +48,7 @@ class AttachedWorkers:
         unloads: AdapterUnloads,
         clock: Callable[[], float],
         awake: AwakeClock,
+        audit: AuditLog,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -58,6 +62,8 @@ class AttachedWorkers:
         self._unloads = unloads
         self._clock = clock
         self._awake = awake
+        self._audit = audit
+        self._attached_by: dict[int, Caller] = {}  # epoch -> who opened the session
         self._cache_warmer = CacheWarmer(weights)
         self._pinned: set[str] = set()  # digests
         self._no_worker_since_s = awake()  # valid while no worker is attached
@@ -88,7 +94,7 @@ class AttachedWorkers:
             epoch,
             self._settings,
             self,
-            self._weights.worker_url,
+            self._weights.worker_address,
             self._clock,
             self._awake,
             self._counters,
@@ -97,6 +103,10 @@ class AttachedWorkers:
         session.set_pinned(self._pinned)
         self._sessions.open(session)
         logger.info("worker attached worker_id=%s epoch=%d", session.worker_id, epoch)
+        self._attached_by[epoch] = current_caller()
+        self._audit.event(
+            actions.ATTACH, f"workers/{session.worker_id}", caller=current_caller(), more={"epoch": epoch}
+        )
         if former is not None:
             former.end(EndCause.CLOSED, "its worker attached anew")
         if hello.last_epoch:
@@ -160,6 +170,7 @@ class AttachedWorkers:
 
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that has ended."""
+        self._note_end(session)
         self._sessions.close(session)
         # Accepted tokens reach their streams in any case: the requests go on from behind them.
         self._jobs.guard(lambda: self._delivery.on_outputs(session, session.scheduler.take_outputs()))
@@ -177,6 +188,15 @@ class AttachedWorkers:
             self._no_worker_since_s = self._awake()
         self._unloads.check_soon()
         self._report_change()
+
+    def _note_end(self, session: WorkerSession) -> None:
+        assert session.end_cause is not None, "a session ended without a cause"
+        self._audit.event(
+            actions.END_SESSION,
+            f"workers/{session.worker_id}",
+            caller=self._attached_by.pop(session.epoch),
+            more={"epoch": session.epoch, "cause": session.end_cause.value},
+        )
 
     def _is_stranded(self, job: Job, session: WorkerSession) -> bool:
         """Whether a job of an ended session is unfinished, and neither waits nor has another session."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
 
 from contract.process_log import printable
 from contract.v1 import plan_pb2, plan_pb2_grpc
+from control_plane.access.principal import Principal
+from control_plane.audit import actions
+from control_plane.audit.audit_log import AuditLog
+from control_plane.caller import acting_as, current_caller
 from control_plane.checks import check_digest, require
-from control_plane.errors import MotetError, Unavailable, status_of
+from control_plane.errors import MotetError, Unavailable
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.workers.endings import EndCause
 from control_plane.fleet.workers.session import WorkerSession
@@ -76,8 +81,15 @@ class _Believed:
 class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
     """The servicer of the worker port."""
 
-    def __init__(self, fleet: Fleet, weights: WeightsSourceLike, access: WorkerAccessLike | None = None) -> None:
-        """Without `access` a worker's id is believed."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        weights: WeightsSourceLike,
+        access: WorkerAccessLike | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
+        """Without `access` a worker's id is believed. `audit` has a line for each worker that is refused."""
+        self._audit = audit or AuditLog()
         self._fleet = fleet
         self._weights = weights
         self._access = access
@@ -96,8 +108,10 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
         try:
             session = self._attached(first.hello, context)
         except MotetError as error:
-            logger.warning("worker refused worker_id=%s: %s", printable(first.hello.worker_id, 63), error)
-            await context.abort(status_of(error), str(error))
+            worker_id = printable(first.hello.worker_id, 63)
+            logger.warning("worker refused worker_id=%s: %s", worker_id, error)
+            self._audit.event(actions.ATTACH, f"workers/{worker_id}", caller=current_caller(), error=error)
+            raise
         tasks = [
             asyncio.create_task(self._read(session, context)),
             asyncio.create_task(self._write(session, context)),
@@ -117,7 +131,11 @@ class WorkerService(plan_pb2_grpc.WorkerServiceServicer):
     def _attached(self, hello: plan_pb2.Hello, context: _AttachContext) -> WorkerSession:
         credential, worker_id = self._credential(context), hello.worker_id
         credential.require(worker_id)
-        return self._fleet.attach(hello, lambda: credential.refusal(worker_id))
+        caller = current_caller()
+        if self._access is not None:
+            caller = replace(caller, tenant="", principal=Principal(f"cert:{worker_id}"))
+        with acting_as(caller):
+            return self._fleet.attach(hello, lambda: credential.refusal(worker_id))
 
     def _credential(self, context: grpc.aio.ServicerContext[Any, Any]) -> CredentialLike:
         return _Believed() if self._access is None else self._access.credential(context.auth_context())

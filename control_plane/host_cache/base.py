@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -21,10 +21,18 @@ class HostCacheStats:
     num_corrupt: int  # cached chunks or manifests whose hash was wrong
 
 
+@dataclass(frozen=True, slots=True)
+class CacheAddress:
+    """Where workers read the cache by themselves."""
+
+    url: str = field(default="", repr=False)  # "": they cannot; may hold a password
+    needs_password: bool = False  # workers have to add one of their own to the URL
+
+
 class HostCache(Protocol):
     """Adapters by digest. Nothing here raises because the cache fails: that is a miss, or not cached."""
 
-    worker_url: str  # where workers read by themselves; "": they cannot
+    worker_address: CacheAddress
     budget_bytes: int
     # Called when the cache became available, after all that it holds was read: some may be lost, some may be unwanted.
     on_available: Callable[[], None] | None

@@ -1,6 +1,8 @@
-"""A private redis-server for one control plane: Unix socket, own passwords, nothing on disk, restarted when it dies.
+"""A private redis-server for one control plane: Unix socket, nothing on disk, restarted when it dies.
 
-Two users: the server's, with the cache's commands and keys only, and a read-only one for workers on this machine.
+Two users: the server's, with a password and the cache's commands and keys only, and a read-only one for workers on this
+machine. The latter needs no password: only processes of this operating system user can open the socket, and they could
+read a password as well.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
 _SOCKET_DIR_PREFIX = "motet-redis-"
-_SERVER_COMMANDS = "+get +set +unlink +del +exists +mget +scan +ping +hello +auth +client|setinfo +client|setname"
-_WORKER_COMMANDS = "+get +mget +exists +ping +hello +auth +client|setinfo +client|setname"
+_SERVER_COMMANDS = "+get +set +unlink +del +exists +mget +scan +ping +hello +auth"
+_WORKER_COMMANDS = "+get +mget +exists +ping +hello +auth"
 
 
 class RedisNotFound(RuntimeError):
@@ -72,7 +74,6 @@ class EmbeddedRedis:
         self._binary = binary
         self._sleep = sleep
         self._password = secrets.token_hex(24)
-        self._worker_password = secrets.token_hex(24)
         self._socket_dir: Path | None = None  # a short one of our own, where the data directory's path is too long
         self._process: ChildProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -88,8 +89,11 @@ class EmbeddedRedis:
 
     @property
     def worker_url(self) -> str:
-        """For workers on this machine: reads adapters only. Holds a password."""
-        return f"unix://motet-worker:{self._worker_password}@{self.socket}"
+        """For workers on this machine: reads adapters only. Without a password."""
+        return f"unix://motet-worker@{self.socket}"
+
+    def __repr__(self) -> str:
+        return f"EmbeddedRedis(socket={self.socket}, pid={self.pid})"
 
     @property
     def pid(self) -> int | None:
@@ -108,7 +112,7 @@ class EmbeddedRedis:
             self._write_config()
             await self._launch()
         except BaseException:
-            await self.stop()  # else passwords and socket directory stay behind
+            await self.stop()  # else the password and the socket directory stay behind
             raise
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 
@@ -157,7 +161,7 @@ class EmbeddedRedis:
             "maxmemory 0",
             "user default off",
             f"user motet-server on >{self._password} ~motet:* -@all {_SERVER_COMMANDS}",
-            f"user motet-worker on >{self._worker_password} ~{PREFIX}* -@all {_WORKER_COMMANDS}",
+            f"user motet-worker on nopass ~{PREFIX}* -@all {_WORKER_COMMANDS}",
         ]
         descriptor = os.open(self._config_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from contract.cache_keys import num_parts
+from control_plane.host_cache.base import CacheAddress
 from control_plane.host_cache.ledger import Ledger
 
 
@@ -12,7 +13,7 @@ class MemoryHostCache:
     """See base.HostCache."""
 
     def __init__(self, *, budget_bytes: int) -> None:
-        self.worker_url = ""
+        self.worker_address = CacheAddress()
         self.budget_bytes = budget_bytes
         self.on_available: Callable[[], None] | None = None  # never called: it is always there, and loses nothing
         self._ledger = Ledger(budget_bytes)

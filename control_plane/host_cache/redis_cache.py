@@ -1,7 +1,7 @@
 """The host cache in Redis: keys and parts of docs/protocol.md, blocking I/O in a few threads, a circuit breaker.
 
 Any failure (down, hung, loading, read-only, full) turns into "not cached" within a second; a watcher tries again with
-growing pauses and reads the keys again before it trusts anything there. Only this file imports redis.
+growing pauses and reads the keys again before it trusts anything there.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ import asyncio
 import contextlib
 import logging
 import random
-import re
 import secrets
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from contract.cache_keys import PREFIX, chunk_keys, manifest_key, num_parts, part_key
 from contract.process_log import shown
+from contract.redis_access import RedisAccess
+from control_plane.host_cache.base import CacheAddress
 from control_plane.host_cache.ledger import Ledger, Sizes
 from control_plane.host_cache.packed import read_layout
+from control_plane.host_cache.redis_client import (
+    MARKER_KEY,
+    find_wrong_permission,
+    make_client,
+    reason_of,
+    without_arguments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +39,6 @@ SCAN_TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 WATCH_INTERVAL_S = 1.0
-_MARKER = "motet:cache:marker"  # gone when somebody emptied or restarted Redis
 _THREADS = 4
 _NOT_TRIED = "not tried yet"
 _T = TypeVar("_T")
@@ -49,15 +53,17 @@ class RedisHostCache:
 
     def __init__(
         self,
-        url: str,
+        access: RedisAccess,
         *,
-        worker_url: str = "",
+        worker_address: CacheAddress | None = None,
+        worker_access: RedisAccess | None = None,
         budget_bytes: int,
         call_timeout_s: float = CALL_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
-        self.worker_url = worker_url
+        """`worker_access`: how workers use it, to see what they may do; None: that is known or cannot be seen."""
+        self.worker_address = worker_address or CacheAddress()
         self.budget_bytes = budget_bytes
         self.on_available: Callable[[], None] | None = None
         self.is_available = False  # until the first look at the keys
@@ -65,7 +71,8 @@ class RedisHostCache:
         self._clock = clock  # monotonic, seconds
         self._random = random.Random(seed)
         self._ledger = Ledger(budget_bytes)
-        self._client = _client(url, call_timeout_s)
+        self._client = make_client(access, call_timeout_s, max_connections=2 * _THREADS)
+        self._worker_access = worker_access
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="motet-redis")
         self._marker = b""  # what the marker key held when the keys were last read
         self.num_scans = 0  # a write that spans a scan gives up: the scan has removed its parts
@@ -171,7 +178,7 @@ class RedisHostCache:
         async with self._check_lock:
             was_available, error = self.is_available, self._error
             try:
-                marker = await self._call(self._get, _MARKER, is_probe=True)
+                marker = await self._call(self._get, MARKER_KEY, is_probe=True)
                 if was_available and self.is_available and marker is not None and marker == self._marker:
                     return
                 await self._scan()
@@ -180,6 +187,7 @@ class RedisHostCache:
             self.is_available = True
             self._error = ""
             self._pause_s = FIRST_PAUSE_S
+            await self._check_worker_access()
             logger.info(
                 "host cache available num_adapters=%d used_bytes=%d",
                 len(self.digests),
@@ -209,6 +217,17 @@ class RedisHostCache:
             await asyncio.sleep(
                 WATCH_INTERVAL_S if self.is_available else self._pause_s * self._random.uniform(0.8, 1.2)
             )
+
+    async def _check_worker_access(self) -> None:
+        """Warn if the workers' user can do more than it needs, or less. Nobody else would notice."""
+        if self._worker_access is None:
+            return
+        try:
+            wrong = await self._call(find_wrong_permission, self._worker_access, self._call_timeout_s)
+        except _CacheDown:
+            return
+        if wrong is not None:
+            logger.warning("host cache: %s; give the user the permissions of docs/security.md (Secrets)", wrong)
 
     async def _read(self, key: str) -> bytes | None:
         return await self._call(self._get, key)
@@ -244,12 +263,14 @@ class RedisHostCache:
         # Redis responds, and refuses: out of memory, read-only, not permitted. Reads may still work.
         if self.is_available and isinstance(error, redis.ResponseError):
             self._writes_after_s = self._clock() + self._pause_s
-            logger.warning("host cache refuses a command reason=%s pause_s=%.2f", _reason(error), self._pause_s)
+            logger.warning("host cache refuses a command reason=%s pause_s=%.2f", reason_of(error), self._pause_s)
             return
-        reason = _reason(error)
+        reason = reason_of(error)
         if self.is_available or reason != self._error:  # once for each change: it is tried again every few seconds
             sentence = f"the host cache cannot be used: {reason}; adapters are read from the store until Redis responds"
-            logger.warning("host cache not available reason=%s error=%s", reason, error, extra=shown(sentence))
+            logger.warning(
+                "host cache not available reason=%s error=%s", reason, without_arguments(error), extra=shown(sentence)
+            )
         self.is_available = False
         self._error = reason
 
@@ -287,10 +308,10 @@ class RedisHostCache:
     def _scan_keys(self) -> tuple[bytes, dict[str, Sizes]]:
         """In a thread: the marker, and whole adapters with their sizes. Other keys of ours are removed."""
         own = secrets.token_hex(16)
-        self._client.set(_MARKER, own, nx=True)
-        marker = self._get(_MARKER)
+        self._client.set(MARKER_KEY, own, nx=True)
+        marker = self._get(MARKER_KEY)
         if marker is None:
-            self._client.set(_MARKER, own)
+            self._client.set(MARKER_KEY, own)
             marker = own.encode()
         keys_by_digest: dict[str, set[str]] = {}
         for raw in self._client.scan_iter(match=PREFIX + "*", count=1000):
@@ -310,50 +331,8 @@ class RedisHostCache:
         layout = read_layout(digest, manifest) if manifest is not None else None
         if layout is None:
             return None
+        # Counted before they are made: a manifest of somebody else may claim chunks without end.
+        if len(keys) != 1 + sum(map(num_parts, layout.sizes)):
+            return None
         expected = {key for index, size in enumerate(layout.sizes) for key in chunk_keys(digest, index, size)}
         return (len(layout.manifest), *layout.sizes) if keys == expected | {manifest_key(digest)} else None
-
-
-def check_url(url: str) -> None:
-    """Raise ValueError, without the URL's password, if redis-py cannot make a connection of this URL."""
-    try:
-        _client(url, CALL_TIMEOUT_S).connection_pool.make_connection()
-    except TypeError as error:  # options of the query become arguments of a connection
-        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        raise ValueError(
-            f"has an option that redis-py does not know: {found[1] if found else error}; remove it, or give it the "
-            "name that redis-py has for it, such as ssl_ca_certs or ssl_cert_reqs"
-        ) from error
-    except redis.RedisError as error:
-        raise ValueError(str(error)) from error
-
-
-def _client(url: str, call_timeout_s: float) -> Any:
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=call_timeout_s / 2,
-        socket_connect_timeout=call_timeout_s / 2,
-        retry=Retry(NoBackoff(), 0),
-        max_connections=2 * _THREADS,
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """What is wrong, for people who may see no address: the log has the error itself."""
-    if "HELLO must be called with the client already authenticated" in str(error):
-        return "Redis refuses: it wants a password"
-    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
-        return f"Redis refuses: {str(error)[:200]}"
-    if isinstance(error, redis.InvalidResponse):
-        return "the server there is not a Redis"
-    if isinstance(error, (TimeoutError, redis.TimeoutError)):
-        return "Redis does not respond in time"
-    cause = error.__cause__ or error.__context__
-    for found in (error, cause):
-        if isinstance(found, ssl.SSLError):
-            return f"TLS fails: {getattr(found, 'verify_message', '') or found.reason or 'no reason given'}"
-        if isinstance(found, OSError) and found.strerror:
-            return f"Redis cannot be reached: {found.strerror}"
-    if isinstance(error, redis.ConnectionError):
-        return "Redis cannot be reached, or closes the connection"
-    return f"unexpected {type(error).__name__}"

@@ -21,7 +21,7 @@ from control_plane.errors import (
     AdapterNotFound,
     StoreUnavailable,
 )
-from control_plane.host_cache.base import HostCache, HostCacheStats
+from control_plane.host_cache.base import CacheAddress, HostCache, HostCacheStats
 from control_plane.host_cache.packed import Layout, PackedAdapter, read_layout
 from control_plane.store_calls import StoreCalls
 
@@ -68,9 +68,9 @@ class AdapterWeights:
         cache.on_available = self._reconcile
 
     @property
-    def worker_url(self) -> str:
-        """Where workers read by themselves; "": they cannot."""
-        return self._cache.worker_url
+    def worker_address(self) -> CacheAddress:
+        """Where workers read by themselves."""
+        return self._cache.worker_address
 
     async def open_packed(self, digest: str) -> PackedAdapter:
         """The adapter, from the cache if it is whole there, else from the store. Raises MotetError."""

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import grpc
+from motet.tls import TlsError, TlsFiles, handshake_error
 
 from contract import PROTOCOL
 from contract.v1 import plan_pb2, plan_pb2_grpc
+from data_plane.config import TLS_FLAGS
 from data_plane.errors import SelfCheckFailed
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.stream.plan_stream import Ended, InboxItem, PlanStream, Stop
@@ -69,14 +71,20 @@ _CHANNEL_OPTIONS = [
     ("grpc.enable_retries", 0),
 ]
 
-# Where adapters come from in one session: the stub of the weights' channel, and Welcome's host_cache_url.
-SourceFactory = Callable[[plan_pb2_grpc.WorkerServiceStub, str], AdapterSource]
+# Where adapters come from in one session: the stub of the weights' channel, and what Welcome says of the host cache.
+SourceFactory = Callable[[plan_pb2_grpc.WorkerServiceStub, plan_pb2.Welcome], AdapterSource]
 ChannelFactory = Callable[[str], grpc.Channel]  # from HOST:PORT
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A channel to a control plane."""
-    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def channel_factory(files: TlsFiles | None) -> ChannelFactory:
+    """Makes channels to a control plane: each one from what the files of TLS say by then. It may raise TlsError."""
+
+    def open_channel(address: str) -> grpc.Channel:
+        if files is None:
+            return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, files.credentials(), options=_CHANNEL_OPTIONS)
+
+    return open_channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ class PlanClientSettings:
     control_plane: str  # HOST:PORT
     worker_id: str
     load_threads: int = 2
+    tls_files: TlsFiles | None = None  # None: a connection without TLS
     exit_when_disconnected_s: float | None = None  # seconds without a session; None: reconnect for ever
 
 
@@ -98,7 +107,7 @@ class PlanClient:
         settings: PlanClientSettings,
         *,
         make_source: SourceFactory,
-        open_channel: ChannelFactory = open_channel,
+        open_channel: ChannelFactory | None = None,
         on_ready: Callable[[int], None] = lambda _epoch: None,
         on_step: Callable[[StepPlan, StepOutput], None] = lambda _plan, _output: None,
         clock: Callable[[], float] = time.monotonic,
@@ -114,7 +123,7 @@ class PlanClient:
         self._engine = engine
         self._settings = settings
         self._make_source = make_source
-        self._open_channel = open_channel
+        self._open_channel = open_channel or channel_factory(settings.tls_files)
         self._on_ready = on_ready  # called with the epoch of each session
         self._on_step = on_step  # called when a step's result was sent
         self._clock = clock
@@ -187,15 +196,17 @@ class PlanClient:
 
     def _attach(self) -> Ended | None:
         """Open a session and serve it to its end; None after a drain or a stop."""
-        with (
-            self._open_channel(self._settings.control_plane) as channel,
-            self._open_channel(self._settings.control_plane) as weights_channel,
-        ):
+        try:
+            plans = self._open_channel(self._settings.control_plane)
+            weights = self._open_channel(self._settings.control_plane)
+        except TlsError as error:  # half-written perhaps
+            return Ended(str(error))
+        with plans as channel, weights as weights_channel:
             inbox: SimpleQueue[InboxItem] = SimpleQueue()
             self._inbox = inbox
             if self._is_stopping:
                 return None
-            stream = PlanStream(_stub(channel).Attach, self._settings.control_plane, inbox, self._clock)
+            stream = PlanStream(_stub(channel).Attach, self._settings.control_plane, inbox, self._clock, self._explain)
             stream.send(encode_hello(self._engine.capacities, self._settings.worker_id, self._last_epoch))
             reader = threading.Thread(target=stream.read, name="plan-reader", daemon=True)
             welcome_timer = threading.Timer(WELCOME_TIMEOUT_S, stream.cancel)
@@ -213,7 +224,7 @@ class PlanClient:
                 refusal = self._check_welcome(first)
                 if refusal is not None:
                     return refusal
-                source = self._make_source(_stub(weights_channel), first.welcome.host_cache_url)
+                source = self._make_source(_stub(weights_channel), first.welcome)
                 session = Session(
                     self._engine,
                     first.welcome,
@@ -235,6 +246,16 @@ class PlanClient:
                 stream.close_outbox()
                 stream.cancel()
                 reader.join()
+
+    def _explain(self, details: str) -> str | None:
+        """gRPC's text for a connection that failed, where TLS is the reason."""
+        files = self._settings.tls_files
+        return handshake_error(
+            details,
+            has_tls=files is not None,
+            has_certificate=files is not None and files.cert is not None,
+            names=TLS_FLAGS,
+        )
 
     def _check_welcome(self, message: plan_pb2.AttachResponse) -> Ended | None:
         if message.WhichOneof("message") != "welcome":

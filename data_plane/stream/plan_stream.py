@@ -55,13 +55,20 @@ class PlanStream:
     """Both directions of one call. `read` is to run on a thread of its own; everything else is thread-safe."""
 
     def __init__(
-        self, open_call: OpenCall, address: str, inbox: SimpleQueue[InboxItem], clock: Callable[[], float]
+        self,
+        open_call: OpenCall,
+        address: str,
+        inbox: SimpleQueue[InboxItem],
+        clock: Callable[[], float],
+        explain: Callable[[str], str | None] = lambda _details: None,
     ) -> None:
+        """`explain`: gRPC's text for a connection that failed, in plain words; None if it has none."""
         self.inbox = inbox
         self.heard_s = clock()  # when the control plane was last heard
         self.ended: Ended | None = None  # set before it is in the inbox
         self._address = address  # of the control plane, for people
         self._clock = clock
+        self._explain = explain
         self._outbox: SimpleQueue[plan_pb2.AttachRequest | None] = SimpleQueue()
         self._call = open_call(iter(self._outbox.get, None))
 
@@ -99,6 +106,8 @@ class PlanStream:
         if code is grpc.StatusCode.UNIMPLEMENTED:
             details = f"{self._address} takes no workers; give the control plane's worker port"
         if details.startswith(_UNREACHABLE):
+            if (reason := self._explain(details)) is not None:
+                return Ended(reason, code)
             return Ended(details.rpartition("Failed to connect to remote host: ")[2], code, is_unreachable=True)
         return Ended(f"{code.name if code else 'no status'}: {details}", code)
 

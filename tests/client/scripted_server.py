@@ -137,7 +137,7 @@ class ScriptedServer(
 ):
     """Serves Generate by scripts, one per call; keeps adapters in a dict; records every request."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self.scripts: deque[Script] = deque()
         self.requests: list[Any] = []
         self.time_remaining_s: list[float] = []
@@ -159,7 +159,11 @@ class ScriptedServer(
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)
         operations_pb2_grpc.add_OperationsServicer_to_server(self, self._server)
-        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        if credentials is None:
+            port = self._server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = self._server.add_secure_port("127.0.0.1:0", credentials)
+        self.target = f"127.0.0.1:{port}"
         self._server.start()
 
     def stop(self) -> None:

@@ -373,7 +373,9 @@ def test_status_json_and_watch(server: ScriptedServer, capsys: Capture) -> None:
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    arguments = argparse.Namespace(server=server.target, json=True, watch=True, interval_s=1.5)
+    arguments = argparse.Namespace(
+        server=server.target, tls_ca=None, tls_cert=None, tls_key=None, json=True, watch=True, interval_s=1.5
+    )
     with pytest.raises(KeyboardInterrupt):
         run_status(arguments, sleep=sleep)
     lines = capsys.readouterr().out.splitlines()

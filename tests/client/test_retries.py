@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from motet import Cancelled, DeadlineExceeded, InvalidArgument, MotetError, ResourceExhausted, RetryPolicy, Unavailable
-from motet.contact import ServerContact, check_target
+from motet.connection.contact import ServerContact, check_target
 from motet.retries import Attempts
 
 REFUSED = (

@@ -61,6 +61,35 @@ def test_flags_of_a_group_are_flags_of_the_whole() -> None:
     assert settings_line(outer, only_changed=True) == "num_wheels=3 name=x num_things=4"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    place_url: str | None = setting(
+        "where", None, shown_default="here", is_secret_url=True, password_flag="--place-file"
+    )
+    other_url: str | None = setting("elsewhere", None, shown_default="here", is_secret_url=True)
+
+
+def test_a_url_with_a_password_is_taken_from_the_environment_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parse_remote(*argv: str) -> Remote:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser, Remote)
+        remote: Remote = from_args(parser.parse_args(argv), Remote)
+        return remote
+
+    assert parse_remote("--place-url", "redis://me@host").place_url == "redis://me@host"
+    for argv in (["--place-url", "redis://me:planted@h"], ["--other-url=s3://key:planted@bucket"]):
+        with pytest.raises(SystemExit):
+            parse_remote(*argv)
+    said = capsys.readouterr().err
+    assert "the environment variable MOTET_PLACE_URL, or the password in a file by --place-file" in said
+    assert "the environment variable MOTET_OTHER_URL\n" in said and "planted" not in said
+    monkeypatch.setenv("MOTET_PLACE_URL", "redis://me:planted@host")
+    remote = parse_remote()
+    assert remote.place_url == "redis://me:planted@host" and "planted" not in repr(remote)
+
+
 def test_help_has_unit_and_default() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser, Sample)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -26,9 +29,15 @@ def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NO_COLOR", "1")
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    packages = [logging.getLogger(name) for name in ("contract", "control_plane", "data_plane", "kernels", "motet")]
+    levels = [package.level for package in packages]
     root.handlers = []  # pytest's own are not ours to close
+    hooks = sys.excepthook, threading.excepthook
     yield
-    root.handlers, root.level = handlers, level
+    sys.excepthook, threading.excepthook = hooks
+    root.handlers = handlers
+    for each, former in zip([root, *packages], [level, *levels], strict=True):
+        each.setLevel(former)
 
 
 def written(stream: io.StringIO, act: Callable[[], None], level: str = "info") -> list[str]:
@@ -59,6 +68,20 @@ def test_terminal_at_debug_shows_everything() -> None:
     assert len(lines) == 5 and lines[0].endswith("worker        detail n=1")
 
 
+def test_debug_lines_of_other_packages_are_left_out() -> None:
+    """Those of fsspec and of clients of object stores have paths with credentials, headers and signatures."""
+
+    def log() -> None:
+        for name in ("fsspec.memoryfs", "control_plane.registry"):
+            logging.getLogger(name).debug("detail of %s", name)
+        logging.getLogger("fsspec.memoryfs").info("started")
+
+    lines = written(io.StringIO(), log, "debug")
+    assert [line.partition(": ")[2] for line in lines] == ["detail of control_plane.registry", "started"]
+    lines = written(io.StringIO(), log, "warning")
+    assert not lines
+
+
 def test_file_gets_every_record_as_keys_and_values() -> None:
     lines = written(io.StringIO(), act)
     assert [line.partition(",")[2][4:] for line in lines] == [
@@ -85,6 +108,41 @@ def test_terminal_shows_tracebacks_and_colours_what_needs_attention(monkeypatch:
 
     text = "\n".join(written(Terminal(), fail))
     assert "\x1b[31merror: failed\x1b[0m\nTraceback" in text and "ValueError: why" in text
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_what_has_the_form_of_a_secret_is_hidden_in_messages_arguments_and_tracebacks(
+    stream: type[io.StringIO],
+) -> None:
+    def leak() -> None:
+        logger.warning("url=%s", "redis://me:planted@host")
+        try:
+            raise ValueError("no route to redis://me:planted@host, header Bearer planted")
+        except ValueError:
+            logger.exception("failed", extra=shown("failed at https://planted@host"))
+
+    text = "\n".join(written(stream(), leak))
+    assert "planted" not in text and "redis://***@host, header Bearer ***" in text and text.count("***") >= 3
+
+
+def test_errors_that_nobody_caught_are_logged_and_not_printed() -> None:
+    """By the interpreter they were printed as they are."""
+    program = """if True:
+        import sys, threading
+        from contract.process_log import configure_logging
+        configure_logging("info", process="worker")
+        def fail(where):
+            raise RuntimeError(f"{where} redis://me:planted@host")
+        thread = threading.Thread(target=fail, args=("in a thread",))
+        thread.start()
+        thread.join()
+        fail("in the main thread")
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    for where in ("in a thread", "in the main thread"):
+        assert f"RuntimeError: {where} redis://***@host" in ended.stderr
+    assert "planted" not in ended.stderr
 
 
 def test_progress_is_logged_now_and_then_and_not_at_the_end() -> None:

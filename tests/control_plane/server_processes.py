@@ -21,6 +21,7 @@ from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation
 from safetensors.numpy import save, save_file
 
 from tests.control_plane.api.tokenizers import byte_level_tokenizer
+from tests.secret_scan import ENVIRONMENT, METADATA, SCAN, plant_redis_passwords
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, LAYERS, VOCAB = 16, 2, 512
@@ -74,10 +75,20 @@ def adapter_files(seed: int) -> dict[str, bytes]:
 
 
 async def start(module: str, *argv: str, cwd: Path) -> Process:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
-    return await asyncio.create_subprocess_exec(
+    """A process whose output is searched for planted secrets when it is read by `communicate`."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *argv, cwd=cwd, env=environment, stdout=PIPE, stderr=PIPE
     )
+    communicate = process.communicate
+
+    async def communicate_and_look(input: Any = None) -> tuple[bytes, bytes]:
+        out, err = await communicate(input)
+        SCAN.look(f"the output of {module}", out + err)
+        return out, err
+
+    process.communicate = communicate_and_look  # type: ignore[method-assign]
+    return process
 
 
 async def ready_line(process: Process, pattern: str) -> re.Match[str]:
@@ -103,6 +114,8 @@ async def control_plane(directory: Path, *flags: str) -> AsyncIterator[tuple[Pro
     )
     try:
         match = await ready_line(process, r"^motet control-plane ready clients=(\S+) workers=(\S+)$")
+        plant_redis_passwords(directory / "data")
+        SCAN.look_at_arguments(process.pid)
         yield process, match[1], match[2]
     finally:
         if process.returncode is None:
@@ -123,6 +136,7 @@ async def hash_worker(directory: Path, address: str, *flags: str) -> AsyncIterat
     )
     try:
         await ready_line(process, r"^motet worker ready worker_id=\S+ epoch=\d+$")
+        SCAN.look_at_arguments(process.pid)
         yield process
     finally:
         if process.returncode is None:
@@ -147,13 +161,14 @@ async def upload(channel: grpc.aio.Channel, adapter_id: str, files: dict[str, by
         for index, data in enumerate(files.values())
     ]
     stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
-    return str((await stub.UploadAdapter(iter(parts), timeout=30)).adapter.active_version.digest)
+    return str((await stub.UploadAdapter(iter(parts), timeout=30, metadata=METADATA)).adapter.active_version.digest)
 
 
 async def generate(channel: grpc.aio.Channel, **fields: Any) -> list[generation_pb2.GenerateResponse]:
     stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
     fields = {"text": "hello", "stopping": {"max_tokens": 12, "ignore_eos": True}, **fields}
-    return [response async for response in stub.Generate(generation_pb2.GenerateRequest(**fields), timeout=30)]
+    request = generation_pb2.GenerateRequest(**fields)
+    return [response async for response in stub.Generate(request, timeout=30, metadata=METADATA)]
 
 
 def tokens_of(responses: list[generation_pb2.GenerateResponse]) -> list[int]:

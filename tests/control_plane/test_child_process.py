@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from control_plane.child_process import ChildProcess
+from control_plane.child_process import ChildProcess, module_command
 from control_plane.host_cache.embedded import EmbeddedRedis
 
 
@@ -31,6 +31,22 @@ def test_embedded_redis_starts_without_a_fork(tmp_path: Path) -> None:
 
     uvloop.run(start_twice())
     assert forks == []
+
+
+async def test_a_child_gets_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat template runs in one, which a mistake in its sandbox would show the whole environment."""
+    for name in ("MOTET_REDIS_URL", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.setenv(name, "planted")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    for environment in (None, module_command("json.tool")[1]):
+        reading, writing = os.pipe()
+        with open(reading, encoding="utf-8") as from_child, open(writing, "wb") as to_us:  # noqa: PTH123  # descriptors
+            program = "import os; print(dict(os.environ))"
+            child = ChildProcess([sys.executable, "-c", program], stdout=to_us, environment=environment)
+            to_us.close()
+            seen = from_child.read()
+        assert await child.wait() == 0
+        assert "planted" not in seen and "TOKENIZERS_PARALLELISM" in seen
 
 
 async def test_exit_status_is_reported_once_the_child_ended() -> None:

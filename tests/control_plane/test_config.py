@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args, redacted_url
+from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
 from control_plane.scheduler.settings import Policy, SchedulerSettings
 
 
@@ -32,16 +32,18 @@ def test_every_flag_is_read(model_dir: Path) -> None:
         model_dir,
         *("--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0", "--host-cache-bytes", "64MiB"),
         *("--max-model-len", "77", "--adapter-root", f"team={model_dir}", "--no-reflection", "--dtype", "float32"),
-        *("--redis-url", "redis://:secret@host:1/0", "--drain-timeout-s", "1.5", "--max-adapter-bytes", "512KiB"),
+        *("--redis-url", "redis://me@host:1/0", "--drain-timeout-s", "1.5", "--max-adapter-bytes", "512KiB"),
     )
     assert config.host_cache_bytes == 64 << 20 and config.max_adapter_bytes == 512 << 10
     assert config.adapter_roots == (("team", model_dir),) and config.no_reflection
     assert (config.max_model_len, config.drain_timeout_s) == (77, 1.5)
-    assert "secret" not in config.describe() and "host:1" in config.describe()
+    assert config.redis is not None and config.redis.url == "redis://me@host:1/0"
 
 
-def test_start_reports_the_settings_that_were_changed(model_dir: Path) -> None:
-    config = parse(model_dir, "--redis-url", "redis://:secret@host:1/0", "--plan-depth", "3", "--dtype", "auto")
+def test_start_reports_the_settings_that_were_changed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_REDIS_URL", "redis://:secret@host:1/0")
+    config = parse(model_dir, "--plan-depth", "3", "--dtype", "auto")
+    assert "secret" not in repr(config)
     assert config.describe(only_changed=True) == f"model_dir={model_dir} redis_url=redis://***@host:1/0 plan_depth=3"
     assert "dtype=auto" in config.describe()
 
@@ -80,6 +82,15 @@ def test_wrong_root_in_the_environment_is_refused_by_name(model_dir: Path, monke
         (["--listen", "127.0.0.1:99999"], "--listen"),
         (["--worker-listen", "127.0.0.1:50051"], "--worker-listen"),
         (["--redis-url", "http://x"], "--redis-url"),
+        (["--redis-url", "redis://x:9999999"], "--redis-url: cannot be read as SCHEME://"),
+        (["--redis-password-file", "/nowhere"], "--redis-password-file: needs --redis-url"),
+        (
+            ["--redis-url", "redis://x", "--redis-password-file", "/nowhere"],
+            "--redis-password-file: /nowhere cannot be read",
+        ),
+        (["--redis-url", "redis://x", "--redis-tls-ca", __file__], "need a --redis-url that begins with rediss://"),
+        (["--redis-url", "rediss://x", "--redis-tls-cert", __file__], "--redis-tls-key: is missing"),
+        (["--redis-url", "rediss://x", "--redis-tls-ca", "/nowhere"], "--redis-tls-ca: /nowhere is not a file"),
         (["--host-cache", "memory", "--redis-url", "redis://x"], "--host-cache redis"),
         (["--adapter-root", "team=/nowhere/at/all"], "--adapter-root"),
         (["--adapter-root", "a=/", "--adapter-root", "a=/"], "given twice"),
@@ -164,7 +175,12 @@ def test_help_names_a_default_for_every_optional_flag() -> None:
             assert "default" in (action.help or ""), action.dest
 
 
-def test_redacted_url_hides_user_password_and_query() -> None:
-    assert redacted_url("redis://me:pw@host:6379/0?x=y") == "redis://***@host:6379/0?***"
-    assert redacted_url("s3://bucket/dir") == "s3://bucket/dir"
-    assert redacted_url("/a/dir?x") == "/a/dir?x"
+def test_a_password_is_given_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = model_dir / "password"
+    file.write_text("pw\n")
+    monkeypatch.setenv("MOTET_WORKER_REDIS_URL", "redis://me:planted@host")
+    with pytest.raises(
+        ConfigError, match="--worker-redis-password-file: the URL of --worker-redis-url has a"
+    ) as caught:
+        parse(model_dir, "--worker-redis-password-file", str(file))
+    assert "planted" not in str(caught.value)

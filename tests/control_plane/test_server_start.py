@@ -86,9 +86,11 @@ async def test_second_server_on_a_directory_spares_the_redis_of_the_first(tmp_pa
         ("--store", "s3://bucket/path", "--store: s3://: needs a Python package that is not installed (Install s3fs"),
         (
             "--redis-url",
-            "redis://:pw@h?ssl_verify=no",
+            "redis://h?ssl_verify=no",
             "--redis-url: has an option that redis-py does not know: ssl_ver",
         ),
+        ("--redis-url", "redis://:planted@h", "--redis-url: its password would be shown to every user of this machine"),
+        ("--store", "s3://key:planted@bucket", "--store: its password would be shown to every user of this machine"),
         ("--worker-redis-url", "unix:///s?a=b", "--worker-redis-url: has an option that redis-py does not know: a"),
     ],
 )
@@ -102,6 +104,7 @@ async def test_a_place_that_cannot_be_used_is_named_with_its_flag(
     last = err.decode().strip().splitlines()[-1]
     assert process.returncode == 2 and not out
     assert last.startswith("motet control-plane: ") and words in last and "Traceback" not in err.decode()
+    assert b"planted" not in err
 
 
 async def test_start_shows_people_what_is_served_and_what_is_off(

@@ -10,11 +10,17 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from contract.v1 import plan_pb2
+from contract.v1.plan_pb2_grpc import WorkerServiceStub
+from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource
+from data_plane.config import WorkerConfig
 from data_plane.errors import ConfigError
-from data_plane.worker import main, refuse_foreign_kernels
+from data_plane.worker import host_cache_access, main, refuse_foreign_kernels, source_factory
 from tests.fakes.fleet_rig import FINGERPRINT, GrpcRig, expected, make_request, read_all
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +51,55 @@ def test_no_checkpoint_and_an_unknown_flag_end_with_one_line(
         main(["--model", "m", "--nonsense"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == "motet worker: unrecognized arguments: --nonsense; see motet worker --help\n"
+
+
+def worker_config(tmp_path: Path, **settings: Any) -> WorkerConfig:
+    return WorkerConfig(control_plane="127.0.0.1:1", model_dir=tmp_path, worker_id="w0", **settings)
+
+
+def welcome(url: str, *, needs_password: bool = False) -> plan_pb2.Welcome:
+    return plan_pb2.Welcome(host_cache_url=url, host_cache_needs_password=needs_password)
+
+
+def test_the_worker_adds_its_own_password_to_the_url_of_the_control_plane(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("pw")
+    config = worker_config(tmp_path, worker_redis_password_file=file)
+    access, reason = host_cache_access(config, welcome("redis://motet-worker@host", needs_password=True))
+    assert access is not None and not reason
+    assert access.options()["credential_provider"].get_credentials() == ("motet-worker", "pw")
+    assert host_cache_access(config, welcome("")) == (None, "")
+
+
+def test_a_url_of_the_worker_itself_goes_before_that_of_the_control_plane(tmp_path: Path) -> None:
+    config = worker_config(tmp_path, worker_redis_url="redis://motet-worker:planted@near")
+    access, _ = host_cache_access(config, welcome("redis://motet-worker@far", needs_password=True))
+    assert access is not None and access.url.endswith("@near")
+    assert "planted" not in f"{config!r} {config.describe()} {access!r}"
+
+
+def test_without_a_password_adapters_come_through_the_control_plane_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_source = source_factory(worker_config(tmp_path))
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        stub = WorkerServiceStub(channel)
+        for _ in range(3):
+            source = make_source(stub, welcome("redis://motet-worker@host", needs_password=True))
+            assert isinstance(source, ControlPlaneSource)
+        assert isinstance(make_source(stub, welcome("unix://motet-worker@/s")), FallbackSource)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("the host cache needs a password") and "--worker-redis-password-file" in warning
+
+
+def test_a_worker_with_certificates_for_redis_reads_none_without_tls(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    config = worker_config(tmp_path, redis_tls_ca=ca)
+    access, reason = host_cache_access(config, welcome("redis://motet-worker@host"))
+    assert access is None and "is not one of rediss://" in reason
+    access, _ = host_cache_access(config, welcome("rediss://motet-worker@host"))
+    assert access is not None and access.options()["ssl_ca_certs"] == str(ca)
 
 
 def test_the_worker_side_of_the_stream_imports_no_torch() -> None:

@@ -16,6 +16,7 @@ from motet import Adapter, AdapterVersion, Client
 
 from benchmarks.system import ROOT, Child
 from benchmarks.system import System as Processes
+from tests.secret_scan import ENVIRONMENT, SCAN, plant_redis_passwords
 
 __all__ = ["ROOT", "System", "active_version", "wait_until"]
 
@@ -39,7 +40,7 @@ class System(Processes):
             work_dir,
             control_flags=control_flags,
             control_command=control_command,
-            environment={"OMP_NUM_THREADS": "1"},
+            environment={"OMP_NUM_THREADS": "1", **ENVIRONMENT},
         )
         self._clients: list[Client] = []
 
@@ -49,6 +50,13 @@ class System(Processes):
             client.close()
         self._clients.clear()
         super().stop()
+        SCAN.look_at_files("the log of", self.work_dir.glob("logs/*.log"))
+
+    def start_control_plane(self) -> None:
+        """Start it, or start it again on the ports it had."""
+        super().start_control_plane()
+        plant_redis_passwords(self.data_dir)
+        SCAN.look_at_arguments(self.control_plane.pid)
 
     def start_worker(
         self,

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -26,8 +27,10 @@ from control_plane.fleet.requests.streams import JobStream
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.settings import FleetSettings
 from control_plane.fleet.workers.endings import EndCause
+from control_plane.host_cache.base import CacheAddress
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.types import AdapterRef, Request, sample_seed
+from data_plane.config import WorkerConfig
 from data_plane.errors import AdapterLoadError, AdapterMismatch
 from data_plane.plan import Capacities, StepOutput
 from data_plane.stream.plan_client import PlanClient, PlanClientSettings, SourceFactory
@@ -129,7 +132,7 @@ def make_packed(name: str, *, chunk_bytes: int = 64) -> FakePacked:
 class FakeWeights:
     """The host cache as the fleet and the service see it."""
 
-    worker_url = ""
+    worker_address = CacheAddress()
 
     def __init__(self) -> None:
         self.packed: dict[str, FakePacked] = {}
@@ -336,7 +339,9 @@ class ThreadedWorker:
         self.engine = engine
         self.exit_code: int | None = None
         settings = PlanClientSettings(control_plane=address, worker_id=worker_id)
-        make_source = make_source or source_factory(worker_id)
+        make_source = make_source or source_factory(
+            WorkerConfig(control_plane=settings.control_plane, model_dir=Path(), worker_id=worker_id)
+        )
         self.client = PlanClient(engine, settings, make_source=make_source, check_self=check_self)
         self._thread = threading.Thread(target=self._run, name=f"worker-{worker_id}")
         self._thread.start()

@@ -59,8 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_threads=args.load_threads,
         exit_when_disconnected_s=args.exit_when_disconnected_s,
         log_level=args.log_level,
+        worker_redis_password_file=args.worker_redis_password_file,
         profile=args.profile,
         profile_out=args.profile_out,
+        control_plane_tls_ca=args.control_plane_tls_ca,
+        control_plane_tls_cert=args.control_plane_tls_cert,
+        control_plane_tls_key=args.control_plane_tls_key,
     )
     configure_logging(config.log_level, process="worker")
     engine = HashEngine(capacities, faults)
@@ -112,7 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hang-token", type=int, default=None, help="feeding this token hangs the compute thread")
     parser.add_argument("--fail-digest", action="append", default=[], help="loads of this adapter fail; repeatable")
     parser.add_argument("--unserved", action="append", default=[], help="ends the names of modules without adapters")
+    parser.add_argument("--worker-redis-password-file", type=Path)
     parser.add_argument("--exit-when-disconnected-s", type=float, default=None)
+    for name in ("ca", "cert", "key"):
+        parser.add_argument(f"--control-plane-tls-{name}", type=Path, default=None, metavar="FILE")
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--profile", type=int)
     parser.add_argument("--profile-out", type=Path, default=Path("motet-profile.json"))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 
 class TcpProxy:
     """Relays one local port to another. An async context manager."""
 
-    def __init__(self, target_port: int, *, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, target_port: int, *, delay_s: float = 0.0, on_bytes: Callable[[bytes], None] = lambda _: None
+    ) -> None:
+        """`on_bytes` is shown all that passes, in either direction."""
         self._target_port = target_port
+        self._on_bytes = on_bytes
         self.delay_s = delay_s  # added to either direction
         self._is_open = asyncio.Event()
         self._is_open.set()
@@ -73,6 +78,7 @@ class TcpProxy:
         loop = asyncio.get_running_loop()
         while data := await reader.read(1 << 16):
             await self._is_open.wait()
+            self._on_bytes(data)
             if self.delay_s:
                 loop.call_later(self.delay_s, writer.write, data)
             else:

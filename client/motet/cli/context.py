@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from motet.client import Client
-from motet.contact import check_target
+from motet.connection.contact import check_target
 from motet.errors import InvalidArgument
 from motet.retries import RetryPolicy
 
@@ -17,12 +17,18 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 MAX_SECONDS = 1e6  # some eleven days
 CONNECT_TIMEOUT_S = 2.0
 
+_TLS_FLAGS = (
+    ("--tls-ca", "FILE", "authorities that sign the server's certificate, PEM; turns TLS on"),
+    ("--tls-cert", "FILE", "certificate of this client, PEM, where the server needs one"),
+    ("--tls-key", "FILE", "private key of --tls-cert, PEM"),
+)
+
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 Subparsers: TypeAlias = Any  # argparse's own type is private
 
 
 def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
-    """The --server option as a parent parser, allowed before and behind the command."""
+    """The --server option and those of TLS as a parent parser, allowed before and behind the command."""
     parent = argparse.ArgumentParser(add_help=False)
     default = os.environ.get("MOTET_SERVER") or DEFAULT_SERVER
     parent.add_argument(
@@ -33,6 +39,14 @@ def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
         default=default if is_top else argparse.SUPPRESS,
         help=f"address of the control plane (default: $MOTET_SERVER, else {DEFAULT_SERVER})",
     )
+    for flag, metavar, about in _TLS_FLAGS:
+        variable = f"MOTET_{flag.strip('-').upper().replace('-', '_')}"
+        parent.add_argument(
+            flag,
+            metavar=metavar,
+            default=os.environ.get(variable) or None if is_top else argparse.SUPPRESS,
+            help=f"{about} (default: ${variable})",
+        )
     return parent
 
 
@@ -57,4 +71,10 @@ def seconds(text: str) -> float:
 
 def connect(arguments: argparse.Namespace) -> Client:
     """A client for the server that the command line names. Fails soon when nothing responds there."""
-    return Client(arguments.server, retry=RetryPolicy(connect_timeout_s=CONNECT_TIMEOUT_S))
+    return Client(
+        arguments.server,
+        tls_ca=arguments.tls_ca,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        retry=RetryPolicy(connect_timeout_s=CONNECT_TIMEOUT_S),
+    )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from motet import __version__
-from motet.cli import adapters, exits, generate, server_parts, status, up
+from motet.cli import adapters, exits, generate, keys, server_parts, status, up
 from motet.cli.context import Subparsers, server_option
 from motet.command_line import Parser
 from motet.errors import MotetError
@@ -17,6 +17,7 @@ _CLIENT_COMMANDS: dict[str, Callable[[Subparsers], None]] = {
     "generate": generate.add_parser,
     "adapters": adapters.add_parser,
     "status": status.add_parser,
+    "keys": keys.add_parser,
 }
 # Their command lines belong to the server parts, so they are handed over unread.
 _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
@@ -29,6 +30,7 @@ _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # our own sentence says why a handshake failed
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -11,6 +11,7 @@ from motet.cli import exits
 from motet.cli.context import Subparsers, connect, seconds, server_option
 from motet.cli.output import json_line, size, table
 from motet.types import ServerStatus
+from motet.v1.status import AuditStatus
 
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
@@ -75,6 +76,7 @@ def render(status: ServerStatus) -> str:
         ),
         _render_workers(status),
         *([_render_tenants(status)] if status.tenants else []),
+        *([_render_audit(status.audit)] if status.audit is not None and status.audit.is_on else []),
         f"adapters ({adapters.num_registered} registered)\n"
         + table(
             ("TIER", "ADAPTERS", "USED", "BUDGET"),
@@ -135,6 +137,12 @@ def _render_tenants(status: ServerStatus) -> str:
     )
     others = f"\nand {status.num_other_tenants} less busy ones" if status.num_other_tenants else ""
     return "tenants\n" + table(header, rows) + others
+
+
+def _render_audit(audit: AuditStatus) -> str:
+    state = f"cannot be written, changes are refused: {audit.error}" if audit.error else "is written"
+    lost = f", {audit.num_lost} records of generations and refusals lost" if audit.num_lost else ""
+    return f"audit log\n{state}, {audit.num_lines} lines since the start{lost}"
 
 
 def _render_workers(status: ServerStatus) -> str:

@@ -1,4 +1,4 @@
-"""What a status says of the model, the workers, the queues, the adapters, the tenants and the limits.
+"""What a status says of the model, workers, queues, adapters, tenants, limits and the audit log.
 
 Written by protos/generate.py from protos/motet/v1/status.proto: change that file instead.
 """
@@ -97,6 +97,16 @@ class TenantStatus:
     num_generated_tokens: int  # Generated tokens of finished requests, a count, those of samples that were not returned included
     num_requests_left: int | None  # Requests that may be sent at once, a count; set where requests_per_minute is
     requests_per_minute: int | None  # How many are added every minute, and the most that are saved up, a count; unset: no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditStatus:
+    """The audit log."""
+
+    is_on: bool  # Whether there is one
+    num_lines: int  # Lines since the start, a count
+    num_lost: int  # Records of generations and refusals that were not written since the start, a count
+    error: str  # Why the log cannot be written at present, for people; empty when it can. Changes are refused meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

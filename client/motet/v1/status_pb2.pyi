@@ -11,7 +11,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants", "own_tenant_only")
+    __slots__ = ("server_version", "model", "workers", "queues", "adapters", "limits", "tenants", "num_other_tenants", "audit", "own_tenant_only")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class GetStatusResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     NUM_OTHER_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     OWN_TENANT_ONLY_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     model: ModelStatus
@@ -29,8 +30,9 @@ class GetStatusResponse(_message.Message):
     limits: LimitStatus
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
     num_other_tenants: int
+    audit: AuditStatus
     own_tenant_only: bool
-    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ..., own_tenant_only: bool = ...) -> None: ...
+    def __init__(self, server_version: _Optional[str] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queues: _Optional[_Union[QueueStatus, _Mapping]] = ..., adapters: _Optional[_Union[AdapterStatus, _Mapping]] = ..., limits: _Optional[_Union[LimitStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., num_other_tenants: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., own_tenant_only: bool = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "dtype")
@@ -173,6 +175,18 @@ class TenantStatus(_message.Message):
     num_requests_left: int
     requests_per_minute: int
     def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ..., num_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., num_tokens_left: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_requests_left: _Optional[int] = ..., requests_per_minute: _Optional[int] = ...) -> None: ...
+
+class AuditStatus(_message.Message):
+    __slots__ = ("is_on", "num_lines", "num_lost", "error")
+    IS_ON_FIELD_NUMBER: _ClassVar[int]
+    NUM_LINES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    is_on: bool
+    num_lines: int
+    num_lost: int
+    error: str
+    def __init__(self, is_on: bool = ..., num_lines: _Optional[int] = ..., num_lost: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class LimitStatus(_message.Message):
     __slots__ = ("max_waiting_requests", "max_adapter_bytes", "max_chunk_bytes")

@@ -12,17 +12,17 @@ import grpc.aio
 from google.longrunning import operations_pb2
 from motet.v1 import adapters_pb2, adapters_pb2_grpc
 
-from control_plane.adapters.audit import audited
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Registration
 from control_plane.adapters.operations import OperationStore
 from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import wire
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.operations import operation_message
-from control_plane.api.admin.ownership import FIELDS, change_of, change_of_fields, check_ownership
 from control_plane.api.admin.resource_names import adapter_id_in, operation_id_in
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
+from control_plane.audit import actions
+from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
 from control_plane.checks import (
     Violations,
@@ -40,7 +40,6 @@ from control_plane.registry.registry import Registry
 
 SERVICE_NAME = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
 ADAPTERS_AT_ONCE = 32  # of a page, before other tasks get a turn of the event loop
-CHANGEABLE = ("labels", "display_name", *FIELDS)  # what an update mask may name
 MAX_MASK_PATHS = 16  # more than there are fields that can be changed
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,7 +57,9 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         uploads: UploadReceiver,
         roots: AdapterRoots,
         idempotency: IdempotencyCache,
+        audit: AuditLog | None = None,
     ) -> None:
+        self._audit = audit or AuditLog()
         self._registry = registry
         self._life_cycle = life_cycle
         self._operations = operations
@@ -75,28 +76,26 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     ) -> adapters_pb2.UploadAdapterResponse:
         """Receive, check, register."""
         self._gate.check()
-        with audited("upload") as entry:
-            async with self._uploads.open(request_iterator, current_caller().peer) as upload:
-                header = upload.header
-                entry.adapter_id = header.adapter_id
+        holder = current_caller().holder
+        async with self._audit.change(actions.UPLOAD) as change, self._uploads.open(request_iterator, holder) as upload:
+            header = upload.header
+            change.resource, change.request_id = f"adapters/{header.adapter_id}", header.request_id
 
-                async def register() -> adapters_pb2.UploadAdapterResponse:
-                    registration = _registration(header)
-                    self._life_cycle.check_registrable(registration)  # before gigabytes are received
-                    files = await upload.receive()
-                    await _check_whole(context)
-                    registered = await self._life_cycle.register(registration, files)
-                    entry.digest = registered.record.active_digest
-                    return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
+            async def register() -> adapters_pb2.UploadAdapterResponse:
+                files = await upload.receive()
+                await _check_whole(context)
+                registered = await self._life_cycle.register(_registration(header), files)
+                change.digest = registered.record.active_digest
+                return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
 
-                return await self._idempotency.once(
-                    "UploadAdapter",
-                    header.request_id,
-                    header,
-                    register,
-                    adapters_pb2.UploadAdapterResponse,
-                    field="header.request_id",
-                )
+            return await self._idempotency.once(
+                "UploadAdapter",
+                header.request_id,
+                header,
+                register,
+                adapters_pb2.UploadAdapterResponse,
+                field="header.request_id",
+            )
 
     async def CreateAdapter(
         self, request: adapters_pb2.CreateAdapterRequest, _context: Context
@@ -108,7 +107,6 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_display_name(request.display_name, "display_name", violations)
         check_labels(request.labels, "labels", violations)
         check_request_id(request.request_id, "request_id", violations)
-        check_ownership(request, "", violations)
         violations.raise_if_any()
         files = await self._roots.files(request.source)
 
@@ -134,21 +132,18 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self, request: adapters_pb2.ListAdaptersRequest, _context: Context
     ) -> adapters_pb2.ListAdaptersResponse:
         """A page of adapters, made in pieces: with all the labels that they may have, a thousand take 0.4 s."""
-        num_left, after = page_size_of(request.page_size, request.page_token), request.page_token
+        num_left, token = page_size_of(request.page_size, request.page_token), request.page_token
         response = adapters_pb2.ListAdaptersResponse()
         num_bytes = 0
         while True:
-            # The name to go on after may be one that the caller does not see: it never gets into the response.
-            records, after = self._registry.list_part(after, min(num_left, ADAPTERS_AT_ONCE) or 1)
-            if records and (num_left == 0 or num_bytes >= wire.MAX_PAGE_BYTES):
-                response.next_page_token = response.adapters[-1].name.removeprefix("adapters/")
-                return response
+            records, token = self._registry.list_page(min(num_left, ADAPTERS_AT_ONCE), token)
             for record in records:
                 message = wire.adapter_message(record)
                 num_bytes += message.ByteSize()
                 response.adapters.append(message)
             num_left -= len(records)
-            if not after:
+            if not (token and num_left and num_bytes < wire.MAX_PAGE_BYTES):
+                response.next_page_token = token
                 return response
             await asyncio.sleep(0)
 
@@ -166,7 +161,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     async def UpdateAdapter(
         self, request: adapters_pb2.UpdateAdapterRequest, _context: Context
     ) -> adapters_pb2.UpdateAdapterResponse:
-        """Change the description, or who sees the adapter."""
+        """Change labels, display name or both."""
         self._gate.check()
         adapter = request.adapter
         adapter_id = adapter_id_in(adapter.name, "adapter.name")
@@ -175,20 +170,16 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             raise refuse("update_mask", f"{len(request.update_mask.paths)} paths; at most {MAX_MASK_PATHS}")
         mask = set(request.update_mask.paths)
         if not mask:
-            violations.add("update_mask", f"empty; name what to change: {', '.join(CHANGEABLE)}")
-        for path in sorted(mask.difference(CHANGEABLE)):
-            violations.add("update_mask", f"{path[:64]!r} cannot be changed; only {', '.join(CHANGEABLE)} can")
+            violations.add("update_mask", 'empty; name "labels", "display_name" or both')
+        for path in sorted(mask - {"labels", "display_name"}):
+            violations.add("update_mask", f'{path[:64]!r} cannot be changed; only "labels" and "display_name" can')
         check_display_name(adapter.display_name, "adapter.display_name", violations)
         check_labels(adapter.labels, "adapter.labels", violations)
-        check_ownership(adapter, "adapter.", violations)
-        if "visibility" in mask and not adapter.visibility:
-            violations.add("adapter.visibility", "is unset; set it, or leave it out of update_mask")
         violations.raise_if_any()
         record = await self._life_cycle.update(
             adapter_id,
             display_name=adapter.display_name if "display_name" in mask else None,
             labels=dict(adapter.labels) if "labels" in mask else None,
-            ownership=change_of_fields(adapter, mask),
             etag=adapter.etag,
         )
         return adapters_pb2.UpdateAdapterResponse(adapter=wire.adapter_message(record))
@@ -246,7 +237,6 @@ def _registration(message: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapte
         adapter_id=message.adapter_id,
         display_name=message.display_name,
         labels=dict(message.labels),
-        ownership=change_of(message),
         validate_only=message.validate_only,
     )
 

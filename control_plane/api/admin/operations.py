@@ -13,10 +13,13 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import empty_pb2
 from motet.v1 import adapters_pb2
 
+from contract.process_log import printable
 from control_plane.adapters.operations import Operation, OperationStore
 from control_plane.api.admin.resource_names import operation_id_in
 from control_plane.api.rpc.error_status import internal_status, status_proto
 from control_plane.api.wire import MAX_PAGE_BYTES, registered_message, timestamp
+from control_plane.audit import actions
+from control_plane.audit.audit_log import AuditLog
 from control_plane.checks import page_size_of, refuse
 
 SERVICE_NAME = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
@@ -28,8 +31,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # the stub is untyped
     """google.longrunning.Operations over one store."""
 
-    def __init__(self, store: OperationStore) -> None:
+    def __init__(self, store: OperationStore, audit: AuditLog | None = None) -> None:
         self._store = store
+        self._audit = audit or AuditLog()
 
     async def GetOperation(self, request: Any, _context: Context) -> Any:  # noqa: N802
         return operation_message(self._store.get(operation_id_in(request.name)))
@@ -66,11 +70,13 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
 
     async def CancelOperation(self, request: Any, _context: Context) -> empty_pb2.Empty:  # noqa: N802
         """Best effort: a deletion goes on."""
-        self._store.get(operation_id_in(request.name)).cancel()
+        async with self._audit.change(actions.CANCEL_OPERATION, printable(request.name, 100)):
+            self._store.get(operation_id_in(request.name)).cancel()
         return empty_pb2.Empty()
 
     async def DeleteOperation(self, request: Any, _context: Context) -> empty_pb2.Empty:  # noqa: N802
-        self._store.forget(operation_id_in(request.name))
+        async with self._audit.change(actions.DELETE_OPERATION, printable(request.name, 100)):
+            self._store.forget(operation_id_in(request.name))
         return empty_pb2.Empty()
 
 

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +19,6 @@ from motet.v1 import adapters_pb2
 
 from contract.ids import DIGEST_FORM, is_digest
 from control_plane.api.admin.disk_space import DiskSpace, Reservation, free_bytes_of
-from control_plane.api.admin.ownership import check_ownership
 from control_plane.api.rpc.shared_limit import SharedLimit
 from control_plane.awake import AwakeClock, AwakeTimeout
 from control_plane.checks import (
@@ -69,10 +68,15 @@ class UploadReceiver:
         self._clock = clock or AwakeClock()
 
     @contextlib.asynccontextmanager
-    async def open(self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], peer: str) -> AsyncIterator[Upload]:
-        """An upload of gRPC's `peer` whose checked header was read. Its files exist until the block ends."""
+    async def open(
+        self, stream: AsyncIterable[adapters_pb2.UploadAdapterRequest], holder: Sequence[str]
+    ) -> AsyncIterator[Upload]:
+        """An upload whose checked header was read. Its files exist until the block ends.
+
+        `holder`, as Caller.holder: whose part of the open uploads it takes. Raises Exhausted.
+        """
         async with contextlib.AsyncExitStack() as held:
-            held.enter_context(self._places.place(peer))
+            held.enter_context(self._places.place(holder))
             messages = _Messages(stream, idle_timeout_s=self._idle_timeout_s, clock=self._clock)
             held.push_async_callback(messages.close)
             first = await messages.next()
@@ -207,7 +211,6 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     check_display_name(header.display_name, "header.display_name", violations)
     check_labels(header.labels, "header.labels", violations)
     check_request_id(header.request_id, "header.request_id", violations)
-    check_ownership(header, "header.", violations)
     expected = " and ".join(FILE_NAMES)
     if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
         violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
-from contract.ids import TENANT_FORM, is_tenant
 from control_plane.access.authenticator import Authenticator, Presented
 from control_plane.access.methods import is_open, require_allowed
-from control_plane.access.principal import Principal
+from control_plane.access.principal import STRANGER, Principal
+from control_plane.access.tenant_names import TENANT_FORM, is_tenant
 from control_plane.caller import Caller
 from control_plane.checks import quoted, refuse
-from control_plane.errors import PermissionDenied, Unauthenticated
+from control_plane.errors import InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
 
 TENANT_KEY = "motet-tenant"  # metadata
 AUTHORIZATION_KEY = "authorization"  # metadata
 _SCHEME = "bearer"
 MAX_TOKEN_CHARS = 4096
-_NOBODY = Principal()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,7 +32,7 @@ class Callers:
     def __call__(self, method: str, context: Context) -> Caller:
         """The caller of `method`, "/package.Service/Method".
 
-        Raises Unauthenticated, PermissionDenied or InvalidRequest.
+        Raises Unauthenticated, PermissionDenied, InvalidRequest, or Unavailable while keys of tokens are fetched.
         """
         metadata = context.invocation_metadata() or ()
         named = _single(metadata, TENANT_KEY)
@@ -42,10 +42,23 @@ class Callers:
         if not self._authenticator.is_on:  # the server knows no users, and believes the name
             return Caller(peer=peer) if named is None else Caller(tenant=named, peer=peer)
         if is_open(method):
-            return Caller(principal=_NOBODY, peer=peer)
+            return self._without_rights(metadata, context)
         principal = self._authenticator.principal(_presented(metadata, context))
-        require_allowed(method, principal)
-        return _caller(named, principal, peer)
+        try:
+            require_allowed(method, principal)
+            return _caller(named, principal, peer)
+        except PermissionDenied as error:
+            error.refused_caller = Caller(tenant=principal.default_tenant, principal=principal, peer=peer)
+            raise
+
+    def _without_rights(self, metadata: Any, context: Context) -> Caller:
+        """The caller of a method that is open to everybody. A valid credential gives it a name, for limits, only."""
+        try:
+            principal = self._authenticator.principal(_presented(metadata, context))
+        except (Unauthenticated, Unavailable, InvalidRequest):
+            return Caller(principal=STRANGER, peer=context.peer())
+        known = replace(principal, roles=frozenset(), tenants=())
+        return Caller(tenant=principal.default_tenant, principal=known, peer=context.peer())
 
 
 def _caller(named: str | None, principal: Principal, peer: str) -> Caller:
@@ -60,6 +73,8 @@ def _caller(named: str | None, principal: Principal, peer: str) -> Caller:
 def _presented(metadata: Any, context: Context) -> Presented:
     header = _single(metadata, AUTHORIZATION_KEY)
     auth = context.auth_context() or {}
+    if list(auth.get("transport_security_type") or ()) != [b"ssl"]:  # only TLS verifies what the other fields say
+        auth = {}
     names = list(auth.get("x509_subject_alternative_name") or ())
     pem = list(auth.get("x509_pem_cert") or ())
     return Presented(

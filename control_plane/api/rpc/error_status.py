@@ -5,6 +5,8 @@ Owns the wire form of errors. Raises nothing and logs nothing; the interceptor c
 
 from __future__ import annotations
 
+import math
+
 from google.protobuf import duration_pb2
 
 # googleapis-common-protos ships no py.typed marker.
@@ -48,7 +50,9 @@ def status_proto(error: MotetError) -> status_pb2.Status:
     if isinstance(error, QuotaExceeded):
         info.metadata.update({"tenant": error.tenant, "quota": error.quota, "limit": str(error.limit)})
     if isinstance(error, (Exhausted, Unavailable)):
-        info.metadata["retry_after_s"] = f"{error.retry_after_s:g}"
+        # Rounded up: whoever waits that long does not come too early. Never 0, which clients would take for "at once".
+        retry_after_ms = max(math.ceil(error.retry_after_s * 1000), 1)
+        info.metadata["retry_after_s"] = f"{retry_after_ms / 1000:.10g}"
     status.details.add().Pack(info)
     if isinstance(error, InvalidRequest):
         bad = error_details_pb2.BadRequest()
@@ -72,7 +76,7 @@ def status_proto(error: MotetError) -> status_pb2.Status:
         status.details.add().Pack(failure)
     if isinstance(error, (Exhausted, Unavailable)):
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(max(int(error.retry_after_s * 1000), 0))
+        delay.FromMilliseconds(retry_after_ms)
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
 

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -24,12 +23,20 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from control_plane.access.principal import Principal
 from control_plane.api.rpc.callers import Callers
 from control_plane.api.rpc.error_status import DETAILS_KEY, internal_status, status_proto
 from control_plane.api.rpc.rpc_limits import RpcLimits
 from control_plane.awake import AwakeClock, AwakeTimeout
 from control_plane.caller import Caller, acting_as
-from control_plane.errors import DeadlineExceeded, FieldViolation, InvalidRequest, MotetError, SlowConsumer
+from control_plane.errors import (
+    DeadlineExceeded,
+    FieldViolation,
+    InvalidRequest,
+    MotetError,
+    SlowConsumer,
+    correlation_id_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +46,7 @@ WRITE_TIMEOUT_S = 30.0
 Limit = Callable[[], AwakeTimeout]  # how long a client may leave a message unread
 Context = grpc.aio.ServicerContext[Any, Any]
 Identify = Callable[[str, Context], Caller]  # by the method's path
+OnRefused = Callable[[str, Caller, MotetError], None]  # by the method's path
 Guard = Callable[[Context], contextlib.AbstractContextManager[None]]  # around the handling of one call
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
@@ -51,6 +59,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
     a stream of requests has the time limits of its handler. `identify` says who makes a call, before any of the call's
     messages is read; what it raises refuses the call. By default everybody may do everything. `guard` is entered before
     that, and may refuse the call, too, or end it later by cancelling its task and raising an error on the way out.
+    `on_refused` is called with every MotetError that ends a call.
     """
 
     def __init__(
@@ -62,8 +71,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         clock: Callable[[], float] = time.monotonic,
         identify: Identify | None = None,
         guard: Guard | None = None,
+        on_refused: OnRefused | None = None,
     ) -> None:
         self._limits = limits
+        self._on_refused = on_refused
         self._guard = guard or _no_guard
         self._identify = identify or Callers()
         self._write_timeout_s = write_timeout_s
@@ -91,20 +102,26 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
         return AwakeTimeout(self._write_timeout_s, self._awake)
 
     def _bounded(self, method: str, handler: Any) -> Any:
-        limit = self._limits.of(method)
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def handle(requests: Any, context: Context) -> None:
+            caller: Caller | None = None
             with contextlib.ExitStack() as held:
-                async with _mapped_errors(method, context, self._write_limit), _entered(self._guard, context):
-                    caller = self._identify(method, context)
-                    held.enter_context(limit.place(caller.peer))
-                    held.enter_context(acting_as(caller))
-                    if handler.request_streaming:
-                        result = inner(requests, context)
-                    else:
-                        result = inner(await self._request(handler.request_deserializer, context), context)
-                    await self._respond(result, context, is_stream=handler.response_streaming)
+                async with _mapped_errors(method, context, self._write_limit):
+                    try:
+                        async with _entered(self._guard, context):
+                            caller = self._identify(method, context)
+                            held.enter_context(self._limits.of(method, caller.principal).place(caller.holder))
+                            held.enter_context(acting_as(caller))
+                            if handler.request_streaming:
+                                result = inner(requests, context)
+                            else:
+                                result = inner(await self._request(handler.request_deserializer, context), context)
+                            await self._respond(result, context, is_stream=handler.response_streaming)
+                    except MotetError as error:
+                        if self._on_refused is not None:
+                            self._on_refused(method, caller or _refused_caller(error, context), error)
+                        raise
 
         return handle
 
@@ -149,6 +166,12 @@ async def _entered(guard: Guard, context: Context) -> AsyncIterator[None]:
         yield
 
 
+def _refused_caller(error: MotetError, context: Context) -> Caller:
+    """Whoever makes a call that was refused before it had a caller."""
+    known = error.refused_caller
+    return known if isinstance(known, Caller) else Caller(tenant="", principal=Principal(), peer=context.peer())
+
+
 @contextlib.asynccontextmanager
 async def _mapped_errors(method: str, context: Context, limit: Limit) -> AsyncIterator[None]:
     try:
@@ -179,7 +202,7 @@ async def _mapped_errors(method: str, context: Context, limit: Limit) -> AsyncIt
 
 
 async def _abort_internal(method: str, context: Context, error: BaseException, limit: Limit) -> None:
-    correlation_id = secrets.token_hex(8)
+    correlation_id = correlation_id_of(error)
     logger.error("internal error method=%s correlation_id=%s", method, correlation_id, exc_info=error)
     await _abort(context, internal_status(correlation_id), limit)
 

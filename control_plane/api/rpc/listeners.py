@@ -15,7 +15,14 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.api.rpc.interceptor import REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, Guard, Identify, RpcInterceptor
+from control_plane.api.rpc.interceptor import (
+    REQUEST_TIMEOUT_S,
+    WRITE_TIMEOUT_S,
+    Guard,
+    Identify,
+    OnRefused,
+    RpcInterceptor,
+)
 from control_plane.api.rpc.rpc_limits import RpcLimits
 
 CLIENT_MESSAGE_BYTES = 2**20 + 64 * 1024  # one upload chunk and its frame
@@ -61,8 +68,9 @@ def client_server(
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     identify: Identify | None = None,
     guard: Guard | None = None,
+    on_refused: OnRefused | None = None,
 ) -> grpc.aio.Server:
-    """A server for the clients' port. Time limits, `identify` and `guard` are those of RpcInterceptor."""
+    """A server for the clients' port. Time limits, `identify`, `guard` and `on_refused` are those of RpcInterceptor."""
     options = [
         *common_options(),
         ("grpc.max_allowed_incoming_connections", max_connections),
@@ -71,12 +79,19 @@ def client_server(
     ]
     limits = RpcLimits(max_concurrent_rpcs)
     interceptor = RpcInterceptor(
-        limits, write_timeout_s=write_timeout_s, request_timeout_s=request_timeout_s, identify=identify, guard=guard
+        limits,
+        write_timeout_s=write_timeout_s,
+        request_timeout_s=request_timeout_s,
+        identify=identify,
+        guard=guard,
+        on_refused=on_refused,
     )
     return _server(options, interceptor)
 
 
-def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S, guard: Guard | None = None) -> grpc.aio.Server:
+def worker_server(
+    *, write_timeout_s: float = WRITE_TIMEOUT_S, guard: Guard | None = None, on_refused: OnRefused | None = None
+) -> grpc.aio.Server:
     """A server for the workers' port."""
     options = [
         *common_options(),
@@ -86,7 +101,7 @@ def worker_server(*, write_timeout_s: float = WRITE_TIMEOUT_S, guard: Guard | No
         ("grpc.max_send_message_length", WORKER_MESSAGE_BYTES),
     ]
     limits = RpcLimits(WORKER_CONCURRENT_RPCS)
-    return _server(options, RpcInterceptor(limits, write_timeout_s=write_timeout_s, guard=guard))
+    return _server(options, RpcInterceptor(limits, write_timeout_s=write_timeout_s, guard=guard, on_refused=on_refused))
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:

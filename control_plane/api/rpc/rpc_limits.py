@@ -1,7 +1,8 @@
 """Which limit an RPC counts against: one for the work, and small ones of their own for what watches and what probes.
 
 Whoever fills one limit takes nothing from the others, so that status and health work while clients hold every place
-for work, and idle watches take no place from requests.
+for work, and idle watches take no place from requests. With authentication, callers without a credential have
+small limits of their own for all of them together: they take no place from callers that the server knows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from google.longrunning import operations_pb2
 from grpc_health.v1 import health_pb2
 from motet.v1 import status_pb2
 
+from control_plane.access.principal import Principal
 from control_plane.api.rpc.reflection import SERVICE_NAMES as REFLECTION_NAMES
 from control_plane.api.rpc.shared_limit import SharedLimit
 
@@ -20,8 +22,12 @@ MAX_PROBES = 256
 MAX_HEALTH_WATCHES = 1024  # a client that checks health on its own holds one for each connection
 MAX_OPERATION_WAITS = 256
 MAX_REFLECTIONS = 32
+# Of callers without a credential. Probes and watches apart: a probe of a load balancer must not wait for watches.
+MAX_STRANGERS_PROBES = 64
+MAX_STRANGERS_WATCHES = 128
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_WATCH = f"/{_HEALTH}/Watch"
 _STATUS = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 _OPERATIONS = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
 
@@ -32,15 +38,23 @@ class RpcLimits:
     def __init__(self, max_concurrent_rpcs: int) -> None:
         self._work = SharedLimit(max_concurrent_rpcs, "requests")
         probes = SharedLimit(MAX_PROBES, "status and health requests")
+        watches = SharedLimit(MAX_HEALTH_WATCHES, "health watches", retry_after_s=10.0)
         reflections = SharedLimit(MAX_REFLECTIONS, "reflection streams", retry_after_s=10.0)
         self._by_method: Mapping[str, SharedLimit] = {
             f"/{_STATUS}/GetStatus": probes,
             f"/{_HEALTH}/Check": probes,
-            f"/{_HEALTH}/Watch": SharedLimit(MAX_HEALTH_WATCHES, "health watches", retry_after_s=10.0),
+            f"/{_HEALTH}/List": probes,
+            _WATCH: watches,
             f"/{_OPERATIONS}/WaitOperation": SharedLimit(MAX_OPERATION_WAITS, "waits for operations"),
             **{f"/{name}/ServerReflectionInfo": reflections for name in REFLECTION_NAMES},
         }
+        self._strangers_probes = SharedLimit(MAX_STRANGERS_PROBES, "health requests without a credential")
+        self._strangers_watches = SharedLimit(
+            MAX_STRANGERS_WATCHES, "health watches without a credential", retry_after_s=10.0
+        )
 
-    def of(self, method: str) -> SharedLimit:
-        """The limit that the RPC `method`, "/package.Service/Method", counts against."""
+    def of(self, method: str, principal: Principal) -> SharedLimit:
+        """The limit that the RPC `method`, "/package.Service/Method", of this principal counts against."""
+        if principal.is_stranger:
+            return self._strangers_watches if method == _WATCH else self._strangers_probes
         return self._by_method.get(method, self._work)

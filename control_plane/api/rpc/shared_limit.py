@@ -1,26 +1,36 @@
-"""A limit on how much is in use at once, shared between hosts and between the connections of one host.
+"""A limit on things that callers hold, shared out between them as soon as it is reached.
 
-The interceptor holds RPCs in such limits, the upload receiver open uploads. Below the limit everybody is let in. At
-the limit, only peers that hold less than their equal part are let in, so that no peer can shut the others out.
+The interceptor counts RPCs in such limits, the upload receiver open uploads. Below the limit everybody is let in. At
+the limit, only callers that hold less than their equal part are let in, so that no caller can shut the others out.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from control_plane.caller import host_of
 from control_plane.errors import Exhausted
 
 RETRY_AFTER_S = 1.0
 
 
-class SharedLimit:
-    """At most `limit` at once. Above the limit, peers that hold less than their equal part still get a place.
+@dataclass(slots=True)
+class _Share:
+    """What one holder has, and the holders inside it. Invariant: no child with num_held 0."""
 
-    The equal part of a host is the limit over the number of hosts that hold anything, and that of a connection is its
-    host's part over the number of this host's connections that hold anything. With k hosts of one connection each,
-    at most limit x (1 + 1/2 + ... + 1/k) are held.
+    num_held: int = 0
+    children: dict[str, _Share] = field(default_factory=dict)
+
+
+class SharedLimit:
+    """At most `limit` at once. Above the limit, holders that have less than their equal part still get a place.
+
+    A holder is a path from the outside in, as Caller.holder makes it: tenant, principal and connection, or host and
+    connection. The equal part of a tenant is the limit over the number of tenants that hold anything; that of a
+    principal is its tenant's part over the number of this tenant's principals that hold anything; and so on. So more
+    keys or connections take nothing from other tenants. With k tenants of one principal and one connection each, at
+    most limit x H are held, H = 1 + 1/2 + ... + 1/k; p principals and c connections of each multiply it by theirs.
     """
 
     def __init__(self, limit: int, what: str, *, retry_after_s: float = RETRY_AFTER_S) -> None:
@@ -29,53 +39,59 @@ class SharedLimit:
         self._limit = limit
         self._what = what
         self._retry_after_s = retry_after_s
-        # host -> connection -> how many it holds. Invariant: no number is 0, no host is without a connection.
-        self._held: dict[str, dict[str, int]] = {}
-        self._num_held = 0
+        self._all = _Share()
 
     @property
     def num_held(self) -> int:
         """How many are held at present."""
-        return self._num_held
+        return self._all.num_held
 
     @property
-    def num_hosts(self) -> int:
-        """How many hosts hold anything at present."""
-        return len(self._held)
+    def num_holders(self) -> int:
+        """How many tenants or hosts hold anything at present."""
+        return len(self._all.children)
 
     @contextlib.contextmanager
-    def place(self, peer: str) -> Iterator[None]:
-        """Hold one for gRPC's `peer` while the block runs. Raises Exhausted if the peer has its equal part."""
-        host, connection = host_of(peer), peer
-        if not self._has_room(host, connection):
+    def place(self, holder: Sequence[str]) -> Iterator[None]:
+        """Hold one while the block runs. Raises Exhausted if the holder has its equal part."""
+        if not self._has_room(holder):
             raise Exhausted(
-                f"{self._num_held} {self._what} at once, at most {self._limit}, and your host and this connection hold "
-                f"their equal part of them; try again",
+                f"{self.num_held} {self._what} at once, at most {self._limit}, and you hold your equal part of them; "
+                "try again",
                 retry_after_s=self._retry_after_s,
             )
-        connections = self._held.setdefault(host, {})
-        connections[connection] = connections.get(connection, 0) + 1
-        self._num_held += 1
+        self._take(holder)
         try:
             yield
         finally:
-            self._give_back(host, connection)
+            self._give_back(holder)
 
-    def _has_room(self, host: str, connection: str) -> bool:
-        if self._num_held < self._limit:
+    def _has_room(self, holder: Sequence[str]) -> bool:
+        if self.num_held < self._limit:
             return True
-        connections = self._held.get(host, {})
-        part_of_host = self._limit / (len(self._held) + (host not in self._held))
-        if sum(connections.values()) + 1 <= part_of_host:
-            return True
-        part_of_connection = part_of_host / (len(connections) + (connection not in connections))
-        return connections.get(connection, 0) + 1 <= part_of_connection
+        part: float = self._limit
+        share: _Share | None = self._all
+        for key in holder:
+            children = {} if share is None else share.children
+            part /= len(children) + (key not in children)
+            share = children.get(key)
+            if (0 if share is None else share.num_held) + 1 <= part:
+                return True
+        return False
 
-    def _give_back(self, host: str, connection: str) -> None:
-        self._num_held -= 1
-        connections = self._held[host]
-        connections[connection] -= 1
-        if not connections[connection]:
-            del connections[connection]
-        if not connections:
-            del self._held[host]
+    def _take(self, holder: Sequence[str]) -> None:
+        share = self._all
+        share.num_held += 1
+        for key in holder:
+            share = share.children.setdefault(key, _Share())
+            share.num_held += 1
+
+    def _give_back(self, holder: Sequence[str]) -> None:
+        share = self._all
+        share.num_held -= 1
+        for key in holder:
+            child = share.children[key]
+            child.num_held -= 1
+            if not child.num_held:
+                del share.children[key]
+            share = child

@@ -7,6 +7,7 @@ import logging
 from typing import Protocol
 
 from control_plane.errors import MotetError
+from control_plane.host_cache.base import CacheAddress
 
 logger = logging.getLogger(__name__)
 
@@ -15,8 +16,8 @@ class WeightsLike(Protocol):
     """What the fleet needs of the host cache."""
 
     @property
-    def worker_url(self) -> str:
-        """Where workers read adapters. Empty if workers cannot read the host cache."""
+    def worker_address(self) -> CacheAddress:
+        """Where workers read adapters by themselves."""
 
     def is_cached(self, digest: str) -> bool:
         """Whether the host cache is thought to hold an adapter."""

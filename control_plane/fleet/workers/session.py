@@ -29,6 +29,7 @@ from control_plane.fleet.workers.reports import report_of
 from control_plane.fleet.workers.round_trip import RoundTrip
 from control_plane.fleet.workers.step_record import StepRecord
 from control_plane.fleet.workers.wire import PlanEncoder, limits_of
+from control_plane.host_cache.base import CacheAddress
 from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, SlotReportMismatch
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
@@ -67,7 +68,7 @@ class WorkerSession:
         epoch: int,
         settings: FleetSettings,
         owner: SessionOwner,
-        host_cache_url: str,
+        host_cache: CacheAddress,
         clock: Callable[[], float],
         awake: AwakeClock,
         counters: VirtualCounters,
@@ -113,7 +114,8 @@ class WorkerSession:
                     leave_after_ms=settings.leave_after_ms,
                     stuck_after_ms=round(settings.first_step_timeout_s * 1000),
                     plan_depth=settings.plan_depth,
-                    host_cache_url=host_cache_url,
+                    host_cache_url=host_cache.url,
+                    host_cache_needs_password=host_cache.needs_password,
                 )
             )
         )

@@ -1,20 +1,23 @@
 """Reads adapter_config.json with a closed schema: every field of PEFT is read here, harmless, or refused by name.
 
 Never uses PEFT itself (it imports modules that a config names, and runs its strings as regular expressions), never
-follows base_model_name_or_path. Patterns are plain dotted names here; on those the meaning is PEFT's.
+follows base_model_name_or_path.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.peft.config_fields import check_fields, show
 from control_plane.registry.peft.kinds import FLAGS, kind_with
 from control_plane.registry.peft.kinds.adapter_kind import AdapterKind
+from control_plane.registry.peft.module_names import LayerChoice, NamePattern, is_plain, suffixes
+from control_plane.registry.peft.peft_types import LORA, advice_for
+from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import parse_json_object, refuse, refuse_lfs_pointer
 
 _T = TypeVar("_T")
@@ -22,24 +25,6 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES = 100_000
 MAX_SCALING = 1000.0
 _FIELD = "adapter_config.json"
-_PLAIN_NAME = re.compile(r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
-
-
-class NamePattern(Generic[_T]):
-    """Values by plain names or suffixes of module names, "^full.name" for one exact module; the first that fits counts.
-
-    Finding it costs a few look-ups, however many names there are.
-    """
-
-    def __init__(self, entries: Iterable[tuple[str, _T]]) -> None:
-        # By name: its place in the configuration, and the value.
-        self._by_name = {name: (place, value) for place, (name, value) in enumerate(entries)}
-
-    def first(self, module: str, default: _T) -> _T:
-        """The value of the first name that fits the module."""
-        names = ["^" + module, *_suffixes(module)]
-        found = [entry for name in names if (entry := self._by_name.get(name)) is not None]
-        return min(found, key=lambda entry: entry[0])[1] if found else default
 
 
 @dataclass(frozen=True)
@@ -52,8 +37,7 @@ class AdapterConfig:
     is_rslora: bool
     rank_pattern: NamePattern[int]
     alpha_pattern: NamePattern[float]
-    target_modules: frozenset[str] | None  # names or suffixes; None: all linears
-    exclude_modules: frozenset[str]
+    targets: TargetNames
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
 
     @property
@@ -61,123 +45,192 @@ class AdapterConfig:
         """The manifest's word for kind and scaling."""
         return ("rs" if self.is_rslora else "") + self.kind.name
 
-    def is_targeted(self, module: str, *, is_linear: bool = True) -> bool:
-        """Whether PEFT would put an adapter on `module`. is_linear: of "all-linear", which leaves the head out."""
-        suffixes = _suffixes(module)
-        if not self.exclude_modules.isdisjoint(suffixes):
+    def rank_of(self, module: str, num_rows: int) -> int:
+        """Rank of A and B of `module`, whose A has so many rows. They decide where only an expression could say it."""
+        if self.rank_pattern.may_be(module, num_rows, self.rank):
+            return num_rows
+        known = self.rank_pattern.known(module, self.rank)
+        return self.rank if known is None else known
+
+    def scaling_of(self, module: str, rank: int) -> float:
+        """alpha / r, or alpha / sqrt(r) for rsLoRA. Raises InvalidAdapter where only an expression could say it."""
+        alpha = self.alpha_pattern.known(module, self.alpha)
+        if alpha is None:
+            raise refuse(
+                "alpha_pattern",
+                f"{show(self.alpha_pattern.expression)} is a regular expression, which is not run and may give "
+                f'{module} another alpha; list the modules by name instead, as "^{module}"',
+            )
+        scaling = alpha / math.sqrt(rank) if self.is_rslora else alpha / rank
+        if not math.isfinite(scaling) or abs(scaling) > MAX_SCALING:
+            raise refuse("lora_alpha", f"gives {module} a scaling of {scaling:g}, limit {MAX_SCALING:g}")
+        return scaling
+
+
+@dataclass(frozen=True)
+class TargetNames:
+    """Which modules the adapter changes, as far as the configuration says so without an expression."""
+
+    names: frozenset[str] | None  # names or suffixes; None: all linears, or those that an expression finds
+    is_all_linear: bool  # "all-linear", which leaves the head out
+    excluded: frozenset[str]
+    layers: LayerChoice | None  # None: all
+    # An expression decides, or PEFT's own choice: modules may be left out that the rest of the configuration names.
+    has_expression: bool
+
+    def may_have(self, module: str, *, is_linear: bool = True) -> bool:
+        """Whether PEFT would put an adapter on `module`, if no expression decides. is_linear: not embedding or head."""
+        ends = suffixes(module)
+        if not self.excluded.isdisjoint(ends):
             return False
-        if self.target_modules is None:
-            return is_linear
-        return not self.target_modules.isdisjoint(suffixes)
-
-    def rank_of(self, module: str) -> int:
-        """Rank of A and B of `module`."""
-        return self.rank_pattern.first(module, self.rank)
-
-    def scaling_of(self, module: str) -> float:
-        """alpha / r, or alpha / sqrt(r) for rsLoRA."""
-        rank = self.rank_of(module)
-        alpha = self.alpha_pattern.first(module, self.alpha)
-        return alpha / math.sqrt(rank) if self.is_rslora else alpha / rank
+        if self.names is None:
+            return is_linear or not self.is_all_linear
+        if module in self.names:
+            return True  # whatever its layer
+        return not self.names.isdisjoint(ends) and (self.layers is None or self.layers.has(module))
 
 
-def read_adapter_config(raw: bytes) -> AdapterConfig:
-    """Parse and check. Raises InvalidAdapter, its field being the key at fault."""
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise refuse(_FIELD, f"{len(raw)} bytes, limit {MAX_CONFIG_BYTES}")
-    refuse_lfs_pointer(raw, _FIELD)
-    config = parse_json_object(raw, _FIELD)
-    check_fields(config)
-    _flag(config, "fan_in_fan_out")  # whatever it says: PEFT corrects it by the type of each module
-    rank = config.get("r", 8)
-    if type(rank) is not int or rank < 1:
-        raise refuse("r", f"is {show(rank)}; a rank of at least 1 is expected")
-    return AdapterConfig(
-        kind=kind_with([flag for flag in FLAGS if _flag(config, flag)]),
-        rank=rank,
-        alpha=_number("lora_alpha", config.get("lora_alpha", 8)),
-        is_rslora=_flag(config, "use_rslora"),
-        rank_pattern=NamePattern(_pattern(config, "rank_pattern", _rank)),
-        alpha_pattern=NamePattern(_pattern(config, "alpha_pattern", _number)),
-        target_modules=_target_modules(config.get("target_modules")),
-        exclude_modules=_names("exclude_modules", config.get("exclude_modules") or ()),
-        ties_weights=_flag(config, "ensure_weight_tying"),
-    )
+def read_adapter_config(raw: bytes, problems: Problems) -> AdapterConfig | None:
+    """Parse and check. Notes all that is wrong; None if a value that other checks need cannot be read.
+
+    Raises InvalidAdapter for another kind of adapter: nothing else about it means anything here.
+    """
+    config: dict[str, Any] | None = None
+    with problems.collected():
+        if len(raw) > MAX_CONFIG_BYTES:
+            raise refuse(_FIELD, f"{len(raw)} bytes, limit {MAX_CONFIG_BYTES}")
+        refuse_lfs_pointer(raw, _FIELD)
+        config = parse_json_object(raw, _FIELD)
+    if config is None:
+        return None
+    peft_type = config.get("peft_type")
+    if peft_type != LORA:
+        problems.add(FieldViolation("peft_type", f"is {show(peft_type)}; {advice_for(peft_type)}"))
+        problems.raise_all()
+    check_fields(config, problems)
+    return _Reader(config, problems).read()
 
 
-def check_scaling(module: str, scaling: float) -> float:
-    """`scaling`, if it is one that trained adapters have."""
-    if not math.isfinite(scaling) or abs(scaling) > MAX_SCALING:
-        raise refuse("lora_alpha", f"gives {module} a scaling of {scaling:g}, limit {MAX_SCALING:g}")
-    return scaling
+class _Reader:
+    """Reads the fields one by one, so that each bad one is noted."""
 
+    def __init__(self, config: Mapping[str, Any], problems: Problems) -> None:
+        self._config = config
+        self._problems = problems
+        self._is_whole = True
 
-def _target_modules(value: Any) -> frozenset[str] | None:
-    if isinstance(value, str):
-        if value.lower() == "all-linear":
-            return None
-        raise refuse(
-            "target_modules",
-            f"is the pattern {show(value)}, and patterns are not read; list module names, or all-linear",
+    def read(self) -> AdapterConfig | None:
+        """The configuration, or None if a field could not be read."""
+        self._value("fan_in_fan_out", _flag, False)  # whatever it says: PEFT corrects it by the type of each module
+        config = AdapterConfig(
+            kind=self._kind(),
+            rank=self._value("r", _rank, 8),
+            alpha=self._value("lora_alpha", _number, 8.0),
+            is_rslora=self._value("use_rslora", _flag, False),
+            rank_pattern=self._value("rank_pattern", _ranks, NamePattern(())),
+            alpha_pattern=self._value("alpha_pattern", _numbers, NamePattern(())),
+            targets=self._targets(),
+            ties_weights=self._value("ensure_weight_tying", _flag, False),
         )
-    if value is None:
-        raise refuse(
-            "target_modules", "is null, so PEFT chose the modules itself; list the module names that PEFT chose"
-        )
-    names = _names("target_modules", value)
-    if not names:
-        raise refuse("target_modules", "names no module; list module names, or all-linear")
+        return config if self._is_whole else None
+
+    def _value(self, field: str, read: Callable[[str, Any], _T], default: _T) -> _T:
+        """The field's value; the default where it is left out, null or cannot be read."""
+        value = self._config.get(field)
+        return default if value is None else self._attempt(lambda: read(field, value), default)
+
+    def _attempt(self, read: Callable[[], _T], default: _T) -> _T:
+        try:
+            return read()
+        except InvalidAdapter as error:
+            self._problems.note(error)
+            self._is_whole = False
+            return default
+
+    def _kind(self) -> AdapterKind:
+        flags = [flag for flag in FLAGS if self._value(flag, _flag, False)]
+        return self._attempt(lambda: kind_with(flags), kind_with(()))
+
+    def _targets(self) -> TargetNames:
+        nothing: frozenset[str] | None = frozenset()
+        no_paths: tuple[str, ...] | None = ()
+        no_layers: frozenset[int] = frozenset()
+        excluded = self._value("exclude_modules", _names, nothing)
+        indices = self._value("layers_to_transform", _layers, no_layers)
+        paths = self._value("layers_pattern", _layer_paths, no_paths)
+        layers = LayerChoice(indices, paths or ()) if indices else None
+        has_expression = excluded is None or paths is None
+        value = self._config.get("target_modules")
+        if isinstance(value, str) and value.lower() == "all-linear":
+            # PEFT has no choice of layers here.
+            return TargetNames(None, True, excluded or frozenset(), layers, has_expression or bool(indices))
+        # Where it is null, PEFT chose the modules.
+        names = self._value("target_modules", _target_modules, None)
+        layers = None if paths is None else layers
+        return TargetNames(names, False, excluded or frozenset(), layers, has_expression or names is None)
+
+
+def _target_modules(field: str, value: Any) -> frozenset[str] | None:
+    """The names; None for an expression."""
+    names = _names(field, value)
+    if names is not None and not names:
+        raise refuse(field, "names no module; list module names, or all-linear")
     return names
 
 
-def _names(field: str, value: Any) -> frozenset[str]:
-    if isinstance(value, list | tuple) and len(value) > MAX_NAMES:
+def _names(field: str, value: Any) -> frozenset[str] | None:
+    """The names of a list, compared as text as PEFT does; None for an expression."""
+    if isinstance(value, str):
+        return None
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refuse(field, f"is {show(value)}; a list of module names, or text, is expected")
+    if len(value) > MAX_NAMES:
         raise refuse(field, f"has {len(value)} names, limit {MAX_NAMES}; list suffixes of module names")
-    if not isinstance(value, list | tuple):
-        raise refuse(field, f"is {show(value)}, and patterns are not read; list module names")
-    for name in value:
-        _check_name(field, name)
     return frozenset(value)
 
 
-def _check_name(field: str, name: Any) -> None:
-    if not isinstance(name, str) or not _PLAIN_NAME.match(name):
-        raise refuse(field, f"holds {show(name)}; only plain dotted module names are read, no patterns")
+def _layers(field: str, value: Any) -> frozenset[int]:
+    indices = value if isinstance(value, list) else [value]
+    if not all(type(index) is int and index >= 0 for index in indices):
+        raise refuse(field, f"is {show(value)}; the index of a layer, or a list of them, is expected")
+    return frozenset(indices)
 
 
-def _pattern(config: dict[str, Any], field: str, read: Callable[[str, Any], _T]) -> Iterable[tuple[str, _T]]:
-    value = config.get(field)
-    if value is None:
-        return
+def _layer_paths(field: str, value: Any) -> tuple[str, ...] | None:
+    """The names before a layer's index; None for an expression."""
+    paths = [value] if isinstance(value, str) and value else value or []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise refuse(field, f"is {show(value)}; a name, or a list of names, is expected")
+    return tuple(paths) if all(map(is_plain, paths)) else None
+
+
+def _ranks(field: str, value: Any) -> NamePattern[int]:
+    return _pattern(field, value, _rank)
+
+
+def _numbers(field: str, value: Any) -> NamePattern[float]:
+    return _pattern(field, value, _number)
+
+
+def _pattern(field: str, value: Any, read: Callable[[str, Any], _T]) -> NamePattern[_T]:
     if not isinstance(value, dict):
         raise refuse(field, f"is {show(value)}; a map of module names to numbers is expected")
-    for name, number in value.items():
-        # PEFT documents "^full.name" for one exact module.
-        _check_name(field, name.removeprefix("^"))
-        yield name, read(field, number)
+    return NamePattern((name, read(field, number)) for name, number in value.items())
 
 
 def _rank(field: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise refuse(field, f"holds the rank {show(value)}; at least 1 is expected")
+        raise refuse(field, f"has {show(value)}; a rank of at least 1 is expected")
     return value
 
 
 def _number(field: str, value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) <= 1e9:
-        raise refuse(field, f"is {show(value)}; a finite number is expected")
+        raise refuse(field, f"has {show(value)}; a finite number is expected")
     return float(value)
 
 
-def _flag(config: dict[str, Any], field: str) -> bool:
-    """Off where it is left out or null."""
-    value = config.get(field)
-    if value is not None and type(value) is not bool:
+def _flag(field: str, value: Any) -> bool:
+    if type(value) is not bool:
         raise refuse(field, f"is {show(value)}; true or false is expected")
-    return bool(value)
-
-
-def _suffixes(module: str) -> list[str]:
-    """The names in a configuration that fit a module: "a.b.c" gives "a.b.c", "b.c" and "c"."""
-    parts = module.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    return value

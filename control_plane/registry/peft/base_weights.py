@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from control_plane.registry.model.embedding_modules import CheckpointTensor
 from control_plane.registry.peft.module_plans import ModulePlan
+from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import ITEMSIZE, TensorEntry, refuse
 from control_plane.registry.peft.target_modules import TargetModules
 from control_plane.registry.peft.tensor_codec import decode, encode
@@ -17,26 +18,31 @@ from control_plane.registry.peft.tensor_codec import decode, encode
 _SLICE_VALUES = 4 << 20  # compared at a time
 
 
-def check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules) -> None:
-    """Refuse saved base tensors that differ from the base model's own: PEFT would load them in place of those."""
+def check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules, problems: Problems) -> None:
+    """Note saved base tensors that differ from the base model's own: PEFT would load them in place of those."""
     for plan in modules:
-        base = targets.own(plan.name)
-        if base is None and plan.base_weight is not None:
+        with problems.collected():
+            _check_module(file, plan, targets)
+
+
+def _check_module(file: BinaryIO, plan: ModulePlan, targets: TargetModules) -> None:
+    base = targets.own(plan.name)
+    if base is None and plan.base_weight is not None:
+        raise refuse(
+            f"{plan.name}.base_layer.weight",
+            "cannot be compared with the base model's own; save with save_embedding_layers=False",
+        )
+    if base is None:
+        return
+    for part, entry, own in (
+        ("weight", plan.base_weight, base.weight),
+        ("bias", plan.base_bias, base.bias),
+    ):
+        if entry is not None and (own is None or not is_same_weight(file, entry, own, targets.base_model.dtype)):
             raise refuse(
-                f"{plan.name}.base_layer.weight",
-                "cannot be compared with the base model's own; save with save_embedding_layers=False",
+                f"{plan.name}.base_layer.{part}",
+                "is not the base model's own; an embedding or head that was trained or resized is not served",
             )
-        if base is None:
-            continue
-        for part, entry, own in (
-            ("weight", plan.base_weight, base.weight),
-            ("bias", plan.base_bias, base.bias),
-        ):
-            if entry is not None and (own is None or not is_same_weight(file, entry, own, targets.base_model.dtype)):
-                raise refuse(
-                    f"{plan.name}.base_layer.{part}",
-                    "is not the base model's own; an embedding or head that was trained or resized is not served",
-                )
 
 
 def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor, dtype: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from contract.packed_layout import ITEMSIZE
+from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.peft.safetensors_header import FIELD, TensorEntry, refuse, shorten
 from control_plane.registry.peft.safetensors_header import ITEMSIZE as SOURCE_ITEMSIZE
 from control_plane.registry.peft.tensor_codec import decode, encode
@@ -57,14 +58,25 @@ class WrittenChunk:
 def write_chunk(
     out: BinaryIO, source: BinaryIO, tensors: Sequence[PackedTensor], check: Callable[[], None]
 ) -> WrittenChunk:
-    """Write the chunk to `out`, an empty file open for reading and writing. Raises InvalidAdapter.
+    """Write the chunk to `out`, an empty file open for reading and writing.
+
+    Raises InvalidAdapter with all tensors whose values cannot be served.
 
     `check` is called every few MiB, and may raise to end the work.
     """
     head = _header(tensors)
     out.write(head)
+    position = len(head)
+    violations: list[FieldViolation] = []
     for tensor in tensors:
-        _write_tensor(out, source, tensor, check)
+        out.seek(position)
+        try:
+            _write_tensor(out, source, tensor, check)
+        except InvalidAdapter as error:
+            violations += error.violations
+        position += tensor.size_bytes
+    if violations:
+        raise InvalidAdapter(*violations)
     out.seek(len(head))
     whole = hashlib.sha256(head)
     hashes = tuple(_hash_tensor(out, tensor.size_bytes, whole, check) for tensor in tensors)

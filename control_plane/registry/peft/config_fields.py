@@ -1,75 +1,144 @@
-"""What each field of adapter_config.json means for serving: nothing, something that is read, or a refusal.
+"""What each field of adapter_config.json means for serving: it is read, it changes nothing, or it is refused.
 
-adapter_config.py reads the fields of READ; this file decides about all others. A field that is in no table and has a
-value is refused, because it could change the meaning.
+The table has every field of PEFT's LoraConfig from 0.3 on, and those that other trainers add; the list in
+docs/adapters.md is written from it. A field that is not in the table and has a value is refused: it could change the
+meaning.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from control_plane.registry.peft.kinds import FLAGS
+from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import refuse, shorten
 
-# Read by adapter_config.py.
-READ = {
-    "alpha_pattern",
-    "bias",
-    "ensure_weight_tying",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "init_lora_weights",
-    "lora_alpha",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "task_type",
-    "use_rslora",
-    *FLAGS,
-}
-# These change nothing about what a trained adapter computes, whatever they hold.
-INERT = {
-    "auto_mapping",  # classes for PEFT's automatic loading, written where no task_type was given; never followed
-    "base_model_name_or_path",  # never followed
-    "corda_config",  # how CorDA chose the start; without init_lora_weights "corda" PEFT ignores it
-    "eva_config",  # how EVA chose the start of A
-    "inference_mode",
-    "lora_dropout",  # off when serving
-    "lora_dtype",  # of training (ms-swift)
-    "lora_ga_config",  # how LoRA-GA chose the start; without init_lora_weights "lora_ga" PEFT ignores it
-    "lorap_emb_lr",  # learning rates of LoRA+ (ms-swift)
-    "lorap_lr_ratio",
-    "megatron_config",  # how Megatron's parallel linears were built; other modules are plain ones
-    "megatron_core",
-    "merge_weights",  # whether early versions of PEFT merged the adapter on evaluation
-    "peft_version",
-    "qalora_group_size",  # of use_qalora
-    "revision",  # of the base model; the base is known by its fingerprint
-    "runtime_config",  # PEFT ignores it in a file
-}
-# These are refused unless empty, with what to do instead.
-REFUSED = {
-    "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
-    "arrow_config": "Arrow routing is not served; train plain LoRA",
-    "kasa_config": "KaSA is not served; train plain LoRA",
-    "layer_replication": "it changes the base model's layers; merge the adapter and serve the result as a base model",
-    "layers_pattern": "it is not read; list the layers' full module names in target_modules",
-    "layers_to_transform": "it is not read; list the layers' full module names in target_modules",
-    "loftq_config": "LoftQ changes the base weights; merge the adapter and serve the result as a base model",
-    "modules_to_save": "fully trained modules are not served; train LoRA on them (target_modules), or merge the "
-    "adapter and serve the result as a base model",
-    "monteclora_config": "MonteCLoRA is not served; train plain LoRA",
-    "target_parameters": "adapters on parameters, such as stacked experts, are not served; train with target_modules "
-    "that name linears only",
-    "trainable_token_indices": "trained tokens are not served; train LoRA on the embedding (target_modules)",
-    "use_bdlora": "block-diagonal LoRA is not served; train plain LoRA",
-    "use_qalora": "QALoRA is not served; train plain LoRA",
-    "velora_config": "VeLoRA is not served; train plain LoRA",
-}
+
+class Use(Enum):
+    """What happens to the value of a field."""
+
+    READ = "read"  # by adapter_config.py, or by a check below
+    IGNORED = "ignored"  # it changes nothing about what a trained adapter computes, whatever it holds
+    REFUSED = "refused"  # unless it is empty: null, false, {} or []
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of adapter_config.json."""
+
+    name: str
+    use: Use
+    writers: str  # the first version of PEFT, or another trainer
+    meaning: str  # what is read, why it changes nothing, or why it is refused and what to do instead
+
+
+_LORA = "train plain LoRA"
+_MERGE = "merge the adapter and serve the result as a base model"
+_LOFTQ = (
+    "LoftQ changes the base weights; serve the base model that LoftQ wrote, with this field set to null, or merge the "
+    "adapter into it and serve the result"
+)
+FIELDS = (
+    # Which modules.
+    Field(
+        "target_modules",
+        Use.READ,
+        "0.3",
+        "names, suffixes, `all-linear`; of an expression or null the tensors tell",
+    ),
+    Field("exclude_modules", Use.READ, "0.14", "names or suffixes; of an expression the tensors tell"),
+    Field("layers_to_transform", Use.READ, "0.4", "the layers whose modules are adapted"),
+    Field(
+        "layers_pattern",
+        Use.READ,
+        "0.4",
+        "the name before a layer's index; of an expression the tensors tell",
+    ),
+    Field("fan_in_fan_out", Use.READ, "0.3", "either value: PEFT corrects it by the type of each module"),
+    Field(
+        "ensure_weight_tying",
+        Use.READ,
+        "0.18",
+        "true only where nothing is tied, or embedding and head are left",
+    ),
+    # Rank and scaling.
+    Field("r", Use.READ, "0.3", "the rank"),
+    Field("rank_pattern", Use.READ, "0.6", "ranks by module; of an expression the tensors tell"),
+    Field("lora_alpha", Use.READ, "0.3", "alpha: the scaling is alpha / r"),
+    Field("alpha_pattern", Use.READ, "0.6", "alpha by module; an expression that could decide one is refused"),
+    Field("use_rslora", Use.READ, "0.8", "the scaling is alpha / sqrt(r)"),
+    # Kind.
+    Field("peft_type", Use.READ, "0.3", "`LORA`; other kinds are refused by name"),
+    Field("task_type", Use.READ, "0.3", "any task of PEFT, or null"),
+    Field("use_dora", Use.READ, "0.9", "DoRA"),
+    Field("lora_bias", Use.READ, "0.14", "a bias beside the product"),
+    Field("bias", Use.READ, "0.3", "`none`, `all` or `lora_only`"),
+    Field(
+        "init_lora_weights",
+        Use.READ,
+        "0.3",
+        "starts that leave the base weights as they are; others are refused",
+    ),
+    Field(
+        "modules_to_save",
+        Use.READ,
+        "0.3",
+        "`classifier`, `score` and `qa_outputs`, which PEFT adds for some tasks",
+    ),
+    # These change nothing.
+    Field("auto_mapping", Use.IGNORED, "0.4", "classes for PEFT's automatic loading; never followed"),
+    Field("base_model_name_or_path", Use.IGNORED, "0.3", "never followed; the base is known by its fingerprint"),
+    Field("corda_config", Use.IGNORED, "0.15", 'without `init_lora_weights: "corda"` PEFT ignores it'),
+    Field("eva_config", Use.IGNORED, "0.14", "how EVA chose the start"),
+    Field("inference_mode", Use.IGNORED, "0.3", "serving is inference"),
+    Field("lora_dropout", Use.IGNORED, "0.3", "off when serving"),
+    Field("lora_ga_config", Use.IGNORED, "0.19", 'without `init_lora_weights: "lora_ga"` PEFT ignores it'),
+    Field("megatron_config", Use.IGNORED, "0.7", "how Megatron's parallel linears were built"),
+    Field("megatron_core", Use.IGNORED, "0.7", "as megatron_config"),
+    Field("peft_version", Use.IGNORED, "0.18", "the tensors and the other fields say what it means"),
+    Field("qalora_group_size", Use.IGNORED, "0.16", "of use_qalora"),
+    Field("revision", Use.IGNORED, "0.4", "of the base model, which is known by its fingerprint"),
+    Field("runtime_config", Use.IGNORED, "0.12", "PEFT ignores it in a file"),
+    Field("merge_weights", Use.IGNORED, "PEFT until 0.2", "whether PEFT merged the adapter on evaluation"),
+    Field("lora_dtype", Use.IGNORED, "ms-swift", "of training"),
+    Field("lorap_emb_lr", Use.IGNORED, "ms-swift", "a learning rate of LoRA+"),
+    Field("lorap_lr_ratio", Use.IGNORED, "ms-swift", "a learning rate of LoRA+"),
+    # These are refused.
+    Field("alora_invocation_tokens", Use.REFUSED, "0.18", f"activated LoRA is not served; {_LORA}"),
+    Field("arrow_config", Use.REFUSED, "0.18", f"Arrow routing is not served; {_LORA}"),
+    Field(
+        "enable_lora",
+        Use.REFUSED,
+        "PEFT until 0.2",
+        "LoRA on a part of a linear is not served; train it on all of it",
+    ),
+    Field("kasa_config", Use.REFUSED, "0.21", f"KaSA is not served; {_LORA}"),
+    Field("layer_replication", Use.REFUSED, "0.10", f"it changes the base model's layers; {_MERGE}"),
+    Field("loftq_config", Use.REFUSED, "0.7", _LOFTQ),
+    Field("monteclora_config", Use.REFUSED, "0.20", f"MonteCLoRA is not served; {_LORA}"),
+    Field(
+        "target_parameters",
+        Use.REFUSED,
+        "0.17",
+        "adapters on parameters, such as stacked experts, are not served; train with target_modules that name linears "
+        "only",
+    ),
+    Field(
+        "trainable_token_indices",
+        Use.REFUSED,
+        "0.15",
+        "trained tokens are not served; train LoRA on the embedding (target_modules)",
+    ),
+    Field("use_bdlora", Use.REFUSED, "0.19", f"block-diagonal LoRA is not served; {_LORA}"),
+    Field("use_qalora", Use.REFUSED, "0.16", f"QALoRA is not served; {_LORA}"),
+    Field("velora_config", Use.REFUSED, "0.20", f"VeLoRA is not served; {_LORA}"),
+)
+_BY_NAME = {field.name: field for field in FIELDS}
 _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
-_BIASES = ("none", "all", "lora_only")
+BIASES = ("none", "all", "lora_only")
 # Names that PEFT adds to modules_to_save by itself for SEQ_CLS, TOKEN_CLS and QUESTION_ANS, whatever the model has. If
 # the model has such a module, the file holds its weights, and these are refused (tensor_names.py).
 _TASK_HEADS = {"classifier", "score", "qa_outputs"}
@@ -79,21 +148,20 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 _CONVERTIBLE_INITS = ("pissa", "olora", "corda", "lora_ga")
 
 
-def check_fields(config: dict[str, Any]) -> None:
-    """Raise InvalidAdapter for the first field that makes the adapter one that is not served."""
-    if config.get("peft_type") != "LORA":
-        raise refuse("peft_type", f"is {show(config.get('peft_type'))}; only LORA adapters are served")
-    _check_choice(config, "task_type", _TASK_TYPES)
-    _check_choice(config, "bias", _BIASES)
-    _check_init(config.get("init_lora_weights", True))
+def check_fields(config: Mapping[str, Any], problems: Problems) -> None:
+    """Note every field that makes the adapter one that is not served."""
+    for field, check in _CHECKS.items():
+        with problems.collected():
+            check(field, config.get(field))
     for key, value in config.items():
-        if key in READ or key in INERT or value is None or value is False or value in ({}, []):
+        if value is None or value is False or value in ({}, []):
             continue
-        if key == "modules_to_save" and _names_task_heads_only(value):
-            continue
-        if key in REFUSED:
-            raise refuse(key, f"is {show(value)}; {REFUSED[key]}")
-        raise refuse(shorten(key), "is not a known field, and it carries a value; remove it or set it to null")
+        known = _BY_NAME.get(key)
+        with problems.collected():
+            if known is None:
+                raise refuse(shorten(key), "is not a known field, and it carries a value; remove it or set it to null")
+            if known.use is Use.REFUSED:
+                raise refuse(key, f"is {show(value)}; {known.meaning}")
 
 
 def show(value: Any) -> str:
@@ -104,17 +172,21 @@ def show(value: Any) -> str:
         return "a number of too many digits"
 
 
-def _check_choice(config: dict[str, Any], field: str, choices: tuple[str, ...]) -> None:
-    value = config.get(field)
+def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
         raise refuse(field, f"is {show(value)}; one of {', '.join(choices)} is expected")
 
 
-def _names_task_heads_only(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) and name in _TASK_HEADS for name in value)
+def _check_modules_to_save(field: str, value: Any) -> None:
+    if not value or (isinstance(value, list) and all(isinstance(n, str) and n in _TASK_HEADS for n in value)):
+        return
+    raise refuse(
+        field,
+        f"is {show(value)}; fully trained modules are not served; train LoRA on them (target_modules), or {_MERGE}",
+    )
 
 
-def _check_init(init: Any) -> None:
+def _check_init(field: str, init: Any) -> None:
     if init is None or any(init is known or (isinstance(init, str) and init == known) for known in _PLAIN_INITS):
         return
     if isinstance(init, str) and init.startswith(_CONVERTIBLE_INITS):
@@ -123,10 +195,18 @@ def _check_init(init: Any) -> None:
             "path_initial_model_for_weight_conversion=...)"
         )
     elif init == "loftq":
-        advice = f"and {REFUSED['loftq_config']}"
+        advice = f"and {_LOFTQ}"
     else:
         advice = (
             "which is not known; adapters that start with true, false, gaussian, orthogonal, eva or mica are served: "
             "train with one of these"
         )
-    raise refuse("init_lora_weights", f"is {show(init)}, {advice}")
+    raise refuse(field, f"is {show(init)}, {advice}")
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "task_type": lambda field, value: _check_choice(field, value, _TASK_TYPES),
+    "bias": lambda field, value: _check_choice(field, value, BIASES),
+    "init_lora_weights": _check_init,
+    "modules_to_save": _check_modules_to_save,
+}

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from contract.packed_layout import FORMAT, arena_bytes, chunk_name
+from control_plane.errors import FieldViolation
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
 from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
 from control_plane.registry.peft.base_weights import check_base_weights
 from control_plane.registry.peft.chunk_writer import PackedTensor, write_chunk
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
-from control_plane.registry.peft.safetensors_header import read_header, refuse, shorten
+from control_plane.registry.peft.problems import Problems
+from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
 
 CONFIG_FILE = "adapter_config.json"
@@ -61,34 +63,52 @@ def ingest(
     reported: Modules = NOTHING_REPORTED,
     check: Callable[[], None] = lambda: None,
 ) -> PackedInfo:
-    """Check the adapter in full and write its chunks into `directory`, which is empty. Raises InvalidAdapter.
+    """Check the adapter in full and write its chunks into `directory`, which is empty.
+
+    Raises InvalidAdapter with all that is wrong with the configuration and the tensors; values are read where both are
+    right.
 
     `files` maps adapter_config.json and adapter_model.safetensors to local files that the server wrote or chose.
     `reported` is what workers report of the model's modules. `check` is called every few MiB, and may
     raise to end the work.
     """
-    targets = TargetModules.of(base_model, reported)
-    for name in sorted(set(files) - {CONFIG_FILE, WEIGHTS_FILE}):
-        raise refuse(shorten(name), f"only {CONFIG_FILE} and {WEIGHTS_FILE} belong to an adapter")
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if name not in files:
-            raise refuse(name, "is missing; save the adapter with PEFT's save_pretrained")
-    with files[CONFIG_FILE].open("rb") as config_file:
-        config = read_adapter_config(config_file.read(MAX_CONFIG_BYTES + 1))
+    targets, problems = TargetModules.of(base_model, reported), Problems()
+    _check_file_names(files, problems)
+    config = None
+    if CONFIG_FILE in files:
+        with files[CONFIG_FILE].open("rb") as config_file:
+            config = read_adapter_config(config_file.read(MAX_CONFIG_BYTES + 1), problems)
+    if WEIGHTS_FILE not in files:
+        problems.raise_all()
     with files[WEIGHTS_FILE].open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_adapter_bytes:
-            raise refuse(
-                WEIGHTS_FILE,
-                f"{size} bytes, limit {max_adapter_bytes}; raise --max-adapter-bytes, or save with "
-                "save_embedding_layers=False: PEFT else stores the base's weight beside adapters on embedding and head",
-            )
-        # Room for other kinds of adapters too: they are refused by their tensors' names, not by a count.
-        max_tensors = 4 * max(len(targets.served), len(targets.reported)) + 64
-        entries = read_header(file, size, max_tensors=max_tensors)
-        modules = plan_modules(config, entries, targets)
-        check_base_weights(file, modules, targets)
+        with problems.collected():
+            entries = _read_entries(file, targets, max_adapter_bytes)
+            modules = plan_modules(config, entries, targets, problems)
+            check_base_weights(file, modules, targets, problems)
+        problems.raise_all()
+        assert config is not None, "a configuration that cannot be read is a problem"
         return _pack(file, config, modules, base_model, directory, check)
+
+
+def _check_file_names(files: Mapping[str, Path], problems: Problems) -> None:
+    for name in sorted(set(files) - set(FILE_NAMES)):
+        problems.add(FieldViolation(shorten(name), f"only {CONFIG_FILE} and {WEIGHTS_FILE} belong to an adapter"))
+    for name in FILE_NAMES:
+        if name not in files:
+            problems.add(FieldViolation(name, "is missing; save the adapter with PEFT's save_pretrained"))
+
+
+def _read_entries(file: BinaryIO, targets: TargetModules, max_adapter_bytes: int) -> dict[str, TensorEntry]:
+    size = os.fstat(file.fileno()).st_size
+    if size > max_adapter_bytes:
+        raise refuse(
+            WEIGHTS_FILE,
+            f"{size} bytes, limit {max_adapter_bytes}; raise --max-adapter-bytes, or save with "
+            "save_embedding_layers=False: PEFT else stores the base's weight beside adapters on embedding and head",
+        )
+    # Room for other kinds of adapters too: they are refused by their tensors' names, not by a count.
+    max_tensors = 4 * max(len(targets.served), len(targets.reported)) + 64
+    return read_header(file, size, max_tensors=max_tensors)
 
 
 def _pack(
@@ -102,13 +122,16 @@ def _pack(
     groups: dict[int | None, list[ModulePlan]] = {}
     for plan in modules:
         groups.setdefault(plan.layer, []).append(plan)
-    layers = sorted(layer for layer in groups if layer is not None)
+    layers, problems = sorted(layer for layer in groups if layer is not None), Problems()
     described, chunks = [], []
     for index, layer in enumerate([*layers, *([None] if None in groups else [])]):
         path = directory / str(index)
         tensors = [tensor for plan in groups[layer] for tensor in _tensors(plan, base_model.dtype)]
-        with path.open("x+b") as out:
+        written = None
+        with path.open("x+b") as out, problems.collected():
             written = write_chunk(out, file, tensors, check)
+        if written is None:
+            continue
         hashes = dict(zip((tensor.name for tensor in tensors), written.tensor_sha256, strict=True))
         chunks.append(PackedChunk(path, written.size_bytes, written.sha256))
         described.append(
@@ -119,6 +142,7 @@ def _pack(
                 "size_bytes": written.size_bytes,
             }
         )
+    problems.raise_all()
     document = {
         "base_fingerprint": base_model.fingerprint,
         "chunks": described,

@@ -1,18 +1,20 @@
 """Matches the tensors of an adapter's file with its configuration and the base model, module by module.
 
-Called by ingest.py, before any value is read. Every name, shape and rank that does not fit is refused by name.
+Called by ingest.py, before any value is read. Every name, shape and rank that does not fit is noted by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from contract.packed_layout import ModuleSize
+from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.model.served_modules import ModuleKind
-from control_plane.registry.peft.adapter_config import AdapterConfig, check_scaling
+from control_plane.registry.peft.adapter_config import AdapterConfig, TargetNames
 from control_plane.registry.peft.kinds import parts_of_all_kinds
 from control_plane.registry.peft.kinds.adapter_kind import AdapterKind, Part
+from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import CHECK_BASE, TensorEntry, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules, layer_of
 from control_plane.registry.peft.tensor_names import BASE_BIAS, BASE_WEIGHT, split_key
@@ -48,36 +50,87 @@ class ModulePlan:
         return self.kind is ModuleKind.EMBEDDING
 
 
-def plan_modules(config: AdapterConfig, entries: Mapping[str, TensorEntry], targets: TargetModules) -> list[ModulePlan]:
-    """What the adapter changes, ordered by name."""
-    served = targets.served
-    found: dict[str, dict[str, TensorEntry]] = {}
-    for entry in entries.values():
-        module, part = split_key(entry.name, targets)
-        parts = found.setdefault(module, {})
-        if part in parts:
-            raise refuse(shorten(entry.name), f"appears twice (also as {shorten(parts[part].name)}); remove one")
-        parts[part] = entry
-    if config.ties_weights and targets.are_tied and (adapted := sorted(filter(targets.is_embedding_module, found))):
-        raise refuse(
-            "ensure_weight_tying",
-            f"is true, the base model ties embedding and head, and the adapter changes {adapted[0]}; tied adapters are "
-            "not served: train without ensure_weight_tying, or leave embedding and head out",
-        )
-    targeted = {name for name in served if config.is_targeted(name, is_linear=not targets.is_embedding_module(name))}
+def plan_modules(
+    config: AdapterConfig | None, entries: Mapping[str, TensorEntry], targets: TargetModules, problems: Problems
+) -> list[ModulePlan]:
+    """What the adapter changes, ordered by name. Notes all that is wrong; then modules may be left out.
+
+    config: None if it cannot be read. Then the names of the tensors are checked and nothing else.
+    """
+    found, has_bad_names = _by_module(entries, targets, problems)
+    if config is None:
+        return []
+    _check_ties(config, found, targets, problems)
+    plans = []
     for name in sorted(found):
-        _check_parts(name, found[name], config.kind, is_embedding=targets.is_input_embedding(name))
-        if name not in targeted:
-            raise refuse("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
+        is_embedding = targets.is_input_embedding(name)
+        wanted = config.kind.parts_of(is_embedding=is_embedding)
+        if has_bad_names and not all(part.name in found[name] for part in wanted):
+            continue  # the missing part may be there under one of the bad names
+        with problems.collected():
+            _check_parts(name, found[name], config.kind, is_embedding=is_embedding)
+            tensors = tuple((part, found[name][part.name]) for part in wanted)
+            rank, scaling = config.rank_of(name, num_rows=tensors[0][1].shape[0]), 0.0
+            with problems.collected():
+                scaling = config.scaling_of(name, rank)
+            plans.append(_plan_module(name, found[name], tensors, rank, scaling, targets))
+    _check_targets(config.targets, found, targets, problems, is_complete=not has_bad_names)
+    return plans
+
+
+def _by_module(
+    entries: Mapping[str, TensorEntry], targets: TargetModules, problems: Problems
+) -> tuple[dict[str, dict[str, TensorEntry]], bool]:
+    """The tensors by module and part, and whether there are others, which are noted."""
+    found: dict[str, dict[str, TensorEntry]] = {}
+    has_bad_names = False
+    for entry in entries.values():
+        try:
+            module, part = split_key(entry.name, targets)
+            parts = found.setdefault(module, {})
+            if part in parts:
+                raise refuse(shorten(entry.name), f"appears twice (also as {shorten(parts[part].name)}); remove one")
+            parts[part] = entry
+        except InvalidAdapter as error:
+            problems.note(error)
+            has_bad_names = True
+    return found, has_bad_names
+
+
+def _check_ties(config: AdapterConfig, found: Collection[str], targets: TargetModules, problems: Problems) -> None:
+    if config.ties_weights and targets.are_tied and (adapted := sorted(filter(targets.is_embedding_module, found))):
+        description = (
+            f"is true, the base model ties embedding and head, and the adapter changes {adapted[0]}; tied adapters are "
+            "not served: train without ensure_weight_tying, or leave embedding and head out"
+        )
+        problems.add(FieldViolation("ensure_weight_tying", description))
+
+
+def _check_targets(
+    names: TargetNames, found: Collection[str], targets: TargetModules, problems: Problems, *, is_complete: bool
+) -> None:
+    """Note every difference between the modules that the configuration names and those that have tensors.
+
+    is_complete: all tensors are among those of `found`.
+    """
+    served = targets.served
+    targeted = {name for name in served if names.may_have(name, is_linear=not targets.is_embedding_module(name))}
+    for name in sorted(set(found) - targeted):
+        problems.add(
+            FieldViolation("target_modules", f"does not name {name}, for which there are tensors; PEFT would drop them")
+        )
     embedding_modules = [name for name in served if targets.is_embedding_module(name)]
-    named = [name for name in config.target_modules or () if name.rsplit(".", 1)[-1] in _EMBEDDING_MODULE_NAMES]
+    named = [name for name in names.names or () if name.rsplit(".", 1)[-1] in _EMBEDDING_MODULE_NAMES]
     for target in sorted(named):
         if not any(name == target or name.endswith("." + target) for name in embedding_modules):
-            raise refuse("target_modules", f"names {target}; this base model has no such embedding or head")
-    for name in sorted(targeted - found.keys()):
+            problems.add(
+                FieldViolation("target_modules", f"names {target}; this base model has no such embedding or head")
+            )
+    for name in sorted(targeted - set(found)) if is_complete and not names.has_expression else ():
         part = next(iter(parts_of_all_kinds(is_embedding=targets.is_input_embedding(name))))
-        raise refuse(f"{name}.{part}", "is missing, target_modules names the module; save the adapter again")
-    return [_plan_module(name, found[name], config, targets) for name in sorted(found)]
+        problems.add(
+            FieldViolation(f"{name}.{part}", "is missing, target_modules names the module; save the adapter again")
+        )
 
 
 def _check_parts(name: str, found: Mapping[str, TensorEntry], kind: AdapterKind, *, is_embedding: bool) -> None:
@@ -107,13 +160,17 @@ def _check_parts(name: str, found: Mapping[str, TensorEntry], kind: AdapterKind,
 
 
 def _plan_module(
-    name: str, parts: Mapping[str, TensorEntry], config: AdapterConfig, targets: TargetModules
+    name: str,
+    parts: Mapping[str, TensorEntry],
+    tensors: tuple[tuple[Part, TensorEntry], ...],
+    rank: int,
+    scaling: float,
+    targets: TargetModules,
 ) -> ModulePlan:
+    """The module, if the shapes of all its parts fit. `tensors` are those that are packed."""
     module = targets.served[name]
     out_features, in_features = module.out_features, module.in_features
-    rank = config.rank_of(name)
     is_embedding = targets.is_input_embedding(name)
-    tensors = tuple((part, parts[part.name]) for part in config.kind.parts_of(is_embedding=is_embedding))
     shapes = {
         part.name: part.shape(rank=rank, in_features=in_features, out_features=out_features) for part, _ in tensors
     }
@@ -133,7 +190,7 @@ def _plan_module(
         name=name,
         tensors=tensors,
         rank=rank,
-        scaling=check_scaling(name, config.scaling_of(name)),
+        scaling=scaling,
         in_features=in_features,
         out_features=out_features,
         layer=None if targets.is_embedding_module(name) else layer_of(name),

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from contract.cache_keys import chunk_keys, manifest_key
+from contract.redis_access import RedisAccess
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.adapters.format.manifest import Manifest, read_manifest, verify_chunk
 from data_plane.errors import AdapterCorrupt, AdapterLost, AdapterUnavailable
@@ -41,7 +42,7 @@ class HostCacheSource:
 
     def __init__(
         self,
-        url: str,
+        access: RedisAccess,
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         read_timeout_s: float = READ_TIMEOUT_S,
@@ -53,7 +54,7 @@ class HostCacheSource:
 
         def connect(timeout_s: float) -> redis.Redis:
             client: redis.Redis = redis.Redis.from_url(
-                url,
+                **access.options(),
                 socket_connect_timeout=connect_timeout_s,
                 socket_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
@@ -61,6 +62,7 @@ class HostCacheSource:
             return client
 
         self._redis_error = redis.RedisError
+        self._response_error = redis.ResponseError
         self._clock = clock  # monotonic, seconds
         self._quiet_until_s = float("-inf")  # Redis is not read before
         self._pause_s = FIRST_PAUSE_S
@@ -68,7 +70,7 @@ class HostCacheSource:
         self._clients: tuple[redis.Redis, redis.Redis] | None = None
         try:
             self._clients = connect(min(connect_timeout_s, read_timeout_s)), connect(read_timeout_s)
-        except ValueError as error:  # the url's text may hold a password: not logged
+        except (ValueError, TypeError) as error:  # its text may hold a password: not logged
             logger.warning("host cache url cannot be read: adapters come through the control plane (%s)", type(error))
 
     def open(self, digest: str) -> tuple[bytes, Iterator[bytes]]:
@@ -96,6 +98,9 @@ class HostCacheSource:
         try:
             value = self._clients[0 if is_first else 1].get(key)
         except (self._redis_error, OSError) as error:
+            if isinstance(error, self._response_error) and str(error).startswith("WRONGTYPE"):
+                # Somebody else made this key. Redis itself is well, and other adapters are read from it.
+                raise AdapterUnavailable(f"adapter {digest}: the host cache has another {key}") from error
             self._quiet_until_s = self._clock() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             raise AdapterUnavailable(f"adapter {digest}: host cache: {type(error).__name__}") from error

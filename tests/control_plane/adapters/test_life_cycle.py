@@ -43,9 +43,10 @@ async def test_an_admin_job_deletes_an_adapter_and_the_audit_log_names_it(caplog
         "finish_delete_version",
     ]
     assert [record.getMessage() for record in caplog.records if record.name == "motet.audit"] == [
-        f"verb=delete_version adapter_id=poet digest={OTHER_DIGEST} tenant=default principal=retention job peer= "
-        "result=ok",
-        "verb=delete adapter_id=nobody digest= tenant=default principal=retention job peer= result=ADAPTER_NOT_FOUND",
+        f"action=adapter.delete_version resource=adapters/poet digest={OTHER_DIGEST} tenant=default "
+        "principal=retention job peer= outcome=success reason=",
+        "action=adapter.delete resource=adapters/nobody digest= tenant=default principal=retention job peer= "
+        "outcome=denied reason=ADAPTER_NOT_FOUND",
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.redis_access import RedisAccess
 from control_plane.host_cache.redis_cache import RedisHostCache
 from control_plane.host_cache.weights import AdapterWeights
 from tests.control_plane.host_cache.rig import BUDGET, Clock, FakeStore, RedisProcess, make_weights
@@ -36,7 +37,9 @@ def clock() -> Clock:
 @pytest.fixture
 async def cache(redis_process: RedisProcess, clock: Clock) -> AsyncIterator[RedisHostCache]:
     # The time limit holds on a busy machine too.
-    made = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=20.0, clock=clock, seed=1)
+    made = RedisHostCache(
+        RedisAccess(url=redis_process.url), budget_bytes=BUDGET, call_timeout_s=20.0, clock=clock, seed=1
+    )
     await made.check()
     yield made
     await made.close()

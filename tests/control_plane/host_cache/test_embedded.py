@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import signal
+import stat
 import sys
 from pathlib import Path
 
@@ -63,6 +65,17 @@ def _try(url: str, *command: str) -> object:
         return client.execute_command(*command)
 
 
+async def test_only_this_user_can_open_the_socket_and_workers_need_no_password(tmp_path: Path) -> None:
+    async with EmbeddedRedis(tmp_path / "data") as server:
+        assert server.worker_url == f"unix://motet-worker@{server.socket}"
+        assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
+        (password,) = re.findall(r">(\w+)", (tmp_path / "data" / "redis.conf").read_text())
+        assert password in server.url and password not in repr(server)
+        assert stat.S_IMODE((tmp_path / "data" / "redis.conf").stat().st_mode) == 0o600
+        command = Path(f"/proc/{server.pid}/cmdline").read_bytes().decode()
+        assert password not in command
+
+
 async def test_workers_may_read_adapters_and_nothing_else(tmp_path: Path) -> None:
     async with EmbeddedRedis(tmp_path) as server:
         assert _try(server.url, "SET", "motet:a:x", "1") is True
@@ -72,6 +85,10 @@ async def test_workers_may_read_adapters_and_nothing_else(tmp_path: Path) -> Non
             ("GET", "motet:cache:marker"),
             ("FLUSHALL",),
             ("CONFIG", "GET", "*"),
+            ("CLIENT", "LIST"),
+            ("SCAN", "0"),
+            ("UNLINK", "motet:a:x"),
+            ("ACL", "WHOAMI"),
         ):
             with pytest.raises(redis.ResponseError):
                 _try(server.worker_url, *command)

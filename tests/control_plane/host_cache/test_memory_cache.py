@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.errors import AdapterDamaged
+from control_plane.host_cache.base import CacheAddress
 from control_plane.host_cache.memory_cache import MemoryHostCache
 from tests.control_plane.host_cache.rig import FakeStore, make_weights, read_all
 
@@ -20,7 +21,7 @@ async def test_adapters_are_kept_evicted_and_read_again(store: FakeStore) -> Non
     assert store.num_chunk_reads == reads
     await weights.drop(third)
     assert not weights.is_cached(third)
-    assert weights.worker_url == ""
+    assert weights.worker_address == CacheAddress()
 
 
 async def test_a_failed_fill_leaves_the_budget_whole(store: FakeStore) -> None:

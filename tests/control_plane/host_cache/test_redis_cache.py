@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 
 import pytest
 
 from contract.cache_keys import PART_BYTES, manifest_key
+from contract.redis_access import RedisAccess
 from control_plane.errors import AdapterDamaged, AdapterNotFound, InvalidRequest, PinBudgetExceeded
-from control_plane.host_cache.redis_cache import RedisHostCache, check_url
+from control_plane.host_cache.redis_cache import RedisHostCache
+from control_plane.host_cache.redis_client import check_access
 from control_plane.host_cache.weights import AdapterWeights
 from tests.control_plane.host_cache.rig import BUDGET, FakeStore, RedisProcess, make_weights, read_all
 
@@ -31,24 +34,25 @@ async def test_a_miss_fills_the_cache_and_the_next_read_is_a_hit(weights: Adapte
     [
         ("redis://:pw@host?ssl_verify=no", "has an option that redis-py does not know: ssl_verify"),
         ("rediss://host?ssl_cert_reqs=perhaps", "ssl_cert_reqs|Certificate"),
-        ("redis://host:99999", "Port"),
+        ("redis://host:99999", "cannot be read as SCHEME://"),
+        ("redis://:pw/x@host", "cannot be read as SCHEME://"),
         ("unix:///tmp/s?colour=red", "colour"),
         ("redis://:pw@host?socket_timeout=long", "socket_timeout"),
     ],
 )
 def test_a_url_that_cannot_work_is_refused_without_its_password(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        check_url(url)
+        check_access(RedisAccess(url=url))
     assert "pw" not in str(caught.value)
 
 
 def test_urls_that_work_are_taken() -> None:
     for url in ("redis://u:pw@host:1/2", "rediss://host?ssl_cert_reqs=none", "unix:///tmp/s", "redis://h?db=3"):
-        check_url(url)
+        check_access(RedisAccess(url=url))
 
 
 async def test_large_chunks_travel_in_parts(redis_process: RedisProcess, store: FakeStore) -> None:
-    cache = RedisHostCache(redis_process.url, budget_bytes=1 << 26)
+    cache = RedisHostCache(RedisAccess(url=redis_process.url), budget_bytes=1 << 26)
     await cache.check()
     weights = make_weights(cache, store)
     digest = store.add(1, (2 * PART_BYTES + 5, PART_BYTES, 0))
@@ -140,7 +144,7 @@ async def test_a_new_control_plane_finds_what_is_whole_and_removes_the_rest(
         await weights.ensure_cached(digest)
     redis_process.client.delete(f"motet:a:{partial}:0:0")
     redis_process.client.delete(f"motet:a:{headless}:manifest")
-    second = RedisHostCache(redis_process.url, budget_bytes=BUDGET)
+    second = RedisHostCache(RedisAccess(url=redis_process.url), budget_bytes=BUDGET)
     await second.check()
     assert [second.contains(digest) for digest in (whole, partial, headless)] == [True, False, False]
     assert second.used_bytes == store.size(whole)
@@ -159,6 +163,22 @@ async def test_a_key_that_only_looks_like_a_manifest_is_removed_and_the_cache_go
     await cache.check()
     assert cache.is_available
     assert not redis_process.client.exists(poison)
+    digest = store.add(1)
+    await weights.ensure_cached(digest)
+    assert weights.is_cached(digest)
+
+
+async def test_a_manifest_that_claims_chunks_without_end_is_removed_and_the_cache_goes_on(
+    weights: AdapterWeights, cache: RedisHostCache, store: FakeStore, redis_process: RedisProcess
+) -> None:
+    """The keys of its chunks were listed before they were counted: the scan took all memory."""
+    endless = {"name": "layers.0", "sha256": "0" * 64, "size_bytes": 10**18}
+    value = json.dumps({"chunks": [endless]}).encode()
+    poison = f"motet:a:{hashlib.sha256(value).hexdigest()}:manifest"
+    redis_process.client.flushall()
+    redis_process.client.set(poison, value)
+    await cache.check()
+    assert cache.is_available and not redis_process.client.exists(poison)
     digest = store.add(1)
     await weights.ensure_cached(digest)
     assert weights.is_cached(digest)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from contract.redis_access import RedisAccess
 from control_plane.host_cache.redis_cache import RedisHostCache
 from control_plane.host_cache.weights import AdapterWeights
 from tests.control_plane.host_cache.rig import BUDGET, Clock, FakeStore, RedisProcess, make_weights, read_all
@@ -64,7 +65,7 @@ async def test_why_redis_cannot_be_used_is_reported_and_logged_once(
 ) -> None:
     # On a busy machine a Redis that is well may take its time.
     timeout_s = 0.4 if state is is_stopped else 10.0
-    cache = RedisHostCache(state(redis_process), budget_bytes=BUDGET, call_timeout_s=timeout_s)
+    cache = RedisHostCache(RedisAccess(url=state(redis_process)), budget_bytes=BUDGET, call_timeout_s=timeout_s)
     for _ in range(3):
         await cache.check()
     stats = make_weights(cache, store).stats()
@@ -84,7 +85,7 @@ async def test_a_server_that_is_not_a_redis_is_named_so(store: FakeStore) -> Non
 
     server = await asyncio.start_server(respond, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    cache = RedisHostCache(f"redis://127.0.0.1:{port}", budget_bytes=BUDGET)
+    cache = RedisHostCache(RedisAccess(url=f"redis://127.0.0.1:{port}"), budget_bytes=BUDGET)
     await cache.check()
     assert cache.error == "the server there is not a Redis"
     assert str(port) not in cache.error
@@ -174,7 +175,7 @@ async def test_killed_redis_is_a_miss_and_is_used_again_when_back(
 
 
 async def test_hung_redis_is_given_up_and_the_store_responds(store: FakeStore, redis_process: RedisProcess) -> None:
-    cache = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=0.4)
+    cache = RedisHostCache(RedisAccess(url=redis_process.url), budget_bytes=BUDGET, call_timeout_s=0.4)
     await cache.check()
     weights = make_weights(cache, store)
     digest, cold = store.add(1), store.add(2)
@@ -190,7 +191,7 @@ async def test_hung_redis_is_given_up_and_the_store_responds(store: FakeStore, r
 async def test_hung_redis_costs_one_call_and_not_one_for_every_adapter(
     store: FakeStore, redis_process: RedisProcess
 ) -> None:
-    cache = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=1.0)
+    cache = RedisHostCache(RedisAccess(url=redis_process.url), budget_bytes=BUDGET, call_timeout_s=1.0)
     await cache.check()
     weights = make_weights(cache, store)
     digests = [store.add(seed) for seed in range(30)]
@@ -206,7 +207,7 @@ async def test_people_read_that_redis_responds_again_after_reading_that_it_does_
     redis_process: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    cache = RedisHostCache(redis_process.url, budget_bytes=BUDGET, call_timeout_s=2.0)
+    cache = RedisHostCache(RedisAccess(url=redis_process.url), budget_bytes=BUDGET, call_timeout_s=2.0)
     await cache.check()
     assert cache.is_available and not [record for record in caplog.records if hasattr(record, "shown")]
     redis_process.signal(signal.SIGSTOP)

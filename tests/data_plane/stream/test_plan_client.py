@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from contract import PROTOCOL
 from contract.v1 import plan_pb2, plan_pb2_grpc
+from data_plane.config import WorkerConfig
 from data_plane.errors import AdapterMismatch, SelfCheckFailed
 from data_plane.plan import AdapterSource
 from data_plane.stream import plan_client, session
@@ -28,6 +30,7 @@ from tests.fakes.hash_engine import HashEngine
 Script = Callable[["Peer"], Awaitable[None]]
 PACKED = make_packed("a")
 DIGEST = PACKED.ref.digest
+CONFIG = WorkerConfig(control_plane="127.0.0.1:1", model_dir=Path(), worker_id="w0")
 
 
 class Peer:
@@ -109,7 +112,7 @@ async def play(
     await server.start()
     source = PackedSource({DIGEST: PACKED})
     worker = ThreadedWorker(
-        f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), make_source or (lambda _stub, _url: source), check_self
+        f"127.0.0.1:{port}", "w0", HashEngine(CAPACITIES), make_source or (lambda _stub, _welcome: source), check_self
     )
     on_worker(worker)
     try:
@@ -266,7 +269,7 @@ async def test_a_load_of_an_adapter_that_does_not_fit_the_model_says_that_no_try
         failed = (await peer.receive("slot_state")).slot_state
         assert failed.mismatch and not failed.retryable and "layers.9.up" in failed.reason
 
-    await play(script, make_source=lambda _stub, _url: Refusing())
+    await play(script, make_source=lambda _stub, _welcome: Refusing())
 
 
 async def test_a_load_that_hangs_does_not_keep_the_worker_from_its_next_session() -> None:
@@ -284,7 +287,12 @@ async def test_a_load_that_hangs_does_not_keep_the_worker_from_its_next_session(
     async def second(peer: Peer) -> None:
         await peer.welcome(10)
 
-    await play(first, second, fetch=hang, make_source=source_factory("w0"))
+    await play(
+        first,
+        second,
+        fetch=hang,
+        make_source=source_factory(CONFIG),
+    )
 
 
 async def test_a_silent_control_plane_is_left_after_its_time() -> None:
@@ -390,7 +398,10 @@ async def test_a_worker_without_control_plane_gives_up_after_its_time() -> None:
     times = iter(range(1000))
     settings = PlanClientSettings("127.0.0.1:1", "w0", exit_when_disconnected_s=2)
     client = PlanClient(
-        HashEngine(CAPACITIES), settings, make_source=lambda _stub, _url: PackedSource({}), clock=lambda: next(times)
+        HashEngine(CAPACITIES),
+        settings,
+        make_source=lambda _stub, _welcome: PackedSource({}),
+        clock=lambda: next(times),
     )
     assert await asyncio.to_thread(client.run) == 1
     assert client.num_sessions == 0

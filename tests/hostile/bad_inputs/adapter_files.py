@@ -79,14 +79,13 @@ def _configs(files: dict[str, bytes]) -> Iterator[Case]:
         ("r", []),
         ("lora_alpha", -1e10),
         ("lora_alpha", {}),
-        ("target_modules", "(.*)*X"),
         ("target_modules", [["q_proj"]]),
         ("target_modules", [1]),
-        ("target_modules", ["q_proj", "v_proj", ""]),
         ("target_modules", {"q_proj": 1}),
-        ("rank_pattern", {"": 4}),
+        ("rank_pattern", {"": "4"}),
         ("alpha_pattern", {"q_proj": None}),
-        ("exclude_modules", [".."]),
+        ("alpha_pattern", {"(.*)*X": 1}),
+        ("exclude_modules", [[".."]]),
         ("init_lora_weights", {}),
         ("peft_type", ["LORA"]),
         ("peft_type", "lora\0"),
@@ -100,6 +99,14 @@ def _configs(files: dict[str, bytes]) -> Iterator[Case]:
         nested = {"a": nested}
     yield case("a value 500 levels deep", _sent(config_with(files, surprise=nested)), fields=("surprise",))
     yield case("as it is", _checked(files), code=OK)
+    for field, value in (
+        ("target_modules", "(.*)*X"),  # never run
+        ("exclude_modules", "(.*)*X"),
+        ("exclude_modules", ["..", ""]),
+        ("rank_pattern", {"(.*)*X": 4, "": 4}),
+        ("layers_to_transform", [2**70, *range(64)]),
+    ):
+        yield case(f"{field} = {short(value)}", _checked(config_with(files, **{field: value})), code=OK)
     yield case("unknown keys without a value", _checked(config_with(files, future=None, other={}, more=[])), code=OK)
 
 

@@ -188,9 +188,9 @@ async def test_every_mutation_leaves_one_audit_line(api: Api, caplog: pytest.Log
         await finished(api, await adapters(api).DeleteAdapter(adapters_pb2.DeleteAdapterRequest(name="adapters/poet")))
     lines = [record.getMessage() for record in caplog.records if record.name == "motet.audit"]
     assert [(line.split()[0], line.split()[-1]) for line in lines] == [
-        ("verb=upload", "result=ok"),
-        ("verb=upload", "result=FIELD_INVALID"),
-        ("verb=pin", "result=ok"),
-        ("verb=delete", "result=ok"),
+        ("action=adapter.upload", "reason="),
+        ("action=adapter.upload", "reason=FIELD_INVALID"),
+        ("action=adapter.pin", "reason="),
+        ("action=adapter.delete", "reason="),
     ]
-    assert f"adapter_id=poet digest={DIGEST} tenant=default principal= peer=ipv4:127.0.0.1:" in lines[0]
+    assert f"resource=adapters/poet digest={DIGEST} tenant=default principal= peer=ipv4:127.0.0.1:" in lines[0]

@@ -18,7 +18,7 @@ from control_plane.awake import AwakeClock
 from control_plane.errors import DeadlineExceeded, Exhausted
 from control_plane.registry.peft.ingest import FILE_NAMES
 
-PEER = "ipv4:10.0.0.1:1"
+PEER = ("ipv4:10.0.0.1", "ipv4:10.0.0.1:1")
 MIB = 1 << 20
 
 
@@ -172,9 +172,9 @@ async def test_one_host_leaves_places_to_the_others(tmp_path: Path) -> None:
     receiver = receiver_of(tmp_path, Clock(), max_open=4)
     async with contextlib.AsyncExitStack() as held:
         for port in range(4):
-            await held.enter_async_context(receiver.open(only_header(2), f"ipv4:10.0.0.1:{port}"))
+            await held.enter_async_context(receiver.open(only_header(2), ("ipv4:10.0.0.1", str(port))))
         with pytest.raises(Exhausted, match="4 uploads at once, at most 4") as caught:
-            await held.enter_async_context(receiver.open(only_header(2), "ipv4:10.0.0.1:9"))
+            await held.enter_async_context(receiver.open(only_header(2), ("ipv4:10.0.0.1", "9")))
         assert caught.value.retry_after_s == 2.0
         for port in range(2):
-            await held.enter_async_context(receiver.open(only_header(2), f"ipv4:10.0.0.2:{port}"))
+            await held.enter_async_context(receiver.open(only_header(2), ("ipv4:10.0.0.2", str(port))))

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import grpc
 import grpc.aio
@@ -25,7 +25,7 @@ from control_plane.api.rpc import listeners, reflection
 from control_plane.api.rpc.callers import Callers
 from control_plane.caller import THE_SERVER, Caller, acting_as, current_caller
 from control_plane.config import add_arguments, from_args
-from control_plane.errors import PermissionDenied, Unauthenticated
+from control_plane.errors import PermissionDenied, Unauthenticated, Unavailable
 from control_plane.server import build
 from tests.control_plane.api.fakes import details
 from tests.control_plane.server_processes import checkpoint
@@ -139,14 +139,15 @@ class Tokens:
 
 
 class FakeContext:
-    def __init__(self, **metadata: str) -> None:
+    def __init__(self, auth: dict[str, list[bytes]] | None = None, /, **metadata: str) -> None:
+        self._auth = auth or {}
         self._metadata = [(key.replace("_", "-"), value) for key, value in metadata.items()]
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return self._metadata
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        return {}
+        return self._auth
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:5"
@@ -174,6 +175,24 @@ def test_calls_without_the_role_are_refused() -> None:
         caller(f"/{reflection.SERVICE_NAMES[0]}/ServerReflectionInfo", authorization="Bearer infer")
 
 
+class Names:
+    """A method of authentication: the names of the certificate."""
+
+    def principal(self, presented: Presented) -> Principal | None:
+        return Principal(",".join(presented.identities), frozenset(Role), ("acme",)) if presented.identities else None
+
+
+def test_names_of_a_certificate_count_only_if_tls_verified_them() -> None:
+    names = {"x509_subject_alternative_name": [b"spiffe://acme/a", b"a.acme"], "x509_pem_cert": [b"PEM"]}
+    callers = Callers(Authenticator([Names()]))
+    context: Any = FakeContext({**names, "transport_security_type": [b"ssl"]})
+    assert callers(GENERATE, context).principal.name == "spiffe://acme/a,a.acme"
+    for kind in ([], [b"insecure"], [b"ssl", b"insecure"]):
+        context = FakeContext({**names, "transport_security_type": kind})
+        with pytest.raises(Unauthenticated):
+            callers(GENERATE, context)
+
+
 @pytest.mark.parametrize(
     "metadata",
     [{}, {"authorization": "Basic infer"}, {"authorization": "Bearer"}, {"authorization": "Bearer " + 5000 * "x"}],
@@ -186,3 +205,17 @@ def test_calls_without_a_credential_are_refused(metadata: dict[str, str]) -> Non
 def test_health_needs_no_credential_and_gives_no_rights() -> None:
     probe = caller("/grpc.health.v1.Health/Check", authorization="Bearer infer")
     assert probe.principal.roles == frozenset() and not probe.principal.tenants
+    assert (probe.tenant, probe.principal.name) == ("acme", "key:infer"), "limits are shared by it"
+    for metadata in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic infer"}):
+        assert caller("/grpc.health.v1.Health/Check", **metadata).principal.is_stranger
+
+
+def test_health_responds_while_the_keys_of_tokens_are_fetched() -> None:
+    class Fetching:
+        def principal(self, presented: Presented) -> Principal | None:
+            raise Unavailable("keys are being fetched")
+
+    callers, context = Callers(Authenticator([Fetching()])), cast(Any, FakeContext(authorization="Bearer infer"))
+    assert callers("/grpc.health.v1.Health/Check", context).principal.is_stranger
+    with pytest.raises(Unavailable):
+        callers(GENERATE, context)

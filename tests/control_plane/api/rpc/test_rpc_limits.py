@@ -14,9 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from motet.v1 import status_pb2, status_pb2_grpc, types_pb2
 
+from control_plane.access.methods import REQUIREMENTS, is_open
+from control_plane.access.principal import ANYBODY, STRANGER, Principal, Role
 from control_plane.api.health import HealthService
 from control_plane.api.rpc import listeners
 from control_plane.api.rpc.rpc_limits import MAX_HEALTH_WATCHES, RpcLimits
+from control_plane.errors import Exhausted
 from tests.control_plane.api.fakes import details
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -155,9 +158,9 @@ async def test_no_rpc_of_a_burst_is_cancelled() -> None:
 
 def test_what_lasts_as_long_as_the_client_likes_has_a_limit_of_its_own() -> None:
     limits = RpcLimits(10)
-    work = limits.of("/motet.v1.GenerationService/Generate")
+    work = limits.of("/motet.v1.GenerationService/Generate", ANYBODY)
     own = [
-        limits.of(method)
+        limits.of(method, ANYBODY)
         for method in (
             "/grpc.health.v1.Health/Watch",
             "/google.longrunning.Operations/WaitOperation",
@@ -166,8 +169,23 @@ def test_what_lasts_as_long_as_the_client_likes_has_a_limit_of_its_own() -> None
         )
     ]
     assert len({id(limit) for limit in [work, *own]}) == 5
-    assert limits.of("/grpc.health.v1.Health/Check") is limits.of("/motet.v1.StatusService/GetStatus")
-    assert limits.of("/motet.v1.AdapterService/UploadAdapter") is work
+    status = limits.of("/motet.v1.StatusService/GetStatus", ANYBODY)
+    assert all(limits.of(f"/grpc.health.v1.Health/{probe}", ANYBODY) is status for probe in ("Check", "List"))
+    assert limits.of("/motet.v1.AdapterService/UploadAdapter", ANYBODY) is work
+
+
+@pytest.mark.parametrize("method", [method for method in REQUIREMENTS if is_open(method)])
+def test_strangers_take_no_place_from_callers_that_the_server_knows(method: str) -> None:
+    """Whatever a stranger may call counts against limits that no authenticated call counts against."""
+    limits, known = RpcLimits(10), Principal("key:k", frozenset({Role.INFER}), ("a",))
+    of_strangers = limits.of(method, STRANGER)
+    assert all(limits.of(other, known) is not of_strangers for other in REQUIREMENTS)
+    with contextlib.ExitStack() as held:
+        for number in range(2000):  # from as many hosts as they like
+            with contextlib.suppress(Exhausted):
+                held.enter_context(of_strangers.place((f"ipv6:2001:db8:{number:x}::/64", str(number))))
+        assert of_strangers.num_held <= 128
+        held.enter_context(limits.of(method, known).place(("a", "key:k", "ipv4:10.0.0.1:1")))
 
 
 async def open_connection(address: str) -> socket.socket:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import re
@@ -50,14 +49,16 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("bias", "some"),
     ("bias", ["all"]),
     ("ensure_weight_tying", "yes"),
-    ("exclude_modules", ".*q_proj"),
     ("fan_in_fan_out", 1),
     ("init_lora_weights", "pissa"),
     ("init_lora_weights", 1),
     ("kasa_config", {"beta": 1}),
+    ("exclude_modules", {"q_proj": 1}),
     ("layer_replication", [[0, 1]]),
-    ("layers_pattern", "layers"),
-    ("layers_to_transform", [0]),
+    ("layers_pattern", 7),
+    ("layers_to_transform", -1),
+    ("layers_to_transform", [True]),
+    ("layers_to_transform", "0"),
     ("loftq_config", {"loftq_bits": 4}),
     ("lora_alpha", float("1e300")),
     ("lora_alpha", "8"),
@@ -76,14 +77,13 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("r", -1),
     ("r", True),
     ("r", "4"),
-    ("rank_pattern", {"(.*)*q_proj": 4}),
     ("rank_pattern", {"q_proj": 0}),
     ("rank_pattern", ["q_proj"]),
     ("alpha_pattern", {"q_proj|v_proj": 4}),
     ("alpha_pattern", {"q_proj": "many"}),
-    ("target_modules", "(.*)*q_proj"),
     ("target_modules", []),
-    ("target_modules", None),
+    ("target_modules", ["q_proj", 7]),
+    ("target_modules", {"q_proj": 1}),
     ("target_modules", ["q_proj", "../v_proj"]),
     ("target_modules", ["q_proj", "v_proj", "lm_head"]),
     ("target_modules", ["q_proj"]),
@@ -110,30 +110,9 @@ def test_unknown_fields_without_a_value_pass(tmp_path: Path) -> None:
     assert pack(files)[0].max_rank == 4
 
 
-def test_a_choice_of_layers_is_refused_with_advice_that_works(tmp_path: Path) -> None:
-    """With the names from the message, the adapter of one layer is taken."""
-    weights = safetensors_bytes(tensors(modules=MODULES[:2]))
-    for fields in ({"layers_to_transform": [0]}, {"layers_pattern": "layers"}, {"layers_pattern": ["layers"]}):
-        assert "full module names in target_modules" in refused(write_adapter(tmp_path, weights=weights, **fields))[1]
-    files = write_adapter(tmp_path, weights=weights, target_modules=MODULES[:2])
-    info, _ = pack(files)
-    assert list(info.target_modules) == MODULES[:2]
-
-
 def test_a_switch_that_is_null_is_off(tmp_path: Path) -> None:
     files = write_adapter(tmp_path, use_rslora=None, use_dora=None, lora_bias=None)
     assert pack(files)[0].kind == "lora"
-
-
-def test_every_field_of_peft_is_known() -> None:
-    from peft import LoraConfig
-
-    from control_plane.registry.peft import config_fields
-
-    known = config_fields.READ | config_fields.INERT | set(config_fields.REFUSED)
-    assert {field.name for field in dataclasses.fields(LoraConfig)} <= known
-    assert not config_fields.READ & config_fields.INERT
-    assert not (config_fields.READ | config_fields.INERT) & set(config_fields.REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +290,10 @@ def test_a_name_that_does_not_fit_is_refused_with_what_is_wrong_and_what_to_do(
     ("init", "words"),
     [
         ("pissa_niter_16", "changes the base weights; convert the adapter to plain LoRA: save_pretrained("),
-        ("loftq", "LoftQ changes the base weights; merge the adapter and serve the result as a base model"),
+        (
+            "loftq",
+            "LoftQ changes the base weights; serve the base model that LoftQ wrote, with this field set to null, or",
+        ),
         ("a_start_of_the_future", "is not known; adapters that start with true, false, gaussian"),
     ],
 )

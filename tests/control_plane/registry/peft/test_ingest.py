@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.registry.peft.adapter_config import read_adapter_config
+from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.tensor_codec import decode, encode
 from tests.control_plane.registry.rig import (
     CONFIG,
@@ -97,12 +98,13 @@ def test_ranks_and_scalings_are_pefts(is_rslora: bool) -> None:
     ranks = {"0.self_attn.q_proj": 2, "q_proj": 8, "^model.layers.1.self_attn.v_proj": 16}
     alphas = {"v_proj": 5.0, "model.layers.0.self_attn.q_proj": 3}
     raw = json.dumps(CONFIG | {"rank_pattern": ranks, "alpha_pattern": alphas, "use_rslora": is_rslora}).encode()
-    config = read_adapter_config(raw)
+    config = read_adapter_config(raw, Problems())
+    assert config is not None
     for module in MODULES:
         rank = ranks.get(get_pattern_key(list(ranks), module), 4)
         alpha = alphas.get(get_pattern_key(list(alphas), module), 8)
-        assert config.rank_of(module) == rank
-        assert config.scaling_of(module) == (alpha / rank**0.5 if is_rslora else alpha / rank)
+        assert config.rank_of(module, num_rows=99) == rank
+        assert config.scaling_of(module, rank) == (alpha / rank**0.5 if is_rslora else alpha / rank)
     assert config.manifest_kind == ("rslora" if is_rslora else "lora")
 
 

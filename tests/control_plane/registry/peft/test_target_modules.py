@@ -55,6 +55,7 @@ def test_a_module_that_takes_no_adapters_is_refused_with_the_workers_reason(tmp_
     assert violation.field.startswith(f"base_model.model.{name}.lora_")
     assert violation.description == (
         f"{name} takes no adapters: it sees only some of the tokens; leave it out of target_modules"
+        " (and 1 more like it)"  # A and B
     )
 
 

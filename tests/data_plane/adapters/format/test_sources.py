@@ -17,6 +17,7 @@ import pytest
 import redis
 
 from contract import cache_keys
+from contract.redis_access import RedisAccess
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from data_plane.adapters.format import sources
 from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource, HostCacheSource
@@ -124,7 +125,7 @@ def test_real_redis_gives_the_bytes_back(real_redis: str) -> None:
     packed = pack(9)
     with redis.Redis.from_url(real_redis) as client:
         fill(client, packed)
-    source = HostCacheSource(real_redis)
+    source = HostCacheSource(RedisAccess(url=real_redis))
     assert read(source, packed.digest) == (packed.manifest, packed.chunks)
     arena = make_arena()
     arena.load(0, 1, packed.digest, source)
@@ -138,7 +139,7 @@ def test_missing_part_is_unavailable(fake: fakeredis.FakeRedis, missing: str) ->
     fill(fake, packed)
     fake.delete(f"motet:a:{packed.digest}:{missing}")
     with pytest.raises(AdapterUnavailable, match="the host cache has no"):
-        read(HostCacheSource("redis://unused"), packed.digest)
+        read(HostCacheSource(RedisAccess(url="redis://unused")), packed.digest)
 
 
 @pytest.mark.parametrize("key", ["manifest", "0:0", "1:1"])
@@ -150,7 +151,7 @@ def test_flipped_byte_is_corrupt(fake: fakeredis.FakeRedis, key: str) -> None:
     value[len(value) // 2] ^= 1
     fake.set(name, bytes(value))
     with pytest.raises(AdapterCorrupt, match="hashes to"):
-        read(HostCacheSource("redis://unused"), packed.digest)
+        read(HostCacheSource(RedisAccess(url="redis://unused")), packed.digest)
 
 
 def test_parts_of_another_adapter_are_corrupt(fake: fakeredis.FakeRedis) -> None:
@@ -160,7 +161,7 @@ def test_parts_of_another_adapter_are_corrupt(fake: fakeredis.FakeRedis) -> None
         start = part * cache_keys.PART_BYTES
         fake.set(f"motet:a:{packed.digest}:1:{part}", other.chunks[1][start : start + cache_keys.PART_BYTES])
     with pytest.raises(AdapterCorrupt, match=r"chunk layers\.1"):
-        read(HostCacheSource("redis://unused"), packed.digest)
+        read(HostCacheSource(RedisAccess(url="redis://unused")), packed.digest)
 
 
 def test_control_plane_gives_the_bytes_back(control_plane: ControlPlaneSource, servicer: Servicer) -> None:
@@ -211,7 +212,7 @@ def test_miss_falls_to_the_control_plane(
 ) -> None:
     packed = pack(9)
     servicer.adapters[packed.digest] = packed
-    source = FallbackSource(HostCacheSource("redis://unused"), control_plane)
+    source = FallbackSource(HostCacheSource(RedisAccess(url="redis://unused")), control_plane)
     assert read(source, packed.digest) == (packed.manifest, packed.chunks)
     assert servicer.num_calls == 1
 
@@ -221,7 +222,7 @@ def test_hit_does_not_ask_the_control_plane(
 ) -> None:
     packed = pack(9)
     fill(fake, packed)
-    source = FallbackSource(HostCacheSource("redis://unused"), control_plane)
+    source = FallbackSource(HostCacheSource(RedisAccess(url="redis://unused")), control_plane)
     assert read(source, packed.digest) == (packed.manifest, packed.chunks)
     assert servicer.num_calls == 0
 
@@ -230,7 +231,7 @@ def test_chunk_lost_half_way_is_read_from_the_second(fake: fakeredis.FakeRedis) 
     packed = pack(9)
     fill(fake, packed)
     fake.delete(f"motet:a:{packed.digest}:1:0")
-    source = FallbackSource(HostCacheSource("redis://unused"), DictSource().add(packed))
+    source = FallbackSource(HostCacheSource(RedisAccess(url="redis://unused")), DictSource().add(packed))
     assert read(source, packed.digest) == (packed.manifest, packed.chunks)
 
 
@@ -243,7 +244,7 @@ def test_any_redis_error_falls_to_the_second(
 
     monkeypatch.setattr(fake, "get", fail)
     packed = pack(9)
-    source = FallbackSource(HostCacheSource("redis://unused"), DictSource().add(packed))
+    source = FallbackSource(HostCacheSource(RedisAccess(url="redis://unused")), DictSource().add(packed))
     assert read(source, packed.digest) == (packed.manifest, packed.chunks)
 
 
@@ -253,7 +254,9 @@ def test_redis_that_never_responds_costs_one_timeout() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         port = listener.getsockname()[1]
-        cache = HostCacheSource(f"redis://127.0.0.1:{port}/0", connect_timeout_s=0.2, read_timeout_s=0.1)
+        cache = HostCacheSource(
+            RedisAccess(url=f"redis://127.0.0.1:{port}/0"), connect_timeout_s=0.2, read_timeout_s=0.1
+        )
         source = FallbackSource(cache, DictSource().add(packed))
         assert read(source, packed.digest) == (packed.manifest, packed.chunks)
 
@@ -273,7 +276,7 @@ def test_redis_that_does_not_respond_is_left_alone_until_it_does(
         return get(key)  # type: ignore[return-value]  # bytes: responses are not decoded
 
     monkeypatch.setattr(fake, "get", respond)
-    cache = HostCacheSource("redis://unused", clock=lambda: now_s)
+    cache = HostCacheSource(RedisAccess(url="redis://unused"), clock=lambda: now_s)
     cold = [pack(9, seed=seed) for seed in range(10)]
     store = DictSource()
     for packed in cold:
@@ -298,7 +301,7 @@ def test_redis_that_does_not_respond_is_left_alone_until_it_does(
 
 def test_a_read_that_finds_no_adapter_is_not_a_failure(fake: fakeredis.FakeRedis) -> None:
     packed = pack(9)
-    cache = HostCacheSource("redis://unused", clock=lambda: 0.0)
+    cache = HostCacheSource(RedisAccess(url="redis://unused"), clock=lambda: 0.0)
     with pytest.raises(AdapterUnavailable, match="has no"):
         read(cache, packed.digest)
     fill(fake, packed)
@@ -307,5 +310,16 @@ def test_a_read_that_finds_no_adapter_is_not_a_failure(fake: fakeredis.FakeRedis
 
 def test_url_that_cannot_be_read_falls_to_the_second() -> None:
     packed = pack(9)
-    source = FallbackSource(HostCacheSource("memcached://somewhere"), DictSource().add(packed))
+    source = FallbackSource(HostCacheSource(RedisAccess(url="memcached://somewhere")), DictSource().add(packed))
     assert read(source, packed.digest) == (packed.manifest, packed.chunks)
+
+
+def test_a_key_of_another_type_is_a_miss_and_other_adapters_are_read(fake: fakeredis.FakeRedis) -> None:
+    """Somebody else made it: the cache used to be left alone for a while."""
+    poisoned, packed = pack(9), pack(10)
+    fake.lpush(cache_keys.manifest_key(poisoned.digest), b"x")
+    fill(fake, packed)
+    cache = HostCacheSource(RedisAccess(url="redis://unused"), clock=lambda: 0.0)
+    with pytest.raises(AdapterUnavailable, match="has another"):
+        read(cache, poisoned.digest)
+    assert read(cache, packed.digest) == (packed.manifest, packed.chunks)

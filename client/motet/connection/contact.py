@@ -9,6 +9,7 @@ import logging
 import re
 
 from motet.errors import Cancelled, DeadlineExceeded, MotetError, Unavailable, Unimplemented, invalid_field
+from motet.tls import handshake_error
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,10 @@ def is_said_by_server(error: MotetError) -> bool:
 class ServerContact:
     """Shared by all calls of one client. Safe in any thread: a lost race costs one line of the log."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, has_tls: bool = False, has_certificate: bool = False) -> None:
         self.target = target
+        self._has_tls = has_tls
+        self._has_certificate = has_certificate
         self.was_reached = False  # at least once
         self._is_lost = False  # was reached, and is not now
 
@@ -100,6 +103,9 @@ class ServerContact:
         if isinstance(error, Unavailable):
             match = _LAST_ERROR.fullmatch(error.message)
             cause = match[1] if match else error.message
+            if is_unsent(error):
+                in_tls = handshake_error(error.message, has_tls=self._has_tls, has_certificate=self._has_certificate)
+                cause = in_tls or cause
             if error.message.startswith(_UNRESOLVED):
                 cause = "its host name has no address; check the name"
             what = "no Motet server responds at" if is_unsent(error) else "the connection broke to the server at"

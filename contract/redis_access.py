@@ -1,0 +1,121 @@
+"""How a process reaches Redis: the URL, a file with the password, files for TLS. Both sides connect by it.
+
+The password's file is read at every new connection: a password that was changed needs no restart. Does not import
+redis: `options()` are keyword arguments of its `from_url`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from contract.redaction import has_password, redacted_url, split_url
+
+SCHEMES = ("redis", "rediss", "unix")
+MAX_PASSWORD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisTls:
+    """Files for a rediss:// URL. The server's certificate and its host name are checked in any case."""
+
+    ca: Path | None = None  # certificates that are trusted; None: the system's
+    cert: Path | None = None  # this side's certificate
+    key: Path | None = None  # of `cert`
+
+    def find_mistake(self, *, prefix: str) -> str | None:
+        """Flag and reason where the files cannot be used; `prefix` begins their flags."""
+        for name in ("ca", "cert", "key"):
+            path: Path | None = getattr(self, name)
+            if path is not None and not path.is_file():
+                return f"{prefix}-{name}: {path} is not a file"
+        if (self.cert is None) is not (self.key is None):
+            return f"{prefix}-{'key' if self.key is None else 'cert'}: is missing; a certificate needs its key"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAccess:
+    """One Redis and the user who uses it."""
+
+    url: str = field(repr=False)  # may hold a password
+    password_file: Path | None = None
+    tls: RedisTls = RedisTls()
+
+    def __str__(self) -> str:
+        return redacted_url(self.url)
+
+    @property
+    def has_password(self) -> bool:
+        """Whether there is a password to log in with."""
+        return self.password_file is not None or has_password(self.url)
+
+    def with_password(self) -> str:
+        """The URL with the password in it. Raises PasswordUnreadable."""
+        if self.password_file is None:
+            return self.url
+        scheme, _, rest = self.url.partition("://")
+        user, at, host = rest.rpartition("@")
+        return f"{scheme}://{user if at else ''}:{quote(read_password(self.password_file), safe='')}@{host}"
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of redis.Redis.from_url, `url` among them. Raises ValueError that repeats no secret."""
+        parts = split_url(self.url)
+        options: dict[str, Any] = {"url": self.url}
+        if self.password_file is not None:
+            # redis-py takes a user in the URL, or a provider of the user and the password.
+            userinfo, _, host = parts.netloc.rpartition("@")
+            query = f"?{parts.query}" if parts.query else ""
+            options["url"] = f"{parts.scheme}://{host}{parts.path}{query}"
+            options["credential_provider"] = PasswordFile(unquote(userinfo.partition(":")[0]), self.password_file)
+        if parts.scheme == "rediss":
+            files = {"ssl_ca_certs": self.tls.ca, "ssl_certfile": self.tls.cert, "ssl_keyfile": self.tls.key}
+            options |= {name: str(path) for name, path in files.items() if path is not None}
+            options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+        return options
+
+
+def find_url_mistake(url: str) -> str | None:
+    """Why a URL cannot be used, without repeating it; None if it can."""
+    try:
+        scheme = split_url(url).scheme
+    except ValueError as error:
+        return str(error)
+    return None if scheme in SCHEMES else "must begin with redis://, rediss:// or unix://"
+
+
+class PasswordUnreadable(OSError):
+    """The file of a password cannot be read, or has none; repeats nothing of its content."""
+
+
+class PasswordFile:
+    """User and password for redis-py, which calls `get_credentials` for every new connection."""
+
+    def __init__(self, user: str, path: Path) -> None:
+        self._user = user
+        self._path = path
+
+    def get_credentials(self) -> tuple[str, str] | tuple[str]:
+        """User and password, or the password alone where the URL names no user. Raises PasswordUnreadable."""
+        password = read_password(self._path)
+        return (self._user, password) if self._user else (password,)
+
+
+def read_password(path: Path) -> str:
+    """The one line of the file, without the line's end. Raises PasswordUnreadable."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_PASSWORD_BYTES + 1)
+    except OSError as error:
+        raise PasswordUnreadable(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > MAX_PASSWORD_BYTES:
+        raise PasswordUnreadable(f"{path} is longer than {MAX_PASSWORD_BYTES} bytes; it must have the password alone")
+    try:
+        password = content.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise PasswordUnreadable(f"{path} is not UTF-8 text") from None
+    if not password or "\n" in password:
+        raise PasswordUnreadable(f"{path} must have one line with the password")
+    return password

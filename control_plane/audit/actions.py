@@ -1,0 +1,47 @@
+"""The names of what the audit log records, and which method of the clients' port is which action."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+UPLOAD = "adapter.upload"
+CREATE = "adapter.create"
+UPDATE = "adapter.update"
+ACTIVATE = "adapter.activate"
+PIN = "adapter.pin"
+UNPIN = "adapter.unpin"
+DELETE = "adapter.delete"
+DELETE_VERSION = "adapter.delete_version"
+CANCEL_OPERATION = "operation.cancel"
+DELETE_OPERATION = "operation.delete"
+GENERATE = "generate"
+START = "server.start"
+STOP = "server.stop"
+RELOAD = "file.reload"
+ATTACH = "worker.attach"
+END_SESSION = "worker.end"
+SUPPRESSED = "refusals.suppressed"
+
+# Methods that change something, by their paths. Each call of one has a line, whether it succeeds or not.
+CHANGES: Mapping[str, str] = {
+    "/motet.v1.AdapterService/UploadAdapter": UPLOAD,
+    "/motet.v1.AdapterService/CreateAdapter": CREATE,
+    "/motet.v1.AdapterService/UpdateAdapter": UPDATE,
+    "/motet.v1.AdapterService/ActivateAdapterVersion": ACTIVATE,
+    "/motet.v1.AdapterService/PinAdapter": PIN,
+    "/motet.v1.AdapterService/UnpinAdapter": UNPIN,
+    "/motet.v1.AdapterService/DeleteAdapter": DELETE,
+    "/motet.v1.AdapterService/DeleteAdapterVersion": DELETE_VERSION,
+    "/google.longrunning.Operations/CancelOperation": CANCEL_OPERATION,
+    "/google.longrunning.Operations/DeleteOperation": DELETE_OPERATION,
+}
+
+
+def action_of(method: str) -> str:
+    """What the log calls a call of `method`, "/package.Service/Method": for a method that changes nothing, its name."""
+    if method in CHANGES:
+        return CHANGES[method]
+    if method == "/motet.v1.GenerationService/Generate":
+        return GENERATE
+    service, _, name = method.strip("/").rpartition("/")
+    return f"{service.rpartition('.')[2]}/{name}"

@@ -1,0 +1,106 @@
+"""Connections to Redis, what their errors mean for people, and what the user of workers is permitted.
+
+Blocks; use threads. This file and redis_cache.py import redis, no other of the control plane.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError
+from redis.retry import Retry
+
+from contract.cache_keys import PREFIX
+from contract.redaction import redacted
+from contract.redis_access import PasswordUnreadable, RedisAccess
+
+MARKER_KEY = "motet:cache:marker"  # gone when somebody emptied or restarted Redis
+_ARGUMENTS = re.compile(r",? with args beginning with:.*", re.DOTALL)
+
+
+def check_access(access: RedisAccess) -> None:
+    """Raise ValueError, without the URL's password, if redis-py cannot make a connection of this URL."""
+    try:
+        make_client(access, 1.0).connection_pool.make_connection()
+    except TypeError as error:  # options of the query become arguments of a connection
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        raise ValueError(
+            f"has an option that redis-py does not know: {found[1] if found else error}; remove it, or give it the "
+            "name that redis-py has for it, such as ssl_ca_certs or ssl_cert_reqs"
+        ) from error
+    except redis.RedisError as error:
+        raise ValueError(redacted(str(error))) from error
+
+
+def make_client(access: RedisAccess, call_timeout_s: float, *, max_connections: int | None = None) -> Any:
+    """A client that tries nothing twice and waits for no call longer than so many seconds."""
+    return redis.Redis.from_url(
+        **access.options(),
+        socket_timeout=call_timeout_s / 2,
+        socket_connect_timeout=call_timeout_s / 2,
+        retry=Retry(NoBackoff(), 0),
+        max_connections=max_connections,
+    )
+
+
+def find_wrong_permission(access: RedisAccess, timeout_s: float) -> str | None:
+    """What the user of workers may do and should not, or may not do and needs; None if all is well, or unknown.
+
+    Tries it out, since a user that only reads may not read its permissions. Writes no key: there is none to replace.
+    """
+    client = make_client(access, timeout_s)
+    try:
+        try:
+            client.get(f"{PREFIX}permissions:manifest")
+        except NoPermissionError:
+            return f"the workers' Redis user may not read {PREFIX}*, so that all adapters come through this process"
+        if _is_permitted(lambda: client.set(f"{PREFIX}permissions:manifest", b"", xx=True)):
+            return f"the workers' Redis user may write {PREFIX}*, and needs to read it only"
+        if _is_permitted(lambda: client.get(MARKER_KEY)):
+            return f"the workers' Redis user may read other keys than {PREFIX}*, and needs none of them"
+    except redis.RedisError:
+        return None
+    finally:
+        client.close()
+    return None
+
+
+def _is_permitted(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except (NoPermissionError, redis.ReadOnlyError):
+        return False
+    return True
+
+
+def reason_of(error: BaseException) -> str:
+    """What is wrong, for people who may see no address: the log has the error itself."""
+    if "HELLO must be called with the client already authenticated" in str(error):
+        return "Redis refuses: it wants a password"
+    if isinstance(error, PasswordUnreadable):
+        return "the file with the password of Redis cannot be read"
+    if isinstance(error, (redis.AuthenticationError, redis.ResponseError)):
+        return f"Redis refuses: {without_arguments(error)}"
+    if isinstance(error, redis.InvalidResponse):
+        return "the server there is not a Redis"
+    if isinstance(error, (TimeoutError, redis.TimeoutError)):
+        return "Redis does not respond in time"
+    cause = error.__cause__ or error.__context__
+    for found in (error, cause):
+        if isinstance(found, ssl.SSLError):
+            return f"TLS fails: {getattr(found, 'verify_message', '') or found.reason or 'no reason given'}"
+        if isinstance(found, OSError) and found.strerror:
+            return f"Redis cannot be reached: {found.strerror}"
+    if isinstance(error, redis.ConnectionError):
+        return "Redis cannot be reached, or closes the connection"
+    return f"unexpected {type(error).__name__}"
+
+
+def without_arguments(error: BaseException) -> str:
+    """What Redis says, without the arguments of the command, which it repeats: a password may be among them."""
+    return redacted(_ARGUMENTS.sub("", str(error)))[:200]
