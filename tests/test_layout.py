@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("benchmarks", "client", "contract", "control_plane", "data_plane", "examples", "kernels", "protos", ".ci")
 GENERATED = {ROOT / "client" / "motet" / "v1", ROOT / "contract" / "v1"}
 TEXT_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".txt", ".proto", ".yaml", ".yml", ".cfg", ".ini", ""}
-NOT_OURS = {".git", ".motet", "__pycache__", "build", "dist", "node_modules"}
+NOT_OURS = {".git", ".motet", "__pycache__", "build", "dist", "motet-data", "node_modules"}
 
 
 def is_ours(path: Path) -> bool:
