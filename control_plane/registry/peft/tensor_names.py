@@ -67,7 +67,8 @@ def _name_error(key: str, suffix: str | None, targets: TargetModules) -> str:
     if suffix is None:
         return _unknown_name_error(parts)
     # 3. The right module under another name.
-    if module not in targets.reported and (known := _known_as(module, targets)) is not None:
+    is_known = module in targets.served or module not in targets.reported
+    if is_known and (known := _known_as(module, targets)) is not None:
         return f"the base model has this module as {shorten(known)}{_reason(key, parts)}; rename the tensors"
     # 4. No such module, or one that takes no adapters.
     return targets.refusal(shorten(module))
