@@ -1,0 +1,36 @@
+"""Commands that a document shows, for tests that execute them.
+
+A block that a test executes has a name behind its language: ```sh setup-tls. Its commands run as they are printed, in a
+directory of the test.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND_S = 60.0
+
+
+def block(document: str, name: str) -> str:
+    """The named block of a document of the repository."""
+    found = re.findall(rf"^```sh {name}\n(.*?)^```$", (ROOT / document).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(found) == 1, f"{document} has {len(found)} blocks {name}"
+    return str(found[0])
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command of a block, without comments."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run(text: str, directory: Path) -> None:
+    """Execute a block with a shell that stops at the first command that fails."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text], cwd=directory, timeout=COMMAND_S, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
