@@ -25,9 +25,13 @@ from motet.v1 import generation_pb2, generation_pb2_grpc
 from benchmarks.serving.checkpoints import make_adapters, make_base
 from benchmarks.system import ROOT, System
 
+Metadata = tuple[tuple[str, str], ...]
 
-async def measure(target: str, adapters: list[str], args: argparse.Namespace, seed: int) -> tuple[int, int]:
-    """All streams at once; tokens and messages that arrived."""
+
+async def measure(
+    target: str, adapters: list[str], args: argparse.Namespace, seed: int, metadata: Metadata = ()
+) -> tuple[int, int]:
+    """All streams at once; tokens and messages that arrived. `metadata` goes with every request."""
     rng = random.Random(seed)
     num_tokens = num_messages = 0
     async with grpc.aio.insecure_channel(target) as channel:
@@ -41,7 +45,7 @@ async def measure(target: str, adapters: list[str], args: argparse.Namespace, se
                 token_ids={"ids": [rng.randrange(1, 500) for _ in range(32)]},
                 stopping={"max_tokens": args.tokens, "ignore_eos": True},
             )
-            async for response in stub.Generate(request):
+            async for response in stub.Generate(request, metadata=metadata):
                 num_tokens += len(response.delta.token_ids)
                 num_messages += 1
 

@@ -1,0 +1,192 @@
+"""What authentication and the audit log cost the control plane: client_streams with and without both.
+
+`python -m benchmarks.control_plane.access_cost` runs two control planes, one with API keys and an audit log, and gives
+them the same load in turn. Prints one JSON object, and exits with 1 where a limit of LIMITS is missed. The machine may
+be busy: what counts is the CPU time of the control plane's process, and of that the median ratio of two rounds that
+follow each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import uvloop
+from motet.uploads import AdapterUpload
+from motet.v1 import adapters_pb2_grpc
+
+from benchmarks.control_plane.client_streams import Metadata, measure
+from benchmarks.serving.checkpoints import make_adapters, make_base
+from benchmarks.system import ROOT, System
+from control_plane.access.authentication.api_keys import ApiKeys
+from control_plane.access.authenticator import Authenticator
+from control_plane.api.rpc.callers import Callers
+
+NUM_KEYS = 1000
+GENERATE = "/motet.v1.GenerationService/Generate"
+LIMITS = {"cpu_per_token": 1.03, "key_check_us": 20.0}
+
+
+@dataclass(frozen=True)
+class Served:
+    """One control plane with a worker."""
+
+    system: System
+    process: psutil.Process
+    metadata: Metadata
+    adapters: list[str]
+
+    def cpu_s(self) -> float:
+        """CPU time of the process so far."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    def run(self, args: argparse.Namespace, seed: int) -> dict[str, float]:
+        """One round of streams."""
+        cpu_s, began_s = self.cpu_s(), time.perf_counter()
+        num_tokens, _ = uvloop.run(measure(self.system.address, self.adapters, args, seed, self.metadata))
+        wall_s, cpu_s = time.perf_counter() - began_s, self.cpu_s() - cpu_s
+        return {
+            "tokens_per_s": num_tokens / wall_s,
+            "cpu_us_per_token": cpu_s / num_tokens * 1e6,
+            "cpu_us_per_request": cpu_s / args.streams * 1e6,
+        }
+
+
+def write_keys(path: Path) -> str:
+    """A file of NUM_KEYS keys; one of them."""
+    keys = [f"motet_bench{number:04}_{secrets.token_hex(32)[:43]}" for number in range(NUM_KEYS)]
+    entries = [
+        {
+            "id": key.split("_")[1],
+            "sha256": hashlib.sha256(key.encode()).hexdigest(),
+            "tenants": ["bench"],
+            "roles": ["infer", "adapters.write"],
+        }
+        for key in keys
+    ]
+    path.write_text(json.dumps({"keys": entries}), encoding="utf-8")
+    return keys[NUM_KEYS // 2]
+
+
+@contextlib.contextmanager
+def serving(work_dir: Path, cache: Path, args: argparse.Namespace, *, is_guarded: bool) -> Iterator[Served]:
+    """A control plane, with API keys and audit log or without both, and its worker."""
+    work_dir.mkdir()
+    flags, metadata = ["--max-streams-per-connection", "4096", "--log-level", "warning"], Metadata()
+    if is_guarded:
+        key = write_keys(work_dir / "keys.json")
+        flags += ["--api-keys", str(work_dir / "keys.json"), "--audit-log", str(work_dir / "audit.jsonl")]
+        metadata = (("authorization", f"Bearer {key}"),)
+    with System(make_base("tiny", cache), work_dir / "system", control_flags=flags) as system:
+        worker_flags = ["--max-rows", str(args.streams), "--num-blocks", str(args.streams * 16)]
+        system.start_worker(flags=worker_flags, command=("-m", "tests.fakes.hash_worker"))
+        names = [f"bench-{number}" for number in range(args.adapters)]
+        with grpc.insecure_channel(system.address) as channel:
+            stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+            for name, directory in zip(names, make_adapters("tiny", args.adapters, cache), strict=True):
+                stub.UploadAdapter(AdapterUpload(name, directory).messages(), metadata=metadata)
+        yield Served(system, psutil.Process(system.control_plane.pid), metadata, names)
+
+
+class _Context:
+    """What identifying a caller reads of gRPC's context."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = (("user-agent", "bench"), *metadata)
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5000"
+
+
+def key_check_us(work_dir: Path, *, num_calls: int = 20_000, num_rounds: int = 9) -> dict[str, float]:
+    """CPU time of finding out who calls, with all that belongs to it, and without authentication; medians."""
+    key = write_keys(work_dir / "check.json")
+    context: Any = _Context((("authorization", f"Bearer {key}"),))
+    guarded, open_to_all = Callers(Authenticator([ApiKeys(work_dir / "check.json")])), Callers()
+    medians = {}
+    for name, identify in (("with", guarded), ("without", open_to_all)):
+        rounds = []
+        for _ in range(num_rounds):
+            began_s = time.process_time()
+            for _ in range(num_calls):
+                identify(GENERATE, context)
+            rounds.append((time.process_time() - began_s) / num_calls * 1e6)
+        medians[name] = statistics.median(rounds)
+    return medians
+
+
+def main() -> int:
+    """Measure as the flags say and print JSON; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=256, help="concurrent streams, a count (default 256)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each stream (default 128)")
+    parser.add_argument("--adapters", type=int, default=16, help="adapters beside the base model (default 16)")
+    parser.add_argument("--rounds", type=int, default=9, help="repetitions of each (default 9)")
+    args = parser.parse_args()
+    cache = ROOT / ".motet" / "bench"
+    rounds: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as name, contextlib.ExitStack() as stack:
+        work_dir = Path(name)
+        checks = key_check_us(work_dir)
+        planes = {
+            is_guarded: stack.enter_context(serving(work_dir / f"{is_guarded}", cache, args, is_guarded=is_guarded))
+            for is_guarded in rounds
+        }
+        for seed in range(args.rounds + 1):
+            for is_guarded in (False, True) if seed % 2 else (True, False):
+                result = planes[is_guarded].run(args, seed)
+                if seed > 0:  # the first ones warm up
+                    rounds[is_guarded].append(result)
+    medians = {
+        kind: {key: statistics.median(one[key] for one in rounds[kind]) for key in rounds[kind][0]} for kind in rounds
+    }
+    ratio = _ratio(rounds, "cpu_us_per_token")
+    report = {
+        "streams": args.streams,
+        "tokens": args.tokens,
+        "without": _rounded(medians[False]),
+        "with": _rounded(medians[True]),
+        "cpu_per_token_ratio": round(ratio, 4),
+        "throughput_ratio": round(_ratio(rounds, "tokens_per_s"), 4),
+        "caller_us": _rounded(checks),
+        "key_check_us": round(checks["with"] - checks["without"], 2),
+        "rounds": {
+            kind: [_rounded(one) for one in rounds[flag]] for kind, flag in (("without", False), ("with", True))
+        },
+    }
+    print(json.dumps(report, indent=1))
+    return int(ratio > LIMITS["cpu_per_token"] or checks["with"] > LIMITS["key_check_us"])
+
+
+def _ratio(rounds: dict[bool, list[dict[str, float]]], key: str) -> float:
+    """With over without: the median over pairs of rounds."""
+    pairs = zip(rounds[True], rounds[False], strict=True)
+    return statistics.median(guarded[key] / without[key] for guarded, without in pairs)
+
+
+def _rounded(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: round(number, 2) for name, number in numbers.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
