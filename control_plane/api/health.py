@@ -69,6 +69,12 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
                 sent = status
             await changed.wait()
 
+    async def List(self, _request: health_pb2.HealthListRequest, _context: Context) -> health_pb2.HealthListResponse:
+        """The status of every service at present."""
+        return health_pb2.HealthListResponse(
+            statuses={service: _Status(status=status) for service, status in self._status.items()}
+        )
+
 
 async def _abort_unknown(service: str, context: Context) -> NoReturn:
     names = ", ".join((adapters.SERVICE_NAME, generation.SERVICE_NAME))

@@ -56,8 +56,7 @@ class SharedLimit:
         """Hold one while the block runs. Raises Exhausted if the holder has its equal part."""
         if not self._has_room(holder):
             raise Exhausted(
-                f"at most {self._limit} {self._what} at once, and you hold your equal part of them; "
-                "try again",
+                f"at most {self._limit} {self._what} at once, and you hold your equal part of them; try again",
                 retry_after_s=self._retry_after_s,
             )
         self._take(holder)

@@ -26,6 +26,11 @@ async def test_generation_is_serving_while_a_worker_is_attached() -> None:
     reporter.start()
 
     async def status_by_service() -> dict[str, int]:
+        listed = await service.List(health_pb2.HealthListRequest(), None)  # type: ignore[arg-type]
+        assert {name: status.status for name, status in listed.statuses.items()} == await checked()
+        return await checked()
+
+    async def checked() -> dict[str, int]:
         names = ("", adapters.SERVICE_NAME, generation.SERVICE_NAME)
         return {name: (await service.Check(Request(service=name), None)).status for name in names}  # type: ignore[arg-type]
 

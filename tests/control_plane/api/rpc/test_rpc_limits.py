@@ -14,11 +14,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from motet.v1 import status_pb2, status_pb2_grpc, types_pb2
 
-from control_plane.access.methods import REQUIREMENTS, is_open
+from control_plane.access.authenticator import Authenticator, Presented
+from control_plane.access.methods import REQUIREMENTS, Anyone, is_open
 from control_plane.access.principal import ANYBODY, STRANGER, Principal, Role
 from control_plane.api.health import HealthService
 from control_plane.api.rpc import listeners
-from control_plane.api.rpc.rpc_limits import MAX_HEALTH_WATCHES, RpcLimits
+from control_plane.api.rpc.callers import Callers
+from control_plane.api.rpc.rpc_limits import MAX_HEALTH_WATCHES, MAX_STRANGERS_WATCHES, RpcLimits
 from control_plane.errors import Exhausted
 from tests.control_plane.api.fakes import details
 
@@ -80,9 +82,17 @@ def idle_call(channel: Any, method: str = "/t.T/Wait") -> Any:
     return channel.stream_unary(method)(silence())
 
 
-async def status_of(channel: Any) -> str:
+async def ended(call: Any) -> grpc.aio.AioRpcError:
+    """How a call ended that the server ended."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def status_of(channel: Any, metadata: list[tuple[str, str]] | None = None) -> str:
     stub: Any = status_pb2_grpc.StatusServiceStub(channel)
-    return str((await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=30)).server_version)
+    response = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=30, metadata=metadata)
+    return str(response.server_version)
 
 
 async def test_call_without_a_message_ends_after_a_while_and_gives_its_place_back() -> None:
@@ -128,6 +138,90 @@ async def test_full_port_refuses_its_hog_with_a_time_and_serves_everybody_else()
         assert await mine == b"done"
         for call in held:
             call.cancel()
+
+
+class Keys:
+    """A method of authentication: a token is the name of its tenant."""
+
+    def principal(self, presented: Presented) -> Principal | None:
+        if not presented.token:
+            return None
+        return Principal(f"key:{presented.token}", frozenset(Role), (presented.token,))
+
+
+def as_tenant(name: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {name}")]
+
+
+# The test's own method needs no role.
+@pytest.fixture
+def identify(monkeypatch: pytest.MonkeyPatch) -> Callers:
+    monkeypatch.setitem(dict_of(REQUIREMENTS), "/t.T/Wait", Anyone.KNOWN)
+    return Callers(Authenticator([Keys()]))
+
+
+def dict_of(mapping: Any) -> dict[str, Any]:
+    assert isinstance(mapping, dict)
+    return mapping
+
+
+async def test_idle_tenant_holds_every_place_and_the_other_one_gets_its_part(identify: Callers) -> None:
+    """Both from one host: 41 connections of one tenant count no more than the one of the other."""
+    async with Port(max_concurrent_rpcs=400, identify=identify) as port:
+        channels = [await port.open() for _ in range(41)]
+        calls = [
+            channel.stream_unary("/t.T/Wait")(silence(), metadata=as_tenant("hog"))
+            for channel in channels
+            for _ in range(10)
+        ]
+        held = [asyncio.create_task(ended(call)) for call in calls]
+        refused, _ = await asyncio.wait(held, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        assert refused
+        for task in refused:
+            assert task.result().code() == EXHAUSTED
+            assert details(task.result())[2][0].retry_delay.seconds == 1
+        quiet = await port.open()
+        mine = [quiet.unary_unary("/t.T/Wait")(b"", metadata=as_tenant("quiet")) for _ in range(200)]
+        async with asyncio.timeout(30):
+            for _ in mine:
+                await port.entered.acquire()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await quiet.unary_unary("/t.T/Wait")(b"", timeout=30, metadata=as_tenant("quiet"))
+        assert caught.value.code() == EXHAUSTED, "half of the limit is its part"
+        assert await status_of(quiet, as_tenant("quiet")) == "1"
+        port.release.set()
+        assert await asyncio.gather(*mine) == [b"done"] * 200
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_call_without_a_credential_is_refused_before_its_message_and_holds_nothing(identify: Callers) -> None:
+    async with Port(max_concurrent_rpcs=1, request_timeout_s=3600.0, identify=identify) as port:
+        channel = await port.open()
+        for _ in range(50):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(idle_call(channel), 30)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        port.release.set()
+        assert await channel.unary_unary("/t.T/Wait")(b"", timeout=30, metadata=as_tenant("quiet")) == b"done"
+
+
+async def test_watches_of_strangers_shut_out_neither_their_probes_nor_watches_of_tenants(identify: Callers) -> None:
+    async with Port(identify=identify) as port:
+        strangers, tenant = await port.open(), await port.open()
+        health: Any = health_pb2_grpc.HealthStub(strangers)
+        watches = [aiter(health.Watch(health_pb2.HealthCheckRequest())) for _ in range(MAX_STRANGERS_WATCHES)]
+        for watch in watches:
+            await asyncio.wait_for(anext(watch), 30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(health.Watch(health_pb2.HealthCheckRequest(), timeout=30)))
+        assert caught.value.code() == EXHAUSTED and details(caught.value)[2][0].retry_delay.seconds == 10
+        response = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+        known: Any = health_pb2_grpc.HealthStub(tenant)
+        watch = aiter(known.Watch(health_pb2.HealthCheckRequest(), metadata=as_tenant("quiet")))
+        assert (await asyncio.wait_for(anext(watch), 30)).status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_watches_take_no_place_from_requests_and_are_limited_themselves() -> None:
