@@ -81,6 +81,12 @@ class AdapterNotFound(MotetError):
         self.resource = resource  # "adapters/{id}"
 
 
+class AdapterNameTaken(MotetError):
+    """The name belongs to an adapter of another tenant, of which the caller learns nothing else."""
+
+    reason = "NAME_TAKEN"
+
+
 class OperationNotFound(MotetError):
     """No long-running operation of that name."""
 
@@ -281,6 +287,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     AdapterNotFound: grpc.StatusCode.NOT_FOUND,
+    AdapterNameTaken: grpc.StatusCode.ALREADY_EXISTS,
     OperationNotFound: grpc.StatusCode.NOT_FOUND,
     AdapterNotActive: grpc.StatusCode.FAILED_PRECONDITION,
     AdapterVersionActive: grpc.StatusCode.FAILED_PRECONDITION,

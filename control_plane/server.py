@@ -36,6 +36,7 @@ from contract.v1 import plan_pb2_grpc
 from control_plane import descriptors
 from control_plane.access.authentication.assembly import open_authenticator
 from control_plane.access.authenticator import Authenticator
+from control_plane.access.name_prefixes import NamePrefixes
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
 from control_plane.adapters.life_cycle import AdapterLifeCycle
@@ -144,16 +145,16 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     uploads_dir = config.data_dir / "uploads"
     base_model = await _read_base_model(config)
     codec = await _start_codec(config, base_model, stack)
-    reports_file = config.data_dir / "workers" / f"{base_model.fingerprint}-{base_model.dtype}.json"
-    reports = await asyncio.to_thread(WorkerReports, reports_file, limit=base_model.max_model_len)
-    stack.push_async_callback(reports.close)
-    registry, weights = await _open_storage(config, base_model, reports, uploads_dir, stack)
+    reports = await _open_reports(config, base_model, stack)
+    fleet_settings = config.fleet_settings()
+    prefixes = fleet_settings.tenants.name_prefixes
+    registry, weights = await _open_storage(config, base_model, reports, uploads_dir, prefixes, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
     transport = _transport(config, watcher)
     authenticator = await _authenticator(config, watcher, stack)
     clients, workers = _make_ports(config, max_connections, authenticator, transport, audit, stack)
-    fleet = Fleet(assemble(config.fleet_settings(), base_model, weights, registry.incarnation, audit=audit))
+    fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
     life_cycle = AdapterLifeCycle(
@@ -366,11 +367,19 @@ def _lock_data_dir(directory: Path, stack: contextlib.AsyncExitStack) -> None:
     stack.callback(lock.release)
 
 
+async def _open_reports(config: ServerConfig, base_model: BaseModel, stack: contextlib.AsyncExitStack) -> WorkerReports:
+    file = config.data_dir / "workers" / f"{base_model.fingerprint}-{base_model.dtype}.json"
+    reports = await asyncio.to_thread(WorkerReports, file, limit=base_model.max_model_len)
+    stack.push_async_callback(reports.close)
+    return reports
+
+
 async def _open_storage(
     config: ServerConfig,
     base_model: BaseModel,
     reports: WorkerReports,
     uploads_dir: Path,
+    prefixes: NamePrefixes,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Registry, AdapterWeights]:
     """The store with its registry, locked for this server, and the host cache in front of it."""
@@ -389,6 +398,7 @@ async def _open_storage(
         reports=reports,
         clock=time.time,
         scratch_dir=scratch_dir,
+        prefixes=prefixes,
     )
     stack.push_async_callback(registry.close)
     num_adapters = registry.stats().num_registered

@@ -2,25 +2,29 @@
 
 Owns the order in which the tiers change, so that they agree with the registry also when a client leaves half-way, or
 when another name has the same weights. Every change writes a line of the audit log. Knows nothing of messages and
-connections. What only reads goes to the registry.
+connections. What only reads goes to the registry, which also judges what the caller may see and change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from control_plane.access.visibility import Ownership, may_change
 from control_plane.adapters.operations import Operation, OperationStore
 from control_plane.adapters.pins import Pins
 from control_plane.audit import actions
 from control_plane.audit.audit_log import AuditLog
+from control_plane.caller import current_caller
+from control_plane.errors import AdapterNotActive
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
+from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.records import AdapterRecord, Registered
 from control_plane.registry.registry import Registry
 
@@ -36,6 +40,7 @@ class Registration:
     adapter_id: str
     display_name: str = ""  # empty: that of the record stays
     labels: Mapping[str, str] = field(default_factory=dict)  # empty: those of the record stay
+    ownership: OwnershipChange = NO_CHANGE  # a new name is the caller's, and private
     validate_only: bool = False  # check and pack the files, and store nothing
 
 
@@ -46,6 +51,14 @@ class Placements:
     is_stored: bool = False
     is_host_cached: bool = False
     worker_ids: tuple[str, ...] = ()  # workers that have them in a slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Deletion:
+    """A deletion that has not ended."""
+
+    ownership: Ownership  # of the adapter when the deletion began
+    begun: asyncio.Task[Operation]  # ends as soon as new requests are refused
 
 
 class AdapterLifeCycle:
@@ -68,17 +81,22 @@ class AdapterLifeCycle:
         self._operations = operations
         self._pins = Pins(registry, weights, fleet)
         # The operations of deletions that have not ended, by (adapter id, digest of the version or "" for all).
-        self._deletions: dict[tuple[str, str], asyncio.Task[Operation]] = {}
+        self._deletions: dict[tuple[str, str], _Deletion] = {}
 
     def placements(self, record: AdapterRecord) -> Placements:
-        """Where the weights of the active version are at present."""
+        """Where the weights of the active version are at present, as far as the caller may know.
+
+        Other tenants may have the same weights, and use brings them to host cache and workers. So only an admin learns
+        of those; other callers learn what a pin of the name itself keeps in the host cache.
+        """
         digest = record.active_digest
         if not digest:
             return Placements()
+        is_admin = current_caller().principal.is_admin
         return Placements(
             is_stored=True,
-            is_host_cached=self._weights.is_cached(digest),
-            worker_ids=tuple(self._fleet.placements(digest)),
+            is_host_cached=(is_admin or record.is_pinned) and self._weights.is_cached(digest),
+            worker_ids=tuple(self._fleet.placements(digest)) if is_admin else (),
         )
 
     async def restore_pins(self) -> None:
@@ -99,6 +117,7 @@ class AdapterLifeCycle:
                 files,
                 display_name=registration.display_name,
                 labels=registration.labels,
+                ownership=registration.ownership,
                 validate_only=registration.validate_only,
             )
             if is_stored:
@@ -109,9 +128,15 @@ class AdapterLifeCycle:
             if is_stored:
                 await _to_the_end(self._pins.follow(registration.adapter_id))
 
+    def check_registrable(self, registration: Registration) -> None:
+        """Raise what registering would raise whatever the files: a name that is another tenant's, for example."""
+        self._registry.check_registrable(registration.adapter_id, registration.ownership)
+
     def start_registering(self, registration: Registration, files: Mapping[str, Path]) -> Operation:
         """Register as an operation, which a client can cancel. Raises Exhausted where too many are running."""
         self._audit.check()
+
+        ownership = self._registry.check_registrable(registration.adapter_id, registration.ownership)
 
         async def work() -> Registered:
             async with self._audit.change(actions.CREATE, _resource(registration.adapter_id)) as change:
@@ -119,7 +144,9 @@ class AdapterLifeCycle:
                 change.digest = registered.record.active_digest
                 return registered
 
-        return self._operations.start(registration.adapter_id, "create", work, is_cancellable=True)
+        return self._operations.start(
+            registration.adapter_id, "create", work, owner=ownership.owner, is_cancellable=True
+        )
 
     # ---- changing ----
 
@@ -129,11 +156,14 @@ class AdapterLifeCycle:
         *,
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
+        ownership: OwnershipChange = NO_CHANGE,
         etag: str = "",
     ) -> AdapterRecord:
-        """Change the description; None leaves a field as it is."""
+        """Change the description and the ownership; None leaves a field as it is."""
         async with self._audit.change(actions.UPDATE, _resource(adapter_id)):
-            return await self._registry.update(adapter_id, display_name=display_name, labels=labels, etag=etag)
+            return await self._registry.update(
+                adapter_id, display_name=display_name, labels=labels, ownership=ownership, etag=etag
+            )
 
     async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
         """Make a registered version the active one, and move the pin of a pinned name to it."""
@@ -167,7 +197,7 @@ class AdapterLifeCycle:
         One deletion runs for each name: a second call returns the operation of the first.
         """
         async with self._audit.change(actions.DELETE, _resource(adapter_id)):
-            return await self._joined((adapter_id, ""), self._begin_delete(adapter_id, etag))
+            return await self._joined((adapter_id, ""), partial(self._begin_delete, adapter_id, etag))
 
     async def delete_version(self, adapter_id: str, digest: str, etag: str = "") -> Operation:
         """Refuse new requests of a version at once. The operation ends when every tier is clear of it.
@@ -175,24 +205,29 @@ class AdapterLifeCycle:
         One deletion runs for each version: a second call returns the operation of the first.
         """
         async with self._audit.change(actions.DELETE_VERSION, _resource(adapter_id), digest=digest):
-            return await self._joined((adapter_id, digest), self._begin_delete_version(adapter_id, digest, etag))
+            begin = partial(self._begin_delete_version, adapter_id, digest, etag)
+            return await self._joined((adapter_id, digest), begin)
 
-    async def _joined(self, key: tuple[str, str], begin: Coroutine[Any, Any, Operation]) -> Operation:
-        begun = self._deletions.get(key)
-        if begun is None:
-            begun = self._deletions[key] = asyncio.ensure_future(begin)
+    async def _joined(self, key: tuple[str, str], begin: Callable[[str], Coroutine[Any, Any, Operation]]) -> Operation:
+        adapter_id, caller = key[0], current_caller()
+        deletion = self._deletions.get(key)
+        # The deletion knows whose the adapter was: near its end there is no record of the name any more.
+        if deletion is None or not may_change(caller.principal, caller.tenant, deletion.ownership, adapter_id):
+            ownership = self._registry.changeable(adapter_id).ownership
+            if deletion is not None:
+                raise AdapterNotActive(f"adapter {adapter_id!r} is being deleted; try again when that has ended")
+            begun = asyncio.ensure_future(begin(ownership.owner))
+            deletion = self._deletions[key] = _Deletion(ownership, begun)
             begun.add_done_callback(partial(self._forget_failed, key))
-        else:
-            begin.close()
         # If the client leaves here, the deletion must go on: the name would stay in deletion for ever.
-        return await asyncio.shield(begun)
+        return await asyncio.shield(deletion.begun)
 
     def _forget_failed(self, key: tuple[str, str], begun: asyncio.Task[Operation]) -> None:
         """A deletion that could not begin may be tried again."""
         if begun.cancelled() or begun.exception() is not None:
             del self._deletions[key]
 
-    async def _begin_delete(self, adapter_id: str, etag: str) -> Operation:
+    async def _begin_delete(self, adapter_id: str, etag: str, owner: str) -> Operation:
         digests = await self._registry.begin_delete(adapter_id, etag)
 
         async def work() -> None:
@@ -201,9 +236,9 @@ class AdapterLifeCycle:
             finally:
                 del self._deletions[adapter_id, ""]
 
-        return self._operations.start(adapter_id, "delete", work, is_cancellable=False, is_waiting=True)
+        return self._operations.start(adapter_id, "delete", work, owner=owner, is_cancellable=False, is_waiting=True)
 
-    async def _begin_delete_version(self, adapter_id: str, digest: str, etag: str) -> Operation:
+    async def _begin_delete_version(self, adapter_id: str, digest: str, etag: str, owner: str) -> Operation:
         await self._registry.begin_delete_version(adapter_id, digest, etag)
 
         async def work() -> None:
@@ -214,7 +249,7 @@ class AdapterLifeCycle:
                 del self._deletions[adapter_id, digest]
 
         return self._operations.start(
-            adapter_id, "delete_version", work, is_cancellable=False, is_waiting=True, digest=digest
+            adapter_id, "delete_version", work, owner=owner, is_cancellable=False, is_waiting=True, digest=digest
         )
 
     async def _clear(self, adapter_id: str, digests: Sequence[str]) -> None:

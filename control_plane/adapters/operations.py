@@ -1,7 +1,8 @@
 """Long-running operations on adapters: runs them as tasks and remembers how they ended.
 
 In memory: after a restart a client learns the result by reading the adapter itself. The number of running operations
-and the number of remembered ones are bounded.
+and the number of remembered ones are bounded. An operation belongs to the owner of its adapter: for other callers,
+admins excepted, it does not exist.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
+from control_plane.access.visibility import Ownership, may_see
+from control_plane.caller import current_caller
 from control_plane.checks import bad_page_token
 from control_plane.errors import Exhausted, MotetError, OperationNotFound, correlation_id_of
 from control_plane.registry.records import Registered
@@ -26,12 +29,21 @@ class Operation:
     """One change of an adapter, and its result once it is done."""
 
     def __init__(
-        self, adapter_id: str, verb: str, *, digest: str, create_time_s: float, is_cancellable: bool, work: Work
+        self,
+        adapter_id: str,
+        verb: str,
+        *,
+        owner: str,
+        digest: str,
+        create_time_s: float,
+        is_cancellable: bool,
+        work: Work,
     ) -> None:
         """Starts `work`. Called by OperationStore."""
         self.operation_id = secrets.token_hex(16)
         self.adapter_id = adapter_id
         self.verb = verb
+        self.owner = owner  # tenant that the adapter belongs to; empty: no tenant's
         self.digest = digest  # of the version; empty where the operation is about the whole adapter
         self.create_time_s = create_time_s  # wall clock, seconds since 1970
         # The result, meaningful once `is_done`. At most one of these is set; none is set by a deletion that succeeded.
@@ -47,6 +59,11 @@ class Operation:
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
+
+    def is_visible(self) -> bool:
+        """Whether it exists for the caller."""
+        caller = current_caller()
+        return may_see(caller.principal, caller.tenant, Ownership(self.owner), self.adapter_id)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, at most so long. Whether it is done."""
@@ -97,11 +114,12 @@ class OperationStore:
         verb: str,
         work: Work,
         *,
+        owner: str,
         is_cancellable: bool,
         is_waiting: bool = False,
         digest: str = "",
     ) -> Operation:
-        """Begin an operation, whose result is what `work` returns.
+        """Begin an operation, whose result is what `work` returns, on an adapter of this owner.
 
         `is_waiting`: the operation mostly waits, as a deletion waits for streams. There is always room for such an
         operation: each adapter and version has at most one, and it must not keep others from working. Raises Exhausted
@@ -110,7 +128,13 @@ class OperationStore:
         if not is_waiting and self._num_working >= self._max_running:
             raise Exhausted(f"{self._num_working} operations are running, at most {self._max_running}; try again")
         operation = Operation(
-            adapter_id, verb, digest=digest, create_time_s=self._wall_clock(), is_cancellable=is_cancellable, work=work
+            adapter_id,
+            verb,
+            owner=owner,
+            digest=digest,
+            create_time_s=self._wall_clock(),
+            is_cancellable=is_cancellable,
+            work=work,
         )
         self._operations[operation.operation_id] = operation
         self._running.add(operation)
@@ -131,8 +155,9 @@ class OperationStore:
             del self._operations[key]
 
     def find(self, operation_id: str) -> Operation | None:
-        """The operation, or None where it is not known any more."""
-        return self._operations.get(operation_id)
+        """The operation, or None where it is not known any more, or not for the caller to see."""
+        operation = self._operations.get(operation_id)
+        return operation if operation is not None and operation.is_visible() else None
 
     def get(self, operation_id: str) -> Operation:
         """The operation. Raises OperationNotFound."""
@@ -147,11 +172,14 @@ class OperationStore:
         del self._operations[operation_id]
 
     def page(self, page_size: int, page_token: str) -> tuple[list[Operation], str]:
-        """Operations, newest first, and the token of the next page ("": none). A token is an operation's id."""
-        ids = list(reversed(self._operations))
+        """Operations that the caller sees, newest first, and the token of the next page ("": none).
+
+        A token is the id of an operation that the caller sees.
+        """
+        ids = [key for key, operation in reversed(self._operations.items()) if operation.is_visible()]
         start = 0
         if page_token:
-            if page_token not in self._operations:
+            if page_token not in ids:
                 raise bad_page_token()
             start = ids.index(page_token)
         end = start + page_size

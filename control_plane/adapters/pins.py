@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from control_plane.errors import AdapterNotFound, MotetError
+from control_plane.errors import MotetError
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.keyed_locks import KeyedLocks
@@ -37,7 +37,7 @@ class Pins:
         """Pin the active version. Raises PinBudgetExceeded and changes nothing where it does not fit."""
         async with self._name_locks.hold(adapter_id):
             had_pin = adapter_id in self._digest_by_id
-            await self._hold(adapter_id, self._registry.get(adapter_id).active_digest)
+            await self._hold(adapter_id, self._registry.changeable(adapter_id).active_digest)
             try:
                 record = await self._registry.set_pinned(adapter_id)
             except BaseException:
@@ -61,12 +61,9 @@ class Pins:
         the log: the version is served all the same.
         """
         async with self._name_locks.hold(adapter_id):
-            try:
-                # Read under the name's lock: others may have pinned, unpinned, updated or deleted it since the change.
-                record = self._registry.get(adapter_id)
-            except AdapterNotFound:
-                return
-            if record.is_pinned:
+            # Read under the name's lock: others may have pinned, unpinned, updated or deleted it since the change.
+            record = self._registry.find(adapter_id)
+            if record is not None and record.is_pinned:
                 await self._move(record)
 
     async def forget(self, adapter_id: str) -> None:
@@ -76,12 +73,12 @@ class Pins:
 
     async def restore(self) -> None:
         """Pin again what the registry says is pinned; run at start, beside serving."""
-        token = ""
+        after = ""
         while True:
-            records, token = self._registry.list_page(1000, token)
+            records, after = self._registry.list_part(after)
             for record in records:
                 await self.follow(record.adapter_id)
-            if not token:
+            if not after:
                 return
 
     async def _move(self, record: AdapterRecord) -> None:

@@ -8,7 +8,9 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from motet.v1 import adapters_pb2, types_pb2
 
+from control_plane.access.visibility import Visibility, may_change
 from control_plane.adapters.life_cycle import Placements
+from control_plane.caller import current_caller
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
 
@@ -17,6 +19,12 @@ FINISH_REASONS = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
 }
+_VISIBILITIES = {
+    Visibility.PRIVATE: adapters_pb2.ADAPTER_VISIBILITY_PRIVATE,
+    Visibility.SHARED: adapters_pb2.ADAPTER_VISIBILITY_SHARED,
+    Visibility.PUBLIC: adapters_pb2.ADAPTER_VISIBILITY_PUBLIC,
+}
+VISIBILITY_BY_MESSAGE = {message: visibility for visibility, message in _VISIBILITIES.items()}
 _STATES = {
     AdapterState.ACTIVE: adapters_pb2.ADAPTER_STATE_ACTIVE,
     AdapterState.DELETING: adapters_pb2.ADAPTER_STATE_DELETING,
@@ -64,7 +72,9 @@ def version_message(version: AdapterVersion, *, with_modules: bool = False) -> a
 def adapter_message(
     record: AdapterRecord, *, with_modules: bool = False, placements: Placements | None = None
 ) -> adapters_pb2.Adapter:
-    active = record.active_version
+    """The adapter for the caller: only those who may change it see with whom it is shared."""
+    active, ownership, caller = record.active_version, record.ownership, current_caller()
+    is_own = may_change(caller.principal, caller.tenant, ownership, record.adapter_id)
     return adapters_pb2.Adapter(
         name=f"adapters/{record.adapter_id}",
         uid=record.uid,
@@ -78,6 +88,9 @@ def adapter_message(
         create_time=timestamp(record.create_time_s),
         update_time=timestamp(record.update_time_s),
         etag=record.etag,
+        owner=ownership.owner,
+        visibility=_VISIBILITIES[ownership.visibility],
+        shared_with=ownership.shared_with if is_own else (),
     )
 
 
@@ -104,7 +117,8 @@ def _change(registered: Registered) -> adapters_pb2.RegistrationChange:
     record, previous = registered.record, registered.previous
     if previous is None or not previous.versions:  # a record that could not be read is written again
         return adapters_pb2.REGISTRATION_CHANGE_CREATED
-    if record is previous and not registered.is_repaired:
+    is_active_already = record.active_digest == previous.active_digest and previous.state is AdapterState.ACTIVE
+    if is_active_already and not registered.is_repaired:
         return adapters_pb2.REGISTRATION_CHANGE_NONE
     if any(version.digest == record.active_digest for version in previous.versions):
         return adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED

@@ -1,7 +1,8 @@
 """What an operator grants tenants: the JSON object in the file that --tenants names.
 
 The object maps tenants to entries. The entry "default" is for every tenant without an entry. A field left out of an
-entry means no limit, or weight 1. The file is read once, at the start.
+entry means no limit, or weight 1. The field "name_prefixes" lists beginnings of adapter names that are reserved for the
+tenant. The file is read once, at the start.
 
 Use is charged to accounts. A tenant with an entry has an account of its own, and so has every tenant of an
 authenticated caller, whose credential fixes the name. Other clients can invent names as they like, so those have no
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from control_plane.access.name_prefixes import NO_PREFIXES, NamePrefixes, reserve
 from control_plane.access.tenant_names import TENANT_FORM, is_tenant
 
 DEFAULT_ENTRY = "default"
+PREFIXES_FIELD = "name_prefixes"
 MAX_FILE_BYTES = 16 << 20
 
 
@@ -44,6 +48,7 @@ class TenantTable:
     named: dict[str, TenantLimits] = field(default_factory=dict)
     default: TenantLimits = TenantLimits()
     trusts_names: bool = False  # clients cannot invent names: every tenant has an account
+    name_prefixes: NamePrefixes = NO_PREFIXES  # of adapter names
 
     def account_of(self, tenant: str, host: str, *, is_authenticated: bool = False) -> str:
         """The account that is charged for a request that a host sends for a tenant.
@@ -81,7 +86,11 @@ def parse_tenants(document: object) -> TenantTable:
     if not isinstance(document, dict):
         raise InvalidTenants(f"is a JSON {type(document).__name__}; use an object that maps tenants to limits")
     named = {tenant: _parse_entry(tenant, entry) for tenant, entry in document.items()}
-    return TenantTable(named, named.get(DEFAULT_ENTRY, TenantLimits()))
+    try:
+        name_prefixes = reserve({tenant: _prefixes_of(tenant, entry) for tenant, entry in document.items()})
+    except ValueError as error:
+        raise InvalidTenants(str(error)) from error
+    return TenantTable(named, named.get(DEFAULT_ENTRY, TenantLimits()), name_prefixes=name_prefixes)
 
 
 def _parse_entry(tenant: str, entry: object) -> TenantLimits:
@@ -90,9 +99,10 @@ def _parse_entry(tenant: str, entry: object) -> TenantLimits:
     if not isinstance(entry, dict):
         raise InvalidTenants(f"{tenant}: {entry!r} is not an object")
     known = [item.name for item in fields(TenantLimits)]
+    entry = {name: value for name, value in entry.items() if name != PREFIXES_FIELD}
     for name, value in entry.items():
         if name not in known:
-            raise InvalidTenants(f"{tenant}.{name}: unknown; known are {', '.join(known)}")
+            raise InvalidTenants(f"{tenant}.{name}: unknown; known are {', '.join([*known, PREFIXES_FIELD])}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name == "weight":
             if not (is_number and 0 < value < math.inf):
@@ -100,6 +110,17 @@ def _parse_entry(tenant: str, entry: object) -> TenantLimits:
         elif not (is_number and isinstance(value, int) and value >= 1):
             raise InvalidTenants(f"{tenant}.{name}: {value!r} is not an integer above 0; leave it out for no limit")
     return TenantLimits(**entry)
+
+
+def _prefixes_of(tenant: str, entry: Mapping[str, object]) -> tuple[str, ...]:
+    prefixes = entry.get(PREFIXES_FIELD, [])
+    if not isinstance(prefixes, list) or not all(isinstance(prefix, str) for prefix in prefixes):
+        raise InvalidTenants(f"{tenant}.{PREFIXES_FIELD}: {prefixes!r} is not a list of beginnings of adapter names")
+    if prefixes and tenant == DEFAULT_ENTRY:
+        raise InvalidTenants(
+            f"{tenant}.{PREFIXES_FIELD}: this entry is for every tenant without one; reserve names in a tenant's entry"
+        )
+    return tuple(prefixes)
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The registry's memory: every record, the index of names, what is in the store, and what can be served.
 
-No I/O. The registry writes a change to the store first, then puts it here.
+No I/O. The registry writes a change to the store first, then puts it here. A name that a caller may not see is, for
+that caller, a name that nobody has.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from contract.ids import is_adapter_id
+from control_plane.caller import Caller
 from control_plane.checks import bad_page_token, check_adapter_id, check_digest, page_size_of, require
 from control_plane.errors import (
     AdapterNotActive,
@@ -21,8 +23,9 @@ from control_plane.errors import (
 )
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
-from control_plane.registry.name_index import NameIndex
+from control_plane.registry.permissions import is_visible, require_change
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, ResolvedAdapter
+from control_plane.registry.visible_names import VisibleNames
 from control_plane.scheduler.types import AdapterRef
 
 
@@ -34,6 +37,8 @@ class RegistryStats:
     num_stored: int  # distinct digests in the store
     num_changes: int = 0  # under way
     num_locks: int = 0  # names and blobs that a change holds or waits for
+    # Names that the caller sees. None where its credential lists adapters: counting those takes a walk over all names.
+    num_visible: int | None = None
 
 
 class Catalog:
@@ -54,18 +59,17 @@ class Catalog:
         self._reports_seen = reports.changes
         self.blobs = set(blobs)  # digests that are complete in the store
         self._records: dict[str, AdapterRecord] = {}
-        # Invariants: the index holds the keys of _records; a digest's counts are over all records.
-        self._names = NameIndex(record.adapter_id for record in records)
+        # Invariants: the index holds the keys of _records; a digest's count is over all records.
+        self._names = VisibleNames((record.adapter_id, record.ownership) for record in records)
         self._num_names_by_digest: Counter[str] = Counter()  # names that are being deleted left out
-        self._num_pins_by_digest: Counter[str] = Counter()
         for record in records:
             self.put(record)
 
     # ---- reading ----
 
-    def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
+    def resolve(self, adapter_id: str, digest: str, caller: Caller) -> ResolvedAdapter:
         """The version a new request gets: the active one, or the one with `digest`."""
-        record = self.get(adapter_id)
+        record = self.get(adapter_id, caller)
         if record.state is AdapterState.DELETING:
             raise AdapterNotFound(f"adapter {adapter_id!r} is being deleted", resource=f"adapters/{adapter_id}")
         if digest:
@@ -77,12 +81,12 @@ class Catalog:
             raise error
         return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
 
-    def get(self, adapter_id: str) -> AdapterRecord:
-        """The record of a name. Raises AdapterNotFound, which suggests the nearest names."""
+    def get(self, adapter_id: str, caller: Caller) -> AdapterRecord:
+        """The record of a name that the caller sees. Raises AdapterNotFound, which suggests the nearest such names."""
         require(check_adapter_id, adapter_id, "adapter_id")
         record = self.find(adapter_id)
-        if record is None:
-            nearest = ", ".join(repr(name) for name in self._names.nearest(adapter_id))
+        if record is None or not is_visible(record, caller):
+            nearest = ", ".join(repr(name) for name in self._names.nearest(caller, adapter_id))
             hint = f"did you mean {nearest}? " if nearest else ""
             raise AdapterNotFound(
                 f"adapter {adapter_id!r} does not exist; {hint}ListAdapters (`motet adapters list`) shows all adapters",
@@ -90,14 +94,20 @@ class Catalog:
             )
         return record
 
+    def changeable(self, adapter_id: str, caller: Caller) -> AdapterRecord:
+        """The record of a name that the caller may change. Raises AdapterNotFound or PermissionDenied."""
+        record = self.get(adapter_id, caller)
+        require_change(record, caller)
+        return record
+
     def find(self, adapter_id: str) -> AdapterRecord | None:
-        """The record of a name, if there is one."""
+        """The record of a name, if there is one, whoever may see it: for the server's own work."""
         record = self._records.get(adapter_id)
         return None if record is None else self.with_state(record)
 
-    def current(self, adapter_id: str, etag: str) -> AdapterRecord:
-        """The record of a name, if it is the one that the caller read ("" matches any)."""
-        record = self.get(adapter_id)
+    def current(self, adapter_id: str, etag: str, caller: Caller) -> AdapterRecord:
+        """The record of a name that the caller may change, if it is the one that it read ("" matches any)."""
+        record = self.changeable(adapter_id, caller)
         if etag and etag != record.etag:
             raise EtagMismatch(f"adapter {adapter_id!r} changed since it was read; read it again and retry")
         return record
@@ -113,18 +123,18 @@ class Catalog:
             )
         return version
 
-    def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
-        """One page of records by name, and the token of the next page ("": none). 0 takes the default size."""
-        if page_token and not is_adapter_id(page_token):
+    def list_part(self, caller: Caller, after: str, count: int) -> tuple[list[AdapterRecord], str]:
+        """Up to `count` records after a name, of those that the caller sees, and where to go on: see VisibleNames."""
+        if after and not is_adapter_id(after):
             raise bad_page_token()
-        names, has_more = self._names.page(page_token, page_size_of(page_size, page_token))
-        return [self.with_state(self._records[name]) for name in names], names[-1] if has_more else ""
+        names, go_on_after = self._names.part(caller, after, count)
+        return [self.with_state(self._records[name]) for name in names], go_on_after
 
     def versions_page(
-        self, adapter_id: str, page_size: int = 0, page_token: str = ""
+        self, adapter_id: str, page_size: int, page_token: str, caller: Caller
     ) -> tuple[list[AdapterVersion], str]:
         """One page of a name's versions, newest first, and the token of the next page ("": none)."""
-        versions = self.get(adapter_id).versions
+        versions = self.get(adapter_id, caller).versions
         start = 0
         if page_token:
             digests = [version.digest for version in versions]
@@ -134,17 +144,17 @@ class Catalog:
         page = list(versions[start : start + page_size_of(page_size, page_token)])
         return page, page[-1].digest if start + len(page) < len(versions) else ""
 
-    def pinned_digests(self) -> list[str]:
-        """Active digests of all pinned names, sorted."""
-        return sorted(digest for digest, count in self._num_pins_by_digest.items() if count)
-
     def is_named(self, digest: str) -> bool:
         """Whether a name that is not being deleted has a version of this digest."""
         return digest in self._num_names_by_digest
 
-    def stats(self) -> RegistryStats:
-        """Counts."""
-        return RegistryStats(num_registered=len(self._names), num_stored=len(self.blobs))
+    def stats(self, caller: Caller) -> RegistryStats:
+        """Counts, those of what the caller sees among them."""
+        return RegistryStats(
+            num_registered=len(self._names),
+            num_stored=len(self.blobs),
+            num_visible=self._names.num_visible_to(caller),
+        )
 
     # ---- changing ----
 
@@ -153,28 +163,25 @@ class Catalog:
         old = self._records.get(record.adapter_id)
         if old is not None:
             self._count(old, -1)
+            if old.ownership != record.ownership:
+                self._names.remove(old.adapter_id, old.ownership)
         self._records[record.adapter_id] = record
-        self._names.add(record.adapter_id)
+        self._names.add(record.adapter_id, record.ownership)
         self._count(record, 1)
 
     def remove(self, record: AdapterRecord) -> None:
         """Remove a record."""
         self._count(record, -1)
         del self._records[record.adapter_id]
-        self._names.remove(record.adapter_id)
+        self._names.remove(record.adapter_id, record.ownership)
 
     def _count(self, record: AdapterRecord, change: int) -> None:
-        for counter, digests in (
-            (
-                self._num_names_by_digest,
-                [] if record.state is AdapterState.DELETING else [version.digest for version in record.versions],
-            ),
-            (self._num_pins_by_digest, [record.active_digest] if record.is_pinned else []),
-        ):
-            for digest in digests:
-                counter[digest] += change
-                if not counter[digest]:
-                    del counter[digest]
+        if record.state is AdapterState.DELETING:
+            return
+        for version in record.versions:
+            self._num_names_by_digest[version.digest] += change
+            if not self._num_names_by_digest[version.digest]:
+                del self._num_names_by_digest[version.digest]
 
     # ---- what can be served ----
 

@@ -7,7 +7,7 @@ a request needs.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 _NEIGHBOURS = 8  # candidates on each side of a name's place in each of the two orders
 _MAX_COMPARED = 6  # candidates whose edit distance is computed, about 25 us each
@@ -38,28 +38,38 @@ class NameIndex:
             if position < len(names) and names[position] == key:
                 names.pop(position)
 
-    def page(self, after: str, count: int) -> tuple[list[str], bool]:
-        """Up to `count` names that sort after `after`, and whether more follow."""
+    def page(self, after: str, count: int, *, prefix: str = "") -> list[str]:
+        """Up to `count` names that begin with `prefix` and sort after `after`, in order."""
         start = bisect.bisect_right(self._names, after)
-        return self._names[start : start + count], start + count < len(self._names)
+        if prefix > after:
+            start = bisect.bisect_left(self._names, prefix)
+        end = min(start + count, bisect.bisect_left(self._names, end_of(prefix))) if prefix else start + count
+        return self._names[start:end]
 
-    def nearest(self, name: str, count: int = 3) -> list[str]:
-        """Names that look like `name`, best first: at most every third character differs, or two are swapped."""
-        backwards = name[::-1]
-        # What the candidates have in common with the name at its two ends, which is nearly all for one typo.
-        shared: dict[str, int] = {}
-        for candidate in _around(self._names, name):
-            shared[candidate] = _num_alike(name, candidate)
-        for key in _around(self._reversed, backwards):
-            candidate = key[::-1]
-            if candidate not in shared:
-                shared[candidate] = _num_alike(name, candidate)
-        for candidate in shared:
-            shared[candidate] += _num_alike(backwards, candidate[::-1])
-        likely = sorted(shared, key=lambda candidate: (-shared[candidate], candidate))[:_MAX_COMPARED]
-        distances = {candidate: edit_distance(name, candidate) for candidate in likely}
-        near = [candidate for candidate in likely if _is_near(name, candidate, distances[candidate])]
-        return sorted(near, key=lambda candidate: (distances[candidate], candidate))[:count]
+    def around(self, name: str) -> list[str]:
+        """Names that share much with the beginning or the end of `name`, a few of each."""
+        return _around(self._names, name) + [key[::-1] for key in _around(self._reversed, name[::-1])]
+
+
+def end_of(prefix: str) -> str:
+    """Sorts after every name that begins with `prefix`, and before the names that sort after those."""
+    return prefix + "\x7f"  # after every character of a name
+
+
+def nearest(
+    indexes: Sequence[NameIndex], name: str, *, is_candidate: Callable[[str], bool] = lambda _: True, count: int = 3
+) -> list[str]:
+    """Names that look like `name`, best first: at most every third character differs, or two are swapped."""
+    backwards = name[::-1]
+    candidates = {candidate for index in indexes for candidate in index.around(name) if is_candidate(candidate)}
+    # What the candidates have in common with the name at its two ends, which is nearly all for one typo.
+    shared = {
+        candidate: _num_alike(name, candidate) + _num_alike(backwards, candidate[::-1]) for candidate in candidates
+    }
+    likely = sorted(shared, key=lambda candidate: (-shared[candidate], candidate))[:_MAX_COMPARED]
+    distances = {candidate: edit_distance(name, candidate) for candidate in likely}
+    near = [candidate for candidate in likely if _is_near(name, candidate, distances[candidate])]
+    return sorted(near, key=lambda candidate: (distances[candidate], candidate))[:count]
 
 
 def _is_near(name: str, candidate: str, distance: int) -> bool:

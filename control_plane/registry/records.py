@@ -13,9 +13,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
+from control_plane.access.tenant_names import is_tenant
+from control_plane.access.visibility import NOBODYS, Ownership, Visibility
 from control_plane.scheduler.types import AdapterRef
 
-_FORMAT = 2
+_VERSION_FORMAT = 2
+# 1: with the versions in it; 2: versions in documents of their own; 3: with the ownership
+_RECORD_FORMAT = 3
 
 
 class AdapterState(enum.Enum):
@@ -59,6 +63,7 @@ class AdapterRecord:
     update_time_s: float
     revision: int = field(default=1)  # counts up with every change
     last_number: int = 0  # of the version that was registered last, deleted ones included
+    ownership: Ownership = NOBODYS
 
     @property
     def etag(self) -> str:
@@ -102,8 +107,8 @@ class StoredRecord:
     is_old: bool  # in the old format, which holds the versions: to be written again
 
 
-# Fields of a record that its document does not have: found out, or in documents of their own.
-_NOT_STORED = {"state", "state_reason", "versions"}
+# Fields of a record that its document does not have: found out, in documents of their own, or as several members.
+_NOT_STORED = {"state", "state_reason", "versions", "ownership"}
 _JSON_TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,
@@ -118,13 +123,16 @@ def encode_record(record: AdapterRecord) -> bytes:
     """The stored document of a record."""
     document = {f.name: getattr(record, f.name) for f in fields(record) if f.name not in _NOT_STORED}
     document["version_digests"] = [version.digest for version in record.versions]
-    document["format"] = _FORMAT
+    document["owner"] = record.ownership.owner
+    document["visibility"] = record.ownership.visibility.value
+    document["shared_with"] = record.ownership.shared_with
+    document["format"] = _RECORD_FORMAT
     return json.dumps(document, sort_keys=True).encode()
 
 
 def encode_version(version: AdapterVersion) -> bytes:
     """The stored document of a version."""
-    return json.dumps(asdict(version) | {"format": _FORMAT}, sort_keys=True).encode()
+    return json.dumps(asdict(version) | {"format": _VERSION_FORMAT}, sort_keys=True).encode()
 
 
 def decode_record(raw: bytes) -> StoredRecord:
@@ -133,12 +141,15 @@ def decode_record(raw: bytes) -> StoredRecord:
     match document.pop("format", None):
         case 1:
             return _decode_with_versions(document)
-        case 2:
+        case 2 | 3 as number:
+            ownership = _ownership(document) if number == _RECORD_FORMAT else NOBODYS
             digests = document.pop("version_digests", None)
             if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
                 raise ValueError("version_digests is missing or is not a list")
             values = _checked(AdapterRecord, document, skip=_NOT_STORED)
-            record = AdapterRecord(**values, state=AdapterState.ACTIVE, state_reason="", versions=())
+            record = AdapterRecord(
+                **values, state=AdapterState.ACTIVE, state_reason="", versions=(), ownership=ownership
+            )
             return StoredRecord(record, tuple(digests), is_old=False)
         case other:
             raise ValueError(f"it has format {other!r}; it was written by another version of Motet")
@@ -147,7 +158,7 @@ def decode_record(raw: bytes) -> StoredRecord:
 def decode_version(raw: bytes) -> AdapterVersion:
     """Read a version's document. Raises ValueError with what is wrong."""
     document = _object(raw)
-    if (found := document.pop("format", None)) != _FORMAT:
+    if (found := document.pop("format", None)) != _VERSION_FORMAT:
         raise ValueError(f"it has format {found!r}; it was written by another version of Motet")
     return _version(document)
 
@@ -175,6 +186,19 @@ def _decode_with_versions(document: dict[str, Any]) -> StoredRecord:
     if record.active_version is None:
         raise ValueError("the active version is not among its versions")
     return StoredRecord(record, tuple(version.digest for version in versions), is_old=True)
+
+
+def _ownership(document: dict[str, Any]) -> Ownership:
+    """Take the ownership out of a record's document. Raises ValueError: nothing is guessed about who sees a record."""
+    owner, tenants = document.pop("owner", None), document.pop("shared_with", None)
+    if not isinstance(owner, str) or not (owner == "" or is_tenant(owner)):
+        raise ValueError("owner is missing or is not a tenant")
+    if not isinstance(tenants, list) or not all(isinstance(tenant, str) and is_tenant(tenant) for tenant in tenants):
+        raise ValueError("shared_with is missing or is not a list of tenants")
+    visibility = Visibility(document.pop("visibility", None))
+    if (visibility is Visibility.SHARED) != bool(tenants):
+        raise ValueError(f"visibility {visibility.value} contradicts shared_with")
+    return Ownership(owner, visibility, tuple(tenants))
 
 
 def _version(document: dict[str, Any]) -> AdapterVersion:

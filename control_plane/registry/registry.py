@@ -2,28 +2,37 @@
 
 Reading is synchronous and touches memory only. Changes of one name happen one after the other; of two that carry the
 same etag one wins. A caller's cancellation never leaves memory and store apart.
+
+What is read or changed is judged by the caller of the RPC that runs (`current_caller`): a name that it does not see
+does not exist for it. `find` and the steps that finish a deletion are the server's own work, whoever began it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from control_plane.access.name_prefixes import NO_PREFIXES, NamePrefixes
+from control_plane.access.visibility import Ownership, owner_of_new
+from control_plane.caller import current_caller
 from control_plane.checks import Violations, check_adapter_id, check_digest, check_display_name, check_labels, require
-from control_plane.errors import AdapterNotActive, AdapterVersionActive, Exhausted, MotetError
+from control_plane.errors import AdapterNotActive, AdapterVersionActive, MotetError
 from control_plane.registry.blob_writer import BlobWriter
 from control_plane.registry.catalog import Catalog, RegistryStats
 from control_plane.registry.changes import Abandoned, Changes
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.new_version import Description, registered
+from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.peft.packing import Packer
+from control_plane.registry.permissions import require_owner, require_registration
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
@@ -39,8 +48,6 @@ from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
 
-MAX_VERSIONS = 1000
-
 
 class Registry:
     """All adapters of one base model."""
@@ -54,6 +61,7 @@ class Registry:
         *,
         incarnation: int,
         clock: Callable[[], float],
+        prefixes: NamePrefixes,
     ) -> None:
         """Use `open`. The store is locked and in order, and `catalog` has what is in it."""
         self.incarnation = incarnation  # durable, one more with every open
@@ -64,6 +72,7 @@ class Registry:
         self._blobs = BlobWriter(store, calls, catalog)
         self._changes = Changes(calls)
         self._clock = clock  # wall clock, seconds
+        self._prefixes = prefixes
 
     @classmethod
     async def open(
@@ -76,10 +85,11 @@ class Registry:
         reports: WorkerReports,
         clock: Callable[[], float] = time.time,
         scratch_dir: Path | None = None,
+        prefixes: NamePrefixes = NO_PREFIXES,
     ) -> Registry:
         """Lock the store, bring it in order, read it. `scratch_dir` takes adapters while they are packed.
 
-        Adapters are judged by what `reports` says that the workers serve.
+        Adapters are judged by what `reports` says that the workers serve. `prefixes` are reserved for tenants.
         """
         incarnation = await calls.read(store.acquire, extra_s=MAX_LOCK_WAIT_S)
         try:
@@ -90,8 +100,8 @@ class Registry:
             raise
         catalog = Catalog(base_model, recovered.blobs, recovered.records, reports=reports)
         packer = Packer(base_model, reports, max_adapter_bytes=max_adapter_bytes, scratch_dir=scratch_dir)
-        logger.info("registry open incarnation=%d num_adapters=%d", incarnation, catalog.stats().num_registered)
-        return cls(store, calls, catalog, packer, incarnation=incarnation, clock=clock)
+        logger.info("registry open incarnation=%d num_adapters=%d", incarnation, len(recovered.records))
+        return cls(store, calls, catalog, packer, incarnation=incarnation, clock=clock, prefixes=prefixes)
 
     async def close(self) -> None:
         """Wait for changes under way, though not for a store that hangs, then give the store back.
@@ -111,33 +121,42 @@ class Registry:
 
     def resolve(self, adapter_id: str, digest: str = "") -> ResolvedAdapter:
         """The version a new request gets: the active one, or the one with `digest`."""
-        return self._catalog.resolve(adapter_id, digest)
+        return self._catalog.resolve(adapter_id, digest, current_caller())
 
     def get(self, adapter_id: str) -> AdapterRecord:
-        """The record of a name. Raises AdapterNotFound, which suggests the nearest names."""
-        return self._catalog.get(adapter_id)
+        """The record of a name. Raises AdapterNotFound, which suggests the nearest names that the caller sees."""
+        return self._catalog.get(adapter_id, current_caller())
 
-    def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
-        """One page of records by name, and the token of the next page ("": none). 0 takes the default size."""
-        return self._catalog.list_page(page_size, page_token)
+    def changeable(self, adapter_id: str) -> AdapterRecord:
+        """The record of a name that the caller may change. Raises AdapterNotFound or PermissionDenied."""
+        return self._catalog.changeable(adapter_id, current_caller())
+
+    def find(self, adapter_id: str) -> AdapterRecord | None:
+        """The record of a name, if there is one, whoever may see it: for the server's own work."""
+        return self._catalog.find(adapter_id)
+
+    def list_part(self, after: str = "", count: int = 1000) -> tuple[list[AdapterRecord], str]:
+        """Up to `count` records after a name, and the name to go on after ("": the caller sees no further record).
+
+        The name to go on after may be one that the caller does not see: give it to nobody. A part may have fewer
+        records than `count`, also none, before the last one.
+        """
+        return self._catalog.list_part(current_caller(), after, count)
 
     def versions_page(
         self, adapter_id: str, page_size: int = 0, page_token: str = ""
     ) -> tuple[list[AdapterVersion], str]:
         """One page of a name's versions, newest first, and the token of the next page ("": none)."""
-        return self._catalog.versions_page(adapter_id, page_size, page_token)
+        return self._catalog.versions_page(adapter_id, page_size, page_token, current_caller())
 
     def is_named(self, digest: str) -> bool:
         """Whether a name that is not being deleted has a version of this digest."""
         return self._catalog.is_named(digest)
 
-    def pinned_digests(self) -> list[str]:
-        """Active digests of all pinned names, sorted."""
-        return self._catalog.pinned_digests()
-
     def stats(self) -> RegistryStats:
-        """Counts."""
-        return replace(self._catalog.stats(), num_changes=len(self._changes), num_locks=len(self._changes.locks))
+        """Counts. `num_visible` is that of the caller; see also `count_visible`."""
+        counts = self._catalog.stats(current_caller())
+        return replace(counts, num_changes=len(self._changes), num_locks=len(self._changes.locks))
 
     # ---- changes ----
 
@@ -148,9 +167,10 @@ class Registry:
         *,
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
+        ownership: OwnershipChange = NO_CHANGE,
         validate_only: bool = False,
     ) -> Registered:
-        """Check and pack the files and make them the active version of the name.
+        """Check and pack the files and make them the active version of the name, which gets this ownership.
 
         The same bytes again change nothing, but that they are active again. Cancelled before the change begins,
         nothing is registered; cancelled later, the change is made to its end before this returns.
@@ -160,12 +180,15 @@ class Registry:
         check_display_name(display_name, "display_name", violations)
         check_labels(labels or {}, "labels", violations)
         violations.raise_if_any()
-        self._registrable(adapter_id)
+        self.check_registrable(adapter_id, ownership)
+        described = Description(adapter_id, display_name, dict(labels or {}))
         is_abandoned = threading.Event()
-        change = self._register(
-            adapter_id, dict(files), display_name, dict(labels or {}), is_abandoned, validate_only=validate_only
-        )
+        change = self._register(described, ownership, dict(files), is_abandoned, validate_only=validate_only)
         return await self._changes.finish(change, on_cancelled=is_abandoned.set)
+
+    def check_registrable(self, adapter_id: str, ownership: OwnershipChange = NO_CHANGE) -> Ownership:
+        """The ownership that the name would have. Raises what registering under it would raise, whatever the files."""
+        return self._registrable(adapter_id, ownership)[1]
 
     async def update(
         self,
@@ -173,17 +196,20 @@ class Registry:
         *,
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
+        ownership: OwnershipChange = NO_CHANGE,
         etag: str = "",
     ) -> AdapterRecord:
-        """Change the description; None leaves a field as it is."""
+        """Change the description and the ownership; None leaves a field as it is."""
         if display_name is not None:
             require(check_display_name, display_name, "display_name")
         if labels is not None:
             require(check_labels, labels, "labels")
+        require_owner(ownership.owner, current_caller(), "adapter.owner")
 
         def change(record: AdapterRecord) -> AdapterRecord:
             return replace(
                 record,
+                ownership=ownership.applied_to(record.ownership),
                 display_name=record.display_name if display_name is None else display_name,
                 labels=record.labels if labels is None else dict(labels),
             )
@@ -231,90 +257,39 @@ class Registry:
 
     async def _register(
         self,
-        adapter_id: str,
+        described: Description,
+        ownership: OwnershipChange,
         files: dict[str, Path],
-        display_name: str,
-        labels: dict[str, str],
         is_abandoned: threading.Event,
         *,
         validate_only: bool,
     ) -> Registered:
         async with self._packer.packed(files, is_abandoned) as packed:
             if validate_only:
-                return self._registered(adapter_id, packed, display_name, labels)
+                return self._registered(described, ownership, packed)
             locks = self._changes.locks
-            async with locks.hold(f"name {adapter_id}"), locks.hold(f"blob {packed.digest}"):
+            async with locks.hold(f"name {described.adapter_id}"), locks.hold(f"blob {packed.digest}"):
                 if is_abandoned.is_set():
                     raise Abandoned
-                registered = self._registered(adapter_id, packed, display_name, labels)
-                is_repaired = await self._store_version(registered.record, packed)
-            return replace(registered, is_repaired=is_repaired)
+                result = self._registered(described, ownership, packed)
+                is_repaired = await self._store_version(result.record, packed)
+            return replace(result, is_repaired=is_repaired)
 
-    def _registrable(self, adapter_id: str) -> AdapterRecord | None:
-        """The present record of the name, if any. Raises if nothing can be registered under it."""
+    def _registrable(self, adapter_id: str, change: OwnershipChange) -> tuple[AdapterRecord | None, Ownership]:
+        """The present record of the name, if any, and its ownership after registering. Raises if it cannot be had."""
+        caller = current_caller()
         record = self._catalog.find(adapter_id)
+        require_registration(adapter_id, record, caller, self._prefixes)
         if record is not None and record.state is AdapterState.DELETING:
             raise AdapterNotActive(f"adapter {adapter_id!r} is being deleted; register it when that has ended")
-        return record
-
-    def _registered(self, adapter_id: str, packed: PackedInfo, display_name: str, labels: dict[str, str]) -> Registered:
-        """The record with this version active, and as it is."""
-        now_s = self._clock()
-        record = self._registrable(adapter_id)
+        require_owner(change.owner, caller, "owner")
         if record is None or not record.versions:
-            first = AdapterRecord(
-                adapter_id=adapter_id,
-                uid=uuid.uuid4().hex,
-                display_name=display_name,
-                labels=labels,
-                state=AdapterState.ACTIVE,
-                state_reason="",
-                versions=(self._version(packed, 1, now_s),),
-                active_digest=packed.digest,
-                is_pinned=False,
-                create_time_s=now_s,
-                update_time_s=now_s,
-                last_number=1,
-            )
-            return Registered(first, record)
-        is_known = record.version(packed.digest) is not None
-        if is_known and record.active_digest == packed.digest and record.state is AdapterState.ACTIVE:
-            return Registered(record, record)
-        changed = replace(
-            record,
-            display_name=display_name or record.display_name,
-            labels=labels or record.labels,
-            state=AdapterState.ACTIVE,
-            state_reason="",
-            active_digest=packed.digest,
-            update_time_s=now_s,
-            revision=record.revision + 1,
-        )
-        if is_known:
-            return Registered(changed, record)
-        if len(record.versions) >= MAX_VERSIONS:
-            raise Exhausted(
-                f"adapter {adapter_id!r} has {MAX_VERSIONS} versions, the limit; delete versions that are not in use "
-                "(DeleteAdapterVersion, `motet adapters remove NAME --version DIGEST`), or use another id",
-                retry_after_s=60.0,
-            )
-        number = record.last_number + 1
-        version = self._version(packed, number, now_s)
-        return Registered(replace(changed, versions=(version, *record.versions), last_number=number), record)
+            return record, change.applied_to(Ownership(owner_of_new(caller.principal, caller.tenant)))
+        return record, change.applied_to(record.ownership)
 
-    def _version(self, packed: PackedInfo, number: int, now_s: float) -> AdapterVersion:
-        return AdapterVersion(
-            digest=packed.digest,
-            kind=packed.kind,
-            max_rank=packed.max_rank,
-            dtype=self._catalog.base_model.dtype,
-            size_bytes=packed.size_bytes,
-            arena_bytes=packed.arena_bytes,
-            target_modules=packed.target_modules,
-            create_time_s=now_s,
-            base_fingerprint=self._catalog.base_model.fingerprint,
-            number=number,
-        )
+    def _registered(self, described: Description, change: OwnershipChange, packed: PackedInfo) -> Registered:
+        record, ownership = self._registrable(described.adapter_id, change)
+        return registered(record, described, ownership, packed, self._catalog.base_model, self._clock())
 
     async def _store_version(self, record: AdapterRecord, packed: PackedInfo) -> bool:
         """Blob first, then the version's document, then the record that names it. Whether the blob was repaired.
@@ -366,14 +341,14 @@ class Registry:
 
     def _changeable(self, adapter_id: str, etag: str) -> AdapterRecord:
         """The present record, if it can be changed and is the one that the caller read."""
-        record = self._catalog.current(adapter_id, etag)
+        record = self._catalog.current(adapter_id, etag, current_caller())
         if record.state is AdapterState.DELETING or not record.versions:
             self._catalog.refuse_failed(record)
         return record
 
     async def _begin_delete(self, adapter_id: str, etag: str) -> list[str]:
         async with self._changes.locks.hold(f"name {adapter_id}"):
-            record = self._catalog.current(adapter_id, etag)
+            record = self._catalog.current(adapter_id, etag, current_caller())
             if record.state is not AdapterState.DELETING:
                 await self._calls.change(self._store.mark_deleting, adapter_id)
                 deleting = replace(
@@ -390,8 +365,8 @@ class Registry:
 
     async def _finish_delete(self, adapter_id: str) -> None:
         async with self._changes.locks.hold(f"name {adapter_id}"):
-            record = self.get(adapter_id)
-            if record.state is not AdapterState.DELETING:
+            record = self.find(adapter_id)
+            if record is None or record.state is not AdapterState.DELETING:
                 raise AdapterNotActive(f"adapter {adapter_id!r} is not being deleted")
             await self._calls.change(self._store.delete_record, adapter_id)
             self._catalog.remove(record)
@@ -424,3 +399,17 @@ class Registry:
                 logger.warning(
                     "record names a deleted version until it is written adapter_id=%s: %s", adapter_id, error
                 )
+
+
+async def count_visible(registry: Registry) -> int:
+    """How many adapters the caller sees. Gives other tasks a turn where they have to be looked at one by one."""
+    num_visible = registry.stats().num_visible
+    if num_visible is not None:
+        return num_visible
+    num_visible, after = 0, ""
+    while True:
+        records, after = registry.list_part(after)
+        num_visible += len(records)
+        if not after:
+            return num_visible
+        await asyncio.sleep(0)

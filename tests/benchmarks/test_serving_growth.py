@@ -22,7 +22,7 @@ async def test_the_registry_opens_a_filled_store_and_registers_the_same_adapter_
     fill_store(store_dir, model_dir, small, 3, 5)
     registry = await open_registry(str(store_dir), BaseModel.load(model_dir))
     try:
-        records, _ = registry.list_page(page_size=100)
+        records, _ = registry.list_part(count=100)
         assert [record.adapter_id for record in records] == [small_name(index) for index in range(5)]
         assert {record.state for record in records} == {AdapterState.ACTIVE}
         assert len({record.active_digest for record in records}) == 5

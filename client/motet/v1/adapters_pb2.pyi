@@ -12,6 +12,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class AdapterVisibility(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADAPTER_VISIBILITY_UNSPECIFIED: _ClassVar[AdapterVisibility]
+    ADAPTER_VISIBILITY_PRIVATE: _ClassVar[AdapterVisibility]
+    ADAPTER_VISIBILITY_SHARED: _ClassVar[AdapterVisibility]
+    ADAPTER_VISIBILITY_PUBLIC: _ClassVar[AdapterVisibility]
+
 class AdapterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ADAPTER_STATE_UNSPECIFIED: _ClassVar[AdapterState]
@@ -33,6 +40,10 @@ class RegistrationChange(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REGISTRATION_CHANGE_VERSION_ADDED: _ClassVar[RegistrationChange]
     REGISTRATION_CHANGE_VERSION_ACTIVATED: _ClassVar[RegistrationChange]
     REGISTRATION_CHANGE_NONE: _ClassVar[RegistrationChange]
+ADAPTER_VISIBILITY_UNSPECIFIED: AdapterVisibility
+ADAPTER_VISIBILITY_PRIVATE: AdapterVisibility
+ADAPTER_VISIBILITY_SHARED: AdapterVisibility
+ADAPTER_VISIBILITY_PUBLIC: AdapterVisibility
 ADAPTER_STATE_UNSPECIFIED: AdapterState
 ADAPTER_STATE_ACTIVE: AdapterState
 ADAPTER_STATE_DELETING: AdapterState
@@ -64,7 +75,7 @@ class AdapterPlacement(_message.Message):
     def __init__(self, tier: _Optional[_Union[AdapterTier, str]] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "uid", "display_name", "labels", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time", "etag", "registration")
+    __slots__ = ("name", "uid", "display_name", "labels", "state", "state_reason", "active_version", "pinned", "placements", "create_time", "update_time", "etag", "registration", "owner", "visibility", "shared_with")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +96,9 @@ class Adapter(_message.Message):
     UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    VISIBILITY_FIELD_NUMBER: _ClassVar[int]
+    SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     display_name: str
@@ -98,7 +112,10 @@ class Adapter(_message.Message):
     update_time: _timestamp_pb2.Timestamp
     etag: str
     registration: Registration
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ...) -> None: ...
+    owner: str
+    visibility: AdapterVisibility
+    shared_with: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., owner: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
     __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number")
@@ -121,7 +138,7 @@ class AdapterVersion(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
-    __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id")
+    __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id", "visibility", "shared_with", "owner")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -135,13 +152,19 @@ class UploadHeader(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VISIBILITY_FIELD_NUMBER: _ClassVar[int]
+    SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     display_name: str
     labels: _containers.ScalarMap[str, str]
     files: _containers.RepeatedCompositeFieldContainer[UploadFile]
     validate_only: bool
     request_id: str
-    def __init__(self, adapter_id: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., files: _Optional[_Iterable[_Union[UploadFile, _Mapping]]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ...) -> None: ...
+    visibility: AdapterVisibility
+    shared_with: _containers.RepeatedScalarFieldContainer[str]
+    owner: str
+    def __init__(self, adapter_id: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., files: _Optional[_Iterable[_Union[UploadFile, _Mapping]]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class UploadFile(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256")
@@ -178,7 +201,7 @@ class UploadAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class CreateAdapterRequest(_message.Message):
-    __slots__ = ("adapter_id", "source", "display_name", "labels", "validate_only", "request_id")
+    __slots__ = ("adapter_id", "source", "display_name", "labels", "validate_only", "request_id", "visibility", "shared_with", "owner")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -192,13 +215,19 @@ class CreateAdapterRequest(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VISIBILITY_FIELD_NUMBER: _ClassVar[int]
+    SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     source: str
     display_name: str
     labels: _containers.ScalarMap[str, str]
     validate_only: bool
     request_id: str
-    def __init__(self, adapter_id: _Optional[str] = ..., source: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ...) -> None: ...
+    visibility: AdapterVisibility
+    shared_with: _containers.RepeatedScalarFieldContainer[str]
+    owner: str
+    def __init__(self, adapter_id: _Optional[str] = ..., source: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., validate_only: bool = ..., request_id: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class GetAdapterRequest(_message.Message):
     __slots__ = ("name",)

@@ -29,6 +29,9 @@ if _version_not_supported:
 class AdapterServiceStub(object):
     """Registers, lists, pins and deletes adapters. Slow work is a google.longrunning.Operation; the standard
     google.longrunning.Operations service of the same server follows it.
+
+    An adapter belongs to a tenant. For a caller that may not see it the adapter does not exist: NOT_FOUND, and not in lists.
+    A caller that sees it and does not own it may use it; changing it gives PERMISSION_DENIED.
     """
 
     def __init__(self, channel):
@@ -97,14 +100,18 @@ class AdapterServiceStub(object):
 class AdapterServiceServicer(object):
     """Registers, lists, pins and deletes adapters. Slow work is a google.longrunning.Operation; the standard
     google.longrunning.Operations service of the same server follows it.
+
+    An adapter belongs to a tenant. For a caller that may not see it the adapter does not exist: NOT_FOUND, and not in lists.
+    A caller that sees it and does not own it may use it; changing it gives PERMISSION_DENIED.
     """
 
     def UploadAdapter(self, request_iterator, context):
         """Registers an adapter from files sent over this stream: a header, then chunks in order, then the end of the client's
         side. A call that ends in another way, cancelled or cut off, registers nothing. Registering the same bytes again is
         allowed: it makes their version the active one, and repairs what is damaged of it in the artifact store. New bytes
-        under a known name are a new version, which becomes the active one. DEADLINE_EXCEEDED ends an upload that sends
-        nothing for 30 seconds, or less than 64 KiB per second on average after the first 30 seconds.
+        under a known name are a new version, which becomes the active one. A name that another tenant has gives
+        PERMISSION_DENIED if the caller sees that adapter, and ALREADY_EXISTS if not. DEADLINE_EXCEEDED ends an upload that
+        sends nothing for 30 seconds, or less than 64 KiB per second on average after the first 30 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,14 +133,14 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """All adapters, a page at a time, ordered by name.
+        """All adapters that the caller sees, a page at a time, ordered by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateAdapter(self, request, context):
-        """Changes labels and display name.
+        """Changes labels, display name and who sees the adapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -253,6 +260,9 @@ def add_AdapterServiceServicer_to_server(servicer, server):
 class AdapterService(object):
     """Registers, lists, pins and deletes adapters. Slow work is a google.longrunning.Operation; the standard
     google.longrunning.Operations service of the same server follows it.
+
+    An adapter belongs to a tenant. For a caller that may not see it the adapter does not exist: NOT_FOUND, and not in lists.
+    A caller that sees it and does not own it may use it; changing it gives PERMISSION_DENIED.
     """
 
     @staticmethod

@@ -18,6 +18,7 @@ from control_plane.adapters.roots import AdapterRoots
 from control_plane.api import wire
 from control_plane.api.admin.idempotency_cache import IdempotencyCache
 from control_plane.api.admin.operations import operation_message
+from control_plane.api.admin.ownership import FIELDS, change_of, change_of_fields, check_ownership
 from control_plane.api.admin.resource_names import adapter_id_in, operation_id_in
 from control_plane.api.admin.upload import UploadReceiver
 from control_plane.api.gate import DrainGate
@@ -40,6 +41,7 @@ from control_plane.registry.registry import Registry
 
 SERVICE_NAME = adapters_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
 ADAPTERS_AT_ONCE = 32  # of a page, before other tasks get a turn of the event loop
+CHANGEABLE = ("labels", "display_name", *FIELDS)  # what an update mask may name
 MAX_MASK_PATHS = 16  # more than there are fields that can be changed
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -82,9 +84,11 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             change.resource, change.request_id = f"adapters/{header.adapter_id}", header.request_id
 
             async def register() -> adapters_pb2.UploadAdapterResponse:
+                registration = _registration(header)
+                self._life_cycle.check_registrable(registration)  # before gigabytes are received
                 files = await upload.receive()
                 await _check_whole(context)
-                registered = await self._life_cycle.register(_registration(header), files)
+                registered = await self._life_cycle.register(registration, files)
                 change.digest = registered.record.active_digest
                 return adapters_pb2.UploadAdapterResponse(adapter=wire.registered_message(registered))
 
@@ -107,6 +111,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         check_display_name(request.display_name, "display_name", violations)
         check_labels(request.labels, "labels", violations)
         check_request_id(request.request_id, "request_id", violations)
+        check_ownership(request, "", violations)
         violations.raise_if_any()
         files = await self._roots.files(request.source)
 
@@ -132,18 +137,21 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
         self, request: adapters_pb2.ListAdaptersRequest, _context: Context
     ) -> adapters_pb2.ListAdaptersResponse:
         """A page of adapters, made in pieces: with all the labels that they may have, a thousand take 0.4 s."""
-        num_left, token = page_size_of(request.page_size, request.page_token), request.page_token
+        num_left, after = page_size_of(request.page_size, request.page_token), request.page_token
         response = adapters_pb2.ListAdaptersResponse()
         num_bytes = 0
         while True:
-            records, token = self._registry.list_page(min(num_left, ADAPTERS_AT_ONCE), token)
+            # The name to go on after may be one that the caller does not see: it never gets into the response.
+            records, after = self._registry.list_part(after, min(num_left, ADAPTERS_AT_ONCE) or 1)
+            if records and (num_left == 0 or num_bytes >= wire.MAX_PAGE_BYTES):
+                response.next_page_token = response.adapters[-1].name.removeprefix("adapters/")
+                return response
             for record in records:
                 message = wire.adapter_message(record)
                 num_bytes += message.ByteSize()
                 response.adapters.append(message)
             num_left -= len(records)
-            if not (token and num_left and num_bytes < wire.MAX_PAGE_BYTES):
-                response.next_page_token = token
+            if not after:
                 return response
             await asyncio.sleep(0)
 
@@ -161,7 +169,7 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
     async def UpdateAdapter(
         self, request: adapters_pb2.UpdateAdapterRequest, _context: Context
     ) -> adapters_pb2.UpdateAdapterResponse:
-        """Change labels, display name or both."""
+        """Change the description, or who sees the adapter."""
         self._gate.check()
         adapter = request.adapter
         adapter_id = adapter_id_in(adapter.name, "adapter.name")
@@ -170,16 +178,20 @@ class AdapterService(adapters_pb2_grpc.AdapterServiceServicer):
             raise refuse("update_mask", f"{len(request.update_mask.paths)} paths; at most {MAX_MASK_PATHS}")
         mask = set(request.update_mask.paths)
         if not mask:
-            violations.add("update_mask", 'empty; name "labels", "display_name" or both')
-        for path in sorted(mask - {"labels", "display_name"}):
-            violations.add("update_mask", f'{path[:64]!r} cannot be changed; only "labels" and "display_name" can')
+            violations.add("update_mask", f"empty; name what to change: {', '.join(CHANGEABLE)}")
+        for path in sorted(mask.difference(CHANGEABLE)):
+            violations.add("update_mask", f"{path[:64]!r} cannot be changed; only {', '.join(CHANGEABLE)} can")
         check_display_name(adapter.display_name, "adapter.display_name", violations)
         check_labels(adapter.labels, "adapter.labels", violations)
+        check_ownership(adapter, "adapter.", violations)
+        if "visibility" in mask and not adapter.visibility:
+            violations.add("adapter.visibility", "is unset; set it, or leave it out of update_mask")
         violations.raise_if_any()
         record = await self._life_cycle.update(
             adapter_id,
             display_name=adapter.display_name if "display_name" in mask else None,
             labels=dict(adapter.labels) if "labels" in mask else None,
+            ownership=change_of_fields(adapter, mask),
             etag=adapter.etag,
         )
         return adapters_pb2.UpdateAdapterResponse(adapter=wire.adapter_message(record))
@@ -237,6 +249,7 @@ def _registration(message: adapters_pb2.UploadHeader | adapters_pb2.CreateAdapte
         adapter_id=message.adapter_id,
         display_name=message.display_name,
         labels=dict(message.labels),
+        ownership=change_of(message),
         validate_only=message.validate_only,
     )
 

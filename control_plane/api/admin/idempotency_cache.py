@@ -1,5 +1,7 @@
 """Idempotency: a repeated call with the same request id gets the response of the first call, for a day.
 
+Request ids of different tenants, or of different principals of a tenant, are different ids.
+
 The cache is in memory, so a restart empties it. It is bounded in entries and in bytes: when it is full, the oldest
 finished entries are forgotten.
 """
@@ -12,16 +14,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
+from control_plane.caller import current_caller
 from control_plane.checks import refuse
 from control_plane.errors import Exhausted
 
 T = TypeVar("T", bound=Message)
 TTL_S = 24 * 3600.0
 _ENTRY_BYTES = 1024  # about what an entry takes beside its response
+
+
+class _Key(NamedTuple):
+    tenant: str
+    principal: str  # its name
+    method: str
+    request_id: str
 
 
 @dataclass(slots=True)
@@ -37,7 +47,7 @@ class _Entry:
 
 
 class IdempotencyCache:
-    """Responses by (method, request id). Used from one event loop."""
+    """Responses by (tenant, principal, method, request id). Used from one event loop."""
 
     def __init__(
         self,
@@ -53,7 +63,7 @@ class IdempotencyCache:
         self._max_bytes = max_bytes
         self.num_bytes = 0  # of all entries
         # Invariant: in order of expiry.
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,7 +86,8 @@ class IdempotencyCache:
             return await call()
         self._expire()
         fingerprint = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
-        key = (method, request_id)
+        caller = current_caller()
+        key = _Key(caller.tenant, caller.principal.name, method, request_id)
         while (entry := self._entries.get(key)) is not None:
             if entry.fingerprint != fingerprint:
                 raise refuse(field, "was used for another request; use a new id for a new request")
@@ -114,5 +125,5 @@ class IdempotencyCache:
                 raise Exhausted("too many calls with a request_id are running; try again")
             self._forget(oldest)
 
-    def _forget(self, key: tuple[str, str]) -> None:
+    def _forget(self, key: _Key) -> None:
         self.num_bytes -= self._entries.pop(key).num_bytes

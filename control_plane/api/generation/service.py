@@ -32,7 +32,7 @@ from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
 from control_plane.caller import current_caller
 from control_plane.checks import refuse
-from control_plane.errors import AdapterNotFound, MotetError, NoWorker
+from control_plane.errors import AdapterNotFound, MotetError, NoWorker, PermissionDenied
 from control_plane.fleet.fleet import Fleet
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.records import ResolvedAdapter
@@ -107,7 +107,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if checked.stop:
             self._codec.require_stop_strings()
         require_model(checked.model_fingerprint, self._model.fingerprint)
-        resolved = self._registry.resolve(checked.adapter_id, checked.adapter_digest) if checked.adapter_id else None
+        resolved = self._resolved(checked)
         render_time_s = self._render_time_s(checked)
         prompt = await self._prompt_token_ids(checked, account, render_time_s, max_model_len)
         if resolved is not None:
@@ -156,6 +156,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             job.cancel()
         raise MotetError(f"the stream of request {request.request_id} ended without a finish reason")
+
+    def _resolved(self, checked: CheckedRequest) -> ResolvedAdapter | None:
+        """The adapter's version; None for the base model. Raises AdapterNotFound or PermissionDenied."""
+        if checked.adapter_id:
+            return self._registry.resolve(checked.adapter_id, checked.adapter_digest)
+        if not current_caller().principal.may_use(""):
+            raise PermissionDenied("adapter: this credential may not use the base model; name an adapter")
+        return None
 
     def _resolved_anew(self, resolved: ResolvedAdapter, *, is_exact: bool) -> ResolvedAdapter:
         """`resolved` again, after other tasks had a turn of the event loop, if that version still exists.

@@ -22,14 +22,14 @@ async def test_store_is_bounded() -> None:
         await gate.wait()
 
     for _ in range(2):
-        store.start("a", "create", work, is_cancellable=True)
+        store.start("a", "create", work, owner="", is_cancellable=True)
     with pytest.raises(Exhausted, match="at most 2"):
-        store.start("a", "create", work, is_cancellable=True)
-    store.start("a", "delete", work, is_cancellable=False, is_waiting=True)  # one that waits always has room
+        store.start("a", "create", work, owner="", is_cancellable=True)
+    store.start("a", "delete", work, owner="", is_cancellable=False, is_waiting=True)  # one that waits always has room
     gate.set()
     await store.close(timeout_s=5)
     for _ in range(5):
-        store.start("a", "create", done, is_cancellable=True)
+        store.start("a", "create", done, owner="", is_cancellable=True)
         await store.close(timeout_s=5)
     assert len(store.page(100, "")[0]) == 3
 
@@ -44,7 +44,7 @@ async def test_error_that_is_kept_holds_no_frames() -> None:
         except OSError as error:
             raise StoreUnavailable("the artifact store does not respond; try again") from error
 
-    operation = store.start("a", "create", fail, is_cancellable=True)
+    operation = store.start("a", "create", fail, owner="", is_cancellable=True)
     assert await operation.wait(5)
     error = operation.error
     assert isinstance(error, StoreUnavailable)
@@ -53,7 +53,7 @@ async def test_error_that_is_kept_holds_no_frames() -> None:
 
 async def test_close_cancels_what_does_not_end_in_time() -> None:
     store = OperationStore()
-    operation = store.start("a", "delete", asyncio.Event().wait, is_cancellable=False)  # type: ignore[arg-type]
+    operation = store.start("a", "delete", asyncio.Event().wait, owner="", is_cancellable=False)  # type: ignore[arg-type]
     operation.cancel()
     assert not await operation.wait(0)
     await store.close(timeout_s=0)

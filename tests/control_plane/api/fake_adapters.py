@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from control_plane.access.visibility import NOBODYS, Ownership
 from control_plane.errors import AdapterNotFound, AdapterVersionActive, PinBudgetExceeded
 from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.catalog import RegistryStats
+from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
 from control_plane.registry.registry import Registry
 from control_plane.scheduler.types import AdapterRef
@@ -87,10 +89,19 @@ class FakeRegistry(Registry):
             raise AdapterNotFound(f"adapter {adapter_id} has no version {digest}", resource=f"adapters/{adapter_id}")
         return ResolvedAdapter(adapter_id, version, AdapterRef(version.digest, version.arena_bytes))
 
-    def list_page(self, page_size: int = 0, page_token: str = "") -> tuple[list[AdapterRecord], str]:
-        names = [name for name in sorted(self.records) if name > page_token]
-        more = names[page_size - 1] if len(names) > page_size else ""
-        return [self.records[name] for name in names[:page_size]], more
+    def changeable(self, adapter_id: str) -> AdapterRecord:
+        return self.get(adapter_id)
+
+    def find(self, adapter_id: str) -> AdapterRecord | None:
+        return self.records.get(adapter_id)
+
+    def list_part(self, after: str = "", count: int = 1000) -> tuple[list[AdapterRecord], str]:
+        names = [name for name in sorted(self.records) if name > after]
+        more = names[count - 1] if len(names) > count else ""
+        return [self.records[name] for name in names[:count]], more
+
+    def check_registrable(self, adapter_id: str, ownership: OwnershipChange = NO_CHANGE) -> Ownership:
+        return NOBODYS
 
     def versions_page(
         self, adapter_id: str, page_size: int = 0, page_token: str = ""
@@ -104,6 +115,7 @@ class FakeRegistry(Registry):
         *,
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
+        ownership: OwnershipChange = NO_CHANGE,
         validate_only: bool = False,
     ) -> Registered:
         self.calls.append(("register", adapter_id, validate_only))
@@ -139,6 +151,7 @@ class FakeRegistry(Registry):
         *,
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
+        ownership: OwnershipChange = NO_CHANGE,
         etag: str = "",
     ) -> AdapterRecord:
         self.calls.append(("update", adapter_id, display_name, labels, etag))

@@ -33,6 +33,7 @@ from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.fleet.requests.streams import JobEvent, JobStream
 from control_plane.fleet.tenants import TenantLimits
 from control_plane.registry.model.worker_reports import WorkerReports
+from control_plane.registry.registry import Registry
 from control_plane.scheduler.types import FinishReason, Request, RequestId
 from tests.control_plane.api.fake_adapters import DIGEST, FakeRegistry, FakeWeights
 
@@ -155,10 +156,18 @@ class Api:
     """Every client-facing service over fakes, behind the real interceptor and a real channel."""
 
     def __init__(
-        self, directory: Path, codec: TextCodec, *, vocab_size: int = 300, max_model_len: int | None = 64
+        self,
+        directory: Path,
+        codec: TextCodec,
+        *,
+        vocab_size: int = 300,
+        max_model_len: int | None = 64,
+        registry: Registry | None = None,
     ) -> None:
+        """`registry` serves instead of the fake one."""
         self.directory = directory
         self.registry = FakeRegistry()
+        served_registry = registry or self.registry
         self.calls = self.registry.calls
         self.weights = FakeWeights(self.calls)
         self.fleet = FakeFleet(self.calls)
@@ -166,7 +175,7 @@ class Api:
         self.gate = DrainGate()
         self.operations = OperationStore(wall_clock=lambda: 7.0)
         self.life_cycle = AdapterLifeCycle(
-            registry=self.registry, weights=self.weights, fleet=self.fleet, operations=self.operations
+            registry=served_registry, weights=self.weights, fleet=self.fleet, operations=self.operations
         )
         self.now_s = 100.0
         self.wall_s = 1e9  # September 2001
@@ -178,7 +187,7 @@ class Api:
             model=generation.ModelFacts(vocab_size, (1,), "f" * 64),
             served=self.served,
             codec=codec,
-            registry=self.registry,
+            registry=served_registry,
             fleet=self.fleet,
             gate=self.gate,
             clock=lambda: self.now_s,
@@ -186,7 +195,7 @@ class Api:
             draw_seed=lambda: 1234,
         )
         self.adapters = adapters.AdapterService(
-            registry=self.registry,
+            registry=served_registry,
             life_cycle=self.life_cycle,
             operations=self.operations,
             gate=self.gate,
@@ -199,7 +208,7 @@ class Api:
             served=self.served,
             limits=LimitStatus(max_waiting_requests=8, max_adapter_bytes=4 << 20, max_chunk_bytes=1 << 20),
             fleet=self.fleet,
-            registry=self.registry,
+            registry=served_registry,
             weights=self.weights,
         )
         self.address = ""

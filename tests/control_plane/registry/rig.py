@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from control_plane.access.name_prefixes import NO_PREFIXES, NamePrefixes
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
 from control_plane.registry.model.worker_reports import WorkerReports
@@ -127,6 +128,7 @@ async def open_registry(
     *,
     calls: StoreCalls = CALLS,
     reports: WorkerReports | None = None,
+    prefixes: NamePrefixes = NO_PREFIXES,
 ) -> Registry:
     """A registry whose clock counts up from 1000. Without reports no worker has reported what it serves."""
     ticks = itertools.count(1000)
@@ -137,6 +139,7 @@ async def open_registry(
         max_adapter_bytes=1 << 20,
         reports=reports or WorkerReports(),
         clock=lambda: float(next(ticks)),
+        prefixes=prefixes,
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.registry import name_index
-from control_plane.registry.name_index import NameIndex, edit_distance
+from control_plane.registry.name_index import NameIndex, edit_distance, nearest
 
 
 def plain_distance(left: str, right: str) -> int:
@@ -32,17 +32,17 @@ def test_edit_distance_is_that_of_the_definition(left: str, right: str) -> None:
 )
 def test_one_typo_anywhere_finds_the_name_among_many(typo: str) -> None:
     names = [f"{kind}-{number:05d}" for kind in ("customer", "support", "kitchen") for number in range(5000)]
-    assert NameIndex([*names, "customer-support-v1"]).nearest(typo)[0] == "customer-support-v1"
+    assert nearest([NameIndex([*names, "customer-support-v1"])], typo)[0] == "customer-support-v1"
 
 
 @pytest.mark.parametrize("typo", ["plian", "lpain", "plaim", "plan"])
 def test_a_typo_in_a_short_name_finds_it(typo: str) -> None:
-    assert NameIndex(["plain", "other", "base"]).nearest(typo) == ["plain"]
+    assert nearest([NameIndex(["plain", "other", "base"])], typo) == ["plain"]
 
 
 def test_a_name_unlike_all_others_has_no_nearest_one() -> None:
     index = NameIndex(f"adapter-{number:06d}" for number in range(100_000))
-    assert index.nearest("nobody") == [] == NameIndex().nearest("nobody")
+    assert nearest([index], "nobody") == [] == nearest([NameIndex()], "nobody")
 
 
 @pytest.mark.parametrize("name", ["nobody", "adapter-O12345", "a" * 63])
@@ -56,5 +56,5 @@ def test_an_unknown_name_is_compared_with_a_few_candidates(name: str, monkeypatc
 
     monkeypatch.setattr(name_index, "edit_distance", counted)
     index = NameIndex([f"adapter-{number:06d}" for number in range(50_000)] + ["a" * length for length in range(1, 63)])
-    index.nearest(name)
+    nearest([index, NameIndex(["b", "adapter-O12346"])], name)
     assert len(compared) <= 6

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.access.visibility import NOBODYS, Ownership, Visibility
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
@@ -48,6 +49,7 @@ RECORD = AdapterRecord(
     update_time_s=2.0,
     revision=7,
     last_number=2,
+    ownership=Ownership("acme", Visibility.SHARED, ("labs", "ops")),
 )
 # As a control plane wrote records that held their versions.
 OLD_VERSIONS: list[dict[str, Any]] = [
@@ -57,7 +59,7 @@ OLD_VERSIONS: list[dict[str, Any]] = [
 OLD: dict[str, Any] = {
     name: value
     for name, value in json.loads(encode_record(RECORD)).items()
-    if name not in ("version_digests", "last_number")
+    if name not in ("version_digests", "last_number", "owner", "visibility", "shared_with")
 } | {"format": 1, "state": "active", "state_reason": "", "versions": OLD_VERSIONS}
 
 
@@ -91,8 +93,23 @@ def test_without_the_document_of_its_active_version_a_record_is_failed() -> None
 
 def test_records_that_hold_their_versions_are_read_and_numbered_by_age() -> None:
     stored = decode_record(json.dumps(OLD).encode())
-    assert stored.is_old and stored.record == RECORD
+    assert stored.is_old and stored.record == replace(RECORD, ownership=NOBODYS)
     assert decode_record(json.dumps(OLD | {"state": "deleting"}).encode()).record.state is AdapterState.DELETING
+
+
+def test_records_without_an_owner_are_no_tenants_and_private() -> None:
+    document = json.loads(encode_record(RECORD)) | {"format": 2}
+    for name in ("owner", "visibility", "shared_with"):
+        del document[name]
+    stored = decode_record(json.dumps(document).encode())
+    assert stored.record.ownership == NOBODYS == Ownership("", Visibility.PRIVATE)
+    assert (stored.digests, stored.is_old) == (("b" * 64, "a" * 64), False)
+
+
+def changed(**members: Any) -> bytes:
+    """The record's document with other members; None leaves one out."""
+    document = json.loads(encode_record(RECORD)) | members
+    return json.dumps({name: value for name, value in document.items() if value is not None}).encode()
 
 
 DAMAGED: list[tuple[str, bytes, str]] = [
@@ -101,8 +118,17 @@ DAMAGED: list[tuple[str, bytes, str]] = [
     ("cut", b'{"format": 2', "delimiter"),
     ("not utf-8", b"\xff\xfe", "Expecting value"),
     ("no format", b"{}", "format None"),
-    ("a later format", b'{"format": 3}', "another version of Motet"),
+    ("a later format", b'{"format": 4}', "another version of Motet"),
     ("no digests", b'{"format": 2}', "version_digests"),
+    ("no owner", changed(owner=None), "owner is missing"),
+    ("an owner that is no tenant", changed(owner="A b"), "owner is missing or is not a tenant"),
+    ("an owner in an older record", changed(format=2), "not known: owner, shared_with, visibility"),
+    ("no visibility", changed(visibility=None), "not a valid Visibility"),
+    ("no such visibility", changed(visibility="all"), "'all' is not a valid Visibility"),
+    ("shared with nobody", changed(shared_with=[]), "visibility shared contradicts shared_with"),
+    ("private and shared", changed(visibility="private"), "visibility private contradicts shared_with"),
+    ("shared with no list", changed(shared_with="labs"), "shared_with is missing or is not a list of tenants"),
+    ("shared with a number", changed(shared_with=["labs", 1]), "shared_with is missing or is not a list of tenants"),
     ("a field is missing", json.dumps(json.loads(encode_record(RECORD)) | {"x": 1}).encode(), "not known: x"),
     ("no number", json.dumps(json.loads(encode_record(RECORD)) | {"revision": "7"}).encode(), "revision"),
     ("a truth as a number", json.dumps(json.loads(encode_record(RECORD)) | {"revision": True}).encode(), "revision"),

@@ -30,7 +30,8 @@ def make_old(store: Path, adapter_id: str, **fields: Any) -> None:
         versions.append(version)
         (store / "versions" / adapter_id / f"{digest}.json").unlink()
     (store / "versions" / adapter_id).rmdir()
-    del document["last_number"]
+    for name in ("last_number", "owner", "visibility", "shared_with"):
+        del document[name]
     old = {"format": 1, "state": "active", "state_reason": "", "versions": versions}
     path.write_text(json.dumps(document | old | fields))
 
@@ -47,14 +48,14 @@ async def test_an_older_store_is_read_and_written_anew(tmp_path: Path) -> None:
     make_old(store, "gone", state="deleting")
     for _ in range(2):  # as the older one left it, and as this one wrote it
         registry = await open_registry(str(store))
-        assert registry.list_page()[0] == [before]
+        assert registry.list_part()[0] == [before]
         assert registry.resolve("a", before.versions[2].digest)
         await registry.close()
         assert sorted(path.stem for path in (store / "versions" / "a").iterdir()) == sorted(
             version.digest for version in before.versions
         )
     assert [path.name for path in (store / "versions").iterdir()] == ["a"]
-    assert json.loads((store / "adapters" / "a.json").read_bytes())["format"] == 2
+    assert json.loads((store / "adapters" / "a.json").read_bytes())["format"] == 3
 
 
 async def test_a_crash_while_an_older_record_is_written_anew_loses_nothing(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ async def test_a_crash_while_an_older_record_is_written_anew_loses_nothing(tmp_p
     before = registry.get("a")
     await registry.close()
     for fail_at in (1, 2, 3):
-        make_old(store, "a") if json.loads((store / "adapters" / "a.json").read_bytes())["format"] == 2 else None
+        make_old(store, "a") if json.loads((store / "adapters" / "a.json").read_bytes())["format"] == 3 else None
         opened = LocalFiles(store)
         write, num_writes = opened.write, 0
 
@@ -82,7 +83,7 @@ async def test_a_crash_while_an_older_record_is_written_anew_loses_nothing(tmp_p
         with pytest.raises(Crash):
             await open_registry(opened)
         registry = await open_registry(str(store))
-        assert registry.list_page()[0] == [before]
+        assert registry.list_part()[0] == [before]
         await registry.close()
 
 
@@ -188,7 +189,7 @@ async def test_a_deletion_that_could_not_begin_deletes_nothing_later(
     await registry.begin_delete("a")
     await registry.close()
     registry = await open_registry(place)  # killed before the deletion ended
-    assert registry.list_page()[0] == []
+    assert registry.list_part()[0] == []
     assert MemoryFileSystem().find(f"{tmp_path.name}/adapters") == []
     await registry.close()
 

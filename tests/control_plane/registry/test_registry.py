@@ -16,7 +16,7 @@ from control_plane.errors import (
     Exhausted,
     InvalidRequest,
 )
-from control_plane.registry.name_index import NameIndex
+from control_plane.registry.name_index import NameIndex, nearest
 from control_plane.registry.records import AdapterState
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
@@ -126,25 +126,24 @@ async def test_deleting_takes_two_steps_and_spares_shared_blobs(registry: Regist
     assert registry.stats().num_stored == 1
 
 
-async def test_pinned_digests_are_the_active_versions_of_pinned_names(registry: Registry, tmp_path: Path) -> None:
+async def test_a_pin_is_set_and_cleared_and_lasts(registry: Registry, tmp_path: Path) -> None:
     await registry.register("a", files(tmp_path))
     await registry.set_pinned("a")
-    assert registry.pinned_digests() == [registry.get("a").active_digest]
+    assert registry.get("a").is_pinned
     await registry.clear_pinned("a")
-    assert registry.pinned_digests() == []
+    assert not registry.get("a").is_pinned
 
 
 async def test_pages_follow_the_names_through_changes(registry: Registry, tmp_path: Path) -> None:
     for name in ("d", "b", "a", "c"):
         await registry.register(name, files(tmp_path))
-    page, token = registry.list_page(2)
+    page, after = registry.list_part(count=2)
     assert [record.adapter_id for record in page] == ["a", "b"]
     await registry.register("bb", files(tmp_path))
-    rest, end = registry.list_page(100, token)
+    rest, end = registry.list_part(after)
     assert ([record.adapter_id for record in rest], end) == (["bb", "c", "d"], "")
-    for bad in ((1001, ""), (-1, ""), (1, "../x")):
-        with pytest.raises(InvalidRequest, match="page_"):
-            registry.list_page(*bad)
+    with pytest.raises(InvalidRequest, match="page_token"):
+        registry.list_part("../x")
 
 
 async def test_versions_are_paged_newest_first(registry: Registry, tmp_path: Path) -> None:
@@ -182,8 +181,13 @@ async def test_a_hundred_thousand_names_are_listed_page_by_page() -> None:
     index.add("adapter-050001x")
     index.remove("adapter-050001x")
     assert len(index) == 100_000
-    assert index.page("adapter-050000", 2) == (["adapter-050001", "adapter-050002"], True)
-    assert "adapter-012345" in index.nearest("adapter-O12345")
+    assert index.page("adapter-050000", 2) == ["adapter-050001", "adapter-050002"]
+    assert index.page("adapter-099990", 100, prefix="adapter-09999") == [
+        f"adapter-09999{last}" for last in range(1, 10)
+    ]
+    assert index.page("", 2, prefix="adapter-05000") == ["adapter-050000", "adapter-050001"]
+    assert index.page("adapter-1", 2) == index.page("", 0) == index.page("", 2, prefix="b") == []
+    assert "adapter-012345" in nearest([index], "adapter-O12345")
 
 
 async def test_versions_are_deleted_but_for_the_active_one(
@@ -231,7 +235,7 @@ async def test_a_version_that_is_registered_again_while_it_is_deleted_keeps_its_
 async def test_a_full_name_says_how_to_make_room_and_takes_its_own_versions(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("control_plane.registry.registry.MAX_VERSIONS", 2)
+    monkeypatch.setattr("control_plane.registry.new_version.MAX_VERSIONS", 2)
     first = (await registry.register("a", files(tmp_path, 1))).record.active_digest
     await registry.register("a", files(tmp_path, 2))
     with pytest.raises(Exhausted, match=r"has 2 versions, the limit; delete .*DeleteAdapterVersion"):

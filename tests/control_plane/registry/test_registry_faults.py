@@ -84,8 +84,8 @@ async def test_a_crash_at_any_step_leaves_all_or_nothing(tmp_path: Path, is_afte
         storage.close()
         again = await open_registry(str(root))
         assert again.resolve("kept").version.digest == kept
-        named = {version.digest for record in again.list_page()[0] for version in record.versions}
-        for record in again.list_page()[0]:
+        named = {version.digest for record in again.list_part()[0] for version in record.versions}
+        for record in again.list_part()[0]:
             assert record.state is AdapterState.ACTIVE
             assert all(ArtifactStore(str(root)).has_blob(version.digest) for version in record.versions)
         assert set(ArtifactStore(str(root)).list_names().blobs) == named
@@ -188,7 +188,7 @@ async def test_a_cancelled_registration_leaves_memory_and_store_alike(tmp_path: 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await registry.close()
-    listed = [record.adapter_id for record in registry.list_page()[0]]
+    listed = [record.adapter_id for record in registry.list_part()[0]]
     stored = ArtifactStore(str(tmp_path / "store")).list_names().records
     assert tuple(listed) == stored
 
@@ -284,5 +284,5 @@ async def test_a_store_that_is_away_refuses_changes_and_loses_none(tmp_path: Pat
     await registry.register("b", files(tmp_path, 2))
     await registry.close()
     again = await open_registry(str(place))
-    assert [record.adapter_id for record in again.list_page()[0]] == ["a", "b"]
+    assert [record.adapter_id for record in again.list_part()[0]] == ["a", "b"]
     await again.close()

@@ -37,7 +37,7 @@ async def test_an_adapter_that_the_workers_cannot_serve_says_so_until_one_can(tm
     reason = "it changes model.layers.0.self_attn.v_proj, which takes no adapters: it sees only some of the tokens"
     record = registry.get("a")
     assert (record.state, record.state_reason) == (AdapterState.FAILED, reason)
-    assert registry.list_page()[0][0] == record
+    assert registry.list_part()[0][0] == record
     for ask in (lambda: registry.resolve("a"), lambda: registry.resolve("a", digest)):
         with pytest.raises(AdapterNotServed, match=r"model\.layers\.0\.self_attn\.v_proj, which takes no adapters"):
             ask()

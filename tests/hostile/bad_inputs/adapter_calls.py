@@ -102,9 +102,19 @@ def _changes(good_digest: str) -> Iterator[Case]:
     mask = pb.UpdateAdapterRequest(
         adapter=pb.Adapter(name=GOOD), update_mask=field_mask_pb2.FieldMask(paths=["labels", "display_name"])
     )
+    for field, value, at in (
+        ("visibility", 0, "adapter.visibility"),
+        ("visibility", 2, "shared_with"),
+        ("shared_with", ["labs"], "shared_with"),
+    ):
+        one = pb.UpdateAdapterRequest(adapter=pb.Adapter(name=GOOD), update_mask={"paths": [field]})
+        yield call("UpdateAdapter", one, {f"adapter.{field}": value}, fields=(at,))
     create = pb.CreateAdapterRequest(adapter_id="valid", source=f"{ROOT_NAME}/good", validate_only=True)
+    for field, value in (("visibility", 2), ("shared_with", ["labs"])):
+        yield call("CreateAdapter", create, {field: value}, fields=("shared_with",))
     for rpc, message, prefix in (("UpdateAdapter", mask, "adapter."), ("CreateAdapter", create, "")):
         yield from described(rpc, message, prefix)
+        yield from _owned(rpc, message, prefix)
     for etag in ("x", "\0", "e" * 100_000, "é"):
         due: dict[str, Any] = {"code": grpc.StatusCode.ABORTED, "reason": "ETAG_MISMATCH"}
         yield call("UpdateAdapter", mask, {"adapter.etag": etag}, **due)
@@ -142,6 +152,16 @@ def described(rpc: str, message: Message, prefix: str) -> Iterator[Case]:
     yield call(rpc, message, {labels: most}, code=OK)
     for text in ("d" * at_limit, "\U0001f642" * (at_limit // 4), "\0\n\x1b[31m", ""):
         yield call(rpc, message, {display_name: text}, code=OK)
+
+
+def _owned(rpc: str, message: Message, prefix: str) -> Iterator[Case]:
+    """Owners, visibilities and lists of tenants."""
+    for owner in names.BAD_OWNERS:
+        yield call(rpc, message, {f"{prefix}owner": owner})
+    for tenants, index in names.BAD_TENANT_LISTS:
+        yield call(rpc, message, {f"{prefix}shared_with": tenants}, fields=(f"{prefix}shared_with{index}",))
+    for visibility in (4, -1, 2**31 - 1):
+        yield call(rpc, message, {f"{prefix}visibility": visibility})
 
 
 def _sources() -> Iterator[Case]:

@@ -50,6 +50,15 @@ MAX_TEXT_BYTES = 256  # of a display name and of a label's value
 MAX_LABELS = 64
 
 BAD_TENANTS = ["", "UPPER", "a b", "x" * 64, "x" * 1000, "a/b", "a:b", "a@b", "%41", "*", "a,b", "a;b", "$", "~"]
+BAD_OWNERS = [*BAD_TENANTS[1:], "é", "a\n", "a\0", "x" * 100_000]  # an empty one stands for no tenant
+# Lists of tenants, with the part of the path that leads to what is wrong.
+BAD_TENANT_LISTS: list[tuple[list[str], str]] = [
+    *(([tenant], "[0]") for tenant in [*BAD_TENANTS, "é", "a\n"]),
+    (["a", "UPPER"], "[1]"),
+    (["a", "b", "a"], ""),
+    ([f"t{number}" for number in range(257)], ""),
+    (["x"] * 100_000, ""),
+]
 GOOD_TENANTS = ["a", "x" * 63, "0", ".", "a.b-c_d", "default"]
 
 BAD_PAGE_TOKENS = ["?", "UPPER", "a\0b", "../up", "x" * 512, "x" * 513, "x" * 100_000, "é", "a\nb", "-1"]

@@ -70,6 +70,8 @@ def _headers(files: dict[str, bytes]) -> Iterator[Case]:
         ("display_name", ["d" * 257, "é" * 129]),
         ("labels", [{key: "x"} for key in names.BAD_LABEL_KEYS] + [{f"k{index}": "" for index in range(65)}]),
         ("request_id", names.BAD_REQUEST_IDS),
+        ("owner", names.BAD_OWNERS),
+        ("visibility", [4, -1]),
         (
             "files[0].name",
             ["", "run.py", "../x", f"/{CONFIG_FILE}", CONFIG_FILE.upper(), f"{CONFIG_FILE}\0", "é", "x" * 9999],
@@ -84,6 +86,11 @@ def _headers(files: dict[str, bytes]) -> Iterator[Case]:
     for path, values in bad:
         for value in values:
             yield case(f"{path} = {short(value)}", _header({path: value}, files), fields=(f"header.{path}",))
+    for tenants, index in names.BAD_TENANT_LISTS:
+        messages = _header({"shared_with": tenants}, files)
+        yield case(f"shared_with = {short(tenants)}", messages, fields=(f"header.shared_with{index}",))
+    for fields in ({"visibility": 2}, {"shared_with": ["labs"]}):
+        yield case(f"{fields}", _header(fields, files), fields=("shared_with",))
     yield case("a label of 257 bytes", _header({"labels": {"k": "v" * 257}}, files), fields=("header.labels['k']",))
     for size in (MAX_ADAPTER_BYTES, MAX_ADAPTER_BYTES + 1, 2**63, U64):
         messages = _header({"files[1].size_bytes": size}, files)

@@ -36,7 +36,7 @@ async def test_wait_returns_the_operation_as_it_stands_after_the_timeout(api: Ap
     async def work() -> None:
         await gate.wait()
 
-    operation = api.operations.start("a", "create", work, is_cancellable=True)
+    operation = api.operations.start("a", "create", work, owner="", is_cancellable=True)
     request = operations_pb2.WaitOperationRequest(name=name_of(operation), timeout=duration_pb2.Duration(nanos=1000))
     assert not (await stub(api).WaitOperation(request)).done
     waiting = asyncio.ensure_future(
@@ -55,7 +55,7 @@ async def test_cancel_ends_a_creation(api: Api, has_begun: bool) -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    operation = api.operations.start("a", "create", work, is_cancellable=True)
+    operation = api.operations.start("a", "create", work, owner="", is_cancellable=True)
     if has_begun:
         await begun.wait()
         await stub(api).CancelOperation(operations_pb2.CancelOperationRequest(name=name_of(operation)))
@@ -71,7 +71,7 @@ async def test_cancel_does_not_stop_a_deletion(api: Api) -> None:
     async def work() -> None:
         await gate.wait()
 
-    operation = api.operations.start("a", "delete", work, is_cancellable=False)
+    operation = api.operations.start("a", "delete", work, owner="", is_cancellable=False)
     await stub(api).CancelOperation(operations_pb2.CancelOperationRequest(name=name_of(operation)))
     gate.set()
     ended = await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=name_of(operation)))
@@ -85,8 +85,8 @@ async def test_failure_is_reported_in_the_operation(api: Api) -> None:
     async def bug() -> None:
         raise RuntimeError("/root/secret")
 
-    first = api.operations.start("a", "create", down, is_cancellable=True)
-    second = api.operations.start("a", "create", bug, is_cancellable=True)
+    first = api.operations.start("a", "create", down, owner="", is_cancellable=True)
+    second = api.operations.start("a", "create", bug, owner="", is_cancellable=True)
     ended = [
         await stub(api).WaitOperation(operations_pb2.WaitOperationRequest(name=name_of(operation)))
         for operation in (first, second)
@@ -97,7 +97,7 @@ async def test_failure_is_reported_in_the_operation(api: Api) -> None:
 
 
 async def test_list_pages_newest_first_and_delete_forgets(api: Api) -> None:
-    names = [name_of(api.operations.start("a", "create", done, is_cancellable=True)) for _ in range(3)]
+    names = [name_of(api.operations.start("a", "create", done, owner="", is_cancellable=True)) for _ in range(3)]
     page = await stub(api).ListOperations(operations_pb2.ListOperationsRequest(page_size=2))
     assert [operation.name for operation in page.operations] == [names[2], names[1]]
     rest = await stub(api).ListOperations(
@@ -117,7 +117,7 @@ async def test_a_page_ends_where_more_would_be_too_large_for_a_client(api: Api) 
     async def register() -> Registered:
         return Registered(record, None)
 
-    begun = [api.operations.start("a", "create", register, is_cancellable=True) for _ in range(20)]
+    begun = [api.operations.start("a", "create", register, owner="", is_cancellable=True) for _ in range(20)]
     await asyncio.gather(*(operation.wait() for operation in begun))
     names = [name_of(operation) for operation in begun]
     listed: list[str] = []
