@@ -18,10 +18,11 @@ from motet import calls
 from motet.client import Client
 from motet.connection.channel import Channels, opener, security_of
 from motet.connection.contact import ServerContact, check_target
+from motet.connection.credential import ApiKey, Credential, Metadata
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
 from motet.pauses import AsyncPauses
-from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
+from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, tenant_metadata
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import Adapter, AdapterVersion, Chunk, Completion, Finished, Generation, ServerStatus, Started
@@ -45,6 +46,8 @@ class AsyncClient:
         tls_ca: PathLike | None = None,
         tls_cert: PathLike | None = None,
         tls_key: PathLike | None = None,
+        api_key: ApiKey | None = None,
+        allow_plaintext_key: bool = False,
         timeout_s: float = 10.0,
         tenant: str = "",
         retry: RetryPolicy | None = None,
@@ -57,15 +60,20 @@ class AsyncClient:
 
         `timeout_s` bounds every call except generate, register and waiting for operations, which have timeouts of
         their own. Within the timeout, a call is repeated as `retry` says.
-        `tenant`: who generations are counted for; empty: the server's default. A generation may name another tenant.
+        `tenant`: who calls are counted for; empty: the credential's first tenant, or the server's default. A generation
+        may name another tenant.
 
         `tls_ca`: file of the authorities that sign the server's certificate, PEM; turns TLS on. `tls_cert`, `tls_key`:
         files of this client's own certificate and key, where the server needs one. Once the files change, further calls
         use a new connection, and calls under way keep theirs. `credentials` is for what files cannot say.
 
+        `api_key`: an API key or a token, where the server needs one. Or a function that returns it: it is called for
+        every attempt of a call, so it can return a fresh one, and must not block for long. None: $MOTET_API_KEY; "": no
+        key. The key is not sent in plaintext to another machine unless `allow_plaintext_key` is set.
+
         `options` are gRPC channel options and replace ours of the same name. `clock`, `sleep` and `generator` (for
-        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled, or if the files
-        of TLS cannot be used.
+        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled, if the files of
+        TLS cannot be used, or if the key would be sent in plaintext to another machine.
         """
         security = security_of(credentials, tls_ca, tls_cert, tls_key)
         self._contact = ServerContact(
@@ -79,6 +87,7 @@ class AsyncClient:
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         self._tenant = tenant
+        self._credential = Credential(api_key, target, has_tls=security.has_tls, may_send_plaintext=allow_plaintext_key)
         self._clock = clock
         self._generator = generator or random.Random()
         self._channels = Channels(security, opener(grpc.aio, target, options), self._close_soon)
@@ -112,7 +121,8 @@ class AsyncClient:
             channel = self._channels.acquire()
             try:
                 method = call.on(channel)
-                response = await method(call.request, timeout=attempts.remaining_s)
+                metadata = (*tenant_metadata(self._tenant), *self._credential.metadata())
+                response = await method(call.request, timeout=attempts.remaining_s, metadata=metadata)
             except grpc.RpcError as error:
                 if self._pauses.is_closed:
                     raise client_closed() from error
@@ -132,12 +142,11 @@ class AsyncClient:
         """Send one upload. `adapters.register` prepares it from a directory."""
         # In a thread with a blocking client: where the server refuses early and a write fails because of that, grpc.aio
         # reports the failed write ("Internal error from Core") in place of the server's status.
-        made, files = self._security.made, self._security.files
-        tls: dict[str, Any] = (
-            {} if files is None else {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+        security: dict[str, Any] = self._security.arguments()
+        client = Client(
+            self._target, **security, api_key="", tenant=self._tenant, retry=self._retry, options=self._options
         )
-        client = Client(self._target, credentials=made, **tls, retry=self._retry, options=self._options)
-        client._contact = self._contact
+        client._contact, client._credential = self._contact, self._credential
         try:
             return await asyncio.to_thread(client.upload, upload, timeout_s)
         finally:
@@ -167,8 +176,9 @@ class AsyncClient:
         await asyncio.gather(*self._closing)
 
     def _open_stream(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...]
+        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: Metadata
     ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]:
+        metadata = (*metadata, *self._credential.metadata())
         channel = self._channels.acquire()
         method = calls.generate_method(channel)
         try:

@@ -15,10 +15,11 @@ from google.longrunning import operations_pb2
 from motet import calls
 from motet.connection.channel import Channels, opener, security_of
 from motet.connection.contact import ServerContact, check_target
+from motet.connection.credential import ApiKey, Credential, Metadata
 from motet.errors import DeadlineExceeded, MotetError, client_closed, error_from_rpc
 from motet.generation import GenerationState
 from motet.pauses import Pauses
-from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of
+from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, tenant_metadata
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import Adapter, AdapterVersion, Chunk, Completion, Finished, Generation, ServerStatus, Started
@@ -43,6 +44,8 @@ class Client:
         tls_ca: PathLike | None = None,
         tls_cert: PathLike | None = None,
         tls_key: PathLike | None = None,
+        api_key: ApiKey | None = None,
+        allow_plaintext_key: bool = False,
         timeout_s: float = 10.0,
         tenant: str = "",
         retry: RetryPolicy | None = None,
@@ -55,15 +58,20 @@ class Client:
 
         `timeout_s` bounds every call except generate, register and waiting for operations, which have timeouts of
         their own. Within the timeout, a call is repeated as `retry` says.
-        `tenant`: who generations are counted for; empty: the server's default. A generation may name another tenant.
+        `tenant`: who calls are counted for; empty: the credential's first tenant, or the server's default. A generation
+        may name another tenant.
 
         `tls_ca`: file of the authorities that sign the server's certificate, PEM; turns TLS on. `tls_cert`, `tls_key`:
         files of this client's own certificate and key, where the server needs one. Once the files change, further calls
         use a new connection, and calls under way keep theirs. `credentials` is for what files cannot say.
 
+        `api_key`: an API key or a token, where the server needs one. Or a function that returns it: it is called for
+        every attempt of a call, so it can return a fresh one, and must not block for long. None: $MOTET_API_KEY; "": no
+        key. The key is not sent in plaintext to another machine unless `allow_plaintext_key` is set.
+
         `options` are gRPC channel options and replace ours of the same name. `clock`, `sleep` and `generator` (for
-        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled, or if the files
-        of TLS cannot be used.
+        jitter) are for tests. Raises InvalidArgument if `target` is not an address that can be dialled, if the files of
+        TLS cannot be used, or if the key would be sent in plaintext to another machine.
         """
         security = security_of(credentials, tls_ca, tls_cert, tls_key)
         self._contact = ServerContact(
@@ -73,6 +81,7 @@ class Client:
         self._retry = retry or RetryPolicy()
         self._timeout_s = timeout_s
         self._tenant = tenant
+        self._credential = Credential(api_key, target, has_tls=security.has_tls, may_send_plaintext=allow_plaintext_key)
         self._clock = clock
         self._generator = generator or random.Random()
         self._channels = Channels(security, opener(grpc, target, options), lambda channel: channel.close())
@@ -102,7 +111,7 @@ class Client:
 
         def send(channel: grpc.Channel, timeout_s: float) -> Any:
             method = call.on(channel)
-            return method(call.request, timeout=timeout_s)
+            return method(call.request, timeout=timeout_s, metadata=self._metadata())
 
         return call.read(self._call(send, self._attempts(self._timeout_s), is_repeatable=call.is_repeatable))
 
@@ -116,7 +125,9 @@ class Client:
                 response_deserializer=adapters_pb2.UploadAdapterResponse.FromString,
             )
             try:
-                response: adapters_pb2.UploadAdapterResponse = method(upload.messages(), timeout=timeout_s)
+                response: adapters_pb2.UploadAdapterResponse = method(
+                    upload.messages(), timeout=timeout_s, metadata=self._metadata()
+                )
                 return response
             except grpc.RpcError as error:
                 if upload.failure is not None:
@@ -151,9 +162,13 @@ class Client:
     def _attempts(self, timeout_s: float) -> Attempts:
         return Attempts(self._contact, self._retry, timeout_s=timeout_s, clock=self._clock, generator=self._generator)
 
+    def _metadata(self) -> Metadata:
+        return (*tenant_metadata(self._tenant), *self._credential.metadata())
+
     def _open_stream(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: tuple[tuple[str, str], ...]
+        self, request: generation_pb2.GenerateRequest, timeout_s: float, metadata: Metadata
     ) -> grpc.CallIterator[generation_pb2.GenerateResponse]:
+        metadata = (*metadata, *self._credential.metadata())
         channel = self._channels.acquire()
         method = calls.generate_method(channel)
         try:

@@ -80,7 +80,11 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
 
 def metadata_of(options: GenerateOptions, default_tenant: str) -> tuple[tuple[str, str], ...]:
     """What is sent beside the request."""
-    tenant = options.get("tenant") or default_tenant
+    return tenant_metadata(options.get("tenant") or default_tenant)
+
+
+def tenant_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
+    """What names the tenant of a call; nothing for an empty name."""
     return ((TENANT_KEY, tenant),) if tenant else ()
 
 

@@ -129,6 +129,17 @@ def playing(
     return script
 
 
+class _Recorder(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Notes what is sent beside the requests."""
+
+    def __init__(self, seen: list[tuple[str, dict[str, str | bytes]]]) -> None:
+        self._seen = seen
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        self._seen.append((details.method.rpartition("/")[2], dict(details.invocation_metadata)))
+        return continuation(details)
+
+
 class ScriptedServer(
     generation_pb2_grpc.GenerationServiceServicer,
     adapters_pb2_grpc.AdapterServiceServicer,
@@ -154,7 +165,8 @@ class ScriptedServer(
         self.operation_error: rpc_status_pb2.Status | None = None
         self.status = status_pb2.GetStatusResponse()
         self._pool = ThreadPoolExecutor(max_workers=8)
-        self._server = grpc.server(self._pool)
+        self.metadata: list[tuple[str, dict[str, str | bytes]]] = []  # of every call: method, metadata
+        self._server = grpc.server(self._pool, interceptors=[_Recorder(self.metadata)])
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)

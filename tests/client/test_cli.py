@@ -374,7 +374,12 @@ def test_status_json_and_watch(server: ScriptedServer, capsys: Capture) -> None:
             raise KeyboardInterrupt
 
     arguments = argparse.Namespace(
-        server=server.target, tls_ca=None, tls_cert=None, tls_key=None, json=True, watch=True, interval_s=1.5
+        server=server.target,
+        **dict.fromkeys(["tls_ca", "tls_cert", "tls_key", "api_key_file"]),
+        insecure=False,
+        json=True,
+        watch=True,
+        interval_s=1.5,
     )
     with pytest.raises(KeyboardInterrupt):
         run_status(arguments, sleep=sleep)

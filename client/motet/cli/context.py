@@ -6,11 +6,13 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from motet.client import Client
 from motet.connection.contact import check_target
-from motet.errors import InvalidArgument
+from motet.connection.credential import API_KEY_VARIABLE, MAX_KEY_CHARS, ApiKey
+from motet.errors import InvalidArgument, invalid_field
 from motet.retries import RetryPolicy
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -28,7 +30,7 @@ Subparsers: TypeAlias = Any  # argparse's own type is private
 
 
 def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
-    """The --server option and those of TLS as a parent parser, allowed before and behind the command."""
+    """The options of the server, TLS and the API key as a parent parser, allowed before and behind the command."""
     parent = argparse.ArgumentParser(add_help=False)
     default = os.environ.get("MOTET_SERVER") or DEFAULT_SERVER
     parent.add_argument(
@@ -47,6 +49,18 @@ def server_option(*, is_top: bool = False) -> argparse.ArgumentParser:
             default=os.environ.get(variable) or None if is_top else argparse.SUPPRESS,
             help=f"{about} (default: ${variable})",
         )
+    parent.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        default=None if is_top else argparse.SUPPRESS,
+        help=f"file with the API key or token (default: the key in ${API_KEY_VARIABLE}, else $MOTET_API_KEY_FILE)",
+    )
+    parent.add_argument(
+        "--insecure",
+        action="store_true",
+        default=False if is_top else argparse.SUPPRESS,
+        help="send the key without TLS to another machine: everybody on the way can read it",
+    )
     return parent
 
 
@@ -69,6 +83,30 @@ def seconds(text: str) -> float:
     return value
 
 
+def _api_key(arguments: argparse.Namespace) -> ApiKey | None:
+    """The key of --api-key-file, of MOTET_API_KEY, or of the file that MOTET_API_KEY_FILE names, in this order."""
+    file = arguments.api_key_file
+    if file is None and not os.environ.get(API_KEY_VARIABLE):
+        file = os.environ.get("MOTET_API_KEY_FILE")
+    if not file:
+        return None  # the SDK takes that of MOTET_API_KEY
+    read_key(file)  # a file that cannot be used is said before anything is sent
+    return lambda: read_key(file)
+
+
+def read_key(file: str) -> str:
+    """The key in a file, which may be replaced at any time. Raises InvalidArgument."""
+    try:
+        with Path(file).open(encoding="utf-8") as opened:
+            key = opened.read(2 * MAX_KEY_CHARS).strip()
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise invalid_field("--api-key-file", f"{file} cannot be read: {reason}") from error
+    if not key:
+        raise invalid_field("--api-key-file", f"{file} is empty; put the key into it")
+    return key
+
+
 def connect(arguments: argparse.Namespace) -> Client:
     """A client for the server that the command line names. Fails soon when nothing responds there."""
     return Client(
@@ -76,5 +114,7 @@ def connect(arguments: argparse.Namespace) -> Client:
         tls_ca=arguments.tls_ca,
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
+        api_key=_api_key(arguments),
+        allow_plaintext_key=arguments.insecure,
         retry=RetryPolicy(connect_timeout_s=CONNECT_TIMEOUT_S),
     )

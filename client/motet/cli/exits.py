@@ -40,7 +40,8 @@ exit codes:
   0    done
   1    failed in a way not listed here
   2    wrong command line
-  3    the request was refused: bad value, wrong base model, changed meanwhile, not allowed
+  3    the request was refused: bad value, wrong base model, changed meanwhile, no valid
+       credential, not allowed
   4    no such adapter or version
   5    a queue, budget or limit is full; try again later
   6    the server cannot be reached or cannot respond at present
@@ -66,5 +67,7 @@ def error_line(error: MotetError) -> str:
         parts.append(f"try again in {error.retry_after_s:g} s")
     if error.reason == "SERVER_UNREACHABLE":
         parts.append("is `motet up` running there? --server HOST:PORT or MOTET_SERVER names another server")
+    if error.reason == "UNAUTHENTICATED":
+        parts.append("--api-key-file FILE or MOTET_API_KEY gives the key")
     reason = f" [{error.reason}]" if error.reason else ""
     return f"motet: {'; '.join(parts)}{reason}"
