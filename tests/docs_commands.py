@@ -9,15 +9,20 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+
+from motet.cli import server_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND_S = 60.0
 
 
-def block(document: str, name: str) -> str:
+def block(document: str, name: str, *, language: str = "sh") -> str:
     """The named block of a document of the repository."""
-    found = re.findall(rf"^```sh {name}\n(.*?)^```$", (ROOT / document).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        rf"^```{language} {name}\n(.*?)^```$", (ROOT / document).read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
     assert len(found) == 1, f"{document} has {len(found)} blocks {name}"
     return str(found[0])
 
@@ -29,8 +34,14 @@ def commands(text: str) -> list[list[str]]:
 
 
 def run(text: str, directory: Path) -> None:
-    """Execute a block with a shell that stops at the first command that fails."""
+    """Execute a block with a shell that stops at the first command that fails. `motet` is that of the checkout."""
+    motet = f'motet() {{ {shlex.quote(sys.executable)} -m motet "$@"; }}\n'
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=directory, timeout=COMMAND_S, capture_output=True, text=True
+        ["bash", "-euo", "pipefail", "-c", motet + text],
+        cwd=directory,
+        env=server_parts.child_environment(),
+        timeout=COMMAND_S,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"

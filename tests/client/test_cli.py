@@ -373,14 +373,8 @@ def test_status_json_and_watch(server: ScriptedServer, capsys: Capture) -> None:
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    arguments = argparse.Namespace(
-        server=server.target,
-        **dict.fromkeys(["tls_ca", "tls_cert", "tls_key", "api_key_file"]),
-        insecure=False,
-        json=True,
-        watch=True,
-        interval_s=1.5,
-    )
+    left_out = dict.fromkeys(["tls_ca", "tls_cert", "tls_key", "api_key_file", "insecure"])
+    arguments = argparse.Namespace(server=server.target, **left_out, json=True, watch=True, interval_s=1.5)
     with pytest.raises(KeyboardInterrupt):
         run_status(arguments, sleep=sleep)
     lines = capsys.readouterr().out.splitlines()
