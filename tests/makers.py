@@ -147,6 +147,8 @@ def make_adapter(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale_b)
             elif ".lora_magnitude_vector." in name:  # the norms of the base's rows
                 parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
+            elif parameter.requires_grad and name.endswith(".bias") and ".lora_" not in name:  # of the base
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5)
     model.save_pretrained(str(directory))
     return directory
 

@@ -32,24 +32,34 @@ MODULES = {
 TARGETS = {name: TargetModule(name, *module) for name, module in MODULES.items()}
 
 
-def weights(names: list[str], rank: int, *, has_magnitudes: bool) -> bytes:
+FORMS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "biases": {"lora_bias": True, "bias": "lora_only"},
+}
+
+
+def weights(names: list[str], rank: int, form: str) -> bytes:
     content: dict[str, np.ndarray[Any, Any]] = {}
     for name in names:
         kind, in_features, out_features = MODULES[name]
         a, b = ("embedding_A", "embedding_B") if kind is TargetKind.EMBEDDING else ("A.weight", "B.weight")
         content[f"base_model.model.{name}.lora_{a}"] = np.ones((rank, in_features), "<f4")
         content[f"base_model.model.{name}.lora_{b}"] = np.ones((out_features, rank), "<f4")
-        if has_magnitudes:
-            content[f"base_model.model.{name}.lora_magnitude_vector"] = np.ones(out_features, "<f4")
+        vectors = {"dora": ["lora_magnitude_vector"], "biases": ["lora_B.bias", "base_layer.bias"]}.get(form, [])
+        for vector in vectors:
+            content[f"base_model.model.{name}.{vector}"] = np.ones(out_features, "<f4")
     return safetensors_bytes(content)
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("names", [*([name] for name in MODULES), list(MODULES)], ids=[*MODULES, "all"])
-def test_both_sides_count_the_same_bytes(tmp_path: Path, names: list[str], use_dora: bool) -> None:
+def test_both_sides_count_the_same_bytes(tmp_path: Path, names: list[str], form: str) -> None:
+    if form == "biases":
+        names = [name for name in names if MODULES[name][0] is TargetKind.LINEAR] or [next(iter(MODULES))]
     reported = {name: ServedModule(ModuleKind(kind.value), a, b) for name, (kind, a, b) in MODULES.items()}
-    raw = weights(names, 9, has_magnitudes=use_dora)
-    files = write_adapter(tmp_path, CONFIG | {"r": 9, "target_modules": names, "use_dora": use_dora}, weights=raw)
+    raw = weights(names, 9, form)
+    files = write_adapter(tmp_path, CONFIG | {"r": 9, "target_modules": names} | FORMS[form], weights=raw)
     info, _ = pack(files, dataclasses.replace(base_model(), linear_shapes={}), reported=reported)
     manifest = read_manifest(info.manifest, info.digest)
     pool = PagePool(list(TARGETS.values()), 1 << 20, torch.float32, torch.device("cpu"))

@@ -74,6 +74,12 @@ def find_own(tensors: Mapping[str, CheckpointTensor], name: str, module: ServedM
     return EmbeddingModule(is_input, weights[0], biases[0] if biases and not is_input else None)
 
 
+def find_tensor(tensors: Mapping[str, CheckpointTensor], module: str, part: str) -> CheckpointTensor | None:
+    """The weight or bias of a module of that path; None unless there is exactly one tensor that it can be."""
+    found = [tensor for name, tensor in tensors.items() if _is_of(name, module, part)]
+    return found[0] if len(found) == 1 else None
+
+
 def _is_of(tensor: str, module: str, part: str) -> bool:
     path = tensor.removesuffix(f".{part}")
     return path != tensor and (path == module or path.endswith(f".{module}") or module.endswith(f".{path}"))

@@ -38,6 +38,7 @@ class AdapterConfig:
     rank_pattern: NamePattern[int]
     alpha_pattern: NamePattern[float]
     targets: TargetNames
+    trains_biases: bool  # biases of the base model were trained too
     ties_weights: bool  # adapters of embedding and head are one, where the base model ties these two
 
     @property
@@ -130,6 +131,7 @@ class _Reader:
             rank_pattern=self._value("rank_pattern", _ranks, NamePattern(())),
             alpha_pattern=self._value("alpha_pattern", _numbers, NamePattern(())),
             targets=self._targets(),
+            trains_biases=self._config.get("bias") not in (None, "none"),
             ties_weights=self._value("ensure_weight_tying", _flag, False),
         )
         return config if self._is_whole else None

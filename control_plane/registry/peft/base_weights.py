@@ -1,4 +1,4 @@
-"""Compares the base tensors that PEFT saves beside adapters on embedding and lm_head with those of the base model.
+"""Compares the base weights that PEFT saves beside adapters on embedding and lm_head with those of the base model.
 
 Called by ingest.py. Reads a few MiB of both files at a time.
 """
@@ -19,7 +19,7 @@ _SLICE_VALUES = 4 << 20  # compared at a time
 
 
 def check_base_weights(file: BinaryIO, modules: list[ModulePlan], targets: TargetModules, problems: Problems) -> None:
-    """Note saved base tensors that differ from the base model's own: PEFT would load them in place of those."""
+    """Note saved base weights that differ from the base model's own: PEFT would load them in place of those."""
     for plan in modules:
         with problems.collected():
             _check_module(file, plan, targets)
@@ -34,15 +34,12 @@ def _check_module(file: BinaryIO, plan: ModulePlan, targets: TargetModules) -> N
         )
     if base is None:
         return
-    for part, entry, own in (
-        ("weight", plan.base_weight, base.weight),
-        ("bias", plan.base_bias, base.bias),
-    ):
-        if entry is not None and (own is None or not is_same_weight(file, entry, own, targets.base_model.dtype)):
-            raise refuse(
-                f"{plan.name}.base_layer.{part}",
-                "is not the base model's own; an embedding or head that was trained or resized is not served",
-            )
+    entry = plan.base_weight
+    if entry is not None and not is_same_weight(file, entry, base.weight, targets.base_model.dtype):
+        raise refuse(
+            f"{plan.name}.base_layer.weight",
+            "is not the base model's own; an embedding or head that was trained or resized is not served",
+        )
 
 
 def is_same_weight(file: BinaryIO, entry: TensorEntry, weight: CheckpointTensor, dtype: str) -> bool:

@@ -75,7 +75,7 @@ FIELDS = (
     Field("task_type", Use.READ, "0.3", "any task of PEFT, or null"),
     Field("use_dora", Use.READ, "0.9", "DoRA"),
     Field("lora_bias", Use.READ, "0.14", "a bias beside the product"),
-    Field("bias", Use.READ, "0.3", "`none`, `all` or `lora_only`"),
+    Field("bias", Use.READ, "0.3", "`none`, `all` or `lora_only`: trained biases of linears are served"),
     Field(
         "init_lora_weights",
         Use.READ,

@@ -25,6 +25,8 @@ from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
+from control_plane.registry.peft.tensor_names import own_biases
+from control_plane.registry.peft.trained_biases import with_trained_biases
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -83,8 +85,13 @@ def ingest(
     with files[WEIGHTS_FILE].open("rb") as file:
         with problems.collected():
             entries = _read_entries(file, targets, max_adapter_bytes)
-            modules = plan_modules(config, entries, targets, problems)
+            biases = own_biases(entries)
+            bias_names = {entry.name for entry in biases.values()}
+            adapters = {name: entry for name, entry in entries.items() if name not in bias_names}
+            modules = plan_modules(config, adapters, targets, problems)
             check_base_weights(file, modules, targets, problems)
+            if config is not None:
+                modules = with_trained_biases(file, modules, biases, config, targets, problems)
         problems.raise_all()
         assert config is not None, "a configuration that cannot be read is a problem"
         return _pack(file, config, modules, base_model, directory, check)

@@ -36,7 +36,7 @@ class ModulePlan:
     layer: int | None  # the decoder layer that holds it; None: outside of them
     kind: ModuleKind
     base_weight: TensorEntry | None  # PEFT saves the base's own weight beside adapters on embedding and lm_head
-    base_bias: TensorEntry | None  # and its bias, which some heads have
+    base_bias: TensorEntry | None  # the base's own bias, trained or not
 
     @property
     def size(self) -> ModuleSize:
@@ -177,7 +177,7 @@ def _plan_module(
     shapes[BASE_WEIGHT] = (in_features, out_features) if is_embedding else (out_features, in_features)
     shapes[BASE_BIAS] = (out_features,)
     own = targets.own(name)
-    if BASE_BIAS in parts and (own is None or own.bias is None):
+    if BASE_BIAS in parts and targets.is_embedding_module(name) and (own is None or own.bias is None):
         raise refuse(f"{name}.{BASE_BIAS}", f"is in the file, but the base model has no such bias; {CHECK_BASE}")
     for part_name, entry in parts.items():
         if entry.shape != shapes[part_name]:

@@ -5,14 +5,18 @@ Called by module_plans.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from control_plane.registry.peft.kinds import parts_of_all_kinds
-from control_plane.registry.peft.safetensors_header import refuse, shorten
+from control_plane.registry.peft.kinds.base_bias import PART_BASE_BIAS
+from control_plane.registry.peft.safetensors_header import TensorEntry, refuse, shorten
 from control_plane.registry.peft.target_modules import TargetModules
 
 _KEY_PREFIX = "base_model.model."
-# PEFT saves these beside adapters on embedding and lm_head.
-BASE_WEIGHT, BASE_BIAS = "base_layer.weight", "base_layer.bias"
-_BASE_PARTS = {f".{BASE_WEIGHT}": BASE_WEIGHT, f".{BASE_BIAS}": BASE_BIAS}
+# PEFT saves both beside adapters on embedding and lm_head, and the second one beside others where biases were trained.
+BASE_WEIGHT, BASE_BIAS = "base_layer.weight", PART_BASE_BIAS.name
+_BASE_PARTS = {f".{BASE_WEIGHT}": BASE_WEIGHT, **dict.fromkeys(PART_BASE_BIAS.suffixes, BASE_BIAS)}
+_OWN_BIAS = ".bias"  # of a module without an adapter, where all biases were trained
 # How the name of a tensor ends, and which part of a module it is.
 _ADAPTER_PARTS = {
     suffix: part.name
@@ -41,12 +45,24 @@ _WRAPPERS = {
 }
 
 
+def own_biases(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """By module: the biases of modules without an adapter, which PEFT saves where all biases were trained."""
+    return {
+        key[len(_KEY_PREFIX) : -len(_OWN_BIAS)]: entry
+        for key, entry in entries.items()
+        if key.startswith(_KEY_PREFIX)
+        and key.endswith(_OWN_BIAS)
+        and not key.endswith(tuple(_PARTS))
+        and _OTHER_KINDS.keys().isdisjoint(key.split("."))
+    }
+
+
 def split_key(key: str, targets: TargetModules) -> tuple[str, str]:
     """Module path and part of a tensor's name: base_model.model.{module}.lora_A.weight and the like."""
     suffix = next((suffix for suffix in _PARTS if key.endswith(suffix)), None)
     if suffix is not None and key.startswith(_KEY_PREFIX):
         module = key[len(_KEY_PREFIX) : -len(suffix)]
-        if module in targets.served and (targets.is_embedding_module(module) or suffix not in _BASE_PARTS):
+        if module in targets.served and (targets.is_embedding_module(module) or _PARTS[suffix] != BASE_WEIGHT):
             return module, _PARTS[suffix]
     raise refuse(shorten(key), _name_error(key, suffix, targets))
 
@@ -57,20 +73,17 @@ def _name_error(key: str, suffix: str | None, targets: TargetModules) -> str:
     for part, words in _OTHER_KINDS.items():
         if part in parts:
             return words
-    # 1. The base model's own biases, trained.
-    if parts[-1] == "bias" and suffix not in _ADAPTER_PARTS:
-        return 'is a trained bias of the base model, which is not served; train with bias="none"'
-    # 2. LoRA on stacked parameters: PEFT wraps the module once for each of them.
+    # 1. LoRA on stacked parameters: PEFT wraps the module once for each of them.
     module = key.removeprefix(_KEY_PREFIX)[: -len(suffix)] if suffix else key
     if "base_layer" in module.split(".") or (module in targets.served and suffix in _BASE_PARTS):
         return "belongs to LoRA on stacked parameters, which is not served; train with target_modules of linears"
     if suffix is None:
         return _unknown_name_error(parts)
-    # 3. The right module under another name.
+    # 2. The right module under another name.
     is_known = module in targets.served or module not in targets.reported
     if is_known and (known := _known_as(module, targets)) is not None:
         return f"the base model has this module as {shorten(known)}{_reason(key, parts)}; rename the tensors"
-    # 4. No such module, or one that takes no adapters.
+    # 3. No such module, or one that takes no adapters.
     return targets.refusal(shorten(module))
 
 

@@ -38,9 +38,8 @@ class ModuleEntry:
 
     def size(self, *, is_head: bool) -> ModuleSize:
         """What the module's size in an arena depends on."""
-        return ModuleSize(
-            self.rank, self.in_features, self.out_features, self.is_embedding, is_head, len(self.kind.tables)
-        )
+        num_vectors = sum(part.is_vector for part in self.kind.parts)
+        return ModuleSize(self.rank, self.in_features, self.out_features, self.is_embedding, is_head, num_vectors)
 
 
 @dataclass(frozen=True, slots=True)

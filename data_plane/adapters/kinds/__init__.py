@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from data_plane.adapters.kinds.adapter_kind import AdapterKind
+from data_plane.adapters.kinds.base_bias import BaseBias, DoraWithBaseBias, LoraWithBaseBias, LoraWithBiases
 from data_plane.adapters.kinds.dora import Dora
 from data_plane.adapters.kinds.lora import Lora, LoraWithBias
 
-KINDS: tuple[AdapterKind, ...] = (Lora(), LoraWithBias(), Dora())
+KINDS: tuple[AdapterKind, ...] = (
+    Lora(),
+    LoraWithBias(),
+    Dora(),
+    BaseBias(),
+    LoraWithBaseBias(),
+    LoraWithBiases(),
+    DoraWithBaseBias(),
+)
 MANIFEST_WORDS = tuple(dict.fromkeys(prefix + kind.name for kind in KINDS for prefix in ("", "rs")))
 
 _BY_PARTS = {frozenset(part.name for part in kind.parts): kind for kind in KINDS}

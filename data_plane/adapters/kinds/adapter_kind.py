@@ -40,6 +40,11 @@ class Part:
     sides: tuple[str, ...]  # its shape, as attributes of ModuleSizes
     dtype: str | None = None  # None: the adapter's own
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether it counts as a vector of the arena (contract.packed_layout.ModuleSize)."""
+        return self.dtype is not None
+
     def shape(self, module: ModuleSizes) -> tuple[int, ...]:
         """The shape that the tensor has for this module."""
         return tuple(getattr(module, side) for side in self.sides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, ArenaWeights, PackedModule, Part
 
@@ -17,8 +17,8 @@ class Dora(AdapterKind):
     """A, B and a magnitude for each output. The arena keeps magnitude / norm in the magnitude's place."""
 
     name = "dora"
-    parts = (PART_A, PART_B, Part("magnitude", ("out_features",), "float32"))
-    tables = ("dora_scale",)
+    parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B, Part("magnitude", ("out_features",), "float32"))
+    tables: ClassVar[tuple[str, ...]] = ("dora_scale",)
 
     def weights(self, packed: PackedModule) -> ArenaWeights:
         """See AdapterKind."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from data_plane.adapters.kinds.adapter_kind import PART_A, PART_B, AdapterKind, ArenaWeights, PackedModule, Part
 
 
@@ -9,7 +11,7 @@ class Lora(AdapterKind):
     """A and B alone."""
 
     name = "lora"
-    parts = (PART_A, PART_B)
+    parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B)
 
     def weights(self, packed: PackedModule) -> ArenaWeights:
         """See AdapterKind."""
@@ -20,7 +22,7 @@ class LoraWithBias(AdapterKind):
     """A, B and the bias of PEFT's lora_B (`lora_bias=True`), which is scaled with the product."""
 
     name = "lora"
-    parts = (PART_A, PART_B, Part("bias", ("out_features",), "float32"))
+    parts: ClassVar[tuple[Part, ...]] = (PART_A, PART_B, Part("bias", ("out_features",), "float32"))
     tables = ("lora_bias",)
 
     def weights(self, packed: PackedModule) -> ArenaWeights:

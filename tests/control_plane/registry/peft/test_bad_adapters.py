@@ -267,8 +267,6 @@ OTHER_NAMES = [
         "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight",
         "belongs to an expert of a mixture, and adapters on experts are not served; train without them",
     ),
-    (f"{PREFIX}.base_layer.bias", 'is a trained bias of the base model, which is not served; train with bias="none"'),
-    ("base_model.model.model.norm.bias", "is a trained bias of the base model, which is not served; train with bias="),
     (f"{PREFIX}.base_layer.lora_A.weight", "belongs to LoRA on stacked parameters"),
     ("base_model.model.score.weight", "belongs to the head of another task, and Motet generates text only; save the"),
     ("base_model.model.qa_outputs.bias", "belongs to the head of another task"),

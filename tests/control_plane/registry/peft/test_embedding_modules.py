@@ -134,7 +134,7 @@ def test_the_bases_own_bias_of_the_head_changes_nothing(tmp_path: Path, checkpoi
     assert packed(tmp_path, base, saved)[0].digest == packed(tmp_path, base, adapter())[0].digest
     for wrong, expected in ((bias * 2, "not the base model's own"), (bias[1:], "shape [36], expected [37]")):
         field, words = refusal(tmp_path, base, adapter(lm_head__base_layer__bias=wrong))
-        assert (field, expected in words) == ("lm_head.base_layer.bias", True)
+        assert (field.endswith("lm_head.base_layer.bias"), expected in words) == (True, True)
     field, words = refusal(tmp_path, base, adapter(model__embed_tokens__base_layer__bias=bias[:HIDDEN]))
     assert (field, "no such bias" in words) == ("model.embed_tokens.base_layer.bias", True)
 

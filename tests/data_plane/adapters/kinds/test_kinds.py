@@ -7,6 +7,7 @@ import torch
 
 from data_plane.adapters.kinds import KINDS, kind_with
 from data_plane.adapters.kinds.adapter_kind import AdapterKind, PackedModule
+from data_plane.adapters.kinds.base_bias import BaseBias, LoraWithBaseBias
 from data_plane.adapters.kinds.dora import Dora
 from data_plane.adapters.kinds.lora import Lora, LoraWithBias
 from kernels.lora import VECTOR_TABLES
@@ -30,8 +31,8 @@ def test_a_kind_gives_the_arena_what_it_declares(kind: AdapterKind) -> None:
 
 
 def test_the_parts_of_a_module_tell_its_kind() -> None:
-    kinds = [kind_with(parts) for parts in (["b", "a"], ["a", "b", "bias"], ["magnitude", "a", "b"])]
-    assert [type(kind) for kind in kinds] == [Lora, LoraWithBias, Dora]
+    some = (["b", "a"], ["a", "b", "bias"], ["magnitude", "a", "b"], ["base_bias"], ["a", "b", "base_bias"])
+    assert [type(kind_with(parts)) for parts in some] == [Lora, LoraWithBias, Dora, BaseBias, LoraWithBaseBias]
 
 
 @pytest.mark.parametrize("parts", [[], ["a"], ["a", "b", "bias", "magnitude"], ["a", "b", "other"]])
