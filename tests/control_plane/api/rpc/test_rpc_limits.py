@@ -310,6 +310,36 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on() ->
         assert await later.unary_unary("/t.T/Wait")(b"", timeout=30, wait_for_ready=True) == b"done"
 
 
+async def silent_connection(address: str) -> socket.socket:
+    """A connection that sends nothing at all."""
+    host, _, port = address.rpartition(":")
+    connection = socket.socket()
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+    return connection
+
+
+async def closed(connection: socket.socket) -> None:
+    """Returns once the server has closed it."""
+    with contextlib.closing(connection), contextlib.suppress(ConnectionResetError):
+        async with asyncio.timeout(30):
+            while await asyncio.get_running_loop().sock_recv(connection, 4096):
+                pass
+
+
+async def test_silent_connections_count_as_connections_until_the_handshake_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever holds them all keeps new clients out for that long; docs/security.md says so."""
+    monkeypatch.setattr(listeners, "HANDSHAKE_TIMEOUT_MS", 2000)
+    async with Port(max_connections=3) as port:
+        port.release.set()
+        silent = [await silent_connection(port.address) for _ in range(3)]
+        await asyncio.gather(*map(closed, silent))
+        later = await port.open()
+        assert await later.unary_unary("/t.T/Wait")(b"", timeout=30, wait_for_ready=True) == b"done"
+
+
 async def test_connection_without_calls_is_closed_and_one_with_a_long_stream_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
