@@ -20,7 +20,7 @@ from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.quotas import TenantUse
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.model.worker_reports import WorkerReports
-from control_plane.registry.registry import Registry
+from control_plane.registry.registry import Registry, count_visible
 
 SERVICE_NAME = status_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,13 +63,17 @@ class StatusService(status_pb2_grpc.StatusServiceServicer):
     ) -> status_pb2.GetStatusResponse:
         """Everything that the caller may see, at one moment: no await between the reads."""
         caller = current_caller()
-        return self._whole() if caller.principal.is_admin else self._own_part(caller)
+        if caller.principal.is_admin:
+            return self._whole()
+        # The count takes turns of the event loop where the credential lists adapters.
+        return self._own_part(caller, await count_visible(self._registry))
 
-    def _own_part(self, caller: Caller) -> status_pb2.GetStatusResponse:
+    def _own_part(self, caller: Caller, num_visible: int) -> status_pb2.GetStatusResponse:
         account = self._fleet.account_of(caller.tenant, caller.host, is_authenticated=caller.principal.is_authenticated)
         return status_pb2.GetStatusResponse(
             server_version=__version__,
             model=self._model_message(),
+            adapters=status_pb2.AdapterStatus(num_registered=num_visible),
             limits=self._limits_message(),
             tenants=map(_tenant_message, self._fleet.tenant_use(only=account)),
             own_tenant_only=True,

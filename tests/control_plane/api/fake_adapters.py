@@ -212,7 +212,7 @@ class FakeRegistry(Registry):
         self.delete_finished.set()
 
     def stats(self) -> RegistryStats:
-        return RegistryStats(len(self.records), len(self.records))
+        return RegistryStats(len(self.records), len(self.records), num_visible=len(self.records))
 
 
 class FakeWeights(AdapterWeights):

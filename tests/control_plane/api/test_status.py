@@ -80,7 +80,7 @@ async def max_model_len(api: Api) -> int:
 
 async def test_a_caller_without_admin_gets_its_own_tenant_and_nothing_else(api: Api) -> None:
     """Of a server with two workers, other tenants and a filled host cache."""
-    api.registry.add("secret-of-others")
+    api.registry.add("one")
     api.weights.error = "Redis refuses: no"
     with acting_as(Caller("acme", Principal("key:k", frozenset({Role.INFER}), ("acme",)), "ipv4:10.0.0.7:5")):
         response = await api.status.GetStatus(status_pb2.GetStatusRequest(), NO_CONTEXT)
@@ -93,7 +93,8 @@ async def test_a_caller_without_admin_gets_its_own_tenant_and_nothing_else(api: 
         whole.limits,
     )
     present = {field.name for field, _ in response.ListFields()}
-    assert present == {"server_version", "model", "limits", "tenants", "own_tenant_only"}
+    assert present == {"server_version", "model", "adapters", "limits", "tenants", "own_tenant_only"}
+    assert response.adapters == status_pb2.AdapterStatus(num_registered=1)
 
 
 async def test_an_admin_gets_everything(api: Api) -> None:
