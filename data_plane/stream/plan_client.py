@@ -25,6 +25,7 @@ from data_plane.config import TLS_FLAGS
 from data_plane.errors import SelfCheckFailed
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.stream.plan_stream import Ended, InboxItem, PlanStream, Stop
+from data_plane.stream.renewal import CertificateRenewal
 from data_plane.stream.session import Session
 from data_plane.stream.session_log import SessionLog
 from data_plane.wire import encode_hello
@@ -197,6 +198,7 @@ class PlanClient:
     def _attach(self) -> Ended | None:
         """Open a session and serve it to its end; None after a drain or a stop."""
         try:
+            renewal = None if self._settings.tls_files is None else CertificateRenewal(self._settings.tls_files)
             plans = self._open_channel(self._settings.control_plane)
             weights = self._open_channel(self._settings.control_plane)
         except TlsError as error:  # half-written perhaps
@@ -235,6 +237,7 @@ class PlanClient:
                     on_step=self._on_step,
                     clock=self._clock,
                     exit_process=self._exit_process,
+                    leave_reason=None if renewal is None else renewal.reason,
                 )
                 self.num_sessions += 1
                 self._log.attached(session.epoch)

@@ -19,7 +19,7 @@ from data_plane.errors import AdapterLoadError, AdapterMismatch, PlanRefused, Wo
 from data_plane.plan import AdapterSource, Engine, StepOutput, StepPlan
 from data_plane.spans import span
 from data_plane.stream.plan_stream import Ended, InboxItem, Leave, PlanStream, Stop
-from data_plane.stream.session_watch import SessionWatch, WatchTimes, WorkInHand
+from data_plane.stream.session_watch import LeaveReason, SessionWatch, WatchTimes, WorkInHand
 from data_plane.wire import decode_steps, encode_output
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,11 @@ class Session:
         on_step: Callable[[StepPlan, StepOutput], None],
         clock: Callable[[], float],
         exit_process: Callable[[int], None],
+        leave_reason: LeaveReason | None = None,
     ) -> None:
         """`close_source` makes loads fail that wait for the control plane; `on_step` gets each step that was executed.
 
-        `exit_process` ends the process at once, where one of its threads is stuck.
+        `exit_process` ends the process at once, where one of its threads is stuck. `leave_reason`: see SessionWatch.
         """
         self.epoch = welcome.epoch
         self._engine = engine
@@ -63,7 +64,7 @@ class Session:
             leave_after_s=welcome.leave_after_ms / 1000,
             stuck_after_s=welcome.stuck_after_ms / 1000,
         )
-        self._watch = SessionWatch(stream, self._work, times, self._heartbeat, clock, exit_process)
+        self._watch = SessionWatch(stream, self._work, times, self._heartbeat, clock, exit_process, leave_reason)
         self._loaders = ThreadPoolExecutor(load_threads, thread_name_prefix="adapter-load")
         self._last_step_id = 0
         self._is_closed = False  # nothing more is to be sent

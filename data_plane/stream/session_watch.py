@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc
 
@@ -37,6 +38,12 @@ class WorkInHand:
     loads: dict[tuple[int, int], float] = field(default_factory=dict)  # (slot, generation) -> since when
 
 
+class LeaveReason(Protocol):
+    """Says why a session should end now; None: it should not. Idle: no step since the last look."""
+
+    def __call__(self, *, is_idle: bool) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
     """The times in the Welcome, seconds."""
@@ -57,14 +64,20 @@ class SessionWatch:
         make_heartbeat: Callable[[], plan_pb2.Heartbeat],
         clock: Callable[[], float],
         exit_process: Callable[[int], None] = os._exit,
+        leave_reason: LeaveReason | None = None,
     ) -> None:
-        """`make_heartbeat` gives the fields of a heartbeat beside the work in hand."""
+        """`make_heartbeat` gives the fields of a heartbeat beside the work in hand.
+
+        `leave_reason` says why the session should end now, if it should.
+        """
         self._stream = stream
         self._work = work
         self._times = times
         self._make_heartbeat = make_heartbeat
         self._clock = clock
         self._exit_process = exit_process
+        self._leave_reason = leave_reason
+        self._num_steps = -1  # executed at the last look
         self._looked_s = clock()
         self._over_s: float | None = None  # when this watch found the session to be over
         self._is_closed = False
@@ -84,7 +97,7 @@ class SessionWatch:
         self._finished.set()
 
     def look(self) -> None:
-        """Send a heartbeat, leave a silent control plane, or exit a stuck process, whichever is due."""
+        """Send a heartbeat, leave the session, or exit a stuck process, whichever is due."""
         now_s = self._clock()
         delay_s = now_s - self._looked_s - self._times.heartbeat_interval_s
         self._looked_s = now_s
@@ -98,9 +111,14 @@ class SessionWatch:
             self._give_up_if_stuck(now_s - self._over_s)
             return
         silent_s = now_s - self._stream.heard_s
+        is_idle = self._work.step is None and self._work.num_steps == self._num_steps
+        self._num_steps = self._work.num_steps
+        reason = None if self._leave_reason is None else self._leave_reason(is_idle=is_idle)
         if silent_s >= self._times.leave_after_s:
+            reason = f"the control plane was silent for {silent_s:.1f} s"
+        if reason is not None:
             self._over_s = now_s
-            self._stream.inbox.put(Leave(f"the control plane was silent for {silent_s:.1f} s"))
+            self._stream.inbox.put(Leave(reason))
             return
         self._stream.send(plan_pb2.AttachRequest(heartbeat=self._heartbeat(now_s)))
 

@@ -231,3 +231,20 @@ async def test_a_denied_client_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(MotetError, match="if its port has TLS"):
             async with AsyncClient(clients, retry=RetryPolicy(max_attempts=1)) as plain:
                 await plain.status()
+
+
+async def test_an_idle_worker_attaches_anew_with_its_new_certificate(tmp_path: Path) -> None:
+    """So that nothing is cut when the former certificate expires."""
+    files = Files(tmp_path)
+    async with (
+        running(files) as (clients, workers, _),
+        hash_worker(tmp_path, workers, "--worker-id", "gpu-1", *files.worker_flags("gpu-1")),
+        files.client(clients) as client,
+    ):
+        [before] = (await client.status()).workers
+        files.rotate()
+
+        async def is_anew() -> bool:
+            return any(worker.epoch > before.epoch for worker in (await client.status()).workers)
+
+        await until(is_anew)

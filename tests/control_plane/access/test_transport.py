@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ import grpc.aio
 import pytest
 
 from contract.v1 import plan_pb2, plan_pb2_grpc
+from control_plane.access.peer_certificate import read_certificate
 from control_plane.access.settings import AccessSettings
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
+from control_plane.access.worker_access import WorkerAccess
 from control_plane.api.rpc import listeners
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.workers.endings import EndCause
@@ -71,7 +73,8 @@ async def endless(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
 
 
 @contextlib.asynccontextmanager
-async def ports(directory: Path) -> AsyncIterator[Ports]:
+async def ports(directory: Path, wall_clock: Callable[[], float] | None = None) -> AsyncIterator[Ports]:
+    """`wall_clock`: by which the sessions of workers end; the port itself lets workers in by the real one."""
     cert, key = SERVER.write(directory)
     ca, denied, allowed = CA.write(directory), directory / "denied", directory / "allowed"
     denied.touch()
@@ -89,6 +92,7 @@ async def ports(directory: Path) -> AsyncIterator[Ports]:
     )
     watcher = Watched()
     transport = open_transport(settings, watcher)
+    access = transport.worker_access if wall_clock is None else WorkerAccess(wall_clock=wall_clock)
     fleet = make_fleet(FakeClock())
     made = Ports(directory, watcher, transport, fleet)
     clients = listeners.client_server(
@@ -101,7 +105,7 @@ async def ports(directory: Path) -> AsyncIterator[Ports]:
     handlers = {"Endless": grpc.unary_stream_rpc_method_handler(endless)}
     clients.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     workers = listeners.worker_server(guard=transport.worker_guard)
-    service = WorkerService(fleet, FakeWeights(), transport.worker_access)
+    service = WorkerService(fleet, FakeWeights(), access)
     plan_pb2_grpc.add_WorkerServiceServicer_to_server(service, workers)
     made.clients = listeners.bind(clients, "localhost:0", transport.client_credentials)
     made.workers = listeners.bind(workers, "localhost:0", transport.worker_credentials)
@@ -153,7 +157,8 @@ async def attach(channel: grpc.aio.Channel, worker_id: str) -> tuple[Any, Any]:
     """The call, and its first response or None."""
     stub: Any = plan_pb2_grpc.WorkerServiceStub(channel)
     call = stub.Attach(timeout=30)
-    with contextlib.suppress(grpc.aio.AioRpcError):
+    # A call that is refused may have ended before its first message is written.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(encode_hello(CAPACITIES, worker_id))
     response = None
     with contextlib.suppress(grpc.aio.AioRpcError):
@@ -206,6 +211,28 @@ async def test_a_listed_worker_is_attached_until_it_is_denied(tmp_path: Path) ->
         made.deny()
         _, response = await attach(channel, "gpu-1")
         assert response.WhichOneof("message") == "welcome"
+
+
+async def test_a_session_ends_when_the_workers_certificate_expires(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    end_s = read_certificate(GPU_1.cert).not_after_s
+    now_s = end_s - 1
+    async with ports(tmp_path, lambda: now_s) as made, made.channel(made.workers, GPU_1) as channel:
+        call, response = await attach(channel, "gpu-1")
+        assert response.WhichOneof("message") == "welcome"
+        [session] = made.fleet.parts.sessions.by_id.values()
+        made.fleet.tick()
+        assert not session.ended.is_set()
+        now_s = end_s
+        made.fleet.tick()
+        with pytest.raises(grpc.aio.AioRpcError):
+            while True:
+                await call.read()
+        code, details = await end_of(call)
+        assert code is grpc.StatusCode.PERMISSION_DENIED
+        assert details.startswith("the worker's certificate has expired: it was valid until 20")
+    assert "worker refused worker_id=gpu-1 epoch=" in caplog.text and session.end_cause is EndCause.REFUSED
 
 
 @pytest.mark.parametrize("port", ["clients", "workers"])

@@ -26,6 +26,8 @@ class Rig:
         self.stream = PlanStream(self._open, "127.0.0.1:1", self.inbox, self.clock)
         self.work = WorkInHand()
         self.exits: list[int] = []
+        self.idle: list[bool] = []  # what the reason to leave got at each look
+        self.reason: str | None = None
         self.watch = SessionWatch(
             self.stream,
             self.work,
@@ -33,10 +35,15 @@ class Rig:
             lambda: plan_pb2.Heartbeat(resident_bytes=5),
             self.clock,
             self.exits.append,
+            self._leave_reason,
         )
 
     def _open(self, requests: Iterator[plan_pb2.AttachRequest], /) -> Any:
         self.requests = requests
+
+    def _leave_reason(self, *, is_idle: bool) -> str | None:
+        self.idle.append(is_idle)
+        return self.reason
 
     def look_for(self, seconds: float, *, is_heard: bool = False) -> None:
         """Look at every interval of this time; `is_heard`: the control plane sends pings."""
@@ -124,3 +131,16 @@ def test_no_heartbeat_is_sent_once_the_session_is_over() -> None:
     rig.stream.ended = Ended("cut")
     rig.look_for(3.0)
     assert rig.heartbeats() == []
+
+
+def test_a_session_is_left_for_a_reason_and_idle_is_a_look_without_a_step() -> None:
+    rig = Rig()
+    rig.look_for(1.0, is_heard=True)
+    rig.work.num_steps = 1
+    rig.look_for(1.0, is_heard=True)
+    rig.work.step = (2, rig.clock())
+    rig.look_for(0.5, is_heard=True)
+    assert rig.idle == [False, True, False, True, False] and rig.inbox.empty()
+    rig.work.step, rig.reason = None, "its certificate was replaced"
+    rig.look_for(1.0, is_heard=True)
+    assert rig.inbox.get_nowait() == Leave("its certificate was replaced") and rig.inbox.empty()
