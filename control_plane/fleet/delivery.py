@@ -63,6 +63,7 @@ class Delivery:
             job = jobs.get(output.request_id)
             if job is not None and job.session is session:
                 try:
+                    _note_place(job, session, output)
                     self._deliver(job, output)
                 except Exception:  # as above
                     self._jobs.fail_broken(job)
@@ -102,9 +103,13 @@ class Delivery:
     def _cancel(self, request_id: RequestId) -> None:
         job = self._jobs.by_id.get(request_id)
         if job is not None:
-            if job.session is not None:
-                job.note_searched(job.session.scheduler.num_searched(request_id))
-                job.session.cancel(request_id)
+            session = job.session
+            if session is not None:
+                progress = session.scheduler.progress(request_id)
+                if progress is not None:
+                    job.note_searched(progress.num_searched)
+                    _note_place(job, session, progress)
+                session.cancel(request_id)
             self._jobs.finish(job)
 
     def _cancel_index(self, request_id: RequestId, index: int) -> None:
@@ -114,3 +119,8 @@ class Delivery:
                 job.session.cancel(request_id, index)
             else:
                 job.drop_index(index)
+
+
+def _note_place(job: Job, session: WorkerSession, output: RequestOutput) -> None:
+    if output.first_scheduled_s is not None:
+        job.stream.note_place(session.worker_id, session.epoch, output.slot)

@@ -41,6 +41,7 @@ from control_plane.scheduler.types import (
     Outputs,
     Request,
     RequestId,
+    RequestOutput,
     SlotCommand,
     SlotEmptied,
     SlotReady,
@@ -128,10 +129,14 @@ class Scheduler:
             others = [output for output in self._outputs.others if output.request_id != request_id]
             self._outputs.others = others
 
-    def num_searched(self, request_id: RequestId) -> int:
-        """Tokens computed over all beams of a live beam search; 0 for any other request."""
+    def progress(self, request_id: RequestId) -> RequestOutput | None:
+        """What an output of a live request would say of it at present, without tokens. None for any other request."""
         group = self._groups.get(request_id)
-        return 0 if group is None else group.num_searched
+        if group is None:
+            return None
+        output = group.output([], None)
+        output.num_searched = group.num_searched
+        return output
 
     def withdraw(self, request_id: RequestId) -> Request | None:
         """Remove a request that holds no row (waiting or paused) and return it with all tokens generated so far.

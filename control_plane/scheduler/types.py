@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from contract.v1.sampling import SamplingValues
 from control_plane.scheduler.logprobs import PackedLogprobs as PackedLogprobs
@@ -33,6 +33,13 @@ class AdapterRef:
 
     digest: str  # 64 lower-case hexadecimal digits
     arena_bytes: int  # what it takes of a worker's arena, page rounding included
+
+
+class SlotRef(NamedTuple):
+    """What a slot held at one time."""
+
+    slot_idx: int
+    generation: int  # counts up with every load into the slot
 
 
 class AdapterTier(enum.Enum):
@@ -268,6 +275,7 @@ class RequestOutput:
     # cache at the first admission, and monotonic time of the first plan that carried the request.
     num_cached_tokens: int = 0
     first_scheduled_s: float | None = None
+    slot: SlotRef | None = None  # that its adapter was in when the request took its rows last; set together with these
     message: str = ""  # for ADAPTER_FAILED: why
     is_mismatch: bool = False  # for ADAPTER_FAILED: the adapter itself does not fit the worker's model
     request: Request | None = None  # for ADAPTER_FAILED, NOT_FINITE: it with every accepted token, to go on elsewhere

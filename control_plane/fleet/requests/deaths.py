@@ -82,4 +82,5 @@ def is_given_up(job: Job) -> bool:
 def _num_gained(job: Job) -> int:
     """Tokens gained at the present worker, those that a beam search tried included."""
     assert job.session is not None, "a request without a worker"
-    return max(job.num_tokens_here, job.session.scheduler.num_searched(job.request.request_id))
+    progress = job.session.scheduler.progress(job.request.request_id)
+    return max(job.num_tokens_here, 0 if progress is None else progress.num_searched)

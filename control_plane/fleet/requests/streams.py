@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from control_plane.errors import MotetError
-from control_plane.scheduler.types import FinishReason, RequestOutput, TokenLogprobs
+from control_plane.scheduler.types import FinishReason, RequestOutput, SlotRef, TokenLogprobs
 
 MAX_UNREAD_TOKENS = 256  # per live index; above this the request is paused until its reader reads
 
@@ -29,6 +30,24 @@ class JobEvent:
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if requested
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first; once, with index 0
     score: float | None = None  # for beam search: what the completions are ranked by
+
+
+class Place(NamedTuple):
+    """Where tokens of a request were computed."""
+
+    worker_id: str
+    epoch: int  # of the worker's session
+    slot: SlotRef | None  # that its adapter was in; None without an adapter
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """How a request ran; complete once its stream has ended."""
+
+    places: list[Place] = field(default_factory=list)  # that returned tokens, or had the request at its end; in order
+    num_cached_tokens: int = 0
+    queue_time_s: float | None = None  # None: it did not run
+    num_new_tokens: int = 0  # that were generated, over all its completions
 
 
 class JobStream:
@@ -50,6 +69,7 @@ class JobStream:
         self._live = set(range(num_indices))  # indices for which more may be pushed
         self._num_cached_tokens = 0
         self._queue_time_s = 0.0
+        self.facts = RunFacts()
         self._error: MotetError | None = None
         self._has_ended = False  # nothing more will be pushed
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
@@ -123,6 +143,17 @@ class JobStream:
         """Set what every event repeats."""
         self._num_cached_tokens = num_cached_tokens
         self._queue_time_s = queue_time_s
+        self.facts.num_cached_tokens, self.facts.queue_time_s = num_cached_tokens, queue_time_s
+
+    def note_place(self, worker_id: str, epoch: int, slot: SlotRef | None) -> None:
+        """Note where it is computed at present."""
+        places = self.facts.places
+        if not places or places[-1].epoch != epoch or places[-1].slot != slot:
+            places.append(Place(worker_id, epoch, slot))
+
+    def note_new_tokens(self, num_tokens: int) -> None:
+        """Note how many tokens were generated, those that nobody read included."""
+        self.facts.num_new_tokens = num_tokens
 
     def push_token(self, token_id: int) -> bool:
         """Append a token of index 0 that comes with nothing else; whether the stream is full."""

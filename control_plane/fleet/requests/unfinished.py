@@ -47,7 +47,9 @@ class UnfinishedJobs:
         """The job is over; its stream has ended, or ends without more."""
         self.num_finished += 1
         # A beam search delivers at its end only: if it is cancelled, it pays for what was computed until then.
-        self._quotas.end(job.charge, max(job.num_generated, job.num_searched))
+        num_generated = max(job.num_generated, job.num_searched)
+        job.stream.note_new_tokens(num_generated)
+        self._quotas.end(job.charge, num_generated)
         self._forget(job)
 
     def withdraw(self, job: Job) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from control_plane.scheduler.logprobs import PromptLogprobs, TokenLogprobs
 from control_plane.scheduler.requests.beam_search import BeamSearcher
 from control_plane.scheduler.requests.states import GroupState, SequenceState
-from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, Sampling
+from control_plane.scheduler.types import Completion, FinishReason, Request, RequestId, RequestOutput, Sampling, SlotRef
 
 
 @dataclass(slots=True, eq=False)
@@ -305,6 +305,7 @@ class SequenceGroup:
     has_progressed: bool = False  # some member gained a token since the group took its rows
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     first_scheduled_s: float | None = None
+    slot: SlotRef | None = None  # of its adapter when a member took a row last
 
     @property
     def digest(self) -> str | None:
@@ -335,9 +336,10 @@ class SequenceGroup:
         """Another request started before it, because the adapter of the other costs the step less."""
         self.times_overtaken += 1
 
-    def note_row_taken(self) -> None:
-        """A member took a row."""
+    def note_row_taken(self, slot: SlotRef | None) -> None:
+        """A member took a row, which leases this slot."""
         self.num_rows += 1
+        self.slot = slot
 
     def note_row_left(self) -> None:
         """A member left its row. What the group computed in its rows is lost with the last of them."""
@@ -399,6 +401,12 @@ class SequenceGroup:
         self.beam_sequences = beam_sequences
 
     # ---- what it is ----
+
+    def output(self, token_ids: list[int], reason: FinishReason | None) -> RequestOutput:
+        """What a member gained, or how the request ends, with the facts about the request."""
+        return RequestOutput(
+            self.request.request_id, token_ids, reason, self.num_cached_tokens, self.first_scheduled_s, self.slot
+        )
 
     def live_members(self) -> list[Sequence]:
         """Members whose completion has not ended; the others fork from the first of them.

@@ -54,9 +54,7 @@ def outputs_of(group: SequenceGroup, searcher: BeamSearcher) -> list[RequestOutp
     """The outputs of a search that is over: every hypothesis, the best first."""
     outputs: list[RequestOutput] = []
     for index in range(searcher.search.width):
-        output = RequestOutput(
-            group.request.request_id, [], FinishReason.LENGTH, group.num_cached_tokens, group.first_scheduled_s
-        )
+        output = group.output([], FinishReason.LENGTH)
         output.index, output.score, output.num_searched = index, NO_SCORE, group.num_searched
         if index < len(searcher.hypotheses):
             hypothesis = searcher.hypotheses[index]

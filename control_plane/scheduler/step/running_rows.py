@@ -16,7 +16,7 @@ from control_plane.scheduler.requests.sequence import Row, Sequence
 from control_plane.scheduler.requests.states import GroupState, SequenceState
 from control_plane.scheduler.requests.transitions import drop_row, move_group, move_row, take_row
 from control_plane.scheduler.step.decode_batch import DecodeBatch, by_progress
-from control_plane.scheduler.types import WorkerLimits
+from control_plane.scheduler.types import SlotRef, WorkerLimits
 
 _by_order = attrgetter("sequence.group.order")  # order of arrival of the request that holds the row
 
@@ -68,23 +68,24 @@ class RunningRows:
         group = sequence.group
         adapter = sequence.request.adapter
         row_idx = self.free.take()
-        row = Row(sequence, row_idx, None if adapter is None else self._lease(adapter.digest), state)
+        slot = None if adapter is None else self._lease(adapter.digest)
+        row = Row(sequence, row_idx, None if slot is None else slot.slot_idx, state)
         take_row(sequence, row)
         move_group(group, GroupState.RUNNING)
         if group.num_rows == 0:
             self.num_groups += 1
             self._counters.run(group.request.account)
-        group.note_row_taken()
+        group.note_row_taken(slot)
         self.num_wanting_logprobs += sequence.wants_logprobs
         insort(self.held, row, key=_by_order)
         self.regroup()
         return row
 
-    def _lease(self, digest: str) -> int:
+    def _lease(self, digest: str) -> SlotRef:
         slot = self._slots.lease(digest)
         if slot.num_leases == 1:
             self._queues.waiting.mark_ready(digest)  # the adapter became active
-        return slot.slot_idx
+        return SlotRef(slot.slot_idx, slot.generation)
 
     def slot_generation(self, row: Row) -> int:
         """Generation of the slot that the row leases, 0 without one."""

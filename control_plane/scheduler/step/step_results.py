@@ -77,9 +77,7 @@ class StepResults:
             reason = sequence.accept(token_id)
             group.note_progress()
             self.num_tokens_sampled += 1
-            output = RequestOutput(
-                group.request.request_id, [token_id], reason, group.num_cached_tokens, group.first_scheduled_s
-            )
+            output = group.output([token_id], reason)
             if sequence.has_extras:
                 _add_extras(row, output, result)
             outputs.append(output)
@@ -156,7 +154,7 @@ def _add_extras(row: Row, output: RequestOutput, result: StepResult) -> None:
 
 def ending(group: SequenceGroup, reason: FinishReason) -> RequestOutput:
     """The output that ends a request otherwise than by its tokens, once for all of its completions."""
-    output = RequestOutput(group.request.request_id, [], reason, group.num_cached_tokens, group.first_scheduled_s)
+    output = group.output([], reason)
     output.index = min(member.index for member in group.members if not member.is_ended and not member.is_cancelled)
     output.num_searched = group.num_searched
     return output
