@@ -178,6 +178,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         registry=registry,
         fleet=fleet,
         gate=gate,
+        audit=audit,
     )
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
     worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
@@ -201,8 +202,7 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
     if not config.no_reflection:
         _offer_reflection(clients)
-    watcher.start()
-    stack.push_async_callback(watcher.close)
+    _start(watcher, stack)
     client_address = listeners.bind(clients, config.listen, transport.client_credentials)
     worker_address = listeners.bind(workers, config.worker_listen, transport.worker_credentials)
     await clients.start()
@@ -223,6 +223,11 @@ def _roots(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AdapterRoo
     roots = AdapterRoots(dict(config.adapter_roots))
     stack.callback(roots.close)
     return roots
+
+
+def _start(watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> None:
+    watcher.start()
+    stack.push_async_callback(watcher.close)
 
 
 def _offer(server: grpc.aio.Server, *services: tuple[Any, object]) -> None:

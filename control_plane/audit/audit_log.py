@@ -213,10 +213,10 @@ class AuditLog:
         resource: str,
         digest: str,
         request_id: str,
-        more: Callable[[], Mapping[str, Any]],
+        more: Mapping[str, Any],
         num_text_bytes: int = 0,
     ) -> None:
-        """A generation ended, with an error or without. `more` is called in the writer's thread."""
+        """A generation ended, with an error or without."""
         if self._writer is not None:
             record = self._record(Kind.GENERATION, action, caller, error)
             record.resource, record.digest, record.request_id = resource, digest, request_id

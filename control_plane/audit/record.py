@@ -50,7 +50,7 @@ class Record:
     digest: str = ""  # of the adapter version, or of the settings
     request_id: str = ""  # the client's name of the request, or the server's own
     correlation_id: str = ""  # names the line of the process log that has our own mistake
-    more: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None  # further fields of `data`
+    more: Mapping[str, Any] | None = None  # further fields of `data`
     num_text_bytes: int = 0  # about how much memory its text takes while it waits
     # Called once the record is on the disk, in the writer's thread. A change waits for that.
     on_written: Callable[[], None] | None = None
@@ -84,9 +84,7 @@ def fields_of(record: Record) -> dict[str, Any]:
         "request_id": record.request_id,
         "correlation_id": record.correlation_id,
     }
-    more = record.more
-    if more is not None:
-        data.update(more() if callable(more) else more)
+    data.update(record.more or {})
     return data
 
 

@@ -26,6 +26,13 @@ from control_plane.scheduler.types import FinishReason, Request, TokenLogprobs, 
 MAX_TOKENS_AT_ONCE = 256
 MAX_LOGPROBS_AT_ONCE = 2048
 
+# As the audit log has them.
+_NAMES: dict[int, str] = {
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_STOP_TOKEN: "stop_token",
+    types_pb2.FINISH_REASON_STOP_STRING: "stop_string",
+}
+
 
 # Tokens and text that go out together; log-probabilities of the tokens where there are any. A bare tuple: one is made
 # per token.
@@ -114,8 +121,11 @@ class ResponseStream:
         vocab_size: int,
         make_text: Callable[[], TextStream],
         clock: Callable[[], float],
+        keeps_text: bool = False,
     ) -> None:
-        self._client_request_id = client_request_id
+        """`keeps_text`: `texts` has the completions at the end."""
+        self.request_id = client_request_id
+        self._texts: list[list[str]] | None = [[] for _ in range(checked.decoding.num_indices)] if keeps_text else None
         self._adapter_name = adapter_name
         self._tenant = tenant
         self._checked = checked
@@ -139,6 +149,23 @@ class ResponseStream:
     def is_finished(self) -> bool:
         """Whether every completion has ended and all messages were made."""
         return self._num_running == 0
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why the completions that have ended did, by index."""
+        reasons = (completion.reason for completion in self._completions)
+        return [_NAMES[reason] for reason in reasons if reason is not None]
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When the first token of any completion came; None: none did."""
+        times = [completion.first_token_s for completion in self._completions if completion.first_token_s is not None]
+        return min(times, default=None)
+
+    @property
+    def texts(self) -> list[str]:
+        """The text that each completion gained, by index, those that are not returned included."""
+        return ["".join(pieces) for pieces in self._texts or ()]
 
     async def resume(self) -> bool:
         """Continue from the tokens that a broken stream had delivered. True if those are all tokens."""
@@ -181,6 +208,8 @@ class ResponseStream:
             completion.first_token_s = self._clock()
             self._num_cached_tokens, self._queue_time_s = event.num_cached_tokens, event.queue_time_s
         piece = completion.take(event)
+        if self._texts is not None:
+            self._texts[event.index].append(piece[1])
         if completion.reason is not None:
             completion.ended_s = self._clock()
             self._num_running -= 1
@@ -214,7 +243,7 @@ class ResponseStream:
         checked, message = self._checked, self._first
         message.started.MergeFrom(
             generation_pb2.GenerationStarted(
-                request_id=self._client_request_id,
+                request_id=self.request_id,
                 adapter=self._adapter_name,
                 adapter_digest="" if self._request.adapter is None else self._request.adapter.digest,
                 sampling=sampling_message(checked.sampling, self._vocab_size),

@@ -18,6 +18,7 @@ import grpc.aio
 from motet.v1 import generation_pb2, generation_pb2_grpc
 
 from control_plane.api.gate import DrainGate
+from control_plane.api.generation.generation_record import GenerationRecord
 from control_plane.api.generation.preconditions import require_model, require_prompt
 from control_plane.api.generation.request import (
     CheckedRequest,
@@ -30,6 +31,7 @@ from control_plane.api.generation.response_stream import ResponseStream, parts_o
 from control_plane.api.text.codec import TextCodec
 from control_plane.api.text.stop_strings import StopStrings
 from control_plane.api.text.stream import TextStream
+from control_plane.audit.audit_log import AuditLog
 from control_plane.caller import current_caller
 from control_plane.checks import refuse
 from control_plane.errors import AdapterNotFound, MotetError, NoWorker, PermissionDenied
@@ -69,7 +71,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        audit: AuditLog | None = None,
     ) -> None:
+        self._audit = audit or AuditLog()
         self._model = model
         self._served = served
         self._codec = codec
@@ -134,28 +138,29 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             beam=decoding.beam,
         )
         stream = self._response_stream(checked, request, resolved, render_time_s)
-        if await stream.resume():
-            # The client had every token already; only the end of its stream was lost.
-            for response in stream.finished_by_resume():
-                yield response
-            return
-        if resolved is not None:
-            self._resolved_anew(resolved, is_exact=True)
-        job = self._fleet.submit(request)
-        try:
-            async for event in job:
-                if event.prompt_logprobs:
-                    await stream.take_prompt_logprobs(event.prompt_logprobs)
-                for part in parts_of(event):
-                    for response in stream.take(part, job.cancel_index):
-                        yield response
-                    if part is not event:
-                        await asyncio.sleep(0)
-                if stream.is_finished:
-                    return
-        finally:
-            job.cancel()
-        raise MotetError(f"the stream of request {request.request_id} ended without a finish reason")
+        with GenerationRecord(self._audit, caller, checked, request, stream, self._clock) as record:
+            if await stream.resume():
+                # The client had every token already; only the end of its stream was lost.
+                for response in stream.finished_by_resume():
+                    yield response
+                return
+            if resolved is not None:
+                self._resolved_anew(resolved, is_exact=True)
+            job = record.job = self._fleet.submit(request)
+            try:
+                async for event in job:
+                    if event.prompt_logprobs:
+                        await stream.take_prompt_logprobs(event.prompt_logprobs)
+                    for part in parts_of(event):
+                        for response in stream.take(part, job.cancel_index):
+                            yield response
+                        if part is not event:
+                            await asyncio.sleep(0)
+                    if stream.is_finished:
+                        return
+            finally:
+                job.cancel()
+            raise MotetError(f"the stream of request {request.request_id} ended without a finish reason")
 
     def _resolved(self, checked: CheckedRequest) -> ResolvedAdapter | None:
         """The adapter's version; None for the base model. Raises AdapterNotFound or PermissionDenied."""
@@ -193,6 +198,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             vocab_size=self._model.vocab_size,
             make_text=lambda: TextStream(self._codec.detokenizer(), stops, checked.sampling.min_tokens),
             clock=self._clock,
+            keeps_text=self._audit.has_text,
         )
 
     def _render_time_s(self, checked: CheckedRequest) -> float | None:

@@ -28,9 +28,10 @@ from control_plane.api.generation import service as generation
 from control_plane.api.rpc import listeners
 from control_plane.api.rpc.interceptor import Identify
 from control_plane.api.text.codec import TextCodec
+from control_plane.audit.audit_log import AuditLog
 from control_plane.fleet.fleet import Fleet
 from control_plane.fleet.requests.quotas import TenantUse
-from control_plane.fleet.requests.streams import JobEvent, JobStream
+from control_plane.fleet.requests.streams import JobEvent, JobStream, RunFacts
 from control_plane.fleet.tenants import TenantLimits
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
@@ -49,6 +50,7 @@ class ScriptedJob(JobStream):
         self.events: asyncio.Queue[JobEvent | Exception] = asyncio.Queue()
         self.is_cancelled = asyncio.Event()
         self.given_up: list[int] = []  # indices
+        self.facts = RunFacts()
 
     def script(self, *events: JobEvent | Exception) -> None:
         for event in events:
@@ -163,8 +165,10 @@ class Api:
         vocab_size: int = 300,
         max_model_len: int | None = 64,
         registry: Registry | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         """`registry` serves instead of the fake one."""
+        self.audit = audit or AuditLog()
         self.directory = directory
         self.registry = FakeRegistry()
         served_registry = registry or self.registry
@@ -175,7 +179,11 @@ class Api:
         self.gate = DrainGate()
         self.operations = OperationStore(wall_clock=lambda: 7.0)
         self.life_cycle = AdapterLifeCycle(
-            registry=served_registry, weights=self.weights, fleet=self.fleet, operations=self.operations
+            registry=served_registry,
+            weights=self.weights,
+            fleet=self.fleet,
+            operations=self.operations,
+            audit=self.audit,
         )
         self.now_s = 100.0
         self.wall_s = 1e9  # September 2001
@@ -193,6 +201,7 @@ class Api:
             clock=lambda: self.now_s,
             wall_clock=lambda: self.wall_s,
             draw_seed=lambda: 1234,
+            audit=self.audit,
         )
         self.adapters = adapters.AdapterService(
             registry=served_registry,
@@ -202,6 +211,7 @@ class Api:
             uploads=self.uploads,
             roots=AdapterRoots({"team": self.root}),
             idempotency=IdempotencyCache(clock=lambda: self.now_s),
+            audit=self.audit,
         )
         self.status = status.StatusService(
             model=status.ModelIdentity("tiny", "f" * 64, vocab_size, "float32"),
@@ -223,11 +233,14 @@ class Api:
             max_connections=100,
             write_timeout_s=30.0,
             identify=identify,
+            on_refused=self.audit.refused,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self.adapters, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)
-        operations_pb2_grpc.add_OperationsServicer_to_server(operations.OperationsService(self.operations), server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(
+            operations.OperationsService(self.operations, self.audit), server
+        )
         self.address = listeners.bind(server, "127.0.0.1:0")
         await server.start()
         try:

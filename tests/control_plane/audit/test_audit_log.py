@@ -133,7 +133,7 @@ async def test_a_slow_disk_does_not_stall_the_event_loop(log: Log) -> None:
             pass
 
     changing = asyncio.create_task(change())
-    log.generation(CALLER, None, action="generate", resource="@base", digest="", request_id="r", more=dict)
+    log.generation(CALLER, None, action="generate", resource="@base", digest="", request_id="r", more={})
     await other_work()
     assert turns == 100 and not changing.done()  # the change waits for its line, and nobody else does
     log.sink.may_write.set()

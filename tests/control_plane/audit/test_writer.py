@@ -23,7 +23,7 @@ def actions(sink: MemorySink) -> list[str]:
 def test_records_become_cloud_events_in_one_chain() -> None:
     sink = MemorySink()
     writer = a_writer(sink)
-    writer.put(a_record(1, request_id="mine", resource="adapters/poet", digest="d" * 64, more=lambda: {"tokens": 3}))
+    writer.put(a_record(1, request_id="mine", resource="adapters/poet", digest="d" * 64, more={"tokens": 3}))
     writer.put(a_record(2, Kind.REFUSAL, Outcome.DENIED, reason="PERMISSION_DENIED"))
     writer.close()
     first, second = sink.events()
