@@ -33,6 +33,7 @@ from benchmarks.system import ROOT, System
 
 NUM_CONNECTIONS, STREAMS_PER_CONNECTION = 41, 100
 NUM_SILENT, NUM_UPLOADS, NUM_WATCHES = 41, 4, 1500
+PAUSE_S = 10.0  # what the server names for a refused watch
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 Metadata = tuple[tuple[str, str], ...]
 
@@ -50,7 +51,7 @@ def make_keys(path: Path, *tenants: str) -> list[Metadata]:
 
 
 class Hostile:
-    """Holds what it can. Everything that the server ends is begun again."""
+    """Holds what it can. Everything that the server ends is begun again after PAUSE_S."""
 
     def __init__(self, address: str, metadata: Metadata) -> None:
         self._address = address
@@ -102,7 +103,7 @@ class Hostile:
                     await call()
                 except grpc.aio.AioRpcError as error:
                     self.ended[f"{what} {error.code().name}"] += 1
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(PAUSE_S)
 
         self._tasks.append(asyncio.create_task(repeat()))
 

@@ -144,6 +144,19 @@ async def test_invented_tenants_together_get_no_more_of_a_full_queue_than_one(cl
     assert num_taken == dict.fromkeys(num_taken, 4)
 
 
+async def test_authenticated_tenants_of_one_host_share_a_full_queue_as_if_of_many(clock: FakeClock) -> None:
+    """None has an entry. Their names are of their credentials, so that each is an account of its own."""
+    fleet = make_fleet(clock, max_waiting_requests=12)
+    num_taken = dict.fromkeys(("acme", "labs", "third"), 0)
+    for number in range(60):
+        for tenant in num_taken:
+            account = fleet.account_of(tenant, "ipv4:10.0.0.7", is_authenticated=True)
+            with contextlib.suppress(QueueFull):
+                fleet.submit(make_request(fleet, [number], 10, tenant=tenant, charged_to=account))
+                num_taken[account] += 1
+    assert num_taken == {"acme": 4, "labs": 4, "third": 4}
+
+
 @pytest.mark.parametrize("has_worker", [True, False])
 async def test_the_queue_is_bounded_by_prompt_tokens_too(clock: FakeClock, *, has_worker: bool) -> None:
     fleet = make_fleet(clock, max_waiting_tokens=100)
