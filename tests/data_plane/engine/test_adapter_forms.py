@@ -6,6 +6,7 @@ Base rows, plain adapters and all others share each batch; in a second round eve
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,25 @@ def check_forms(
     forms: dict[str, dict[str, Any]],
     *,
     sizes: dict[str, Any] | None = None,
+    converted: Sequence[str] = (),
     device: str = "cpu",
 ) -> None:
-    """Every adapter and the base give in two mixed batches the tokens of transformers and PEFT alone."""
+    """Every adapter and the base give in two mixed batches the tokens of transformers and PEFT alone.
+
+    `converted` are values of init_lora_weights of further adapters, which PEFT converts to plain LoRA.
+    """
     checkpoint = make_checkpoint(directory / "model", arch, **(sizes or {}))
     base_model = BaseModel.load(checkpoint)
     paths = {
         name: make_adapter(directory / name, checkpoint, seed=seed, **form)
         for seed, (name, form) in enumerate(forms.items())
     }
+    paths |= {init: make_converted(directory / init, checkpoint, init) for init in converted}
     adapters = {name: ingested(path, base_model) for name, path in paths.items()}
     engine = build_engine(worker_config(checkpoint, device=device))
     prompts = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
     # PEFT puts trained biases into the base model itself: such an adapter has an oracle of its own.
-    together = {name: path for name, path in paths.items() if forms[name].get("bias", "none") == "none"}
+    together = {name: path for name, path in paths.items() if forms.get(name, {}).get("bias", "none") == "none"}
     oracles = {name: Oracle(checkpoint, {name: paths[name]}) for name in paths.keys() - together.keys()}
     oracle = Oracle(checkpoint, together)
     completions: dict[tuple[int, str | None], GreedyCompletion] = {
@@ -72,6 +78,65 @@ def check_forms(
         Planner(engine, chunk=7, max_running=9).run([job for job, _, _ in pairs])
         for job, name, completion in pairs:
             assert job.tokens == completion.token_ids, (name, len(job.prompt), generation)
+
+
+def make_converted(directory: Path, checkpoint: Path, init: str) -> Path:
+    """An adapter that started as `init`, which changes the base weights, converted to plain LoRA by PEFT."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    start: Any = init  # one of PEFT's names
+    lora = LoraConfig("CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets, init_lora_weights=start)
+    model = get_peft_model(base, lora)
+    config = model.peft_config["default"]
+    assert isinstance(config, LoraConfig)
+    config.init_lora_weights = True  # as PEFT's examples do: loading must not start anew
+    model.save_pretrained(str(directory / "start"))
+    config.init_lora_weights = start
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if ".lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(str(directory), path_initial_model_for_weight_conversion=str(directory / "start"))
+    return directory
+
+
+NAMED: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "plain": {"rank": 8},
+        "expression": {"rank": 4, "targets": r".*\.(self_attn|mlp)\.(q|up)_proj"},
+        "one layer": {
+            "rank": 6,
+            "targets": ["q_proj", "v_proj"],
+            "layers_to_transform": [1],
+            "layers_pattern": "layers",
+        },
+        "left out": {"rank": 3, "targets": ["q_proj", "o_proj"], "exclude_modules": r".*\.0\..*o_proj"},
+        "ranks": {"rank": 4, "targets": ["q_proj", "k_proj"], "rank_pattern": {r".*1\.self_attn\.q.*": 9}},
+        # PEFT sorts the keys when it saves.
+        "alphas": {
+            "rank": 5,
+            "targets": ["v_proj"],
+            "alpha_pattern": {r"^model\.layers\.0\.self_attn\.v_proj$": 2, "v_proj": 30, "v_proj|o_proj": 1},
+            "rslora": True,
+        },
+    },
+    "gpt2": {
+        "plain": {"rank": 8},
+        "one layer": {"rank": 6, "targets": ["c_attn"], "layers_to_transform": 0, "layers_pattern": "h"},
+        "expression": {"rank": 4, "targets": r"transformer\.h\.1\.(attn|mlp)\.c_.*"},
+    },
+}
+
+
+@pytest.mark.parametrize(("arch", "lora_form"), [("llama", "native"), ("gpt2", "torch")], indirect=["lora_form"])
+@pytest.mark.usefixtures("lora_form")
+@pytest.mark.filterwarnings("ignore:.*changes the base weights of the model")
+def test_modules_that_expressions_and_layers_choose_generate_as_peft(arch: str, tmp_path: Path) -> None:
+    check_forms(tmp_path, arch, NAMED[arch], converted=["pissa", "olora"] if arch == "llama" else [])
 
 
 def vector_forms(arch: str) -> dict[str, dict[str, Any]]:
