@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,10 +14,13 @@ import grpc.aio
 import pytest
 from motet.v1 import generation_pb2_grpc, types_pb2
 
+from control_plane.access.authenticator import Authenticator, Presented
+from control_plane.access.principal import Principal, Role, of_roles
+from control_plane.api.rpc.callers import Callers
 from control_plane.api.text.chat_renderer import ChatRenderer
 from control_plane.api.text.codec import TextCodec
 from control_plane.audit.audit_log import AuditLog
-from control_plane.errors import QuotaExceeded, WorkerLost
+from control_plane.errors import QuotaExceeded, Unauthenticated, WorkerLost
 from control_plane.fleet.requests.streams import Place, RunFacts
 from control_plane.scheduler.types import FinishReason, Request, SlotRef
 from tests.control_plane.api.conftest import TEMPLATE
@@ -179,3 +183,27 @@ async def test_a_record_has_no_text_and_with_the_flag_prompt_and_completions(
 async def test_without_a_log_nothing_is_collected(api: Api) -> None:
     script(api, job_event(ids_of("he"), FinishReason.LENGTH))
     assert (await generate(api, request(stopping={"max_tokens": 1})))[-1].finished.reason
+
+
+async def test_no_line_has_what_a_client_presents_as_its_credential(tmp_path: Path) -> None:
+    class Keys:
+        def principal(self, presented: Presented) -> Principal | None:
+            if presented.token.endswith("good-secret"):
+                return Principal("key:ops", of_roles({Role.ADMIN}), ("*",))
+            raise Unauthenticated("the key is not valid")
+
+    audited = Audited(tmp_path, has_text=False)
+    async with audited.api.running(Callers(Authenticator([Keys()]))):
+        audited.script(job_event([5], FinishReason.LENGTH))
+        stub = audited.api.stub(generation_pb2_grpc.GenerationServiceStub)
+        for token in ("motet_ops_good-secret", "motet_ops_bad-secret"):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in stub.Generate(request(), metadata=(("authorization", f"Bearer {token}"),)):
+                    pass
+    await audited.codec.close()
+    records = await audited.records()
+    assert [(r["actor"]["principal"], r["actor"]["method"], r["reason"]) for r in records] == [
+        ("key:ops", "key", ""),
+        ("", "none", "UNAUTHENTICATED"),
+    ]
+    assert b"secret" not in audited.sink.data and b"motet_ops" not in audited.sink.data

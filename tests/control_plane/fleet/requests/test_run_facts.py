@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from control_plane.errors import DeadlineExceeded
-from control_plane.fleet.requests.streams import Place
+from control_plane.fleet.requests.streams import JobStream, Place
 from control_plane.scheduler.types import SlotRef
 from tests.fakes.fleet_rig import CAPACITIES, FakeClock, LoopbackWorker, make_fleet, make_request, read_all
 from tests.fakes.fleet_steps import run_all
@@ -89,3 +89,16 @@ async def test_a_request_that_never_ran_was_nowhere(clock: FakeClock) -> None:
         await anext(late)
     for stream in (late, given_up):
         assert (stream.facts.places, stream.facts.queue_time_s, stream.facts.num_new_tokens) == ([], None, 0)
+
+
+def test_a_request_that_comes_back_to_another_slot_names_both() -> None:
+    stream = JobStream(lambda: None, lambda: None, lambda _index: None)
+    for slot in (SlotRef(0, 1), SlotRef(0, 1), SlotRef(0, 2), SlotRef(3, 2)):
+        stream.note_place("w0", 7, slot)
+    stream.note_place("w0", 8, SlotRef(3, 2))
+    assert [(place.epoch, place.slot) for place in stream.facts.places] == [
+        (7, SlotRef(0, 1)),
+        (7, SlotRef(0, 2)),
+        (7, SlotRef(3, 2)),
+        (8, SlotRef(3, 2)),
+    ]
