@@ -103,6 +103,9 @@ if TYPE_CHECKING:
         AdapterVersion as AdapterVersion,
     )
     from motet.types import (
+        AdapterVisibility as AdapterVisibility,
+    )
+    from motet.types import (
         BeamSearch as BeamSearch,
     )
     from motet.types import (
@@ -161,9 +164,9 @@ _NAMES_BY_MODULE = {
     "motet.requests": "GenerateOptions",
     "motet.retries": "RetryPolicy",
     "motet.types": (
-        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion BeamSearch ChatMessage Chunk Completion "
-        "Finished FinishReason Generation Registration RegistrationChange ServerStatus Started Timings TokenLogprob "
-        "TokenLogprobs Usage"
+        "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion AdapterVisibility BeamSearch ChatMessage "
+        "Chunk Completion Finished FinishReason Generation Registration RegistrationChange ServerStatus Started "
+        "Timings TokenLogprob TokenLogprobs Usage"
     ),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

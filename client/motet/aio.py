@@ -25,7 +25,17 @@ from motet.pauses import AsyncPauses
 from motet.requests import GenerateOptions, Prompt, generate_request, metadata_of, tenant_metadata
 from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
-from motet.types import Adapter, AdapterVersion, Chunk, Completion, Finished, Generation, ServerStatus, Started
+from motet.types import (
+    Adapter,
+    AdapterVersion,
+    AdapterVisibility,
+    Chunk,
+    Completion,
+    Finished,
+    Generation,
+    ServerStatus,
+    Started,
+)
 from motet.uploads import AdapterUpload, Progress
 from motet.v1 import generation_pb2
 
@@ -220,6 +230,9 @@ class AsyncAdapters:
         *,
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] = (),
+        owner: str = "",
         validate_only: bool = False,
         progress: Progress | None = None,
         timeout_s: float = 600.0,
@@ -228,6 +241,9 @@ class AsyncAdapters:
 
         `progress(bytes sent, bytes in all)` is called from another thread, and starts again with every attempt. With
         `validate_only` nothing is stored.
+
+        A new adapter belongs to the caller's tenant and is private. `visibility` and `shared_with` (tenants) say who
+        else may use it; left out, they stay as they are. Only admins may name another `owner`.
         """
         upload = await asyncio.to_thread(
             AdapterUpload,
@@ -235,6 +251,9 @@ class AsyncAdapters:
             directory,
             display_name=display_name,
             labels=labels,
+            visibility=visibility,
+            shared_with=shared_with,
+            owner=owner,
             validate_only=validate_only,
             progress=progress,
         )
@@ -247,16 +266,21 @@ class AsyncAdapters:
         *,
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] = (),
+        owner: str = "",
         validate_only: bool = False,
         timeout_s: float = 600.0,
     ) -> Adapter:
         """Register "{root}/{path}" below one of the directories that the server's operator lists."""
-        call = calls.create_adapter(name, source, display_name, labels, validate_only=validate_only)
+        call = calls.create_adapter(
+            name, source, display_name, labels, visibility, shared_with, owner, validate_only=validate_only
+        )
         operation = await self._client.wait_operation(await self._client.send(call), timeout_s)
         return calls.adapter_of_operation(operation)
 
     async def list(self, *, page_size: int = 100) -> AsyncIterator[Adapter]:
-        """All adapters, ordered by name, fetched a page at a time."""
+        """All adapters that the caller sees, ordered by name, fetched a page at a time."""
         page_token = ""
         while True:
             page = await self._client.send(calls.list_adapters(page_size, page_token))
@@ -299,10 +323,18 @@ class AsyncAdapters:
         *,
         display_name: str | None = None,
         labels: Mapping[str, str] | None = None,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] | None = None,
+        owner: str | None = None,
         etag: str = "",
     ) -> Adapter:
-        """Change what is not None. `labels` replaces all labels."""
-        return await self._client.send(calls.update_adapter(name, display_name, labels, etag))
+        """Change what is not None. `labels` replaces all labels, and `shared_with` all tenants of it.
+
+        A visibility other than "shared" empties `shared_with`. Only admins may change the `owner`.
+        """
+        return await self._client.send(
+            calls.update_adapter(name, display_name, labels, visibility, shared_with, owner, etag)
+        )
 
     async def delete(self, name: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0) -> None:
         """Delete an adapter. Running streams finish. With `wait`, return when every tier is cleared."""

@@ -6,7 +6,7 @@ The sync and the async client only send them, so that nothing is written twice.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,9 +15,9 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from motet.errors import error_from_status, invalid_field
-from motet.types import Adapter, AdapterVersion, ServerStatus
+from motet.types import Adapter, AdapterVersion, AdapterVisibility, ServerStatus
 from motet.v1 import adapters_pb2, generation_pb2, status_pb2
-from motet.wire import adapter_from, status_from, version_from
+from motet.wire import adapter_from, status_from, version_from, visibility_message
 
 T = TypeVar("T")
 
@@ -88,7 +88,13 @@ def activate_version(name: str, digest: str, etag: str) -> UnaryCall[Adapter]:
 
 
 def update_adapter(
-    name: str, display_name: str | None, labels: Mapping[str, str] | None, etag: str
+    name: str,
+    display_name: str | None,
+    labels: Mapping[str, str] | None,
+    visibility: AdapterVisibility | str | None,
+    shared_with: Sequence[str] | None,
+    owner: str | None,
+    etag: str,
 ) -> UnaryCall[Adapter]:
     """Changes what is not None."""
     adapter = adapters_pb2.Adapter(name=resource_name(name), etag=etag)
@@ -99,8 +105,19 @@ def update_adapter(
     if labels is not None:
         adapter.labels.update(labels)
         paths.append("labels")
+    if visibility is not None:
+        adapter.visibility = visibility_message(visibility)
+        paths.append("visibility")
+    if shared_with is not None:
+        adapter.shared_with.extend(shared_with)
+        paths.append("shared_with")
+    if owner is not None:
+        adapter.owner = owner
+        paths.append("owner")
     if not paths:
-        raise invalid_field("update_mask", "nothing to change; give display_name or labels")
+        raise invalid_field(
+            "update_mask", "nothing to change; give display_name, labels, visibility, shared_with or owner"
+        )
     request = adapters_pb2.UpdateAdapterRequest(adapter=adapter, update_mask=FieldMask(paths=paths))
     return _adapter_call("UpdateAdapter", request, is_repeatable=False)  # another may have changed it meanwhile
 
@@ -126,13 +143,24 @@ def list_versions(name: str, page_size: int, page_token: str) -> UnaryCall[Page[
 
 
 def create_adapter(
-    name: str, source: str, display_name: str, labels: Mapping[str, str] | None, *, validate_only: bool
+    name: str,
+    source: str,
+    display_name: str,
+    labels: Mapping[str, str] | None,
+    visibility: AdapterVisibility | str | None,
+    shared_with: Sequence[str],
+    owner: str,
+    *,
+    validate_only: bool,
 ) -> UnaryCall[operations_pb2.Operation]:
     request = adapters_pb2.CreateAdapterRequest(
         adapter_id=name.removeprefix("adapters/"),
         source=source,
         display_name=display_name,
         labels=dict(labels or {}),
+        visibility=visibility_message(visibility),
+        shared_with=shared_with,
+        owner=owner,
         validate_only=validate_only,
         request_id=uuid.uuid4().hex,  # sent again after a lost response, it begins nothing twice
     )

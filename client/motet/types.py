@@ -168,6 +168,15 @@ class AdapterState(enum.StrEnum):
     FAILED = "failed"
 
 
+class AdapterVisibility(enum.StrEnum):
+    """Who sees an adapter beside its owner. They may use it and not change it."""
+
+    UNSPECIFIED = "unspecified"  # a visibility this SDK does not know
+    PRIVATE = "private"  # nobody
+    SHARED = "shared"  # the tenants of `shared_with`
+    PUBLIC = "public"  # every tenant
+
+
 class AdapterTier(enum.StrEnum):
     """A memory tier that can hold an adapter."""
 
@@ -229,11 +238,14 @@ class Adapter:
     state_reason: str  # for people; empty when active
     active_version: AdapterVersion | None  # what new requests get
     pinned: bool
-    placements: tuple[AdapterPlacement, ...]  # filled by get() and pin() only
+    placements: tuple[AdapterPlacement, ...]  # filled by get() and pin() only, and in full for admins only
     create_time: datetime | None  # UTC
     update_time: datetime | None  # UTC
     etag: str  # give it back to make a change conditional
     registration: Registration | None = None  # filled by register() and register_from_root() only
+    owner: str = ""  # tenant that it belongs to; empty: no tenant's
+    visibility: AdapterVisibility = AdapterVisibility.UNSPECIFIED
+    shared_with: tuple[str, ...] = ()  # tenants, if it is SHARED; filled for its owner and for admins only
 
 
 @dataclass(frozen=True, slots=True)

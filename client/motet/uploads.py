@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from motet.errors import InvalidArgument, MotetError, invalid_field
+from motet.types import AdapterVisibility
 from motet.v1 import adapters_pb2
+from motet.wire import visibility_message
 
 CHUNK_BYTES = 512 * 1024
 CONFIG_FILE = "adapter_config.json"
@@ -40,6 +42,9 @@ class AdapterUpload:
         *,
         display_name: str = "",
         labels: Mapping[str, str] | None = None,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] = (),
+        owner: str = "",
         validate_only: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -56,6 +61,9 @@ class AdapterUpload:
                 adapters_pb2.UploadFile(name=file.path.name, size_bytes=file.size_bytes, sha256=file.sha256)
                 for file in self._files
             ],
+            visibility=visibility_message(visibility),
+            shared_with=shared_with,
+            owner=owner,
             validate_only=validate_only,
             request_id=uuid.uuid4().hex,
         )

@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from motet import types
+from motet.errors import invalid_field
 from motet.v1 import adapters_pb2, generation_pb2, status, status_pb2, types_pb2
 from motet.v1.sampling import SamplingInEffect
 
@@ -30,6 +31,12 @@ _STATES = {
     adapters_pb2.ADAPTER_STATE_DELETING: types.AdapterState.DELETING,
     adapters_pb2.ADAPTER_STATE_FAILED: types.AdapterState.FAILED,
 }
+_VISIBILITIES = {
+    adapters_pb2.ADAPTER_VISIBILITY_PRIVATE: types.AdapterVisibility.PRIVATE,
+    adapters_pb2.ADAPTER_VISIBILITY_SHARED: types.AdapterVisibility.SHARED,
+    adapters_pb2.ADAPTER_VISIBILITY_PUBLIC: types.AdapterVisibility.PUBLIC,
+}
+_MESSAGE_BY_VISIBILITY = {visibility: message for message, visibility in _VISIBILITIES.items()}
 _CHANGES = {
     adapters_pb2.REGISTRATION_CHANGE_CREATED: types.RegistrationChange.CREATED,
     adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED: types.RegistrationChange.VERSION_ADDED,
@@ -129,7 +136,21 @@ def adapter_from(message: adapters_pb2.Adapter) -> types.Adapter:
         update_time=_time(message.update_time),
         etag=message.etag,
         registration=_registration_from(message.registration) if message.HasField("registration") else None,
+        owner=message.owner,
+        visibility=_VISIBILITIES.get(message.visibility, types.AdapterVisibility.UNSPECIFIED),
+        shared_with=tuple(message.shared_with),
     )
+
+
+def visibility_message(visibility: types.AdapterVisibility | str | None) -> adapters_pb2.AdapterVisibility:
+    """The visibility as the protocol has it; None is unset. Raises InvalidArgument."""
+    if visibility is None:
+        return adapters_pb2.ADAPTER_VISIBILITY_UNSPECIFIED
+    for known, message in _MESSAGE_BY_VISIBILITY.items():
+        if known == visibility:
+            return message
+    values = ", ".join(repr(known.value) for known in _MESSAGE_BY_VISIBILITY)
+    raise invalid_field("visibility", f"is {str(visibility)!r}; use one of {values}")
 
 
 def _registration_from(message: adapters_pb2.Registration) -> types.Registration:

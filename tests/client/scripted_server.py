@@ -222,6 +222,9 @@ class ScriptedServer(
             header.adapter_id,
             display_name=header.display_name,
             labels=dict(header.labels),
+            owner=header.owner,
+            visibility=header.visibility,
+            shared_with=header.shared_with,
             registration=self.registration,
         )
         if not header.validate_only:

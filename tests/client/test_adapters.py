@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from google.rpc import status_pb2
 from motet import (
     AdapterState,
     AdapterTier,
+    AdapterVisibility,
     AsyncClient,
     DeadlineExceeded,
     FailedPrecondition,
@@ -320,3 +322,42 @@ async def test_async_upload_that_is_cancelled_ends_at_the_server(server: Scripte
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await asyncio.to_thread(server.cancelled.wait, 30)
+
+
+def register(directory: Path, ownership: dict[str, Any], client: Any) -> Any:
+    return client.adapters.register("pirate", directory, **ownership)
+
+
+def test_owner_and_visibility_are_sent_and_read(server: ScriptedServer, driver: Driver, adapter_dir: Path) -> None:
+    """An enumeration member and its text mean the same; what is left out is not sent."""
+    for given in (AdapterVisibility.SHARED, "shared"):
+        ownership = {"visibility": given, "shared_with": ["labs", "ops"], "owner": "acme"}
+        driver.run(partial(register, adapter_dir, ownership))
+        header = server.requests[-1]
+        sent = (header.visibility, list(header.shared_with), header.owner)
+        assert sent == (adapters_pb2.ADAPTER_VISIBILITY_SHARED, ["labs", "ops"], "acme")
+    driver.run(lambda client: client.adapters.register("pirate", adapter_dir))
+    header = server.requests[-1]
+    assert (header.visibility, list(header.shared_with), header.owner) == (0, [], "")
+    server.adapters["pirate"] = make_adapter(
+        "pirate", owner="acme", visibility=adapters_pb2.ADAPTER_VISIBILITY_SHARED, shared_with=["labs"]
+    )
+    adapter = driver.run(lambda client: client.adapters.get("pirate"))
+    assert (adapter.owner, adapter.visibility, adapter.shared_with) == ("acme", AdapterVisibility.SHARED, ("labs",))
+    driver.run(lambda client: client.adapters.update("pirate", visibility="public", shared_with=[], owner=""))
+    assert list(server.requests[-1].update_mask.paths) == ["visibility", "shared_with", "owner"]
+    adapter = driver.run(lambda client: client.adapters.get("pirate"))
+    assert (adapter.owner, adapter.visibility, adapter.shared_with) == ("", AdapterVisibility.PUBLIC, ())
+    server.adapters["pirate"] = make_adapter("pirate", visibility=99)
+    assert driver.run(lambda client: client.adapters.get("pirate")).visibility is AdapterVisibility.UNSPECIFIED
+
+
+@pytest.mark.parametrize("given", ["secret", "", AdapterVisibility.UNSPECIFIED])
+def test_unknown_visibilities_are_refused_before_anything_is_sent(
+    server: ScriptedServer, driver: Driver, adapter_dir: Path, given: str
+) -> None:
+    with pytest.raises(InvalidArgument, match="use one of 'private', 'shared', 'public'"):
+        driver.run(lambda client: client.adapters.register("pirate", adapter_dir, visibility=given))
+    with pytest.raises(InvalidArgument, match="visibility: is"):
+        driver.run(lambda client: client.adapters.update("pirate", visibility=given))
+    assert not server.requests

@@ -198,8 +198,8 @@ def test_adapters_add_get_pin_versions_activate_remove(server: ScriptedServer, c
     assert motet(server, "adapters", "pin", "pirate") == 0 and server.adapters["pirate"].pinned
     assert motet(server, "adapters", "list") == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[1].split() == ["NAME", "STATE", "KIND", "RANK", "SIZE", "VERSION", "DISPLAY", "NAME"]
-    assert table[2].split() == ["pirate", "active", "pinned", "lora", "8", "4.0", "KiB", DIGEST[:12]]
+    assert " ".join(table[1].split()) == "NAME STATE KIND RANK SIZE VERSION OWNER VISIBILITY DISPLAY NAME"
+    assert table[2].split() == ["pirate", "active", "pinned", "lora", "8", "4.0", "KiB", DIGEST[:12], "unspecified"]
     assert motet(server, "adapters", "get", "pirate") == 0
     assert "held by:      arena w0\n" in capsys.readouterr().out
     assert motet(server, "adapters", "versions", "pirate") == 0
@@ -259,6 +259,31 @@ def test_adapters_add_says_which_version_is_active_and_which_was(
         assert printed == f"checked pirate, nothing was stored; registering would give: {wanted}\n"
     else:
         assert printed == line + "\n"
+
+
+def test_adapters_are_shared_by_add_and_update(server: ScriptedServer, capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    shared = ["--share-with", "labs", "--share-with", "ops", "--owner", "acme"]
+    assert motet(server, "adapters", "add", "pirate", str(tmp_path), *shared) == 0
+    adapter = server.adapters["pirate"]
+    assert adapter.visibility == adapters_pb2.ADAPTER_VISIBILITY_SHARED and adapter.shared_with == ["labs", "ops"]
+    capsys.readouterr()
+    assert motet(server, "adapters", "get", "pirate") == 0
+    assert "ownership:    of acme, shared with labs, ops\n" in capsys.readouterr().out
+    assert motet(server, "adapters", "list") == 0
+    heads, row = capsys.readouterr().out.splitlines()
+    assert row[heads.index("OWNER") :].split()[:2] == ["acme", "shared"]
+    assert motet(server, "adapters", "update", "pirate", "--visibility", "public", "--label", "a=b") == 0
+    assert list(server.requests[-1].update_mask.paths) == ["labels", "visibility"]
+    assert motet(server, "adapters", "update", "pirate", "--share-with", "labs") == 0
+    assert list(server.requests[-1].update_mask.paths) == ["visibility", "shared_with"]
+    assert capsys.readouterr().out.splitlines()[-1] == "updated pirate: of acme, shared with labs"
+    assert motet(server, "adapters", "update", "pirate", "--owner", "") == 0
+    assert list(server.requests[-1].update_mask.paths) == ["owner"]
+    assert capsys.readouterr().out == "updated pirate: of no tenant, shared with labs\n"
+    assert motet(server, "adapters", "update", "pirate") == exits.REFUSED
+    assert "nothing to change" in capsys.readouterr().err
 
 
 def test_adapters_json_is_one_line_per_adapter(server: ScriptedServer, capsys: Capture) -> None:

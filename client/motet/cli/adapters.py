@@ -10,7 +10,9 @@ from motet.cli.context import Subparsers, connect, server_option
 from motet.cli.digests import SHORT_DIGITS, full_digest
 from motet.cli.output import json_line, size, table
 from motet.errors import invalid_field
-from motet.types import Adapter, AdapterTier, AdapterVersion, RegistrationChange
+from motet.types import Adapter, AdapterTier, AdapterVersion, AdapterVisibility, RegistrationChange
+
+KNOWN_VISIBILITIES = (AdapterVisibility.PRIVATE, AdapterVisibility.SHARED, AdapterVisibility.PUBLIC)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -30,9 +32,16 @@ def add_parser(commands: Subparsers) -> None:
     add.add_argument("directory", metavar="DIR", help="holds adapter_config.json and adapter_model.safetensors")
     add.add_argument("--display-name", default="", help="free text for people, at most 256 bytes (default: none)")
     add.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    _add_ownership(add)
     add.add_argument("--check", action="store_true", help="check in full, store nothing")
     add.set_defaults(run=_add)
-    action("list", "all adapters").set_defaults(run=_list)
+    update = action("update", "change its description, or who sees it")
+    update.add_argument("name", metavar="NAME")
+    update.add_argument("--display-name", help="free text for people, at most 256 bytes")
+    update.add_argument("--label", action="append", metavar="KEY=VALUE", help="in place of all labels; may be repeated")
+    _add_ownership(update)
+    update.set_defaults(run=_update)
+    action("list", "all adapters that the caller sees").set_defaults(run=_list)
     for name, help_text, run in (
         ("get", "one adapter in full", _get),
         ("pin", "keep it in the host cache and on the devices", _pin),
@@ -55,19 +64,49 @@ def add_parser(commands: Subparsers) -> None:
         parser.set_defaults(run=run)
 
 
-def _add(arguments: argparse.Namespace) -> int:
+def _add_ownership(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--visibility",
+        choices=[visibility.value for visibility in KNOWN_VISIBILITIES],
+        help="who may use it beside its owner: nobody, the tenants of --share-with, or every tenant "
+        "(default: as it is; a new adapter is private)",
+    )
+    parser.add_argument(
+        "--share-with",
+        action="append",
+        metavar="TENANT",
+        help="let this tenant use it, and of other tenants only those that are named here; may be repeated",
+    )
+    parser.add_argument("--owner", metavar="TENANT", help="whose it is, for admins (default: the caller's tenant)")
+
+
+def _visibility(arguments: argparse.Namespace) -> str | None:
+    """To name tenants is to share with them."""
+    given: str | None = arguments.visibility
+    return AdapterVisibility.SHARED if given is None and arguments.share_with else given
+
+
+def _labels(arguments: argparse.Namespace) -> dict[str, str]:
     labels = {}
     for label in arguments.label:
         key, equals, value = label.partition("=")
         if not equals:
             raise invalid_field("--label", f"is {label!r}; give KEY=VALUE")
         labels[key] = value
+    return labels
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    labels = _labels(arguments)
     with connect(arguments) as client:
         adapter = client.adapters.register(
             arguments.name,
             arguments.directory,
             display_name=arguments.display_name,
             labels=labels,
+            visibility=_visibility(arguments),
+            shared_with=arguments.share_with or (),
+            owner=arguments.owner or "",
             validate_only=arguments.check,
             progress=_show_progress if sys.stderr.isatty() else None,
         )
@@ -76,6 +115,28 @@ def _add(arguments: argparse.Namespace) -> int:
     else:
         print(_registration_line(adapter, is_check=arguments.check))
     return exits.OK
+
+
+def _update(arguments: argparse.Namespace) -> int:
+    labels = None if arguments.label is None else _labels(arguments)
+    with connect(arguments) as client:
+        adapter = client.adapters.update(
+            arguments.name,
+            display_name=arguments.display_name,
+            labels=labels,
+            visibility=_visibility(arguments),
+            shared_with=arguments.share_with,
+            owner=arguments.owner,
+        )
+    print(json_line(adapter) if arguments.json else f"updated {adapter.id}: {_ownership(adapter)}")
+    return exits.OK
+
+
+def _ownership(adapter: Adapter) -> str:
+    """Whose it is, and who else sees it."""
+    whose = f"of {adapter.owner}" if adapter.owner else "of no tenant"
+    with_whom = f" with {', '.join(adapter.shared_with)}" if adapter.shared_with else ""
+    return f"{whose}, {adapter.visibility}{with_whom}"
 
 
 def _registration_line(adapter: Adapter, *, is_check: bool) -> str:
@@ -126,10 +187,12 @@ def _list(arguments: argparse.Namespace) -> int:
                     version.max_rank if version else 0,
                     size(version.size_bytes) if version else "",
                     version.digest[:SHORT_DIGITS] if version else "",
+                    adapter.owner,
+                    adapter.visibility,
                     adapter.display_name,
                 )
             )
-    print(table(("NAME", "STATE", "KIND", "RANK", "SIZE", "VERSION", "DISPLAY NAME"), rows))
+    print(table(("NAME", "STATE", "KIND", "RANK", "SIZE", "VERSION", "OWNER", "VISIBILITY", "DISPLAY NAME"), rows))
     return exits.OK
 
 
@@ -145,6 +208,7 @@ def _get(arguments: argparse.Namespace) -> int:
         ("display name", adapter.display_name),
         ("state", " ".join(filter(None, (adapter.state, adapter.state_reason)))),
         ("pinned", "yes" if adapter.pinned else "no"),
+        ("ownership", _ownership(adapter)),
         ("labels", ", ".join(f"{key}={value}" for key, value in sorted(adapter.labels.items()))),
         ("held by", ", ".join(places)),
         ("created", adapter.create_time or ""),
