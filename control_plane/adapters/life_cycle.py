@@ -161,9 +161,12 @@ class AdapterLifeCycle:
     ) -> AdapterRecord:
         """Change the description and the ownership; None leaves a field as it is."""
         async with self._audit.change(actions.UPDATE, _resource(adapter_id)):
-            return await self._registry.update(
+            record = await self._registry.update(
                 adapter_id, display_name=display_name, labels=labels, ownership=ownership, etag=etag
             )
+            if ownership.owner is not None:
+                await _to_the_end(self._pins.follow(adapter_id))
+            return record
 
     async def activate(self, adapter_id: str, digest: str, etag: str = "") -> AdapterRecord:
         """Make a registered version the active one, and move the pin of a pinned name to it."""

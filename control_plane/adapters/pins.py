@@ -1,4 +1,4 @@
-"""Keeps the pins of the tiers equal to what the registry says: the active version of every pinned name.
+"""Keeps the pins of the tiers equal to what the registry says: the active version of every pinned name, for its owner.
 
 The registry is the durable truth; what is pinned in the host cache and in the workers' slots is derived from it, again
 at every start.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import NamedTuple
 
 from control_plane.errors import MotetError
 from control_plane.fleet.fleet import Fleet
@@ -19,6 +20,13 @@ from control_plane.registry.registry import Registry
 logger = logging.getLogger(__name__)
 
 
+class _Pin(NamedTuple):
+    """One pin of the host cache. All names of a holder that point to the digest have it together."""
+
+    digest: str
+    holder: str  # the tenant that owns the names; empty: no tenant
+
+
 class Pins:
     """Pins of host cache and fleet by adapter name."""
 
@@ -26,9 +34,12 @@ class Pins:
         self._registry = registry
         self._weights = weights
         self._fleet = fleet
-        # Invariant: _num_names[digest] names hold a pin on the digest, and the tiers have it pinned if that is not 0.
-        self._digest_by_id: dict[str, str] = {}
-        self._num_names: Counter[str] = Counter()
+        # Invariants: _num_names[pin] names have this pin, and the host cache has it if that is not 0.
+        # _num_holders[digest] tenants pin the digest, and the fleet has it pinned if that is not 0.
+        # Each tenant pays for its pins, also of weights that others have pinned: so nobody learns what others have.
+        self._pin_by_id: dict[str, _Pin] = {}
+        self._num_names: Counter[_Pin] = Counter()
+        self._num_holders: Counter[str] = Counter()
         # A name's lock is taken before a digest's. A store that hangs holds up the names that wait for it, no others.
         self._name_locks = KeyedLocks()
         self._digest_locks = KeyedLocks()
@@ -36,8 +47,8 @@ class Pins:
     async def pin(self, adapter_id: str) -> AdapterRecord:
         """Pin the active version. Raises PinBudgetExceeded and changes nothing where it does not fit."""
         async with self._name_locks.hold(adapter_id):
-            had_pin = adapter_id in self._digest_by_id
-            await self._hold(adapter_id, self._registry.changeable(adapter_id).active_digest)
+            had_pin = adapter_id in self._pin_by_id
+            await self._hold(self._registry.changeable(adapter_id))
             try:
                 record = await self._registry.set_pinned(adapter_id)
             except BaseException:
@@ -55,7 +66,7 @@ class Pins:
             return record
 
     async def follow(self, adapter_id: str) -> None:
-        """After the active version changed: move the pin of a pinned name.
+        """After the active version or the owner changed: move the pin of a pinned name.
 
         Where the new version does not fit the pin budget the name stays pinned in the registry and this says so in
         the log: the version is served all the same.
@@ -83,38 +94,44 @@ class Pins:
 
     async def _move(self, record: AdapterRecord) -> None:
         try:
-            await self._hold(record.adapter_id, record.active_digest)
+            await self._hold(record)
         except MotetError as error:
             await self._release(record.adapter_id)
             logger.warning("pin not moved adapter_id=%s reason=%s", record.adapter_id, error.reason)
 
-    async def _hold(self, adapter_id: str, digest: str) -> None:
-        before = self._digest_by_id.get(adapter_id)
-        if before == digest:
+    async def _hold(self, record: AdapterRecord) -> None:
+        pin = _Pin(record.active_digest, record.ownership.owner)
+        before = self._pin_by_id.get(record.adapter_id)
+        if before == pin:
             return
-        async with self._digest_locks.hold(digest):
-            if self._num_names[digest] == 0:
+        async with self._digest_locks.hold(pin.digest):
+            if self._num_names[pin] == 0:
                 try:
-                    await self._weights.pin(digest)
+                    await self._weights.pin(pin.digest, pin.holder)
                 except BaseException:
-                    await self._weights.unpin(digest)  # it may have counted before it failed
+                    await self._weights.unpin(pin.digest, pin.holder)  # it may have counted before it failed
                     raise
-                self._fleet.pin(digest)
-            self._num_names[digest] += 1
-        self._digest_by_id[adapter_id] = digest
+                if self._num_holders[pin.digest] == 0:
+                    self._fleet.pin(pin.digest)
+                self._num_holders[pin.digest] += 1
+            self._num_names[pin] += 1
+        self._pin_by_id[record.adapter_id] = pin
         if before is not None:
             await self._drop_one(before)
 
     async def _release(self, adapter_id: str) -> None:
-        digest = self._digest_by_id.pop(adapter_id, None)
-        if digest is not None:
-            await self._drop_one(digest)
+        pin = self._pin_by_id.pop(adapter_id, None)
+        if pin is not None:
+            await self._drop_one(pin)
 
-    async def _drop_one(self, digest: str) -> None:
-        async with self._digest_locks.hold(digest):
-            self._num_names[digest] -= 1
-            assert self._num_names[digest] >= 0, f"pins of {digest} do not balance"
-            if self._num_names[digest] == 0:
-                del self._num_names[digest]
-                self._fleet.unpin(digest)
-                await self._weights.unpin(digest)
+    async def _drop_one(self, pin: _Pin) -> None:
+        async with self._digest_locks.hold(pin.digest):
+            self._num_names[pin] -= 1
+            assert self._num_names[pin] >= 0, f"pins of {pin} do not balance"
+            if self._num_names[pin] == 0:
+                del self._num_names[pin]
+                self._num_holders[pin.digest] -= 1
+                if self._num_holders[pin.digest] == 0:
+                    del self._num_holders[pin.digest]
+                    self._fleet.unpin(pin.digest)
+                await self._weights.unpin(pin.digest, pin.holder)

@@ -74,11 +74,14 @@ class HostCache(Protocol):
     def touch(self, digest: str) -> None:
         """It was used just now."""
 
-    def pin(self, digest: str, size_bytes: int) -> None:
-        """Never evict it, once it is here. Raises PinBudgetExceeded."""
+    def pin(self, digest: str, size_bytes: int, holder: str = "") -> None:
+        """Never evict it, once it is here. Raises PinBudgetExceeded.
 
-    def unpin(self, digest: str) -> None:
-        """It may be evicted again."""
+        Each holder pays for its pins, also of a digest that others hold: so nobody learns what others have pinned.
+        """
+
+    def unpin(self, digest: str, holder: str = "") -> None:
+        """It may be evicted again, unless there is another holder."""
 
     async def close(self) -> None:
         """Let go of connections and threads."""

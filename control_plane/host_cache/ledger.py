@@ -19,8 +19,8 @@ class Ledger:
         self._reserved: dict[str, Sizes] = {}  # being written
         self._leaving: dict[str, Sizes] = {}  # given up; their bytes are there until `left`
         self._used_bytes = 0
-        self._pins: dict[str, int] = {}  # digest -> bytes; a pinned digest need not be held
-        self._pinned_bytes = 0  # the sum of _pins
+        self._pins: dict[str, dict[str, int]] = {}  # digest -> holder -> bytes; a pinned digest need not be held
+        self._pinned_bytes = 0  # the sum over _pins, of each holder's bytes
 
     @property
     def used_bytes(self) -> int:
@@ -105,18 +105,25 @@ class Ledger:
             held_bytes -= sum(found[digest])
             self.remove(digest)
 
-    def pin(self, digest: str, size_bytes: int) -> None:
-        """Keep it from eviction. Raises PinBudgetExceeded if all pins together would not fit."""
-        others = self._pinned_bytes - self._pins.get(digest, 0)
-        if others + size_bytes > self.budget_bytes:
+    def pin(self, digest: str, size_bytes: int, holder: str = "") -> None:
+        """Keep it from eviction for this holder. Raises PinBudgetExceeded if the pins of all holders would not fit.
+
+        A digest counts once for each holder. The error does not say what the others have pinned.
+        """
+        holders = self._pins.get(digest, {})
+        others_bytes = self._pinned_bytes - holders.get(holder, 0)
+        if others_bytes + size_bytes > self.budget_bytes:
             raise PinBudgetExceeded(
-                f"pinning {size_bytes} bytes beside {others} pinned ones exceeds the host cache of {self.budget_bytes} "
-                "bytes; unpin another adapter or raise --host-cache-bytes",
+                f"pinning {size_bytes} more bytes exceeds what is left for pins in the host cache of "
+                f"{self.budget_bytes} bytes; unpin another adapter or raise --host-cache-bytes",
                 retry_after_s=60.0,
             )
-        self._pins[digest] = size_bytes
-        self._pinned_bytes = others + size_bytes
+        self._pins[digest] = holders | {holder: size_bytes}
+        self._pinned_bytes = others_bytes + size_bytes
 
-    def unpin(self, digest: str) -> None:
-        """Let it be evicted again; not pinned is fine."""
-        self._pinned_bytes -= self._pins.pop(digest, 0)
+    def unpin(self, digest: str, holder: str = "") -> None:
+        """Take a holder's pin back, which lets the digest be evicted after its last one; not pinned is fine."""
+        holders = self._pins.get(digest, {})
+        self._pinned_bytes -= holders.pop(holder, 0)
+        if not holders:
+            self._pins.pop(digest, None)

@@ -77,13 +77,13 @@ class MemoryHostCache:
         """See base.HostCache."""
         self._ledger.touch(digest)
 
-    def pin(self, digest: str, size_bytes: int) -> None:
+    def pin(self, digest: str, size_bytes: int, holder: str = "") -> None:
         """See base.HostCache."""
-        self._ledger.pin(digest, size_bytes)
+        self._ledger.pin(digest, size_bytes, holder)
 
-    def unpin(self, digest: str) -> None:
+    def unpin(self, digest: str, holder: str = "") -> None:
         """See base.HostCache."""
-        self._ledger.unpin(digest)
+        self._ledger.unpin(digest, holder)
 
     async def close(self) -> None:
         """See base.HostCache."""

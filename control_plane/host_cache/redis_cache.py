@@ -107,13 +107,13 @@ class RedisHostCache:
         """See base.HostCache."""
         self._ledger.touch(digest)
 
-    def pin(self, digest: str, size_bytes: int) -> None:
+    def pin(self, digest: str, size_bytes: int, holder: str = "") -> None:
         """See base.HostCache."""
-        self._ledger.pin(digest, size_bytes)
+        self._ledger.pin(digest, size_bytes, holder)
 
-    def unpin(self, digest: str) -> None:
+    def unpin(self, digest: str, holder: str = "") -> None:
         """See base.HostCache."""
-        self._ledger.unpin(digest)
+        self._ledger.unpin(digest, holder)
 
     async def read_manifest(self, digest: str) -> bytes | None:
         """See base.HostCache."""

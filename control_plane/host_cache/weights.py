@@ -60,7 +60,7 @@ class AdapterWeights:
         self._reads = asyncio.Semaphore(MAX_STORE_READS)
         self._fills: dict[str, asyncio.Task[Layout]] = {}
         self._drops: set[asyncio.Task[None]] = set()
-        self._pinned: set[str] = set()
+        self._pinned: dict[str, set[str]] = {}  # digest -> holders, of which there is at least one
         self._damaged: set[str] = set()  # digests whose stored bytes were wrong when they were read last
         self._num_hits = 0
         self._num_misses = 0
@@ -104,18 +104,21 @@ class AdapterWeights:
         """Record that the adapter was used just now."""
         self._cache.touch(digest)
 
-    async def pin(self, digest: str) -> None:
-        """Never evict it from the cache. Raises PinBudgetExceeded."""
+    async def pin(self, digest: str, holder: str = "") -> None:
+        """Never evict it from the cache while this holder keeps the pin. Raises PinBudgetExceeded."""
         require(check_digest, digest, "digest")
         layout = await self._stored_layout(digest)
-        self._cache.pin(digest, layout.size_bytes)
-        self._pinned.add(digest)
+        self._cache.pin(digest, layout.size_bytes, holder)
+        self._pinned.setdefault(digest, set()).add(holder)
         await self.ensure_cached(digest)
 
-    async def unpin(self, digest: str) -> None:
-        """Let it be evicted again; not pinned is fine."""
-        self._pinned.discard(digest)
-        self._cache.unpin(digest)
+    async def unpin(self, digest: str, holder: str = "") -> None:
+        """Let it be evicted again, unless another holder has it pinned; not pinned is fine."""
+        holders = self._pinned.get(digest, set())
+        holders.discard(holder)
+        if not holders:
+            self._pinned.pop(digest, None)
+        self._cache.unpin(digest, holder)
 
     def is_cached(self, digest: str) -> bool:
         """Whether the cache is thought to hold it."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from control_plane.access.visibility import Ownership
 from control_plane.adapters.pins import Pins
 from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST, FakeRegistry, FakeWeights
 from tests.control_plane.api.fakes import FakeFleet
@@ -19,8 +20,8 @@ class MeanwhileWeights(FakeWeights):
         super().__init__([])
         self._registry = registry
 
-    async def pin(self, digest: str) -> None:
-        await super().pin(digest)
+    async def pin(self, digest: str, holder: str = "") -> None:
+        await super().pin(digest, holder)
         await self._registry.activate("a", OTHER_DIGEST)
 
 
@@ -82,3 +83,23 @@ async def test_two_names_of_one_digest_pin_it_once_whatever_the_order() -> None:
     assert weights.pinned == [*fleet.pinned] == [DIGEST]
     await pins.unpin(names[0])
     assert weights.pinned == [*fleet.pinned] == []
+
+
+async def test_each_tenant_holds_its_own_pin_of_weights_that_several_have() -> None:
+    """What a pin costs does not depend on what others have pinned. The devices have the weights pinned once."""
+    registry, fleet, weights = FakeRegistry(), FakeFleet([]), FakeWeights([])
+    pins = Pins(registry, weights, fleet)
+    for name, owner in (("a1", "acme"), ("a2", "acme"), ("b", "labs"), ("c", "")):
+        registry.records[name] = replace(registry.add(name, DIGEST), ownership=Ownership(owner))
+        await pins.pin(name)
+    assert weights.pins == [(DIGEST, "acme"), (DIGEST, "labs"), (DIGEST, "")]
+    assert [*fleet.pinned] == [DIGEST]
+    registry.records["c"] = replace(registry.records["c"], ownership=Ownership("ops"))
+    await pins.follow("c")
+    assert weights.pins == [(DIGEST, "acme"), (DIGEST, "labs"), (DIGEST, "ops")]
+    for name in ("a1", "c", "b"):
+        await pins.unpin(name)
+        assert [*fleet.pinned] == [DIGEST]
+    assert weights.pins == [(DIGEST, "acme")]
+    await pins.unpin("a2")
+    assert not weights.pins and not fleet.pinned

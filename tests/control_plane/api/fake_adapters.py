@@ -220,7 +220,7 @@ class FakeWeights(AdapterWeights):
 
     def __init__(self, calls: list[tuple[object, ...]]) -> None:
         self.calls = calls
-        self.pinned: list[str] = []
+        self.pins: list[tuple[str, str]] = []  # digest and holder
         self.stored: list[str] = []  # digests that were registered
         self.error = ""
         self.max_pinned = 10
@@ -230,18 +230,22 @@ class FakeWeights(AdapterWeights):
     async def drop(self, digest: str) -> None:
         self.calls.append(("drop", digest))
 
-    async def pin(self, digest: str) -> None:
-        if len(self.pinned) >= self.max_pinned:
+    async def pin(self, digest: str, holder: str = "") -> None:
+        if len(self.pins) >= self.max_pinned:
             raise PinBudgetExceeded("pins would exceed the budget of 100 bytes; unpin another adapter")
-        assert digest not in self.pinned
+        assert (digest, holder) not in self.pins
         self.pin_begun.set()
         if self.pin_gate is not None:
             await self.pin_gate.wait()
-        self.pinned.append(digest)
+        self.pins.append((digest, holder))
 
-    async def unpin(self, digest: str) -> None:
-        if digest in self.pinned:
-            self.pinned.remove(digest)
+    async def unpin(self, digest: str, holder: str = "") -> None:
+        if (digest, holder) in self.pins:
+            self.pins.remove((digest, holder))
+
+    @property
+    def pinned(self) -> list[str]:
+        return [digest for digest, _ in self.pins]
 
     def is_cached(self, digest: str) -> bool:
         return digest == DIGEST

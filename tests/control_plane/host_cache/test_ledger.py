@@ -122,3 +122,23 @@ def test_the_work_for_an_eviction_does_not_grow_with_the_number_of_adapters(monk
             ledger.left(digest)
         assert ledger.used_bytes == 1000
     assert CountedSizes.num_sums < 5 * 2000 + 10 * 200
+
+
+def test_each_holder_pays_for_its_pin_and_learns_nothing_of_others() -> None:
+    ledger = Ledger(10)
+    ledger.pin("a", 4, "acme")
+    ledger.pin("a", 4, "acme")  # the same pin again
+    ledger.pin("a", 4, "labs")
+    refusals = []
+    for digest in ("a", "b"):  # weights that others have pinned, and weights that nobody has
+        with pytest.raises(PinBudgetExceeded) as caught:
+            ledger.pin(digest, 4, "other")
+        refusals.append(str(caught.value))
+    assert refusals[0] == refusals[1] and "8" not in refusals[0]
+    assert ledger.reserve("a", (4,))
+    ledger.commit("a")
+    ledger.unpin("a", "acme")
+    ledger.unpin("a", "nobody")
+    assert not ledger.reserve("b", (10,)), "labs still has it pinned"
+    ledger.unpin("a", "labs")
+    assert ledger.reserve("b", (10,))
