@@ -35,7 +35,7 @@ def request_of(tenant: str, request_id: int, **changes: Any) -> Request:
 
 
 def cached_tokens(bench: GroupBench, request_id: int) -> int:
-    """What the client is told: prompt tokens that came from the cache."""
+    """Prompt tokens that came from the cache, as the client sees them."""
     return max(output.num_cached_tokens for output in bench.outputs if output.request_id == request_id)
 
 
