@@ -48,7 +48,8 @@ def reference() -> str:
     modules = exported_names()
     classes = {
         node.name: (node, source.splitlines())
-        for path in [*sorted(PACKAGE.glob("*.py")), *sorted((PACKAGE / "v1").glob("*.py"))]
+        for folder in (PACKAGE, PACKAGE / "adapters", PACKAGE / "v1")
+        for path in sorted(folder.glob("*.py"))
         if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
         for source in [path.read_text("utf-8")]
         for node in ast.parse(source).body

@@ -12,17 +12,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from motet.aio import (
-        AsyncAdapters as AsyncAdapters,
-    )
+    from motet.adapters.asynchronous import AsyncAdapters as AsyncAdapters
+    from motet.adapters.blocking import Adapters as Adapters
     from motet.aio import (
         AsyncClient as AsyncClient,
     )
     from motet.aio import (
         AsyncGenerationStream as AsyncGenerationStream,
-    )
-    from motet.client import (
-        Adapters as Adapters,
     )
     from motet.client import (
         Client as Client,
@@ -154,8 +150,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
-    "motet.aio": "AsyncAdapters AsyncClient AsyncGenerationStream",
-    "motet.client": "Adapters Client GenerationStream",
+    "motet.adapters.asynchronous": "AsyncAdapters",
+    "motet.adapters.blocking": "Adapters",
+    "motet.aio": "AsyncClient AsyncGenerationStream",
+    "motet.client": "Client GenerationStream",
     "motet.errors": (
         "Aborted AlreadyExists Cancelled DataLoss DeadlineExceeded FailedPrecondition FieldViolation "
         "InvalidArgument MotetError NotFound OutOfRange PermissionDenied ResourceExhausted ServerError "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
@@ -13,6 +12,7 @@ import grpc
 from google.longrunning import operations_pb2
 
 from motet import calls
+from motet.adapters.blocking import Adapters
 from motet.connection.channel import Channels, opener, security_of
 from motet.connection.contact import ServerContact, check_target
 from motet.connection.credential import ApiKey, Credential, Metadata
@@ -24,8 +24,6 @@ from motet.retries import Attempts, RetryPolicy, check_timeout_s
 from motet.tls import PathLike
 from motet.types import (
     Adapter,
-    AdapterVersion,
-    AdapterVisibility,
     Chunk,
     Completion,
     Finished,
@@ -33,7 +31,7 @@ from motet.types import (
     ServerStatus,
     Started,
 )
-from motet.uploads import AdapterUpload, Progress
+from motet.uploads import AdapterUpload
 from motet.v1 import adapters_pb2, generation_pb2
 from motet.wire import adapter_from
 
@@ -216,135 +214,6 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Adapters:
-    """The adapter registry of a server: `client.adapters`. Names may be given with or without "adapters/"."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def register(
-        self,
-        name: str,
-        directory: str | Path,
-        *,
-        display_name: str = "",
-        labels: Mapping[str, str] | None = None,
-        visibility: AdapterVisibility | str | None = None,
-        shared_with: Sequence[str] = (),
-        owner: str = "",
-        validate_only: bool = False,
-        progress: Progress | None = None,
-        timeout_s: float = 600.0,
-    ) -> Adapter:
-        """Upload a PEFT adapter directory. A known name gets a new version, which becomes the active one.
-
-        `progress(bytes sent, bytes in all)` is called from another thread, and starts again with every attempt. With
-        `validate_only` nothing is stored.
-
-        A new adapter belongs to the caller's tenant and is private. `visibility` and `shared_with` (tenants) say who
-        else may use it; left out, they stay as they are. Only admins may name another `owner`.
-        """
-        upload = AdapterUpload(
-            name,
-            directory,
-            display_name=display_name,
-            labels=labels,
-            visibility=visibility,
-            shared_with=shared_with,
-            owner=owner,
-            validate_only=validate_only,
-            progress=progress,
-        )
-        return self._client.upload(upload, timeout_s)
-
-    def register_from_root(
-        self,
-        name: str,
-        source: str,
-        *,
-        display_name: str = "",
-        labels: Mapping[str, str] | None = None,
-        visibility: AdapterVisibility | str | None = None,
-        shared_with: Sequence[str] = (),
-        owner: str = "",
-        validate_only: bool = False,
-        timeout_s: float = 600.0,
-    ) -> Adapter:
-        """Register "{root}/{path}" below one of the directories that the server's operator lists."""
-        call = calls.create_adapter(
-            name, source, display_name, labels, visibility, shared_with, owner, validate_only=validate_only
-        )
-        operation = self._client.wait_operation(self._client.send(call), timeout_s)
-        return calls.adapter_of_operation(operation)
-
-    def list(self, *, page_size: int = 100) -> Iterator[Adapter]:
-        """All adapters that the caller sees, ordered by name, fetched a page at a time."""
-        page_token = ""
-        while True:
-            page = self._client.send(calls.list_adapters(page_size, page_token))
-            yield from page.items
-            page_token = page.next_page_token
-            if not page_token:
-                return
-
-    def versions(self, name: str, *, page_size: int = 100) -> Iterator[AdapterVersion]:
-        """The versions of one adapter, newest first, fetched a page at a time."""
-        page_token = ""
-        while True:
-            page = self._client.send(calls.list_versions(name, page_size, page_token))
-            yield from page.items
-            page_token = page.next_page_token
-            if not page_token:
-                return
-
-    def get(self, name: str) -> Adapter:
-        """One adapter, placements and target modules included."""
-        return self._client.send(calls.get_adapter(name))
-
-    def pin(self, name: str) -> Adapter:
-        """Keep the adapter in the host cache and, once loaded, on the devices."""
-        return self._client.send(calls.pin_adapter(name))
-
-    def unpin(self, name: str) -> Adapter:
-        """Remove the pin."""
-        return self._client.send(calls.unpin_adapter(name))
-
-    def activate(self, name: str, digest: str, *, etag: str = "") -> Adapter:
-        """Make a registered version the one that new requests get: rollback or roll-forward."""
-        return self._client.send(calls.activate_version(name, digest, etag))
-
-    def update(
-        self,
-        name: str,
-        *,
-        display_name: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        visibility: AdapterVisibility | str | None = None,
-        shared_with: Sequence[str] | None = None,
-        owner: str | None = None,
-        etag: str = "",
-    ) -> Adapter:
-        """Change what is not None. `labels` replaces all labels, and `shared_with` all tenants of it.
-
-        A visibility other than "shared" empties `shared_with`. Only admins may change the `owner`.
-        """
-        return self._client.send(calls.update_adapter(name, display_name, labels, visibility, shared_with, owner, etag))
-
-    def delete(self, name: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0) -> None:
-        """Delete an adapter. Running streams finish. With `wait`, return when every tier is cleared."""
-        operation = self._client.send(calls.delete_adapter(name, etag))
-        if wait:
-            self._client.wait_operation(operation, timeout_s)
-
-    def delete_version(
-        self, name: str, digest: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0
-    ) -> None:
-        """Delete a version that is not the active one. Running streams finish. `wait` works as in delete()."""
-        operation = self._client.send(calls.delete_version(name, digest, etag))
-        if wait:
-            self._client.wait_operation(operation, timeout_s)
 
 
 class OpenStream(Protocol):

@@ -1,0 +1,1 @@
+"""`client.adapters`: the adapter registry of a server, for the blocking and for the asyncio client."""

@@ -1,0 +1,149 @@
+"""The adapter registry of a server, for the asyncio client. `blocking.py` is its twin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from motet import calls
+from motet.types import Adapter, AdapterVersion, AdapterVisibility
+from motet.uploads import AdapterUpload, Progress
+
+if TYPE_CHECKING:
+    from motet.aio import AsyncClient
+
+
+class AsyncAdapters:
+    """The adapter registry of a server: `client.adapters`. Names may be given with or without "adapters/"."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def register(
+        self,
+        name: str,
+        directory: str | Path,
+        *,
+        display_name: str = "",
+        labels: Mapping[str, str] | None = None,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] = (),
+        owner: str = "",
+        validate_only: bool = False,
+        progress: Progress | None = None,
+        timeout_s: float = 600.0,
+    ) -> Adapter:
+        """Upload a PEFT adapter directory. A known name gets a new version, which becomes the active one.
+
+        `progress(bytes sent, bytes in all)` is called from another thread, and starts again with every attempt. With
+        `validate_only` nothing is stored.
+
+        A new adapter belongs to the caller's tenant and is private. `visibility` and `shared_with` (tenants) say who
+        else may use it; left out, they stay as they are. Only admins may name another `owner`.
+        """
+        upload = await asyncio.to_thread(
+            AdapterUpload,
+            name,
+            directory,
+            display_name=display_name,
+            labels=labels,
+            visibility=visibility,
+            shared_with=shared_with,
+            owner=owner,
+            validate_only=validate_only,
+            progress=progress,
+        )
+        return await self._client.upload(upload, timeout_s)
+
+    async def register_from_root(
+        self,
+        name: str,
+        source: str,
+        *,
+        display_name: str = "",
+        labels: Mapping[str, str] | None = None,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] = (),
+        owner: str = "",
+        validate_only: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Adapter:
+        """Register "{root}/{path}" below one of the directories that the server's operator lists."""
+        call = calls.create_adapter(
+            name, source, display_name, labels, visibility, shared_with, owner, validate_only=validate_only
+        )
+        operation = await self._client.wait_operation(await self._client.send(call), timeout_s)
+        return calls.adapter_of_operation(operation)
+
+    async def list(self, *, page_size: int = 100) -> AsyncIterator[Adapter]:
+        """All adapters that the caller sees, ordered by name, fetched a page at a time."""
+        page_token = ""
+        while True:
+            page = await self._client.send(calls.list_adapters(page_size, page_token))
+            for adapter in page.items:
+                yield adapter
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def versions(self, name: str, *, page_size: int = 100) -> AsyncIterator[AdapterVersion]:
+        """The versions of one adapter, newest first, fetched a page at a time."""
+        page_token = ""
+        while True:
+            page = await self._client.send(calls.list_versions(name, page_size, page_token))
+            for version in page.items:
+                yield version
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def get(self, name: str) -> Adapter:
+        """One adapter, placements and target modules included."""
+        return await self._client.send(calls.get_adapter(name))
+
+    async def pin(self, name: str) -> Adapter:
+        """Keep the adapter in the host cache and, once loaded, on the devices."""
+        return await self._client.send(calls.pin_adapter(name))
+
+    async def unpin(self, name: str) -> Adapter:
+        """Remove the pin."""
+        return await self._client.send(calls.unpin_adapter(name))
+
+    async def activate(self, name: str, digest: str, *, etag: str = "") -> Adapter:
+        """Make a registered version the one that new requests get: rollback or roll-forward."""
+        return await self._client.send(calls.activate_version(name, digest, etag))
+
+    async def update(
+        self,
+        name: str,
+        *,
+        display_name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        visibility: AdapterVisibility | str | None = None,
+        shared_with: Sequence[str] | None = None,
+        owner: str | None = None,
+        etag: str = "",
+    ) -> Adapter:
+        """Change what is not None. `labels` replaces all labels, and `shared_with` all tenants of it.
+
+        A visibility other than "shared" empties `shared_with`. Only admins may change the `owner`.
+        """
+        return await self._client.send(
+            calls.update_adapter(name, display_name, labels, visibility, shared_with, owner, etag)
+        )
+
+    async def delete(self, name: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0) -> None:
+        """Delete an adapter. Running streams finish. With `wait`, return when every tier is cleared."""
+        operation = await self._client.send(calls.delete_adapter(name, etag))
+        if wait:
+            await self._client.wait_operation(operation, timeout_s)
+
+    async def delete_version(
+        self, name: str, digest: str, *, etag: str = "", wait: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """Delete a version that is not the active one. Running streams finish. `wait` works as in delete()."""
+        operation = await self._client.send(calls.delete_version(name, digest, etag))
+        if wait:
+            await self._client.wait_operation(operation, timeout_s)
