@@ -260,7 +260,5 @@ class ServerStatus:
     limits: LimitStatus
     tenants: tuple[TenantStatus, ...] = ()  # the busiest of those that sent requests lately, by name
     num_other_tenants: int = 0  # those that are not among them
-    own_tenant_only: bool = (
-        False  # without the role "admin": no workers, queues and tiers, one tenant, visible adapters
-    )
+    own_tenant_only: bool = False  # without the role admin: no workers, queues and tiers, and one tenant
     audit: AuditStatus | None = None  # not there without the role "admin"
