@@ -7,10 +7,12 @@ An immutable view for one registration, which may read it in a thread of its own
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from control_plane.registry.model.base_model import BaseModel
-from control_plane.registry.model.embedding_modules import EmbeddingModule, find_own
+from control_plane.registry.model.embedding_modules import EmbeddingModule, TensorsByModule, find_own
 from control_plane.registry.model.served_modules import ModuleKind, Modules, ServedModule
+from control_plane.registry.peft.module_names import suffixes
 from control_plane.registry.peft.safetensors_header import CHECK_BASE
 
 
@@ -58,6 +60,33 @@ class TargetModules:
         own = [self.own(name) for name in self.served if self.is_embedding_module(name)]
         return len(own) > 1 and len({module.weight for module in own if module is not None}) <= 1
 
+    def has_weight(self, name: str) -> bool:
+        """Whether the checkpoint has a weight that can only be this module's."""
+        return self._weights.find(name) is not None
+
+    def known_as(self, path: str) -> str | None:
+        """The module that takes adapters and whose path ends in this one, if there is exactly one."""
+        found = self._by_suffix.get(path, [])
+        return found[0] if len(found) == 1 else None
+
+    # These are made where something is wrong. An adapter with many bad names costs no more than one for each.
+
+    @cached_property
+    def _weights(self) -> TensorsByModule:
+        return TensorsByModule(self.base_model.tensors, "weight")
+
+    @cached_property
+    def _by_suffix(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in self.served:
+            for suffix in suffixes(name):
+                found.setdefault(suffix, []).append(name)
+        return found
+
+    @cached_property
+    def _tails(self) -> frozenset[str]:
+        return frozenset(map(_tail, self.base_model.linear_shapes))
+
     def refusal(self, name: str) -> str:
         """Why a module that is not among `served` takes no adapters."""
         module = self.reported.get(name)
@@ -66,7 +95,7 @@ class TargetModules:
         if self.reported:
             return f"the base model has no module {name}; {CHECK_BASE}"
         tail = _tail(name)
-        if tail and any(_tail(known) == tail for known in self.base_model.linear_shapes):
+        if tail and tail in self._tails:
             return (
                 f"the base model has {tail} in its layers, and whether as {name} only a worker can tell: start one, "
                 "then register the adapter again"

@@ -100,8 +100,7 @@ def _unknown_name_error(parts: list[str]) -> str:
 def _known_as(module: str, targets: TargetModules) -> str | None:
     """The base model's name of a module that is called otherwise, if there is exactly one that it can be."""
     bare = ".".join(part for part in module.split(".") if part not in _WRAPPERS)
-    found = [name for name in targets.served if name == bare or name.endswith("." + bare)]
-    return found[0] if bare and len(found) == 1 else None
+    return targets.known_as(bare)
 
 
 def _reason(key: str, parts: list[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import BinaryIO
 
-from control_plane.registry.model.embedding_modules import find_tensor
+from control_plane.registry.model.embedding_modules import CheckpointTensor, TensorsByModule
 from control_plane.registry.model.served_modules import ModuleKind
 from control_plane.registry.peft.adapter_config import AdapterConfig
 from control_plane.registry.peft.base_weights import is_same_weight
@@ -35,17 +35,19 @@ def with_trained_biases(
 
     `others` are the biases of modules without an adapter, by module.
     """
-    result = []
+    if not others and all(plan.base_bias is None for plan in modules):
+        return modules
+    own, result = TensorsByModule(targets.base_model.tensors, "bias"), []
     for plan in modules:
         result.append(plan)
-        if plan.base_bias is None or _is_own(file, plan.name, plan.base_bias, targets):
+        if plan.base_bias is None or _is_own(file, plan.base_bias, own.find(plan.name), targets):
             continue
         with problems.collected():
-            _check_trained(plan.base_bias, plan.name, config, targets)
+            _check_trained(plan.base_bias, plan.name, config, targets, own)
             result[-1] = replace(plan, tensors=(*plan.tensors, (PART_BASE_BIAS, plan.base_bias)))
     adapted = {plan.name for plan in modules}
     for name, entry in others.items():
-        if _is_own(file, name, entry, targets):
+        if _is_own(file, entry, own.find(name), targets):
             continue
         with problems.collected():
             if name in adapted:
@@ -54,18 +56,19 @@ def with_trained_biases(
                     f"is the bias of an adapted module as early versions of PEFT named it, and others do not load it; "
                     f"rename it to {entry.name.removesuffix('bias')}{PART_BASE_BIAS.name}",
                 )
-            _check_trained(entry, name, config, targets)
+            _check_trained(entry, name, config, targets, own)
             result.append(_bias_only(name, entry, targets))
     return sorted(result, key=lambda plan: plan.name)
 
 
-def _is_own(file: BinaryIO, name: str, entry: TensorEntry, targets: TargetModules) -> bool:
+def _is_own(file: BinaryIO, entry: TensorEntry, own: CheckpointTensor | None, targets: TargetModules) -> bool:
     """Whether the bias is the base model's: it was saved and not trained."""
-    own = find_tensor(targets.base_model.tensors, name, "bias")
     return own is not None and is_same_weight(file, entry, own, targets.base_model.dtype)
 
 
-def _check_trained(entry: TensorEntry, name: str, config: AdapterConfig, targets: TargetModules) -> None:
+def _check_trained(
+    entry: TensorEntry, name: str, config: AdapterConfig, targets: TargetModules, own: TensorsByModule
+) -> None:
     """Raise InvalidAdapter for a bias that is not the base's own and cannot be served."""
     module = targets.served.get(name)
     field = shorten(entry.name)
@@ -82,8 +85,7 @@ def _check_trained(entry: TensorEntry, name: str, config: AdapterConfig, targets
         )
     if entry.shape != (module.out_features,):
         raise refuse(field, f"shape {list(entry.shape)}, expected {[module.out_features]}; {CHECK_BASE}")
-    tensors = targets.base_model.tensors
-    if find_tensor(tensors, name, "weight") is not None and find_tensor(tensors, name, "bias") is None:
+    if targets.has_weight(name) and own.find(name) is None:
         raise refuse(field, f"is in the file, but the base model has no such bias; {CHECK_BASE}")
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from control_plane.api.rpc import error_status
 from control_plane.errors import FieldViolation, InvalidAdapter
+from control_plane.registry.model.embedding_modules import CheckpointTensor
+from control_plane.registry.model.served_modules import ModuleKind, ServedModule
 from control_plane.registry.peft import problems
 from control_plane.registry.peft.ingest import CONFIG_FILE, WEIGHTS_FILE
 from control_plane.registry.peft.problems import Problems
-from tests.control_plane.registry.rig import MODULES, pack, safetensors_bytes, tensors, write_adapter
+from tests.control_plane.registry.peft.test_adapter_config import count_calls
+from tests.control_plane.registry.rig import MODULES, base_model, pack, safetensors_bytes, tensors, write_adapter
 
 
 def problems_of(files: dict[str, Path]) -> dict[str, str]:
@@ -92,3 +97,25 @@ def test_what_does_not_fit_into_an_error_is_named() -> None:
 
 def test_nothing_is_raised_where_nothing_is_wrong() -> None:
     Problems().raise_all()
+
+
+def test_many_bad_names_cost_no_more_than_one_for_each(tmp_path: Path) -> None:
+    """Of a model with 20 000 linears: each name was compared with each of them."""
+    names = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(200) for expert in range(100)]
+    linears = {f"{name}.up_proj": ServedModule(ModuleKind.LINEAR, 4, 4) for name in names}
+    own = CheckpointTensor(Path("/nowhere"), "F32", (4, 4), 0)
+    base = dataclasses.replace(base_model(), tensors={f"{name}.weight": own for name in linears})
+
+    def calls(num_bad: int) -> int:
+        bad: dict[str, np.ndarray[Any, Any]] = {}
+        bad |= {f"base_model.model._orig_mod.{name}.lora_A.weight": np.ones((4, 4), "<f4") for name in names[:num_bad]}
+        bad |= {f"base_model.model.{name}.bias": np.ones(4, "<f4") for name in names[:num_bad]}
+        files = write_adapter(tmp_path, weights=safetensors_bytes(bad), target_modules=".*", bias="all")
+
+        def refuse() -> None:
+            with pytest.raises(InvalidAdapter):
+                pack(files, base, reported=linears)
+
+        return count_calls(refuse)
+
+    assert calls(200) - calls(100) < 100 * 2000
