@@ -46,6 +46,19 @@ def require_registration(adapter_id: str, record: AdapterRecord | None, caller: 
         raise AdapterNameTaken(f"adapter_id: the name {adapter_id!r} is taken; use another name")
 
 
+def require_same_owner(record: AdapterRecord, owner: str | None) -> None:
+    """Raise AdapterNameTaken if a registration names another owner than the tenant that has the name.
+
+    The versions of one tenant would become those of another by a slip in a name.
+    """
+    present = record.ownership.owner
+    if owner is not None and present and owner != present:
+        raise AdapterNameTaken(
+            f"adapter_id: the name {record.adapter_id!r} is taken by tenant {present!r}; use another name, or change "
+            "the owner first (UpdateAdapter, `motet adapters update NAME --owner TENANT`)"
+        )
+
+
 def require_owner(owner: str | None, caller: Caller, field: str) -> None:
     """Raise PermissionDenied unless the caller may make this tenant the owner; None: no other than at present."""
     if owner is not None and not may_give_to(caller.principal, caller.tenant, owner):

@@ -32,7 +32,7 @@ from control_plane.registry.new_version import Description, registered
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.ingest import PackedInfo
 from control_plane.registry.peft.packing import Packer
-from control_plane.registry.permissions import require_owner, require_registration
+from control_plane.registry.permissions import require_owner, require_registration, require_same_owner
 from control_plane.registry.records import (
     AdapterRecord,
     AdapterState,
@@ -285,6 +285,7 @@ class Registry:
         require_owner(change.owner, caller, "owner")
         if record is None or not record.versions:
             return record, change.applied_to(Ownership(owner_of_new(caller.principal, caller.tenant)))
+        require_same_owner(record, change.owner)
         return record, change.applied_to(record.ownership)
 
     def _registered(self, described: Description, change: OwnershipChange, packed: PackedInfo) -> Registered:

@@ -34,9 +34,8 @@ class DiskSpace:
         left = self._free_bytes() - self._reserved_bytes - SPARE_BYTES
         if num_bytes > left:
             raise Exhausted(
-                f"{num_bytes} bytes are announced, {num_bytes - left} more than the server's disk can take (it keeps "
-                f"{SPARE_BYTES} bytes free, and {self._reserved_bytes} for other uploads); try again when those have "
-                "ended, or have space made on the server",
+                f"{num_bytes} bytes are announced, more than the server's disk can take beside the uploads that run "
+                f"({SPARE_BYTES} bytes stay free); try again when those have ended, or have space made on the server",
                 retry_after_s=RETRY_AFTER_S,
             )
         reservation = Reservation(self, num_bytes)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
-from control_plane.access.principal import Principal
+from control_plane.access.principal import Principal, Role, of_roles
+from control_plane.access.visibility import Ownership
 from control_plane.adapters.life_cycle import AdapterLifeCycle, Placements, Registration
 from control_plane.adapters.operations import OperationStore
 from control_plane.caller import Caller, acting_as
-from control_plane.errors import AdapterNotFound, Exhausted
+from control_plane.errors import AdapterNotActive, AdapterNotFound, Exhausted, OperationNotFound
+from control_plane.registry.ownership_change import OwnershipChange
 from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST, FakeRegistry, FakeWeights
 from tests.control_plane.api.fakes import FakeFleet
 
@@ -84,3 +87,41 @@ async def test_deletions_that_wait_for_streams_stop_nobody_elses_work() -> None:
     gate.set()
     await tiers.operations.close(timeout_s=5)
     assert sorted(registry.records) == ["bard", "poet"]
+
+
+ACME = Caller("acme", Principal("key:a", of_roles({Role.ADAPTERS_WRITE}), ("acme",)))
+LABS = Caller("labs", Principal("key:l", of_roles({Role.ADAPTERS_WRITE}), ("labs",)))
+
+
+async def test_a_deletion_near_its_end_is_joined_by_its_owner_and_hidden_from_others() -> None:
+    """There is no record of the name any more, and the operation still runs."""
+    tiers = Tiers()
+    tiers.registry.records["poet"] = replace(tiers.registry.add("poet", DIGEST), ownership=Ownership("acme"))
+    tiers.fleet.unload_gate = asyncio.Event()
+    with acting_as(ACME):
+        operation = await tiers.life_cycle.delete("poet")
+    assert tiers.registry.find("poet") is None and not operation.is_done
+    with acting_as(LABS):
+        with pytest.raises(AdapterNotFound):
+            await tiers.life_cycle.delete("poet")
+        with pytest.raises(OperationNotFound):
+            tiers.operations.get(operation.operation_id)
+        assert tiers.operations.find(operation.operation_id) is None
+    with acting_as(ACME):
+        assert await tiers.life_cycle.delete("poet") is operation
+        assert tiers.operations.get(operation.operation_id) is operation
+        # Somebody else got the name meanwhile: the former owner's deletion is not the new owner's.
+        tiers.registry.records["poet"] = replace(tiers.registry.add("poet", OTHER_DIGEST), ownership=Ownership("labs"))
+    with acting_as(LABS), pytest.raises(AdapterNotActive, match="is being deleted; try again"):
+        await tiers.life_cycle.delete("poet")
+    tiers.fleet.unload_gate.set()
+    assert await operation.wait(30)
+
+
+async def test_a_pin_follows_the_adapter_to_its_new_owner() -> None:
+    tiers = Tiers()
+    tiers.registry.records["poet"] = replace(tiers.registry.add("poet", DIGEST), ownership=Ownership("acme"))
+    await tiers.life_cycle.pin("poet")
+    assert tiers.weights.pins == [(DIGEST, "acme")]
+    await tiers.life_cycle.update("poet", ownership=OwnershipChange(owner="labs"))
+    assert tiers.weights.pins == [(DIGEST, "labs")]

@@ -160,6 +160,7 @@ class FakeRegistry(Registry):
             record = replace(record, display_name=display_name)
         if labels is not None:
             record = replace(record, labels=dict(labels))
+        record = replace(record, ownership=ownership.applied_to(record.ownership))
         self.records[adapter_id] = record
         return record
 

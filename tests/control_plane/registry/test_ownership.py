@@ -275,6 +275,16 @@ async def test_a_version_keeps_the_ownership_or_sets_it(registry: Registry, tmp_
     assert names(registry, LABS) == []
 
 
+async def test_a_registration_gives_no_adapter_to_another_tenant(registry: Registry, tmp_path: Path) -> None:
+    """An admin that mistakes a name must not hand the versions of one tenant to another one."""
+    await register(registry, ACME, "poet", tmp_path)
+    await register(registry, Caller("acme", ANYBODY), "free", tmp_path)
+    with pytest.raises(AdapterNameTaken, match="taken by tenant 'acme'; use another name, or change the owner first"):
+        await register(registry, ADMIN, "poet", tmp_path, 1, OwnershipChange(owner="labs"))
+    assert await register(registry, ADMIN, "poet", tmp_path, 1, OwnershipChange(owner="acme")) == Ownership("acme")
+    assert await register(registry, ADMIN, "free", tmp_path, 1, OwnershipChange(owner="labs")) == Ownership("labs")
+
+
 async def test_weights_that_two_tenants_have_are_found_by_each_under_its_own_name_only(
     registry: Registry, tmp_path: Path
 ) -> None:

@@ -231,6 +231,13 @@ def test_entries_of_the_file() -> None:
     assert parse_tenants({}).limits_of("anyone") == TenantLimits()
 
 
+def test_names_are_reserved_in_a_tenants_entry() -> None:
+    table = parse_tenants({"acme": {"name_prefixes": ["acme.", "a-"], "weight": 2.0}, "labs": {"name_prefixes": []}})
+    assert table.name_prefixes.reserved("acme.poet") == ("acme.", "acme")
+    assert table.name_prefixes.reserved("labs.poet") is None
+    assert table.limits_of("acme") == TenantLimits(weight=2.0)
+
+
 @pytest.mark.parametrize(
     ("document", "names"),
     [
@@ -247,6 +254,12 @@ def test_entries_of_the_file() -> None:
         ('{"a": {"tokens_per_minute": "9"}}', ["a.tokens_per_minute", "'9'"]),
         ('{"a": {"requests_per_minute": 0}}', ["a.requests_per_minute", "0"]),
         ('{"a": {"tokens_per_minute": null}}', ["a.tokens_per_minute", "None"]),
+        ('{"a": {"name_prefixes": "x-"}}', ["a.name_prefixes", "'x-'", "list"]),
+        ('{"a": {"name_prefixes": [1]}}', ["a.name_prefixes", "[1]"]),
+        ('{"a": {"name_prefixes": ["X"]}}', ["a.name_prefixes", "'X'", "not the beginning of an adapter id"]),
+        ('{"a": {"name_prefixes": ["x"]}, "b": {"name_prefixes": ["x-"]}}', ["b.name_prefixes", "reserved for a"]),
+        ('{"default": {"name_prefixes": ["x-"]}}', ["default.name_prefixes", "every tenant without"]),
+        ('{"a": {"x": 1}}', ["a.x", "unknown", "name_prefixes"]),
     ],
 )
 def test_bad_entry_is_refused_by_name(document: str, names: list[str]) -> None:
