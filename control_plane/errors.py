@@ -71,6 +71,12 @@ class PermissionDenied(MotetError):
     reason = "PERMISSION_DENIED"
 
 
+class SignatureInvalid(MotetError):
+    """The adapter's signature is missing where one is required, is not valid, or is nobody's who is trusted."""
+
+    reason = "SIGNATURE_INVALID"
+
+
 class AdapterNotFound(MotetError):
     """No adapter of that name, or no such version."""
 
@@ -296,6 +302,7 @@ STATUS_BY_ERROR: dict[type[MotetError], grpc.StatusCode] = {
     AdapterTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     BaseModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    SignatureInvalid: grpc.StatusCode.FAILED_PRECONDITION,
     StaleControlPlane: grpc.StatusCode.FAILED_PRECONDITION,
     TokenizerUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     EtagMismatch: grpc.StatusCode.ABORTED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,11 @@ class Authority:
         self._key: CertificateIssuerPrivateKeyTypes = key
 
     def issue(
-        self, *names: str, lasts: datetime.timedelta = datetime.timedelta(days=1), curve: ec.EllipticCurve | None = None
+        self,
+        *names: str,
+        lasts: datetime.timedelta = datetime.timedelta(days=1),
+        curve: ec.EllipticCurve | None = None,
+        extensions: Sequence[x509.ExtensionType] = (),
     ) -> Issued:
         """A certificate with these subject alternative names: URIs, addresses and host names. `lasts` may be past."""
         key = ec.generate_private_key(curve or ec.SECP256R1())
@@ -64,6 +69,8 @@ class Authority:
             builder = builder.add_extension(
                 x509.SubjectAlternativeName([_name(name) for name in names]), critical=False
             )
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=True)
         certificate = builder.sign(self._key, hashes.SHA256())
         return Issued(
             certificate.public_bytes(serialization.Encoding.PEM),

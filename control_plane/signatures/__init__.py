@@ -1,0 +1,1 @@
+"""Signatures of adapters: who is trusted, and whether the files are those that were signed."""
