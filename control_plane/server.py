@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import uvloop
@@ -37,6 +37,7 @@ from control_plane import descriptors
 from control_plane.access.authentication.assembly import open_authenticator
 from control_plane.access.authenticator import Authenticator
 from control_plane.access.name_prefixes import NamePrefixes
+from control_plane.access.settings import AccessSettings
 from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
 from control_plane.adapters.life_cycle import AdapterLifeCycle
@@ -65,9 +66,12 @@ from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.remote_files import StoreUrlError
+from control_plane.signatures.verifier import SignatureVerifier, open_verifier
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # How long the last messages of ended streams may take to leave, after the drain.
 CLOSE_GRACE_S = 1.0
@@ -151,15 +155,13 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     registry, weights = await _open_storage(config, base_model, reports, uploads_dir, prefixes, stack)
     # Ended in reverse: the fleet first, so that streams of clients and workers end with a reason before their ports do.
     watcher = FileWatcher(on_read=audit.file_read)
-    transport = _transport(config, watcher)
+    transport = _open(open_transport, config, watcher)
     authenticator = await _authenticator(config, watcher, stack)
     clients, workers = _make_ports(config, max_connections, authenticator, transport, audit, stack)
     fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
-    life_cycle = AdapterLifeCycle(
-        registry=registry, weights=weights, fleet=fleet, operations=operation_store, audit=audit
-    )
+    life_cycle = _life_cycle(_open(open_verifier, config, watcher), registry, weights, fleet, operation_store, audit)
     gate = DrainGate()
     adapter_service = adapters.AdapterService(
         registry=registry,
@@ -304,12 +306,30 @@ async def _start_codec(config: ServerConfig, base_model: BaseModel, stack: conte
     return codec
 
 
-def _transport(config: ServerConfig, watcher: FileWatcher) -> Transport:
-    """TLS of both ports. Raises ConfigError."""
+def _open(make: Callable[[AccessSettings, FileWatcher], T], config: ServerConfig, watcher: FileWatcher) -> T:
+    """A part that the settings of access describe. Raises ConfigError."""
     try:
-        return open_transport(config.access, watcher)
+        return make(config.access, watcher)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _life_cycle(
+    signatures: SignatureVerifier,
+    registry: Registry,
+    weights: AdapterWeights,
+    fleet: Fleet,
+    operation_store: OperationStore,
+    audit: AuditLog,
+) -> AdapterLifeCycle:
+    return AdapterLifeCycle(
+        registry=registry,
+        weights=weights,
+        fleet=fleet,
+        operations=operation_store,
+        audit=audit,
+        signatures=signatures,
+    )
 
 
 async def _authenticator(config: ServerConfig, watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> Authenticator:

@@ -132,6 +132,9 @@ if TYPE_CHECKING:
         ServerStatus as ServerStatus,
     )
     from motet.types import (
+        SignatureMethod as SignatureMethod,
+    )
+    from motet.types import (
         Started as Started,
     )
     from motet.types import (
@@ -145,6 +148,9 @@ if TYPE_CHECKING:
     )
     from motet.types import (
         Usage as Usage,
+    )
+    from motet.types import (
+        VersionSignature as VersionSignature,
     )
 
 __version__ = "0.1.0"
@@ -163,8 +169,8 @@ _NAMES_BY_MODULE = {
     "motet.retries": "RetryPolicy",
     "motet.types": (
         "Adapter AdapterPlacement AdapterState AdapterTier AdapterVersion AdapterVisibility BeamSearch ChatMessage "
-        "Chunk Completion Finished FinishReason Generation Registration RegistrationChange ServerStatus Started "
-        "Timings TokenLogprob TokenLogprobs Usage"
+        "Chunk Completion Finished FinishReason Generation Registration RegistrationChange ServerStatus "
+        "SignatureMethod Started Timings TokenLogprob TokenLogprobs Usage VersionSignature"
     ),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

@@ -194,6 +194,25 @@ class AdapterPlacement:
     worker_id: str  # for ARENA; empty otherwise
 
 
+class SignatureMethod(enum.StrEnum):
+    """What a signer's identity rests on."""
+
+    UNSPECIFIED = "unspecified"  # a method this SDK does not know
+    KEY = "key"  # a public key that the operator trusts
+    CERTIFICATE = "certificate"  # a certificate below one that the operator trusts
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSignature:
+    """A signature that was valid when the files of a version were registered."""
+
+    signer: str  # how the operator names the trusted key or certificate
+    method: SignatureMethod
+    key_fingerprint: str  # SHA-256 of the signing key's SubjectPublicKeyInfo, 64 lower-case hexadecimal digits
+    verify_time: datetime | None  # UTC
+    subject: str = ""  # of the signing certificate; empty for a key
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
     """One immutable version of an adapter."""
@@ -206,6 +225,7 @@ class AdapterVersion:
     target_modules: tuple[str, ...]  # filled by get() and register() only
     create_time: datetime | None  # UTC
     number: int = 0  # counts the versions of the name from 1; 0: the server does not number them
+    signature: VersionSignature | None = None  # None: the files had none, or the server trusts no signers
 
 
 class RegistrationChange(enum.StrEnum):
@@ -216,6 +236,7 @@ class RegistrationChange(enum.StrEnum):
     VERSION_ADDED = "version_added"  # other bytes under a known name: a new version, active now
     VERSION_ACTIVATED = "version_activated"  # a known version that was not active, or not served, is active again
     NONE = "none"  # the version was active already
+    VERSION_SIGNED = "version_signed"  # the version was active already, and has another signature
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from motet.wire import visibility_message
 CHUNK_BYTES = 512 * 1024
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+SIGNATURE_FILE = "model.sig"  # sent where the directory has one
 _PICKLE_FILE = "adapter_model.bin"
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -113,7 +114,8 @@ def _adapter_files(directory: Path) -> list[Path]:
             raise invalid_field(
                 "directory", f"{directory} has no {path.name}; {_way_on(directory)}", reason="ADAPTER_INVALID"
             )
-    return [config, weights]
+    signature = directory / SIGNATURE_FILE
+    return [config, weights, *([signature] if signature.is_file() else [])]
 
 
 def _way_on(directory: Path) -> str:

@@ -42,6 +42,11 @@ _CHANGES = {
     adapters_pb2.REGISTRATION_CHANGE_VERSION_ADDED: types.RegistrationChange.VERSION_ADDED,
     adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED: types.RegistrationChange.VERSION_ACTIVATED,
     adapters_pb2.REGISTRATION_CHANGE_NONE: types.RegistrationChange.NONE,
+    adapters_pb2.REGISTRATION_CHANGE_VERSION_SIGNED: types.RegistrationChange.VERSION_SIGNED,
+}
+_METHODS = {
+    adapters_pb2.SIGNATURE_METHOD_KEY: types.SignatureMethod.KEY,
+    adapters_pb2.SIGNATURE_METHOD_CERTIFICATE: types.SignatureMethod.CERTIFICATE,
 }
 _TIERS = {
     adapters_pb2.ADAPTER_TIER_STORE: types.AdapterTier.STORE,
@@ -171,6 +176,17 @@ def version_from(message: adapters_pb2.AdapterVersion) -> types.AdapterVersion:
         target_modules=tuple(message.target_modules),
         create_time=_time(message.create_time),
         number=message.number,
+        signature=_signature_from(message.signature) if message.HasField("signature") else None,
+    )
+
+
+def _signature_from(message: adapters_pb2.VersionSignature) -> types.VersionSignature:
+    return types.VersionSignature(
+        signer=message.signer,
+        method=_METHODS.get(message.method, types.SignatureMethod.UNSPECIFIED),
+        key_fingerprint=message.key_fingerprint,
+        verify_time=_time(message.verify_time),
+        subject=message.subject,
     )
 
 

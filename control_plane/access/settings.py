@@ -101,6 +101,14 @@ class AccessSettings:
         "older files of the audit log that are kept", None, unit="a count", shown_default="all", lowest=1
     )
     audit_text: bool = setting("the audit log has prompts and completions, too", False)
+    trusted_signers: Path | None = setting(
+        "JSON file of keys and certificates whose signatures of adapters are verified, by tenant",
+        None,
+        shown_default="signatures are not looked at",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    require_signature: bool = setting("register adapters with a valid signature only", False)
     insecure: bool = setting(
         "listen without TLS, or without authentication, where other machines reach the port", False
     )
@@ -110,6 +118,8 @@ class AccessSettings:
             raise ValueError(mistake)
         self._check_tls()
         self._check_tokens()
+        if self.require_signature and self.trusted_signers is None:
+            raise ValueError("--require-signature: needs --trusted-signers; otherwise no signature is valid")
         if self.audit_text and self.audit_log in (None, "-"):
             # What reads standard output cuts long lines.
             raise ValueError("--audit-text: needs --audit-log with the name of a file")

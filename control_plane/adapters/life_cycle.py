@@ -27,6 +27,8 @@ from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.records import AdapterRecord, Registered
 from control_plane.registry.registry import Registry
+from control_plane.signatures.verdict import SignatureVerdict
+from control_plane.signatures.verifier import SignatureVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +74,10 @@ class AdapterLifeCycle:
         fleet: Fleet,
         operations: OperationStore,
         audit: AuditLog | None = None,
+        signatures: SignatureVerifier | None = None,
     ) -> None:
-        """`audit`: None for lines of the process log alone."""
+        """`audit`: None for lines of the process log alone. `signatures`: None if they are not looked at."""
+        self._signatures = signatures or SignatureVerifier()
         self._audit = audit or AuditLog()
         self._registry = registry
         self._weights = weights
@@ -105,9 +109,12 @@ class AdapterLifeCycle:
 
     # ---- registering ----
 
-    async def register(self, registration: Registration, files: Mapping[str, Path]) -> Registered:
+    async def register(
+        self, registration: Registration, files: Mapping[str, Path], *, may_change: bool = False
+    ) -> Registered:
         """Check the files and make them the active version of the name. The caller writes the audit log.
 
+        The signature counts for the tenant of the current caller. `may_change`: somebody else may write to the files.
         If this is cancelled, the version may be registered all the same, and pins follow it then.
         """
         is_stored = not registration.validate_only
@@ -119,6 +126,7 @@ class AdapterLifeCycle:
                 labels=registration.labels,
                 ownership=registration.ownership,
                 validate_only=registration.validate_only,
+                check_files=partial(self._check_signature, current_caller().tenant, may_change),
             )
             if is_stored:
                 self._fleet.cancel_unload(registered.record.active_digest)
@@ -132,6 +140,11 @@ class AdapterLifeCycle:
         """Raise what registering would raise whatever the files: a name that is another tenant's, for example."""
         self._registry.check_registrable(registration.adapter_id, registration.ownership)
 
+    def _check_signature(
+        self, tenant: str, may_change: bool, files: Mapping[str, Path], copies: Path
+    ) -> tuple[Mapping[str, Path], SignatureVerdict | None]:
+        return self._signatures.verify(tenant, files, copies if may_change else None)
+
     def start_registering(self, registration: Registration, files: Mapping[str, Path]) -> Operation:
         """Register as an operation, which a client can cancel. Raises Exhausted where too many are running."""
         self._audit.check()
@@ -140,7 +153,7 @@ class AdapterLifeCycle:
 
         async def work() -> Registered:
             async with self._audit.change(actions.CREATE, _resource(registration.adapter_id)) as change:
-                registered = await self.register(registration, files)
+                registered = await self.register(registration, files, may_change=True)
                 change.digest = registered.record.active_digest
                 return registered
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from control_plane.checks import quoted, refuse
 from control_plane.errors import PathNotAllowed
 from control_plane.registry.peft.ingest import FILE_NAMES
+from control_plane.signatures.verifier import SIGNATURE_FILE
 from control_plane.store_calls import StoreCalls
 
 
@@ -37,10 +38,12 @@ class AdapterRoots:
         if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts) or len(source) > 1024:
             raise PathNotAllowed(f"source {quoted(source)}: not a plain relative path below its root")
         files = {}
-        for name in FILE_NAMES:
+        for name in (*FILE_NAMES, SIGNATURE_FILE):
             try:
                 path = root.joinpath(*parts, name).resolve(strict=True)
             except (OSError, RuntimeError):
+                if name == SIGNATURE_FILE:  # not every adapter is signed
+                    continue
                 raise refuse(
                     "source", f"{quoted(source)} has no {name}; name a directory that PEFT's save_pretrained wrote"
                 ) from None

@@ -13,6 +13,7 @@ from control_plane.adapters.life_cycle import Placements
 from control_plane.caller import current_caller
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered
 from control_plane.scheduler.types import FinishReason, TokenLogprobs
+from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
 MAX_PAGE_BYTES = 2 * 2**20  # at which a page ends: a gRPC client takes messages of up to 4 MiB by default
 FINISH_REASONS = {
@@ -29,6 +30,12 @@ _STATES = {
     AdapterState.ACTIVE: adapters_pb2.ADAPTER_STATE_ACTIVE,
     AdapterState.DELETING: adapters_pb2.ADAPTER_STATE_DELETING,
     AdapterState.FAILED: adapters_pb2.ADAPTER_STATE_FAILED,
+}
+
+
+_METHODS = {
+    SignatureMethod.KEY: adapters_pb2.SIGNATURE_METHOD_KEY,
+    SignatureMethod.CERTIFICATE: adapters_pb2.SIGNATURE_METHOD_CERTIFICATE,
 }
 
 
@@ -66,6 +73,17 @@ def version_message(version: AdapterVersion, *, with_modules: bool = False) -> a
         size_bytes=version.size_bytes,
         create_time=timestamp(version.create_time_s),
         number=version.number,
+        signature=None if version.signature is None else _signature_message(version.signature),
+    )
+
+
+def _signature_message(verdict: SignatureVerdict) -> adapters_pb2.VersionSignature:
+    return adapters_pb2.VersionSignature(
+        signer=verdict.signer,
+        method=_METHODS[verdict.method],
+        key_fingerprint=verdict.key_fingerprint,
+        verify_time=timestamp(verdict.verify_time_s),
+        subject=verdict.subject,
     )
 
 
@@ -119,6 +137,9 @@ def _change(registered: Registered) -> adapters_pb2.RegistrationChange:
         return adapters_pb2.REGISTRATION_CHANGE_CREATED
     is_active_already = record.active_digest == previous.active_digest and previous.state is AdapterState.ACTIVE
     if is_active_already and not registered.is_repaired:
+        before, now = previous.active_version, record.active_version
+        if before is not None and now is not None and before.signature != now.signature:
+            return adapters_pb2.REGISTRATION_CHANGE_VERSION_SIGNED
         return adapters_pb2.REGISTRATION_CHANGE_NONE
     if any(version.digest == record.active_digest for version in previous.versions):
         return adapters_pb2.REGISTRATION_CHANGE_VERSION_ACTIVATED

@@ -16,6 +16,7 @@ from typing import Any
 from control_plane.access.tenant_names import is_tenant
 from control_plane.access.visibility import NOBODYS, Ownership, Visibility
 from control_plane.scheduler.types import AdapterRef
+from control_plane.signatures.verdict import SignatureMethod, SignatureVerdict
 
 _VERSION_FORMAT = 2
 # 1: with the versions in it; 2: versions in documents of their own; 3: with the ownership
@@ -44,6 +45,7 @@ class AdapterVersion:
     create_time_s: float  # wall clock, seconds since 1970
     base_fingerprint: str = ""  # base checkpoint it was checked against
     number: int = 0  # counts up from 1 with the versions of the name; never given twice while the name exists
+    signature: SignatureVerdict | None = None  # of the files that it was registered from; None: they had none
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,12 @@ def encode_record(record: AdapterRecord) -> bytes:
 
 def encode_version(version: AdapterVersion) -> bytes:
     """The stored document of a version."""
-    return json.dumps(asdict(version) | {"format": _VERSION_FORMAT}, sort_keys=True).encode()
+    document = asdict(version) | {"format": _VERSION_FORMAT}
+    if version.signature is None:  # as documents were before there were signatures
+        del document["signature"]
+    else:
+        document["signature"]["method"] = version.signature.method.value
+    return json.dumps(document, sort_keys=True).encode()
 
 
 def decode_record(raw: bytes) -> StoredRecord:
@@ -202,12 +209,22 @@ def _ownership(document: dict[str, Any]) -> Ownership:
 
 
 def _version(document: dict[str, Any]) -> AdapterVersion:
-    values = _checked(AdapterVersion, document)
+    signed = document.pop("signature", None)
+    values = _checked(AdapterVersion, document, skip={"signature"})
     modules = values.pop("target_modules")
     if not all(isinstance(module, str) for module in modules):
         raise ValueError("target_modules is not a list of names")
     # Interned: thousands of versions name the same few hundred modules.
-    return AdapterVersion(**values, target_modules=tuple(map(sys.intern, modules)))
+    return AdapterVersion(**values, target_modules=tuple(map(sys.intern, modules)), signature=_signature(signed))
+
+
+def _signature(document: Any) -> SignatureVerdict | None:
+    if document is None:
+        return None
+    if not isinstance(document, dict):
+        raise ValueError("signature is not a JSON object")
+    method = SignatureMethod(document.pop("method", None))
+    return SignatureVerdict(method=method, **_checked(SignatureVerdict, document, skip={"method"}))
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.new_version import Description, registered
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
 from control_plane.registry.peft.ingest import PackedInfo
-from control_plane.registry.peft.packing import Packer
+from control_plane.registry.peft.packing import CheckFiles, Packer, take_as_they_are
 from control_plane.registry.permissions import require_owner, require_registration, require_same_owner
 from control_plane.registry.records import (
     AdapterRecord,
@@ -43,6 +43,7 @@ from control_plane.registry.records import (
     encode_version,
 )
 from control_plane.registry.recovery import recover
+from control_plane.registry.signed_version import with_signature
 from control_plane.registry.store.artifact_store import MAX_LOCK_WAIT_S, ArtifactStore
 from control_plane.store_calls import StoreCalls
 
@@ -169,11 +170,13 @@ class Registry:
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
         validate_only: bool = False,
+        check_files: CheckFiles = take_as_they_are,
     ) -> Registered:
         """Check and pack the files and make them the active version of the name, which gets this ownership.
 
-        The same bytes again change nothing, but that they are active again. Cancelled before the change begins,
-        nothing is registered; cancelled later, the change is made to its end before this returns.
+        The same bytes again change nothing, but that they are active again, and whose signature they have. Cancelled
+        before the change begins, nothing is registered; cancelled later, the change is made to its end before this
+        returns. `check_files` looks at the files before they are packed.
         """
         violations = Violations()
         check_adapter_id(adapter_id, "adapter_id", violations)
@@ -183,7 +186,9 @@ class Registry:
         self.check_registrable(adapter_id, ownership)
         described = Description(adapter_id, display_name, dict(labels or {}))
         is_abandoned = threading.Event()
-        change = self._register(described, ownership, dict(files), is_abandoned, validate_only=validate_only)
+        change = self._register(
+            described, ownership, dict(files), is_abandoned, validate_only=validate_only, check_files=check_files
+        )
         return await self._changes.finish(change, on_cancelled=is_abandoned.set)
 
     def check_registrable(self, adapter_id: str, ownership: OwnershipChange = NO_CHANGE) -> Ownership:
@@ -263,8 +268,9 @@ class Registry:
         is_abandoned: threading.Event,
         *,
         validate_only: bool,
+        check_files: CheckFiles,
     ) -> Registered:
-        async with self._packer.packed(files, is_abandoned) as packed:
+        async with self._packer.packed(files, is_abandoned, check_files) as packed:
             if validate_only:
                 return self._registered(described, ownership, packed)
             locks = self._changes.locks
@@ -290,7 +296,9 @@ class Registry:
 
     def _registered(self, described: Description, change: OwnershipChange, packed: PackedInfo) -> Registered:
         record, ownership = self._registrable(described.adapter_id, change)
-        return registered(record, described, ownership, packed, self._catalog.base_model, self._clock())
+        now_s = self._clock()
+        unsigned = registered(record, described, ownership, packed, self._catalog.base_model, now_s)
+        return with_signature(unsigned, packed.digest, packed.signature, now_s)
 
     async def _store_version(self, record: AdapterRecord, packed: PackedInfo) -> bool:
         """Blob first, then the version's document, then the record that names it. Whether the blob was repaired.
@@ -304,7 +312,7 @@ class Registry:
         if known is not record:
             version = record.version(digest)
             assert version is not None, "the version that is being registered is one of the record's"
-            if known is None or known.version(digest) is None:
+            if known is None or known.version(digest) != version:
                 await self._calls.change(self._write_version, record.adapter_id, version)
             await self._write_record(record)
             logger.info("adapter registered adapter_id=%s digest=%s", record.adapter_id, digest)

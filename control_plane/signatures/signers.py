@@ -111,15 +111,15 @@ def _signer(item: Any, where: str) -> Signer:
 
 def _by_key(bundle: Bundle, keys: list[TrustedKey], now_s: float) -> SignatureVerdict:
     for trusted in keys:
-        # The hint only tells which key to try: it is not signed.
+        # The hint says which key to try, and is not signed.
         if bundle.key_hint in ("", trusted.hint) and _is_signed(bundle, trusted.key):
             return SignatureVerdict(trusted.name, SignatureMethod.KEY, _fingerprint(trusted.key), now_s)
     named = any(bundle.key_hint == trusted.hint for trusted in keys)
     if named:
         raise SignatureInvalid("model.sig: the signature is not that of its payload; sign the directory again")
     raise SignatureInvalid(
-        "model.sig is signed by a key that is not trusted here; sign with a key of the server's --trusted-signers, or let "
-        "the operator add this one"
+        "model.sig is signed by a key that is not trusted here; sign with a key of the server's --trusted-signers, "
+        "or let the operator add this one"
     )
 
 

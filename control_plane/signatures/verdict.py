@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class SignatureMethod(enum.Enum):
@@ -22,3 +22,7 @@ class SignatureVerdict:
     key_fingerprint: str  # SHA-256 of the signing key's SubjectPublicKeyInfo, 64 hexadecimal digits
     verify_time_s: float  # wall clock, seconds since 1970
     subject: str = ""  # of the signing certificate, as in RFC 4514; empty for a key
+
+    def is_alike(self, other: SignatureVerdict) -> bool:
+        """Whether both say the same, at whatever time."""
+        return replace(self, verify_time_s=other.verify_time_s) == other

@@ -11,14 +11,29 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from control_plane.access.watched_files import WatchedFiles
+from control_plane.access.settings import AccessSettings
+from control_plane.access.watched_files import FileWatcher, WatchedFiles
 from control_plane.errors import SignatureInvalid
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES, check_files, read_bundle, read_statement
-from control_plane.signatures.signers import Signers
+from control_plane.signatures.signers import Signers, read_signers
 from control_plane.signatures.verdict import SignatureVerdict
 
 SIGNATURE_FILE = "model.sig"
 _COPY_BYTES = 1 << 20  # in memory at a time
+
+
+def open_verifier(settings: AccessSettings, watcher: FileWatcher) -> SignatureVerifier:
+    """What the operator has set up; `watcher` reads the file of signers again. Raises ValueError, flag first."""
+    if settings.trusted_signers is None:
+        return SignatureVerifier()
+    try:
+        signers = WatchedFiles([settings.trusted_signers], read_signers, what="trusted signers")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--trusted-signers: {settings.trusted_signers}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--trusted-signers: needs the Python package {error.name}; install it") from error
+    watcher.add(signers)
+    return SignatureVerifier(signers, is_required=settings.require_signature)
 
 
 class SignatureVerifier:

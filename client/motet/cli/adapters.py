@@ -151,6 +151,9 @@ def _registration_line(adapter: Adapter, *, is_check: bool) -> str:
         case RegistrationChange.VERSION_ACTIVATED:
             how = "could not be served and can be again" if is_same else "was known and is active again"
             done = f"registered {adapter.id}: {present} {how}"
+        case RegistrationChange.VERSION_SIGNED:
+            signer = _signer(adapter.active_version) if adapter.active_version else ""
+            return f"{adapter.id} is unchanged: {present} is active already, now signed by {signer}"
         case RegistrationChange.NONE:
             return f"{adapter.id} is unchanged: {present} is active already"
         case _:
@@ -221,10 +224,20 @@ def _get(arguments: argparse.Namespace) -> int:
             ("version", f"{version.number}, {version.digest}"),
             ("kind", f"{version.kind}, rank {version.max_rank}, {version.dtype}, {size(version.size_bytes)}"),
             ("modules", str(len(version.target_modules))),
+            ("signed by", _signer(version)),
         ]
     for name, value in lines:
         print(f"{name + ':':14}{value}".rstrip())
     return exits.OK
+
+
+def _signer(version: AdapterVersion) -> str:
+    """Who signed a version, and with which key."""
+    signature = version.signature
+    if signature is None:
+        return "nobody"
+    subject = f" ({signature.subject})" if signature.subject else ""
+    return f"{signature.signer}{subject}, {signature.method} {signature.key_fingerprint[:SHORT_DIGITS]}"
 
 
 def _pin(arguments: argparse.Namespace) -> int:

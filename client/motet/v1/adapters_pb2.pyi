@@ -40,6 +40,13 @@ class RegistrationChange(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REGISTRATION_CHANGE_VERSION_ADDED: _ClassVar[RegistrationChange]
     REGISTRATION_CHANGE_VERSION_ACTIVATED: _ClassVar[RegistrationChange]
     REGISTRATION_CHANGE_NONE: _ClassVar[RegistrationChange]
+    REGISTRATION_CHANGE_VERSION_SIGNED: _ClassVar[RegistrationChange]
+
+class SignatureMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SIGNATURE_METHOD_UNSPECIFIED: _ClassVar[SignatureMethod]
+    SIGNATURE_METHOD_KEY: _ClassVar[SignatureMethod]
+    SIGNATURE_METHOD_CERTIFICATE: _ClassVar[SignatureMethod]
 ADAPTER_VISIBILITY_UNSPECIFIED: AdapterVisibility
 ADAPTER_VISIBILITY_PRIVATE: AdapterVisibility
 ADAPTER_VISIBILITY_SHARED: AdapterVisibility
@@ -57,6 +64,24 @@ REGISTRATION_CHANGE_CREATED: RegistrationChange
 REGISTRATION_CHANGE_VERSION_ADDED: RegistrationChange
 REGISTRATION_CHANGE_VERSION_ACTIVATED: RegistrationChange
 REGISTRATION_CHANGE_NONE: RegistrationChange
+REGISTRATION_CHANGE_VERSION_SIGNED: RegistrationChange
+SIGNATURE_METHOD_UNSPECIFIED: SignatureMethod
+SIGNATURE_METHOD_KEY: SignatureMethod
+SIGNATURE_METHOD_CERTIFICATE: SignatureMethod
+
+class VersionSignature(_message.Message):
+    __slots__ = ("signer", "method", "key_fingerprint", "verify_time", "subject")
+    SIGNER_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    KEY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_TIME_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    signer: str
+    method: SignatureMethod
+    key_fingerprint: str
+    verify_time: _timestamp_pb2.Timestamp
+    subject: str
+    def __init__(self, signer: _Optional[str] = ..., method: _Optional[_Union[SignatureMethod, str]] = ..., key_fingerprint: _Optional[str] = ..., verify_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., subject: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("change", "previous_version")
@@ -118,7 +143,7 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[AdapterState, str]] = ..., state_reason: _Optional[str] = ..., active_version: _Optional[_Union[AdapterVersion, _Mapping]] = ..., pinned: bool = ..., placements: _Optional[_Iterable[_Union[AdapterPlacement, _Mapping]]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ..., registration: _Optional[_Union[Registration, _Mapping]] = ..., owner: _Optional[str] = ..., visibility: _Optional[_Union[AdapterVisibility, str]] = ..., shared_with: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterVersion(_message.Message):
-    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number")
+    __slots__ = ("digest", "kind", "max_rank", "target_modules", "dtype", "size_bytes", "create_time", "number", "signature")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MAX_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +152,7 @@ class AdapterVersion(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     digest: str
     kind: str
     max_rank: int
@@ -135,7 +161,8 @@ class AdapterVersion(_message.Message):
     size_bytes: int
     create_time: _timestamp_pb2.Timestamp
     number: int
-    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    signature: VersionSignature
+    def __init__(self, digest: _Optional[str] = ..., kind: _Optional[str] = ..., max_rank: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., size_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., signature: _Optional[_Union[VersionSignature, _Mapping]] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
     __slots__ = ("adapter_id", "display_name", "labels", "files", "validate_only", "request_id", "visibility", "shared_with", "owner")

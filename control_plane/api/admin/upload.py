@@ -32,6 +32,8 @@ from control_plane.checks import (
 )
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
 from control_plane.registry.peft.ingest import FILE_NAMES
+from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
+from control_plane.signatures.verifier import SIGNATURE_FILE
 
 MAX_CHUNK_BYTES = 2**20
 MAX_LISTED_FILES = 16  # in a header that is looked at file by file
@@ -217,14 +219,22 @@ def check_header(header: adapters_pb2.UploadHeader, max_adapter_bytes: int) -> N
     if len(header.files) > MAX_LISTED_FILES:  # before they are read: there may be a million
         violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")
         violations.raise_if_any()
-    for index, file in enumerate(header.files[: len(FILE_NAMES) + 1]):
-        if file.name not in FILE_NAMES:
-            violations.add(f"header.files[{index}].name", f"is not a file of an adapter; send {expected}")
+    names = sorted(file.name for file in header.files)
+    for index, file in enumerate(header.files[: len(FILE_NAMES) + 2]):
+        if file.name not in (*FILE_NAMES, SIGNATURE_FILE):
+            violations.add(
+                f"header.files[{index}].name", f"is not a file of an adapter; send {expected}, and {SIGNATURE_FILE}"
+            )
+        if file.name == SIGNATURE_FILE and file.size_bytes > MAX_SIGNATURE_BYTES:
+            violations.add(
+                f"header.files[{index}].size_bytes",
+                f"is {file.size_bytes} for {SIGNATURE_FILE}; at most {MAX_SIGNATURE_BYTES} are read",
+            )
         if not is_digest(file.sha256):
             violations.add(f"header.files[{index}].sha256", f"is not a valid SHA-256: {DIGEST_FORM}")
         if file.size_bytes == 0:
             violations.add(f"header.files[{index}].size_bytes", "is 0; send a file that is not empty")
-    if sorted(file.name for file in header.files) != sorted(FILE_NAMES) and not violations:
+    if names not in (sorted(FILE_NAMES), sorted((*FILE_NAMES, SIGNATURE_FILE))) and not violations:
         violations.add("header.files", f"has {len(header.files)} files; send {expected}, each once")
     total = sum(file.size_bytes for file in header.files)
     if total > max_adapter_bytes:

@@ -27,6 +27,7 @@ from control_plane.registry.peft.safetensors_header import TensorEntry, read_hea
 from control_plane.registry.peft.target_modules import TargetModules
 from control_plane.registry.peft.tensor_names import own_biases
 from control_plane.registry.peft.trained_biases import with_trained_biases
+from control_plane.signatures.verdict import SignatureVerdict
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -54,6 +55,7 @@ class PackedInfo:
     size_bytes: int  # manifest and chunks
     arena_bytes: int
     target_modules: tuple[str, ...]  # sorted
+    signature: SignatureVerdict | None = None  # of the files that it was packed from; None: they have none
 
 
 def ingest(

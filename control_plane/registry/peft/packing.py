@@ -10,8 +10,9 @@ import errno
 import logging
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from control_plane.errors import Exhausted, StoreUnavailable
@@ -19,12 +20,22 @@ from control_plane.registry.changes import Abandoned
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft.ingest import PackedInfo, ingest
+from control_plane.signatures.verdict import SignatureVerdict
 from control_plane.store_calls import BYTES_PER_S, StoreCalls
 
 logger = logging.getLogger(__name__)
 
+# Looks at the files of an adapter before they are packed, and returns the files to pack, and what their signature is. A
+# file that may change meanwhile is copied to the given directory, and what lies there is packed.
+CheckFiles = Callable[[Mapping[str, Path], Path], tuple[Mapping[str, Path], SignatureVerdict | None]]
+
 _CONCURRENT_INGESTS = 2
 TIMEOUT_S = 30.0  # and a second for every BYTES_PER_S of the files; 1 GiB takes 5 s of a core
+
+
+def take_as_they_are(files: Mapping[str, Path], _copies: Path) -> tuple[Mapping[str, Path], None]:
+    """The check of files that nobody has to have signed."""
+    return files, None
 
 
 class Packer:
@@ -48,11 +59,13 @@ class Packer:
         self._calls = calls or StoreCalls(timeout_s=TIMEOUT_S, what="the disk with the adapter's files")
 
     @asynccontextmanager
-    async def packed(self, files: Mapping[str, Path], is_abandoned: threading.Event) -> AsyncIterator[PackedInfo]:
+    async def packed(
+        self, files: Mapping[str, Path], is_abandoned: threading.Event, check_files: CheckFiles
+    ) -> AsyncIterator[PackedInfo]:
         """The adapter, whose chunks lie on the disk until the block ends.
 
-        Raises InvalidAdapter, StoreUnavailable where the files cannot be read in time, and Abandoned soon after
-        `is_abandoned` is set.
+        `check_files` is called in a thread. Raises what it raises, InvalidAdapter, StoreUnavailable where the files
+        cannot be read in time, and Abandoned soon after `is_abandoned` is set.
         """
         async with self._turns:
             with _disk_errors():
@@ -61,12 +74,14 @@ class Packer:
                 )
             try:
                 with _disk_errors():
-                    info = await self._pack(dict(files), Path(scratch.name), is_abandoned)
+                    info = await self._pack(dict(files), Path(scratch.name), is_abandoned, check_files)
                 yield info
             finally:
                 await asyncio.to_thread(scratch.cleanup)
 
-    async def _pack(self, files: dict[str, Path], directory: Path, is_abandoned: threading.Event) -> PackedInfo:
+    async def _pack(
+        self, files: dict[str, Path], scratch: Path, is_abandoned: threading.Event, check_files: CheckFiles
+    ) -> PackedInfo:
         reported, is_over = self._reports.modules, threading.Event()
 
         def check() -> None:
@@ -77,14 +92,19 @@ class Packer:
             return sum(path.stat().st_size for path in files.values())
 
         def pack() -> PackedInfo:
-            return ingest(
-                files,
+            chunks, copies = scratch / "chunks", scratch / "files"
+            chunks.mkdir()
+            copies.mkdir()
+            checked, signature = check_files(files, copies)
+            info = ingest(
+                checked,
                 self._base_model,
                 reported=reported,
                 max_adapter_bytes=self._max_adapter_bytes,
-                directory=directory,
+                directory=chunks,
                 check=check,
             )
+            return replace(info, signature=signature)
 
         try:
             return await self._calls.read(pack, extra_s=await self._calls.read(size) / BYTES_PER_S)

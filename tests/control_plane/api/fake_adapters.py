@@ -14,6 +14,7 @@ from control_plane.host_cache.base import HostCacheStats
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.catalog import RegistryStats
 from control_plane.registry.ownership_change import NO_CHANGE, OwnershipChange
+from control_plane.registry.peft.packing import CheckFiles, take_as_they_are
 from control_plane.registry.records import AdapterRecord, AdapterState, AdapterVersion, Registered, ResolvedAdapter
 from control_plane.registry.registry import Registry
 from control_plane.scheduler.types import AdapterRef
@@ -117,6 +118,7 @@ class FakeRegistry(Registry):
         labels: Mapping[str, str] | None = None,
         ownership: OwnershipChange = NO_CHANGE,
         validate_only: bool = False,
+        check_files: CheckFiles = take_as_they_are,
     ) -> Registered:
         self.calls.append(("register", adapter_id, validate_only))
         (self.entered_twice if self.entered.is_set() else self.entered).set()

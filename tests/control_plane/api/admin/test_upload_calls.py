@@ -98,6 +98,8 @@ BAD_UPLOADS: dict[str, tuple[Messages, str]] = {
     "long request id": (set_header(request_id="r" * 129), "header.request_id"),
     "one file": (messages(files={"adapter_config.json": b"{}"}), HEADER),
     "a third file": (messages(files={**FILES, "run.py": b"x"}), f"{HEADER}[2].name"),
+    "a long signature": (messages(files={**FILES, "model.sig": bytes(300_000)}), f"{HEADER}[2].size_bytes"),
+    "a signature without an adapter": (messages(files={"model.sig": b"{}"}), HEADER),
     "path as file": (messages(files={**FILES, "../x": b"x"}), f"{HEADER}[2].name"),
     "one file twice": (edit(lambda p: p[0].header.files.append(p[0].header.files[0])), HEADER),
     "empty file": (set_file(1, "size_bytes", 0), f"{HEADER}[1].size_bytes"),

@@ -13,7 +13,7 @@ from control_plane.registry.changes import Abandoned
 from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.peft import packing
 from control_plane.registry.peft.ingest import CONFIG_FILE, ingest
-from control_plane.registry.peft.packing import Packer
+from control_plane.registry.peft.packing import Packer, take_as_they_are
 from control_plane.store_calls import StoreCalls
 from tests.control_plane.registry.rig import base_model, pack, write_adapter
 
@@ -54,7 +54,7 @@ async def test_files_that_cannot_be_read_in_time_hold_up_no_other_adapter(
     packer = Packer(base_model(), reports, max_adapter_bytes=1 << 20, scratch_dir=scratch, calls=calls)
 
     async def packed_digest(files: dict[str, Path]) -> str:
-        async with packer.packed(files, threading.Event()) as packed:
+        async with packer.packed(files, threading.Event(), take_as_they_are) as packed:
             return packed.digest
 
     hung = write_adapter(tmp_path / "hung")

@@ -52,17 +52,6 @@ def make_certificate_bundle(scratch: Path) -> None:
 def certificate(
     name: str, key: ec.EllipticCurvePrivateKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey, *, is_ca: bool
 ) -> x509.Certificate:
-    usage = dict.fromkeys(
-        (
-            "key_encipherment",
-            "content_commitment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
     return (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
