@@ -47,6 +47,10 @@ SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].f
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def _random_request_id() -> str:
+    return f"req-{secrets.token_hex(8)}"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the service needs to know of the base model."""
@@ -71,6 +75,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        draw_request_id: Callable[[], str] = _random_request_id,
         audit: AuditLog | None = None,
     ) -> None:
         self._audit = audit or AuditLog()
@@ -83,6 +88,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._clock = clock
         self._wall_clock = wall_clock
         self._draw_seed = draw_seed
+        self._draw_request_id = draw_request_id
 
     def _max_model_len(self) -> int:
         """Longest context that workers compute at present, tokens."""
@@ -160,7 +166,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                         return
             finally:
                 job.cancel()
-            raise MotetError(f"the stream of request {request.request_id} ended without a finish reason")
+            raise MotetError(f"the stream of request {stream.request_id} ended without a finish reason")
 
     def _resolved(self, checked: CheckedRequest) -> ResolvedAdapter | None:
         """The adapter's version; None for the base model. Raises AdapterNotFound or PermissionDenied."""
@@ -187,8 +193,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, checked: CheckedRequest, request: Request, resolved: ResolvedAdapter | None, render_time_s: float | None
     ) -> ResponseStream:
         stops = StopStrings(checked.stop)
+        # Not the fleet's number: by two of those a client could count the requests of all tenants between them.
+        request_id = checked.client_request_id or self._draw_request_id()
+        logger.debug("request taken name=%s request_id=%d", request_id, request.request_id)
         return ResponseStream(
-            client_request_id=checked.client_request_id or f"req-{request.request_id}",
+            client_request_id=request_id,
             adapter_name="" if resolved is None else f"adapters/{resolved.adapter_id}",
             tenant=request.tenant,
             checked=checked,

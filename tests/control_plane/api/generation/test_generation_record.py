@@ -106,9 +106,10 @@ async def test_the_base_model_has_no_slot_and_every_completion_a_reason(audited:
     audited.script(
         job_event([5], FinishReason.LENGTH, index=1), job_event([1], FinishReason.STOP_TOKEN, index=0), facts=facts
     )
-    await generate(audited.api, request(decoding=types_pb2.DecodingParams(n=2)))
+    [first, *_] = await generate(audited.api, request(decoding=types_pb2.DecodingParams(n=2)))
     [record] = await audited.records()
-    assert (record["resource"], record["digest"], record["request_id"]) == ("@base", "", "req-1")
+    assert (record["resource"], record["digest"]) == ("@base", "")
+    assert (record["request_id"], record["fleet_request_id"]) == (first.started.request_id, 1)
     assert record["finish_reasons"] == ["stop_token", "length"]
     assert [(w["worker_id"], w["slot"], w["slot_generation"]) for w in record["workers"]] == [
         ("w0", None, None),

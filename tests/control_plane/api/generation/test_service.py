@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ async def test_defaults_are_made_effective(api: Api) -> None:
     script(api, job_event([5], FinishReason.LENGTH))
     responses = await generate(api, request(text="he"))
     started = responses[0].started
-    assert started.request_id == "req-1"
+    assert re.fullmatch(r"req-[0-9a-f]{16}", started.request_id)
     assert started.stopping.max_tokens == 63  # what is left of the context
     assert started.sampling.seed == 1234
     assert started.sampling.temperature == 0 and started.sampling.HasField("temperature")
@@ -86,6 +88,18 @@ async def test_defaults_are_made_effective(api: Api) -> None:
         request(text="he", sampling=started.sampling, stopping=started.stopping, decoding=started.decoding),
     )
     assert again[0].started.sampling == started.sampling
+
+
+async def test_request_ids_of_the_server_do_not_count_the_requests(api: Api) -> None:
+    """Two ids of one tenant must not show how many requests of others came between them."""
+    names = []
+    for _ in range(4):
+        script(api, job_event([5], FinishReason.LENGTH))
+        [started, *_] = await generate(api, request())
+        names.append(started.started.request_id)
+    assert len(set(names)) == 4
+    numbers = [int(name.removeprefix("req-"), 16) for name in names]
+    assert min(abs(later - earlier) for earlier, later in pairwise(numbers)) > 1 << 16
 
 
 async def test_nothing_is_sent_before_the_first_token(api: Api) -> None:
