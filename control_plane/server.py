@@ -54,7 +54,7 @@ from control_plane.api.rpc.callers import Callers
 from control_plane.api.text.codec import TextCodec
 from control_plane.audit.audit_log import AuditLog, open_audit_log
 from control_plane.config import ConfigError, ServerConfig, add_arguments, from_args
-from control_plane.directory_lock import DirectoryInUse, DirectoryLock
+from control_plane.directory_lock import PRIVATE, DirectoryInUse, DirectoryLock
 from control_plane.errors import MotetError
 from control_plane.fleet.assembly import assemble
 from control_plane.fleet.fleet import Fleet
@@ -432,7 +432,7 @@ async def _open_storage(
     logger.info("store url=%s num_adapters=%d", store_url, num_adapters, extra=shown(sentence))
     for directory in (uploads_dir, scratch_dir):
         shutil.rmtree(directory, ignore_errors=True)  # what a killed server left
-        directory.mkdir()
+        directory.mkdir(mode=PRIVATE)
     cache = await open_host_cache(config, stack)
     return registry, AdapterWeights(cache, store, calls, is_wanted=registry.is_named)
 

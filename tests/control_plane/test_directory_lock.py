@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,21 @@ def test_a_directory_that_is_moved_is_noticed_and_is_right_again_when_it_is_back
     (tmp_path / "d").rmdir()
     (tmp_path / "away").rename(tmp_path / "d")
     lock.check()
+
+
+def test_a_directory_that_the_lock_makes_is_its_users_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    DirectoryLock(tmp_path / "d").acquire()
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o700
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("mode", "is_open"), [(0o755, True), (0o701, True), (0o750, False), (0o700, False)])
+def test_a_directory_of_the_operator_keeps_its_mode_and_is_warned_of_if_all_may_enter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_open: bool
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d").chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        DirectoryLock(tmp_path / "d").acquire()
+    assert (tmp_path / "d").stat().st_mode & 0o777 == mode
+    assert [str(tmp_path / "d") in record.getMessage() for record in caplog.records] == [True] * is_open

@@ -41,6 +41,8 @@ async def test_second_server_on_a_directory_touches_nothing_of_the_first(tmp_pat
     under_way = [tmp_path / "data" / name / "under-way" for name in ("uploads", "scratch")]
     async with contextlib.AsyncExitStack() as stack:
         await build(config, stack)
+        for name in (".", "store", "uploads", "scratch"):
+            assert (tmp_path / "data" / name).stat().st_mode & 0o777 == 0o700, name
         for file in under_way:
             file.write_bytes(b"half")
         # Whatever the second one has for a store: the directory itself is the first one's.

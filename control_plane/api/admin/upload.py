@@ -30,6 +30,7 @@ from control_plane.checks import (
     check_request_id,
     refuse,
 )
+from control_plane.directory_lock import PRIVATE
 from control_plane.errors import DeadlineExceeded, DigestMismatch, Exhausted
 from control_plane.registry.peft.ingest import FILE_NAMES
 from control_plane.signatures.bundle import MAX_SIGNATURE_BYTES
@@ -86,7 +87,7 @@ class UploadReceiver:
             if first is None or first.WhichOneof("part") != "header":
                 raise refuse("header", "is missing; send the header as the first message of an upload")
             check_header(first.header, self._max_adapter_bytes)
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             space = held.enter_context(self._space.reserved(sum(file.size_bytes for file in first.header.files)))
             directory = Path(tempfile.mkdtemp(dir=self._directory, prefix="upload-"))
             held.callback(shutil.rmtree, directory, ignore_errors=True)
