@@ -1,7 +1,8 @@
 """Files of the operator that are read again when they change: keys, certificates, lists.
 
 A file that cannot be read, or that is half-written, never takes effect: the content that was read last stays, and the
-log says why. No file is read while a call waits.
+log says why. No file is read while a call waits. A file whose file system hangs stops neither the others nor the end
+of the process.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
+import stat
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from contract.process_log import printable, shown
+from control_plane.daemon_threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 INTERVAL_S = 1.0  # between two looks at the files
+SLOW_AFTER_S = 10.0  # a look that takes longer is logged
 MAX_FILE_BYTES = 16 << 20
 
 
@@ -37,7 +42,7 @@ class WatchedFiles(Generic[T]):
         self.what = what
         self._lock = threading.Lock()  # a handshake looks at certificates in a thread of gRPC
         self._on_change: list[Callable[[T], None]] = []
-        self._seen = self._stamp()
+        self._seen = self._stamp_or_none()
         self._value = self._read()
 
     @property
@@ -62,15 +67,14 @@ class WatchedFiles(Generic[T]):
     def refresh(self) -> bool:
         """Read the files if they changed since they were read last. Whether there is a new value. Never raises."""
         with self._lock:
+            stamp = self._stamp_or_none()
+            if stamp == self._seen:
+                return False
+            # Before reading: a change while the files are read is found by the next look.
+            self._seen = stamp
             try:
-                stamp = self._stamp()
-                if stamp == self._seen:
-                    return False
-                # Before reading: a change while the files are read is found by the next look.
-                self._seen = stamp
                 self._value = self._read()
             except (OSError, ValueError) as error:
-                self._seen = self._stamp_or_none()
                 reason = printable(str(error), 300)
                 logger.warning(
                     "file not read again, the former content stays what=%s files=%s error=%s",
@@ -85,16 +89,13 @@ class WatchedFiles(Generic[T]):
             call(self._value)
         return True
 
-    def _stamp(self) -> tuple[Any, ...] | None:
-        stats = [path.stat() for path in self._paths]
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
-
     def _stamp_or_none(self) -> tuple[Any, ...] | None:
         """None where a file is missing at present: logged once, and read when it is back."""
         try:
-            return self._stamp()
+            stats = [path.stat() for path in self._paths]
         except OSError:
             return None
+        return tuple((found.st_mtime_ns, found.st_size, found.st_ino) for found in stats)
 
     def _read(self) -> T:
         contents = list(map(read_content, self._paths))
@@ -104,21 +105,23 @@ class WatchedFiles(Generic[T]):
 
 
 class FileWatcher:
-    """Looks at files again and again, in a thread, until it is closed."""
+    """Looks at files again and again, until it is closed: each in a thread of its own, since a look may hang."""
 
     def __init__(
         self,
         *,
         interval_s: float = INTERVAL_S,
+        slow_after_s: float = SLOW_AFTER_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         on_read: Callable[[WatchedFiles[Any]], None] | None = None,
     ) -> None:
         """`on_read` is called with files that were read again, in any thread."""
         self._on_read = on_read
         self._interval_s = interval_s
+        self._slow_after_s = slow_after_s
         self._sleep = sleep
         self._files: list[WatchedFiles[Any]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def add(self, files: WatchedFiles[T]) -> WatchedFiles[T]:
         """Watch these too; returns them."""
@@ -129,25 +132,53 @@ class FileWatcher:
 
     def start(self) -> None:
         """Begin; call once, in the event loop."""
-        if self._files:
-            self._task = asyncio.create_task(self._run(), name="file watcher")
+        self._tasks = [
+            asyncio.create_task(self._look_on(files), name=f"file watcher: {files.what}") for files in self._files
+        ]
 
     async def close(self) -> None:
-        """Look at nothing any more."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Look at nothing any more. A look that has begun is not waited for."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-    async def _run(self) -> None:
-        while True:
-            await self._sleep(self._interval_s)
-            for files in self._files:
-                await asyncio.to_thread(files.refresh)
+    async def _look_on(self, files: WatchedFiles[Any]) -> None:
+        thread = DaemonThreads(1, name=f"files: {files.what}")
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._sleep(self._interval_s)
+                timer = loop.call_later(self._slow_after_s, self._say_slow, files)
+                try:
+                    await thread.run(files.refresh)
+                except Exception:
+                    logger.exception("look at files failed what=%s files=%s", files.what, ",".join(files.names))
+                finally:
+                    timer.cancel()
+        finally:
+            thread.close()
+
+    def _say_slow(self, files: WatchedFiles[Any]) -> None:
+        logger.warning(
+            "look at files has not ended, the former content stays what=%s files=%s after_s=%g",
+            files.what,
+            ",".join(files.names),
+            self._slow_after_s,
+            extra=shown(
+                f"{files.what}: a look at the file has not ended for {self._slow_after_s:g} s, what was read before "
+                "stays; look at its file system"
+            ),
+        )
 
 
 def read_content(path: Path) -> bytes:
-    """What is in a file, if it is not too large. Raises OSError or ValueError."""
-    with path.open("rb") as opened:
+    """What is in a regular file, if it is not too large. Raises OSError or ValueError."""
+    # Without O_NONBLOCK the open of a named pipe waits until somebody writes it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is not a regular file")
         content = opened.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{path} is larger than {MAX_FILE_BYTES} bytes")

@@ -86,12 +86,14 @@ async def test_every_file_is_watched(tmp_path: Path) -> None:
     watcher = FileWatcher(sleep=sleep)
     authenticator = await opened(watcher, **settings)
     watcher.start()
-    pause = await pauses.get()
+    begun = [await pauses.get() for _ in range(3)]  # one for each file
     for name, content in (("keys.json", '{"keys": []}'), ("identities.json", "{}")):
         (tmp_path / name).write_text(content)
     (tmp_path / "jwks.json").write_bytes(jwks(jwk(private_key("ES256"), "es")))
-    pause.set()
-    await pauses.get()  # the watcher has looked at every file
+    for pause in begun:
+        pause.set()
+    for _ in begun:
+        await pauses.get()  # the watcher has looked at every file
     await watcher.close()
     for presented in (
         Presented(token=key),
