@@ -18,8 +18,7 @@ class Presented:
     """What a client presents to prove who it is."""
 
     token: str = ""  # behind "Bearer " in the metadata `authorization`; a secret: never log it
-    identities: tuple[str, ...] = ()  # subject alternative names of the client's certificate, which TLS has verified
-    certificate: bytes = b""  # PEM of the client's certificate
+    identities: tuple[str, ...] = ()  # of the client's certificate, which TLS has verified
 
     def __repr__(self) -> str:
         return f"Presented(token={'***' if self.token else ''}, identities={self.identities})"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.process_log import printable
+from control_plane.access.identity_names import IDENTITY_FORM, identity
 from control_plane.access.peer_certificate import PeerCertificate
 
 _FINGERPRINT = "sha256:"
@@ -19,7 +20,7 @@ _WORKER_URI = re.compile(r"spiffe://[^/]+/motet/worker/([^/]+)")
 class DenyList:
     """Certificates that are refused although an authority signed them."""
 
-    names: frozenset[str] = frozenset()  # subject alternative names and worker ids, lower-case
+    names: frozenset[str] = frozenset()  # identities and worker ids, lower-case
     fingerprints: frozenset[str] = frozenset()
 
     def names_any_of(self, certificate: PeerCertificate) -> bool:
@@ -40,9 +41,14 @@ def parse_deny_list(content: bytes) -> DenyList:
     """Raises ValueError, which has the number of the line."""
     names, fingerprints = set[str](), set[str]()
     for number, entry in _entries(content):
-        if not entry.lower().startswith(_FINGERPRINT):
-            names.add(entry.lower())
+        if (name := identity(entry) or (entry if is_worker_id(entry) else None)) is not None:
+            names.add(name.lower())
             continue
+        if not entry.lower().startswith(_FINGERPRINT):
+            raise ValueError(
+                f"line {number}: {printable(entry, 80)!r} is not the name of a certificate; {IDENTITY_FORM}, a worker "
+                "id, or sha256: and the certificate's fingerprint"
+            )
         digits = entry[len(_FINGERPRINT) :].replace(":", "").lower()
         if not _HEX_DIGITS.fullmatch(digits):
             raise ValueError(f"line {number}: {printable(entry, 80)!r} is not sha256: and 64 hexadecimal digits")

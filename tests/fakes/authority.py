@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.x509.oid import ExtensionOID
 
 LOCALHOST = ("localhost", "127.0.0.1")
 
@@ -48,12 +49,12 @@ class Authority:
 
     def issue(
         self,
-        *names: str,
+        *names: str | x509.GeneralName,
         lasts: datetime.timedelta = datetime.timedelta(days=1),
         curve: ec.EllipticCurve | None = None,
         extensions: Sequence[x509.ExtensionType] = (),
     ) -> Issued:
-        """A certificate with these subject alternative names: URIs, addresses and host names. `lasts` may be past."""
+        """A certificate with these subject alternative names; of texts the type is guessed. `lasts` may be past."""
         key = ec.generate_private_key(curve or ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
         builder = (
@@ -67,7 +68,8 @@ class Authority:
         )
         if names:
             builder = builder.add_extension(
-                x509.SubjectAlternativeName([_name(name) for name in names]), critical=False
+                x509.SubjectAlternativeName([_name(name) if isinstance(name, str) else name for name in names]),
+                critical=False,
             )
         for extension in extensions:
             builder = builder.add_extension(extension, critical=True)
@@ -88,6 +90,15 @@ class Authority:
         if own is None:
             return grpc.ssl_channel_credentials(self.pem)
         return grpc.ssl_channel_credentials(self.pem, own.key, own.cert)
+
+
+def raw_names(der: bytes) -> x509.UnrecognizedExtension:
+    """Subject alternative names as they stand in the certificate, whether anybody can parse them or not."""
+    return x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, der)
+
+
+# One DNS name whose byte is no ASCII: OpenSSL and gRPC take it, and others cannot parse it.
+UNREADABLE_NAME = raw_names(b"\x30\x03\x82\x01\xff")
 
 
 def write(path: Path, content: bytes) -> Path:

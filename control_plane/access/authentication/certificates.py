@@ -15,6 +15,7 @@ from control_plane.access.authentication.grants import (
     shortened,
 )
 from control_plane.access.authenticator import Presented
+from control_plane.access.identity_names import IDENTITY_FORM, identity
 from control_plane.access.principal import Principal
 from control_plane.access.watched_files import WatchedFiles
 from control_plane.errors import Unauthenticated
@@ -64,13 +65,27 @@ def parse_identities(content: bytes) -> dict[str, Principal]:
     document = read_object(content)
     if len(document) > MAX_IDENTITIES:
         raise InvalidAccessFile(f"has {len(document)} names; at most {MAX_IDENTITIES} are allowed")
-    return {name: _principal(name, entry) for name, entry in document.items()}
+    listed: dict[str, Principal] = {}
+    for text, entry in document.items():
+        name = _identity(text)
+        if name in listed:
+            raise InvalidAccessFile(f"{shortened(text)}: is listed twice; {name!r} is the same name")
+        listed[name] = _principal(name, entry)
+    return listed
+
+
+def _identity(text: str) -> str:
+    """The name as certificates have it."""
+    where = shortened(text)
+    if not text or len(text) > MAX_IDENTITY_CHARS or not text.isprintable():
+        raise InvalidAccessFile(f"{where}: is not a name of 1 to {MAX_IDENTITY_CHARS} printable characters")
+    if (name := identity(text)) is None:
+        raise InvalidAccessFile(f"{where}: no certificate authenticates by such a name; {IDENTITY_FORM}")
+    return name
 
 
 def _principal(name: str, entry: object) -> Principal:
     where = shortened(name)
-    if not name or len(name) > MAX_IDENTITY_CHARS or not name.isprintable():
-        raise InvalidAccessFile(f"{where}: is not a name of 1 to {MAX_IDENTITY_CHARS} printable characters")
     check_fields(entry, where, required=["tenants", "roles"], optional=["adapters"])
     assert isinstance(entry, dict)  # checked above
     return read_grant(entry, where).principal(f"cert:{name}")

@@ -75,13 +75,16 @@ def _presented(metadata: Any, context: Context) -> Presented:
     auth = context.auth_context() or {}
     if list(auth.get("transport_security_type") or ()) != [b"ssl"]:  # only TLS verifies what the other fields say
         auth = {}
-    names = list(auth.get("x509_subject_alternative_name") or ())
-    pem = list(auth.get("x509_pem_cert") or ())
-    return Presented(
-        token="" if header is None else _token(header),
-        identities=tuple(name.decode("utf-8", "replace") for name in names),
-        certificate=pem[0] if pem else b"",
-    )
+    token = "" if header is None else _token(header)
+    if not auth.get("x509_pem_cert"):
+        return Presented(token=token)
+    # Not gRPC's own list of names: it ends a name at a NUL, and does not say of which type a name is. The package
+    # cryptography is there where clients present certificates, and only there.
+    from control_plane.access.peer_certificate import certificate_of
+
+    certificate = certificate_of(auth)
+    assert certificate is not None, "there is one"
+    return Presented(token=token, identities=certificate.identities)
 
 
 def _token(header: str) -> str:

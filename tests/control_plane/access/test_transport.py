@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
 
 from contract.v1 import plan_pb2, plan_pb2_grpc
 from control_plane.access.peer_certificate import read_certificate
@@ -25,7 +26,7 @@ from control_plane.api.rpc import listeners
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.workers.endings import EndCause
 from data_plane.wire import encode_hello
-from tests.fakes.authority import LOCALHOST, Authority, Issued
+from tests.fakes.authority import LOCALHOST, UNREADABLE_NAME, Authority, Issued
 from tests.fakes.fleet_rig import CAPACITIES, FakeClock, FakeWeights, InspectedFleet, make_fleet
 
 CA = Authority()
@@ -143,6 +144,29 @@ async def test_a_listed_client_is_refused_and_its_running_streams_end(tmp_path: 
         made.deny(f"sha256:{BOB.fingerprint}")
         assert await end_of(streams[2]) == (grpc.StatusCode.PERMISSION_DENIED, message)
         assert await stream(alice).read() == b"begun", "no longer on the list"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (CA.issue(x509.DNSName("gpu-1\0.evil.com")), "has a subject alternative name with a control character"),
+        (CA.issue(extensions=[UNREADABLE_NAME]), "cannot be parsed: it, or its extensions, are not valid X.509"),
+    ],
+    ids=["NUL in a name", "not ASCII"],
+)
+async def test_a_certificate_that_tls_accepts_and_nobody_can_read_is_refused_on_both_ports(
+    tmp_path: Path, own: Issued, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        ports(tmp_path) as made,
+        made.channel(made.clients, own) as client,
+        made.channel(made.workers, own) as worker,
+    ):
+        refusal = f"the certificate of this connection {message}; connect with another one"
+        assert await end_of(stream(client)) == (grpc.StatusCode.UNAUTHENTICATED, refusal)
+        call, response = await attach(worker, "gpu-1")
+        assert response is None and await end_of(call) == (grpc.StatusCode.UNAUTHENTICATED, refusal)
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_client_that_leaves_while_it_is_denied_disturbs_nobody(tmp_path: Path) -> None:

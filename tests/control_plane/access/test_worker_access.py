@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from control_plane.access.name_lists import parse_deny_list, parse_worker_list
 from control_plane.access.peer_certificate import read_certificate
 from control_plane.access.watched_files import WatchedFiles
 from control_plane.access.worker_access import AuthContext, WorkerAccess
 from control_plane.errors import PermissionDenied, Unauthenticated
-from tests.fakes.authority import Authority, Issued
+from tests.fakes.authority import UNREADABLE_NAME, Authority, Issued
 
 CA = Authority()
 GPU_1 = CA.issue("spiffe://lab.example/motet/worker/gpu-1")
@@ -51,6 +52,27 @@ def test_a_connection_without_a_workers_certificate_is_refused() -> None:
         WorkerAccess().credential(connection(CA.issue("spiffe://lab.example/user/alice")))
     with pytest.raises(PermissionDenied, match=r"names no worker; it has sha256:[0-9a-f]{64}, and needs"):
         WorkerAccess().credential(connection(CA.issue()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        x509.UniformResourceIdentifier("gpu-1"),
+        x509.RFC822Name("gpu-1"),
+        x509.RFC822Name("spiffe://lab.example/motet/worker/gpu-1"),
+        x509.DNSName("spiffe://lab.example/motet/worker/gpu-1"),
+    ],
+)
+def test_a_name_of_another_type_proves_no_worker(name: x509.GeneralName) -> None:
+    with pytest.raises(PermissionDenied, match=r"names no worker; it has sha256:"):
+        WorkerAccess().credential(connection(CA.issue(name)))
+
+
+def test_a_certificate_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(Unauthenticated, match="the certificate of this connection cannot be parsed: it, or its ext"):
+        WorkerAccess().credential(connection(CA.issue(extensions=[UNREADABLE_NAME])))
+    with pytest.raises(Unauthenticated, match="has a subject alternative name with a control character; connect with"):
+        WorkerAccess().credential(connection(CA.issue(x509.DNSName("gpu-1\0.evil.com"))))
 
 
 def test_only_listed_workers_are_allowed_and_the_list_may_change(tmp_path: Path) -> None:

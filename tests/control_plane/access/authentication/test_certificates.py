@@ -21,6 +21,9 @@ LISTED = {
 }
 
 
+GRANT = {"tenants": ["t"], "roles": ["infer"]}
+
+
 @pytest.fixture
 def method(tmp_path: Path) -> ClientIdentities:
     (tmp_path / "identities.json").write_text(json.dumps(LISTED))
@@ -38,6 +41,12 @@ def test_a_listed_name_gives_its_principal(method: ClientIdentities) -> None:
 
 def test_without_a_certificate_it_is_not_of_this_method(method: ClientIdentities) -> None:
     assert method.principal(Presented()) is None
+
+
+def test_names_are_listed_in_the_form_that_certificates_have() -> None:
+    listed = parse_identities(json.dumps(dict.fromkeys(("Ops.Example", ALICE, "2001:DB8:0::7"), GRANT)).encode())
+    assert list(listed) == ["ops.example", ALICE, "2001:db8::7"]
+    assert listed["ops.example"].name == "cert:ops.example"
 
 
 def test_names_that_are_not_listed_are_refused(method: ClientIdentities) -> None:
@@ -62,6 +71,8 @@ def test_a_token_that_nobody_knows_is_not_replaced_by_the_certificate(method: Cl
         ([], "is a JSON list"),
         ({"": {}}, "'': is not a name of 1 to 255"),
         ({"a\nb": {}}, "is not a name of 1 to 255 printable"),
+        ({"a@example.org": {}}, "'a@example.org': no certificate authenticates by such a name; use a URI with '://'"),
+        ({"a": GRANT, "A": GRANT}, "'A': is listed twice; 'a' is the same name"),
         ({"a": []}, "'a': is a JSON list; use an object"),
         ({"a": {"tenants": ["t"]}}, "'a': field 'roles' is missing"),
         ({"a": {"tenants": ["t"], "roles": ["infer"], "expires": "x"}}, "'a': field 'expires' is unknown"),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
 from google.longrunning import operations_pb2
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
@@ -29,6 +30,9 @@ from control_plane.errors import PermissionDenied, Unauthenticated, Unavailable
 from control_plane.server import build
 from tests.control_plane.api.fakes import details
 from tests.control_plane.server_processes import checkpoint
+from tests.fakes.authority import Authority
+
+CA = Authority()
 
 
 def methods_of(*files: Any) -> dict[str, MethodDescriptor]:
@@ -183,7 +187,7 @@ class Names:
 
 
 def test_names_of_a_certificate_count_only_if_tls_verified_them() -> None:
-    names = {"x509_subject_alternative_name": [b"spiffe://acme/a", b"a.acme"], "x509_pem_cert": [b"PEM"]}
+    names = {"x509_pem_cert": [CA.issue("spiffe://acme/a", "a.acme").cert]}
     callers = Callers(Authenticator([Names()]))
     context: Any = FakeContext({**names, "transport_security_type": [b"ssl"]})
     assert callers(GENERATE, context).principal.name == "spiffe://acme/a,a.acme"
@@ -191,6 +195,21 @@ def test_names_of_a_certificate_count_only_if_tls_verified_them() -> None:
         context = FakeContext({**names, "transport_security_type": kind})
         with pytest.raises(Unauthenticated):
             callers(GENERATE, context)
+
+
+def test_a_name_of_a_certificate_is_never_a_part_of_another_name() -> None:
+    """gRPC's own list of names ends each at a NUL, and holds names of all types."""
+    certificate = CA.issue(x509.DNSName("ops.example.org\0.evil.com"))
+    auth = {
+        "x509_pem_cert": [certificate.cert],
+        "x509_subject_alternative_name": [b"ops.example.org"],
+        "transport_security_type": [b"ssl"],
+    }
+    context: Any = FakeContext(auth)
+    with pytest.raises(Unauthenticated, match="a subject alternative name with a control character; connect with"):
+        Callers(Authenticator([Names()]))(GENERATE, context)
+    auth["x509_pem_cert"] = [CA.issue("bob.example.org", x509.RFC822Name("ops.example.org")).cert]
+    assert Callers(Authenticator([Names()]))(GENERATE, context).principal.name == "bob.example.org"
 
 
 @pytest.mark.parametrize(
