@@ -264,9 +264,13 @@ class StoreUnavailable(Unavailable):
 
 
 class AuditUnavailable(Unavailable):
-    """The audit log cannot be written, so nothing may be changed."""
+    """The audit log cannot be written: nothing was changed, or a change was made that has no line yet."""
 
     reason = "AUDIT_LOG_DOWN"
+
+    def __init__(self, message: str, *, is_change_made: bool = False) -> None:
+        super().__init__(message)
+        self.is_change_made = is_change_made
 
 
 class NotFinite(MotetError):

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.connection.contact import ServerContact, is_absence, is_said_by_server, is_undone
+from motet.connection.contact import ServerContact, is_absence, is_made, is_said_by_server, is_undone
 from motet.errors import Cancelled, DeadlineExceeded, MotetError, ResourceExhausted, Unavailable, invalid_field
 
 MAX_TIMEOUT_S = 1e9  # 31 years; gRPC takes much longer ones for a time that is over
@@ -111,7 +111,7 @@ class Attempts:
         self.contact.failed(error)
         if isinstance(error, DeadlineExceeded) and not is_said_by_server(error):
             raise self.timed_out("the call got no response") from error
-        if not isinstance(error, Unavailable) or self._policy.max_attempts == 1:
+        if not isinstance(error, Unavailable) or self._policy.max_attempts == 1 or is_made(error):
             raise self.contact.explained(error)
         if not is_repeatable and not is_undone(error):
             raise self.contact.explained(error)

@@ -75,6 +75,7 @@ class AuditLog:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
         """`writer`: None for no log. `has_text`: records of generations have prompts and completions.
 
@@ -84,6 +85,7 @@ class AuditLog:
         self.has_text = has_text and writer is not None
         self._wall_clock = wall_clock
         self._sleep = sleep
+        self._write_timeout_s = write_timeout_s
         self._refusals = RefusalLimit(clock)
         self._ticks: asyncio.Task[None] | None = None
         self._settings_digest = digest_of(settings.encode())
@@ -129,7 +131,7 @@ class AuditLog:
         """Write one line when the block ends: who changed what, and the outcome.
 
         A change that was made returns once its line is on the disk. Raises AuditUnavailable before the block runs if
-        the log cannot be written.
+        the log cannot be written, and after it, with `is_change_made`, if the line is not on the disk in time.
         """
         change = Change(resource, digest, request_id)
         caller = current_caller()
@@ -161,9 +163,16 @@ class AuditLog:
         record.on_written = lambda: _call_in(loop, written.set)
         writer.put(record)
         try:
-            await asyncio.wait_for(written.wait(), WRITE_TIMEOUT_S)
-        except TimeoutError:
+            await asyncio.wait_for(written.wait(), self._write_timeout_s)
+        except TimeoutError as timeout:
             logger.error("audit line not written yet action=%s resource=%s", record.action, record.resource)
+            error = AuditUnavailable(
+                f"the change was made, and its line of the audit log is not written after {self._write_timeout_s:g} s; "
+                "it will be once the log can be written; look at what the change is about before you repeat the call",
+                is_change_made=True,
+            )
+            error.is_audited = True  # the line that waits says that the change was made
+            raise error from timeout
 
     # ---- refusals ----
 

@@ -114,6 +114,14 @@ def test_what_may_not_be_made_twice_is_repeated_only_where_no_server_has_begun_i
             call.run(error, is_repeatable=False)
 
 
+def test_a_change_that_was_made_is_not_repeated() -> None:
+    reason, call = "AUDIT_LOG_DOWN", Call()
+    call.run(Unavailable("refused", reason=reason, metadata={"change_made": "false"}))
+    with pytest.raises(Unavailable, match=r"^the change was made$"):
+        call.run(Unavailable("the change was made", reason=reason, metadata={"change_made": "true"}))
+    assert len(call.waits) == 1
+
+
 def test_errors_that_waiting_does_not_mend_are_raised_as_they_are() -> None:
     call = Call()
     for error in (InvalidArgument("no"), ResourceExhausted("full", retry_after_s=1.0), Cancelled("no", reason="X")):

@@ -57,6 +57,11 @@ def is_undone(error: MotetError) -> bool:
     return is_unsent(error) or (isinstance(error, Unavailable) and error.reason == _DRAINING)
 
 
+def is_made(error: MotetError) -> bool:
+    """Whether the server made the change all the same: only the line of its audit log is not written yet."""
+    return error.metadata.get("change_made") == "true"
+
+
 def is_said_by_server(error: MotetError) -> bool:
     """Whether a Motet server chose this error: gRPC's own errors have no details."""
     return bool(error.reason) or error.retry_after_s is not None

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from control_plane.errors import (
     ERROR_DOMAIN,
     AdapterNotFound,
+    AuditUnavailable,
     Exhausted,
     InvalidRequest,
     MotetError,
@@ -49,6 +50,8 @@ def status_proto(error: MotetError) -> status_pb2.Status:
         info.metadata["adapter"] = shorten(error.resource, MAX_DESCRIPTION_BYTES)
     if isinstance(error, QuotaExceeded):
         info.metadata.update({"tenant": error.tenant, "quota": error.quota, "limit": str(error.limit)})
+    if isinstance(error, AuditUnavailable):
+        info.metadata["change_made"] = "true" if error.is_change_made else "false"
     if isinstance(error, (Exhausted, Unavailable)):
         # Rounded up: whoever waits that long does not come too early. Never 0, which clients would take for "at once".
         retry_after_ms = max(math.ceil(error.retry_after_s * 1000), 1)

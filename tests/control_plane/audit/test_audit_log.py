@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.rpc import error_details_pb2
 from motet.audit.chain import check
 
 from control_plane.access.authenticator import Authenticator, Presented
@@ -16,6 +17,7 @@ from control_plane.access.principal import Principal, Role, of_roles
 from control_plane.access.settings import AccessSettings
 from control_plane.access.watched_files import FileWatcher, WatchedFiles
 from control_plane.api.rpc.callers import Callers
+from control_plane.api.rpc.error_status import status_proto
 from control_plane.audit import actions
 from control_plane.audit.audit_log import FAILED_CHANGES_PER_S, AuditLog, open_audit_log
 from control_plane.caller import Caller, acting_as
@@ -106,14 +108,38 @@ async def test_changes_are_refused_while_the_log_cannot_be_written(log: Log) -> 
     log.sink.room = 0
     log.event(actions.ATTACH, "workers/w0")
     assert await asyncio.to_thread(log.sink.failed_twice.wait, WAIT_S)
-    with pytest.raises(AuditUnavailable, match=r"cannot be written: No space left on device; changes are refused"):
+    with pytest.raises(
+        AuditUnavailable, match=r"cannot be written: No space left on device; changes are refused"
+    ) as failure:
         async with log.change(actions.PIN, "adapters/poet"):
             pytest.fail("the change was made")
+    assert not failure.value.is_change_made
     stats = log.stats()
     assert stats is not None and stats.problem == "No space left on device"
     log.sink.room = None
     refused, *_ = [data for data in await log.data() if data["action"] == actions.PIN]
     assert (refused["outcome"], refused["reason"]) == ("failure", "AUDIT_LOG_DOWN")
+
+
+async def test_a_change_whose_line_is_not_written_in_time_ends_with_an_error_that_says_that_it_was_made() -> None:
+    log = Log(write_timeout_s=0.0)
+    log.start()
+    log.sink.may_write.clear()
+    is_made = False
+    with (
+        pytest.raises(AuditUnavailable, match=r"^the change was made, and its line .* is not written") as failure,
+        acting_as(CALLER),
+    ):
+        async with log.change(actions.PIN, "adapters/poet"):
+            is_made = True
+    assert is_made and failure.value.is_change_made
+    info = error_details_pb2.ErrorInfo()
+    status_proto(failure.value).details[0].Unpack(info)
+    assert (info.reason, info.metadata["change_made"]) == ("AUDIT_LOG_DOWN", "true")
+    log.refused(PIN, CALLER, failure.value)  # as the interceptor does with the same error
+    log.sink.may_write.set()
+    [data] = await log.data()
+    assert (data["action"], data["outcome"]) == ("adapter.pin", "success"), "one line, and no second of a failure"
 
 
 async def test_a_slow_disk_does_not_stall_the_event_loop(log: Log) -> None:
