@@ -36,8 +36,6 @@ def configure_logging(level: str, *, process: str, stream: TextIO | None = None)
 
     Errors that end the process or a thread are logged, too, and not printed by the interpreter, which hides nothing.
     """
-    # gRPC would write a line of its own form for every handshake that fails, whoever makes it fail.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     if stream.isatty():
@@ -53,6 +51,14 @@ def configure_logging(level: str, *, process: str, stream: TextIO | None = None)
     logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_of_thread
+
+
+def quiet_grpc() -> None:
+    """Let gRPC write errors only, unless the environment says otherwise. Call it before gRPC is imported.
+
+    It would write a line of its own form for every handshake that fails, and anybody can make handshakes fail.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def printable(text: str, most: int = 300) -> str:

@@ -2,6 +2,10 @@
 
 import sys
 
-from control_plane.server import main
+from contract.process_log import quiet_grpc
+
+quiet_grpc()  # gRPC reads it when it is imported
+
+from control_plane.server import main  # noqa: E402
 
 sys.exit(main(sys.argv[1:]))

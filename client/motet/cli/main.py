@@ -31,7 +31,6 @@ _HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # our own sentence says why a handshake failed
     try:
         code = _run(arguments)
         sys.stdout.flush()
