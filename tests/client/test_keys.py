@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -47,6 +48,43 @@ def test_a_new_key_is_printed_once_and_works(path: Path, capsys: Capture) -> Non
     )
     assert key not in path.read_text() and KEY.search(path.read_text()) is None
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_goes_to_a_new_file_that_only_its_owner_reads(path: Path, capsys: Capture) -> None:
+    out = path.with_name("acme.key")
+    argv = ["keys", "new", "--file", str(path), "--tenant", "acme", "--role", "infer", "--out", str(out)]
+    former = os.umask(0)
+    try:
+        assert main(argv) == 0
+    finally:
+        os.umask(former)
+    captured = capsys.readouterr()
+    key = out.read_text().strip()
+    assert KEY.fullmatch(key) and principal(path, key).tenants == ("acme",)
+    assert captured.out == "" and key not in captured.err and str(out) in captured.err
+    assert out.stat().st_mode & 0o777 == 0o600
+    # The same file again would lose the first key.
+    before = path.read_text()
+    assert main(argv) == 3
+    assert f"--out: {out} exists and is not replaced" in capsys.readouterr().err
+    assert (path.read_text(), out.read_text().strip()) == (before, key)
+
+
+def test_no_key_is_left_that_the_server_does_not_know(path: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "acme.key"
+    argv = ["keys", "new", "--tenant", "acme", "--role", "infer", "--out"]
+    assert main([*argv, str(path), "--file", str(path)]) == 3
+    assert "is the server's file of keys" in capsys.readouterr().err
+    assert main([*argv, str(tmp_path / "none" / "acme.key"), "--file", str(path)]) == 3
+    assert "acme.key cannot be made: No such file" in capsys.readouterr().err and not path.exists()
+    full = json.dumps({"keys": [entry_of(idx) for idx in range(10_000)]})
+    path.write_text(full)
+    assert main([*argv, str(out), "--file", str(path)]) == 3
+    assert not out.exists() and path.read_text() == full
+
+
+def entry_of(idx: int) -> dict[str, object]:
+    return {"id": f"k{idx:09d}", "sha256": f"{idx:064x}", "tenants": ["a"], "roles": ["infer"]}
 
 
 def test_keys_expire_after_a_time_or_at_a_moment(path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def add_parser(commands: Subparsers) -> None:
         parser.set_defaults(run=run)
         return parser
 
-    new = action("new", "make a key, add its hash to the file, and print the key: it cannot be shown again", _new)
+    new = action("new", "make a key, add its hash to the file, and show the key, which cannot be shown again", _new)
     new.add_argument(
         "--tenant",
         action="append",
@@ -70,6 +70,12 @@ def add_parser(commands: Subparsers) -> None:
         help="after this time, such as 30d, 12h or 45m, or at 2027-01-31T12:00:00Z (default: never)",
     )
     new.add_argument("--label", default="", metavar="TEXT", help="who has the key, for people (default: none)")
+    new.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the key to a new file that only you may read (default: print the key)",
+    )
     action("list", "keys of the file, without their hashes", _list).add_argument(
         "--json", action="store_true", help="print JSON, one line per key"
     )
@@ -88,19 +94,49 @@ def _new(arguments: argparse.Namespace) -> int:
         roles=tuple(roles[name] for name in dict.fromkeys(arguments.role)),
         adapters=None if arguments.adapter is None else tuple(dict.fromkeys(arguments.adapter)),
     )
+    out: Path | None = arguments.out
+    if out is not None and out.resolve() == arguments.file.resolve():
+        raise invalid_field("--out", f"{out} is the server's file of keys; give another file")
     made: list[str] = []
 
     def change(entries: tuple[Any, ...]) -> tuple[Any, ...]:
         taken = {entry.id for entry in entries}
         entry, key = files.new_key(taken, grant, expires_s=arguments.expires, label=arguments.label)
+        if out is not None:
+            _write_new(out, key)  # before the file of keys: a key that is in there and nowhere else is lost
         made[:] = [entry.id, key]
         return (*entries, entry)
 
-    _change(arguments.file, change, may_create=True)
+    try:
+        _change(arguments.file, change, may_create=True)
+    except BaseException:
+        if out is not None and made:
+            out.unlink(missing_ok=True)  # a key that the server does not know
+        raise
     key_id, key = made
-    print(key)
-    print(f"motet: key {key_id} is in {arguments.file}; the line above is the key, shown this once", file=sys.stderr)
+    if out is None:
+        print(key)
+    place = "the line above is the key, shown this once" if out is None else f"the key itself is in {out} alone"
+    print(f"motet: key {key_id} is in {arguments.file}; {place}", file=sys.stderr)
     return exits.OK
+
+
+def _write_new(path: Path, key: str) -> None:
+    """The key as a new file, readable by its owner only from the first moment. An existing file stays as it is."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise FailedPrecondition(f"--out: {path} exists and is not replaced; give the name of a new file") from error
+    except OSError as error:
+        raise FailedPrecondition(f"--out: {path} cannot be made: {error.strerror}") from error
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - of a descriptor
+            file.write(f"{key}\n")
+            file.flush()
+            os.fsync(descriptor)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise FailedPrecondition(f"--out: {path} cannot be written: {error.strerror}") from error
 
 
 def _list(arguments: argparse.Namespace) -> int:
