@@ -61,9 +61,12 @@ def may_give_to(principal: Principal, tenant: str, owner: str) -> bool:
     return principal.is_admin or owner == tenant
 
 
-def owner_of_new(principal: Principal, tenant: str) -> str:
+def owner_of_new(principal: Principal, tenant: str, reserved_for: str = "") -> str:
     """The owner of an adapter that such a call registers without naming one.
 
-    A server without users knows no owners, and what the server registers by itself is no tenant's.
+    A server without users knows no owners, and what the server registers by itself is no tenant's. `reserved_for` is
+    the tenant that the name is reserved for, if any: an admin registers it for that tenant. Nobody else can have it.
     """
-    return tenant if principal.is_authenticated and principal != THE_SERVER else ""
+    if not principal.is_authenticated or principal == THE_SERVER:
+        return ""
+    return reserved_for if principal.is_admin and reserved_for else tenant

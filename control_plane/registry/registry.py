@@ -290,7 +290,9 @@ class Registry:
             raise AdapterNotActive(f"adapter {adapter_id!r} is being deleted; register it when that has ended")
         require_owner(change.owner, caller, "owner")
         if record is None or not record.versions:
-            return record, change.applied_to(Ownership(owner_of_new(caller.principal, caller.tenant)))
+            _, reserved_for = self._prefixes.reserved(adapter_id) or ("", "")
+            owner = owner_of_new(caller.principal, caller.tenant, reserved_for)
+            return record, change.applied_to(Ownership(owner))
         require_same_owner(record, change.owner)
         return record, change.applied_to(record.ownership)
 

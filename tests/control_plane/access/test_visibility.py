@@ -85,6 +85,8 @@ def test_only_admins_name_another_owner() -> None:
 
 def test_new_adapters_belong_to_the_tenant_of_a_known_caller() -> None:
     assert owner_of_new(WRITER, "labs") == owner_of_new(ADMIN, "labs") == "labs"
+    assert owner_of_new(ADMIN, "labs", "acme") == "acme"  # of a name that is reserved
+    assert owner_of_new(ANYBODY, "labs", "acme") == owner_of_new(THE_SERVER, "labs", "acme") == ""
     assert owner_of_new(ANYBODY, "labs") == owner_of_new(THE_SERVER, "labs") == ""
 
 

@@ -323,7 +323,11 @@ async def test_reserved_names_are_registered_by_their_tenant_alone(tmp_path: Pat
     text = "adapter_id: names that begin with 'acme-' are reserved for another tenant; use another name"
     assert refusals == [text] * 2, "a refusal that does not say whether the name is taken"
     assert await register(registry, LABS, "acme", tmp_path) == Ownership("labs")
-    assert await register(registry, ADMIN, "acme-tool", tmp_path) == Ownership("ops")
+    # An admin registers it for the tenant, unless it says otherwise.
+    assert await register(registry, ADMIN, "acme-tool", tmp_path) == Ownership("acme")
+    named = OwnershipChange(owner="ops")
+    assert await register(registry, ADMIN, "acme-probe", tmp_path, change=named) == Ownership("ops")
+    assert await register(registry, ADMIN, "tool", tmp_path) == Ownership("ops")
     assert await register(registry, Caller("labs", ANYBODY), "acme-free", tmp_path) == NOBODYS
     await registry.close()
     # A name that was given away before it was reserved stays its owner's.
