@@ -21,7 +21,7 @@ from control_plane.access.principal import THE_SERVER as SERVER_PRINCIPAL
 class Caller:
     """One client, as far as the server knows it."""
 
-    tenant: str = DEFAULT_TENANT  # whom the call is counted for
+    tenant: str = DEFAULT_TENANT  # whom the call is counted for; empty: nobody, for a caller without a credential
     principal: Principal = ANYBODY  # who was authenticated, and what the credential allows
     peer: str = ""  # gRPC's name for the other end of the connection; empty: there is no connection
 

@@ -56,7 +56,7 @@ class Callers:
         try:
             principal = self._authenticator.principal(_presented(metadata, context))
         except (Unauthenticated, Unavailable, InvalidRequest):
-            return Caller(principal=STRANGER, peer=context.peer())
+            return Caller(tenant="", principal=STRANGER, peer=context.peer())
         known = replace(principal, roles=frozenset(), tenants=())
         return Caller(tenant=principal.default_tenant, principal=known, peer=context.peer())
 

@@ -226,7 +226,8 @@ def test_health_needs_no_credential_and_gives_no_rights() -> None:
     assert probe.principal.roles == frozenset() and not probe.principal.tenants
     assert (probe.tenant, probe.principal.name) == ("acme", "key:infer"), "limits are shared by it"
     for metadata in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic infer"}):
-        assert caller("/grpc.health.v1.Health/Check", **metadata).principal.is_stranger
+        stranger = caller("/grpc.health.v1.Health/Check", **metadata)
+        assert stranger.principal.is_stranger and stranger.tenant == "", "nothing of a stranger counts for a tenant"
 
 
 def test_health_responds_while_the_keys_of_tokens_are_fetched() -> None:
