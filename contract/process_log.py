@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 AUDIT_LOGGER = "motet.audit"
 PROGRESS_EVERY_S = 2.0
+_MAX_SECRET_CHARS = 4096
 
 _OUR_PACKAGES = ("contract", "control_plane", "data_plane", "kernels", "motet")
 
@@ -62,9 +63,12 @@ def quiet_grpc() -> None:
 
 
 def printable(text: str, most: int = 300) -> str:
-    """Text from outside, fit for one line of the log: escaped, and cut off after `most` characters."""
-    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:most])
-    return escaped if len(text) <= most else f"{escaped}… ({len(text)} characters)"
+    """Text from outside, fit for one line of the log: secrets hidden, escaped, cut off after `most` characters."""
+    window = text[: most + _MAX_SECRET_CHARS]
+    kept = redacted(window)  # before it is cut off: a part of a secret has another form
+    is_cut = len(window) < len(text) or len(kept) > most
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in kept[:most])
+    return escaped if not is_cut else f"{escaped}… ({len(text)} characters)"
 
 
 def shown(sentence: str) -> dict[str, str]:

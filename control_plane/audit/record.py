@@ -1,7 +1,7 @@
 """What the audit log says of one event, and how the event becomes a line.
 
-A line is a CloudEvents 1.0 envelope in JSON. It never has a credential, and has text of users only where the caller
-puts some into `more`. No I/O; the writer's thread makes the lines.
+A line is a CloudEvents 1.0 envelope in JSON. Names that clients choose have no credential, and there is text of users
+only where the caller puts some into `more`. No I/O; the writer's thread makes the lines.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from contract.redaction import redacted
 from control_plane.caller import Caller
 
 _TYPE = "motet.audit.v1."
@@ -67,21 +68,21 @@ def method_of(caller: Caller) -> str:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """The `data` of the record's envelope."""
+    """The `data` of the envelope. Clients choose many of the names: what has the form of a secret is hidden."""
     caller = record.caller
     data = {
         "actor": {
-            "principal": caller.principal.name,
-            "tenant": caller.tenant,
+            "principal": redacted(caller.principal.name),
+            "tenant": redacted(caller.tenant),
             "method": method_of(caller),
             "peer": caller.peer,
         },
-        "action": record.action,
-        "resource": record.resource,
-        "digest": record.digest,
+        "action": redacted(record.action),
+        "resource": redacted(record.resource),
+        "digest": redacted(record.digest),
         "outcome": record.outcome.value,
         "reason": record.reason,
-        "request_id": record.request_id,
+        "request_id": redacted(record.request_id),
         "correlation_id": record.correlation_id,
     }
     data.update(record.more or {})
@@ -93,7 +94,7 @@ def line_of(record: Record, *, event_id: str, source: str, prev: str) -> bytes:
     event: dict[str, Any] = {"specversion": "1.0", "id": event_id, "source": source, "type": _TYPE + record.kind.value}
     event["time"] = f"{datetime.fromtimestamp(record.time_s, UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
     if record.resource:  # CloudEvents allows no empty subject
-        event["subject"] = record.resource
+        event["subject"] = redacted(record.resource)
     event["datacontenttype"] = "application/json"
     event["data"] = fields_of(record)
     event["prev"] = prev

@@ -192,6 +192,12 @@ def test_what_does_not_print_is_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
+def test_a_secret_is_hidden_before_a_long_text_is_cut_off() -> None:
+    key = "motet_k1_" + "A" * 43
+    assert printable(f"operations/{key}", 40) == "operations/motet_k1_***"
+    assert printable(f"{'x' * 20}/{key}{'.' * 100}", 40) == f"{'x' * 20}/motet_k1_***{'.' * 7}… (173 characters)"
+
+
 def test_what_is_long_is_cut_off_and_says_so() -> None:
     assert printable("x" * 300) == "x" * 300
     assert printable("x" * 301) == "x" * 300 + "… (301 characters)"

@@ -104,6 +104,21 @@ async def test_a_change_that_fails_has_one_line_with_the_reason(
     assert data["correlation_id"] == (correlation_id_of(error) if reason == "INTERNAL" else "")
 
 
+async def test_an_api_key_that_a_client_puts_into_a_name_is_not_in_the_log(log: Log) -> None:
+    secret = "A" * 43
+    key = f"motet_ops_{secret}"
+    name = f"{'x' * 40}/{key}"
+    async with log.change(actions.PIN, name, digest=key, request_id=key):
+        pass
+    log.refused(GENERATE, CALLER, AdapterNotFound("none", resource=f"adapters/{name}"))
+    log.generation(CALLER, None, action="generate", resource=f"adapters/{key}", digest="", request_id=key, more={})
+    change, refusal, generation = await log.data()
+    assert (change["resource"], change["request_id"]) == (f"{'x' * 40}/motet_ops_***", "motet_ops_***")
+    assert refusal["resource"] == f"adapters/{'x' * 40}/motet_ops_***"
+    assert (generation["resource"], generation["request_id"]) == ("adapters/motet_ops_***", "motet_ops_***")
+    assert secret[:10].encode() not in log.sink.data
+
+
 async def test_changes_are_refused_while_the_log_cannot_be_written(log: Log) -> None:
     log.sink.room = 0
     log.event(actions.ATTACH, "workers/w0")
