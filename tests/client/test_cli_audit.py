@@ -90,6 +90,20 @@ def test_a_log_without_its_oldest_files_says_so(log: Path, capsys: pytest.Captur
     assert f"begins in the middle of a log, after the line with the hash {digest_of(chain(9)[2])}" in out
 
 
+def test_a_whole_log_begins_with_its_first_line(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verified(capsys, "--whole", log)[:1] == (0,)
+    Path(f"{log}.000001").unlink()
+    code, summary = verified(capsys, "--whole", log)
+    assert (code, summary["ok"], summary["is_from_beginning"]) == (1, False, False)
+    Path(f"{log}.000002").unlink()
+    log.write_bytes(b"")
+    assert verified(capsys, log)[0] == 0
+    code, summary = verified(capsys, "--whole", log)
+    assert (code, summary["ok"], summary["num_lines"]) == (1, False, 0)
+    assert main(["audit", "verify", "--whole", str(log)]) == 1
+    assert "the first line of the log is not here" in capsys.readouterr().out
+
+
 def test_lines_that_match_are_shown(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "show", str(log), "--since", "2026-01-01T00:00:05", "--action", "adapter.pin"]) == 0
     shown = [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]

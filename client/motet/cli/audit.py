@@ -40,6 +40,11 @@ def add_parser(commands: Subparsers) -> None:
         metavar="HASH",
         help="a last hash that was noted earlier: a line of the log must still have it",
     )
+    verify.add_argument(
+        "--whole",
+        action="store_true",
+        help="fail unless the files begin with the first line of the log, so that the oldest ones are not missing",
+    )
     verify.set_defaults(run=run_verify)
     show = verbs.add_parser(
         "show", help="print lines that match", description="Print the lines of an audit log that match every option."
@@ -77,13 +82,16 @@ def run_verify(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return _cannot_read(error)
     is_missing_anchor = arguments.anchor is not None and not verdict.has_anchor
-    is_ok = verdict.finding is None and not is_missing_anchor
+    is_missing_beginning = arguments.whole and verdict.begins_after != GENESIS
+    is_ok = verdict.finding is None and not is_missing_anchor and not is_missing_beginning
     if arguments.json:
         print(json.dumps(_summary(files, verdict, is_ok=is_ok, anchor=arguments.anchor)))
     else:
         print(_sentences(files, verdict))
         if verdict.finding is None and is_missing_anchor:
             print(f"no line has the hash {arguments.anchor}: the log was cut off or written anew")
+        if verdict.finding is None and is_missing_beginning:
+            print("the first line of the log is not here: its oldest files were removed, or the log is empty")
     return exits.OK if is_ok else exits.FAILED
 
 
