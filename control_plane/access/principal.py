@@ -70,7 +70,9 @@ class Principal:
         """Whether its credential allows this adapter; "" is the base model. Says nothing of the adapter's owner."""
         if self.adapters is None:
             return True
-        return any(fnmatchcase(adapter_id or BASE_MODEL, pattern) for pattern in self.adapters)
+        if not adapter_id:  # no other pattern means it, even if it matches the text
+            return BASE_MODEL in self.adapters or "*" in self.adapters
+        return any(fnmatchcase(adapter_id, pattern) for pattern in self.adapters)
 
 
 def of_roles(roles: Collection[Role]) -> frozenset[Role]:

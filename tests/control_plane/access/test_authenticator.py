@@ -57,6 +57,13 @@ def test_a_credential_ends_at_its_time() -> None:
         authenticator(100.0).principal(Presented(token="alice"))
 
 
+@pytest.mark.parametrize("pattern", ["[!x]*", "?base", "@*", "**", "*base", "@bas[e]"])
+def test_only_its_own_name_and_a_star_mean_the_base_model(pattern: str) -> None:
+    assert not Principal("key:x", adapters=(pattern,)).may_use("")
+    for allowed in ("*", "@base"):
+        assert Principal("key:x", adapters=(pattern, allowed)).may_use("")
+
+
 def test_a_principal_acts_for_its_tenants_and_uses_its_adapters() -> None:
     assert ALICE.default_tenant == "acme" and ALICE.may_act_for("labs") and not ALICE.may_act_for("other")
     assert ALICE.may_use("acme.poet") and not ALICE.may_use("poet") and not ALICE.may_use("")
