@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import Self
 
 import grpc
 
@@ -20,7 +21,12 @@ class MotetError(Exception):
 
     reason = "INTERNAL"
     is_audited = False  # whether a line of the audit log is about it already
-    refused_caller: object = None  # the Caller that was refused, where the call has none yet
+    refused_principal: object = None  # whom the audit log names, where the call has no caller yet
+
+    def of(self, principal: object) -> Self:
+        """This error, with the Principal that is refused. It needs no rights."""
+        self.refused_principal = principal
+        return self
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from control_plane.access.principal import ANYBODY, Principal
@@ -19,6 +19,7 @@ class Presented:
 
     token: str = ""  # behind "Bearer " in the metadata `authorization`; a secret: never log it
     identities: tuple[str, ...] = ()  # of the client's certificate, which TLS has verified
+    holder: str = ""  # of that certificate, as a principal's name
 
     def __repr__(self) -> str:
         return f"Presented(token={'***' if self.token else ''}, identities={self.identities})"
@@ -55,7 +56,8 @@ class Authenticator:
             if principal is None:
                 continue
             if principal.expires_s is not None and principal.expires_s <= self._wall_clock():
-                raise Unauthenticated("the credential has expired; ask the operator of the server for a new one")
+                expired = Unauthenticated("the credential has expired; ask the operator of the server for a new one")
+                raise expired.of(replace(principal, roles=frozenset()))
             return principal
         if presented.token:
             raise Unauthenticated(f"the token is none that this server knows; {_HOW}")

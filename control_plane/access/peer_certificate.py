@@ -16,6 +16,7 @@ from control_plane.errors import Unauthenticated
 _CERTIFICATE_KEY = "x509_pem_cert"  # of gRPC's auth context
 _TEXT_TYPES = (x509.DNSName, x509.UniformResourceIdentifier, x509.RFC822Name)
 MAX_CACHED = 4096
+MAX_HOLDER_CHARS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class PeerCertificate:
     def identities(self) -> tuple[str, ...]:
         """What it stands for: whatever authenticates its owner, and whatever a deny list can name."""
         return self.uris + self.dns_names + self.addresses
+
+    @property
+    def holder(self) -> str:
+        """Its owner as a principal's name: "cert:" and its one identity, or its fingerprint if there is not one."""
+        names = self.identities
+        is_short = len(names) == 1 and len(names[0]) <= MAX_HOLDER_CHARS
+        return f"cert:{names[0]}" if is_short else f"cert:sha256:{self.fingerprint}"
 
     def __str__(self) -> str:
         return ", ".join(self.identities) or f"sha256:{self.fingerprint}"

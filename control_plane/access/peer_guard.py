@@ -15,6 +15,7 @@ import grpc.aio
 
 from control_plane.access.name_lists import DenyList
 from control_plane.access.peer_certificate import PeerCertificate, certificate_of
+from control_plane.access.principal import Principal
 from control_plane.access.watched_files import WatchedFiles
 from control_plane.access.worker_access import WorkerAccess
 from control_plane.errors import PermissionDenied, Unauthenticated
@@ -42,7 +43,8 @@ class ClientGuard:
             yield
             return
         if certificate.not_after_s <= self._wall_clock():
-            raise Unauthenticated("the client's certificate has expired; connect with a new one")
+            expired = Unauthenticated("the client's certificate has expired; connect with a new one")
+            raise expired.of(Principal(certificate.holder))
         self._refuse_denied(certificate)
         task = asyncio.current_task()
         assert task is not None, "a call runs in a task"
@@ -59,7 +61,8 @@ class ClientGuard:
 
     def _refuse_denied(self, certificate: PeerCertificate) -> None:
         if self._is_denied(certificate):
-            raise PermissionDenied("the client's certificate is refused by the operator of this server")
+            refused = PermissionDenied("the client's certificate is refused by the operator of this server")
+            raise refused.of(Principal(certificate.holder))
 
     def _is_denied(self, certificate: PeerCertificate) -> bool:
         return self._denied is not None and self._denied.value.names_any_of(certificate)

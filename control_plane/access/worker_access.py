@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from control_plane.access.name_lists import DenyList, worker_ids_of
 from control_plane.access.peer_certificate import PeerCertificate, certificate_of
+from control_plane.access.principal import Principal
 from control_plane.access.watched_files import WatchedFiles
 from control_plane.errors import PermissionDenied, Unauthenticated
 
@@ -41,9 +42,9 @@ class WorkerAccess:
             raise PermissionDenied(
                 f"the certificate names no worker; it has {certificate}, and needs the DNS name ID or the URI "
                 "spiffe://TRUST/motet/worker/ID"
-            )
+            ).of(Principal(certificate.holder))
         if None not in reasons:
-            raise PermissionDenied(reasons[0] or "")
+            raise PermissionDenied(reasons[0] or "").of(Principal(certificate.holder))
         return credential
 
     def refusal(self, certificate: PeerCertificate, worker_id: str) -> str | None:
@@ -77,4 +78,4 @@ class WorkerCredential:
     def require(self, worker_id: str) -> None:
         """Raise PermissionDenied unless its owner may be this worker at present."""
         if (reason := self.refusal(worker_id)) is not None:
-            raise PermissionDenied(reason)
+            raise PermissionDenied(reason).of(Principal(self.certificate.holder))

@@ -44,19 +44,19 @@ class ClientIdentities:
         Raises Unauthenticated if none of the certificate's names is listed, or several are.
         """
         # A token that no method knows is refused: the caller meant it, and the certificate may allow other things.
-        if presented.token or not presented.identities:
+        if presented.token or not (presented.identities or presented.holder):
             return None
         listed = self.files.value
         found = [name for name in dict.fromkeys(presented.identities) if name in listed]
         if not found:
             raise Unauthenticated(
                 "none of the names in the client's certificate is known to this server; ask its operator to list one"
-            )
+            ).of(Principal(presented.holder))
         if len(found) > 1:
             raise Unauthenticated(
                 f"{len(found)} names in the client's certificate are known to this server, and one is expected; use a "
                 "certificate with one of them"
-            )
+            ).of(Principal(presented.holder))
         return listed[found[0]]
 
 

@@ -48,7 +48,7 @@ class Callers:
             require_allowed(method, principal)
             return _caller(named, principal, peer)
         except PermissionDenied as error:
-            error.refused_caller = Caller(tenant=principal.default_tenant, principal=principal, peer=peer)
+            error.of(principal)
             raise
 
     def _without_rights(self, metadata: Any, context: Context) -> Caller:
@@ -84,7 +84,7 @@ def _presented(metadata: Any, context: Context) -> Presented:
 
     certificate = certificate_of(auth)
     assert certificate is not None, "there is one"
-    return Presented(token=token, identities=certificate.identities)
+    return Presented(token=token, identities=certificate.identities, holder=certificate.holder)
 
 
 def _token(header: str) -> str:

@@ -120,7 +120,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # n
                             await self._respond(result, context, is_stream=handler.response_streaming)
                     except MotetError as error:
                         if self._on_refused is not None:
-                            self._on_refused(method, caller or _refused_caller(error, context), error)
+                            self._on_refused(method, _refused_caller(caller, error, context), error)
                         raise
 
         return handle
@@ -166,10 +166,18 @@ async def _entered(guard: Guard, context: Context) -> AsyncIterator[None]:
         yield
 
 
-def _refused_caller(error: MotetError, context: Context) -> Caller:
-    """Whoever makes a call that was refused before it had a caller."""
-    known = error.refused_caller
-    return known if isinstance(known, Caller) else Caller(tenant="", principal=Principal(), peer=context.peer())
+def _refused_caller(caller: Caller | None, error: MotetError, context: Context) -> Caller:
+    """Whoever makes a call that was refused, also if it was refused before it had a caller.
+
+    A worker is known by its certificate only: callers of its port are anybody.
+    """
+    known = error.refused_principal
+    if caller is not None and (caller.principal.is_authenticated or known is None):
+        return caller
+    principal = known if isinstance(known, Principal) else Principal()
+    return Caller(
+        tenant=principal.default_tenant if principal.tenants else "", principal=principal, peer=context.peer()
+    )
 
 
 @contextlib.asynccontextmanager

@@ -53,8 +53,11 @@ def test_what_no_method_knows_is_refused_without_repeating_it() -> None:
 
 def test_a_credential_ends_at_its_time() -> None:
     assert authenticator(99.9).principal(Presented(token="alice")) is ALICE
-    with pytest.raises(Unauthenticated, match="expired"):
+    with pytest.raises(Unauthenticated, match="expired") as caught:
         authenticator(100.0).principal(Presented(token="alice"))
+    refused = caught.value.refused_principal
+    assert isinstance(refused, Principal) and (refused.name, refused.default_tenant) == ("key:alice", "acme")
+    assert not refused.roles, "it is a name for the audit log"
 
 
 @pytest.mark.parametrize("pattern", ["[!x]*", "?base", "@*", "**", "*base", "@bas[e]"])

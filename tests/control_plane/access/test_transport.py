@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from control_plane.access.transport import Transport, open_transport
 from control_plane.access.watched_files import FileWatcher
 from control_plane.access.worker_access import WorkerAccess
 from control_plane.api.rpc import listeners
+from control_plane.caller import Caller
+from control_plane.errors import MotetError
 from control_plane.fleet.service import WorkerService
 from control_plane.fleet.workers.endings import EndCause
 from data_plane.wire import encode_hello
@@ -33,6 +35,7 @@ CA = Authority()
 SERVER = CA.issue(*LOCALHOST)
 ALICE = CA.issue("spiffe://lab.example/user/alice")
 BOB = CA.issue("bob.example")
+BOTH = CA.issue("gpu-1", "gpu-2")
 GPU_1, GPU_2 = CA.issue("spiffe://lab.example/motet/worker/gpu-1"), CA.issue("gpu-2")
 
 
@@ -55,6 +58,10 @@ class Ports:
     clients: str = ""  # HOST:PORT
     workers: str = ""  # HOST:PORT
     num_denials: int = 0
+    refused: list[Caller] = field(default_factory=list)  # as the audit log learns of them
+
+    def on_refused(self, _method: str, caller: Caller, _error: MotetError) -> None:
+        self.refused.append(caller)
 
     def channel(self, address: str, own: Issued | None, authority: Authority = CA) -> grpc.aio.Channel:
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -102,10 +109,11 @@ async def ports(directory: Path, wall_clock: Callable[[], float] | None = None) 
         max_connections=10,
         write_timeout_s=30.0,
         guard=transport.client_guard,
+        on_refused=made.on_refused,
     )
     handlers = {"Endless": grpc.unary_stream_rpc_method_handler(endless)}
     clients.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
-    workers = listeners.worker_server(guard=transport.worker_guard)
+    workers = listeners.worker_server(guard=transport.worker_guard, on_refused=made.on_refused)
     service = WorkerService(fleet, FakeWeights(), access)
     plan_pb2_grpc.add_WorkerServiceServicer_to_server(service, workers)
     made.clients = listeners.bind(clients, "localhost:0", transport.client_credentials)
@@ -213,6 +221,27 @@ async def test_a_worker_that_it_is_not_or_that_is_not_listed_is_refused(
         fetch = stub.FetchAdapter(plan_pb2.FetchAdapterRequest(digest="0" * 64, worker_id=worker_id), timeout=30)
         code, details = await end_of(fetch)
         assert code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [
+        (ALICE, "cert:spiffe://lab.example/user/alice"),
+        (GPU_1, "cert:spiffe://lab.example/motet/worker/gpu-1"),
+        (BOTH, f"cert:sha256:{BOTH.fingerprint}"),
+    ],
+    ids=["no worker", "another id", "two names"],
+)
+async def test_a_refusal_on_any_port_says_whose_certificate_it_was(tmp_path: Path, own: Issued, name: str) -> None:
+    async with ports(tmp_path) as made:
+        async with made.channel(made.workers, own) as channel:
+            call, _ = await attach(channel, "gpu-9")
+            assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+        made.deny(f"sha256:{own.fingerprint}")
+        async with made.channel(made.clients, own) as channel:
+            assert await stream(channel).code() is grpc.StatusCode.PERMISSION_DENIED
+    assert [(caller.principal.name, caller.tenant) for caller in made.refused] == [(name, "")] * 2
+    assert not any(caller.principal.is_admin or caller.principal.may_act_for("acme") for caller in made.refused)
 
 
 async def test_a_listed_worker_is_attached_until_it_is_denied(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ async def test_the_line_of_a_refused_role_names_the_principal(log: Log) -> None:
 
     with pytest.raises(PermissionDenied) as refusal:
         Callers(Authenticator([Keys()]))(GENERATE, Context())  # type: ignore[arg-type]  # what Callers reads of one
-    assert refusal.value.refused_caller == CALLER
+    assert refusal.value.refused_principal == WRITER
 
 
 def test_every_method_that_changes_something_is_an_action() -> None:

@@ -60,6 +60,13 @@ def test_a_certificate_of_two_listed_names_is_refused(method: ClientIdentities) 
         method.principal(Presented(identities=(ALICE, "ops.example")))
 
 
+@pytest.mark.parametrize("names", [(), ("bob",), (ALICE, "ops.example")], ids=["no name", "not listed", "two listed"])
+def test_a_refusal_says_whose_certificate_it_was(method: ClientIdentities, names: tuple[str, ...]) -> None:
+    with pytest.raises(Unauthenticated) as caught:
+        method.principal(Presented(identities=names, holder="cert:bob"))
+    assert caught.value.refused_principal == Principal("cert:bob")
+
+
 def test_a_token_that_nobody_knows_is_not_replaced_by_the_certificate(method: ClientIdentities) -> None:
     with pytest.raises(Unauthenticated, match="none that this server knows"):
         Authenticator([method]).principal(Presented(token="sesame", identities=(ALICE,)))
