@@ -274,8 +274,8 @@ class AuditUnavailable(Unavailable):
 
     reason = "AUDIT_LOG_DOWN"
 
-    def __init__(self, message: str, *, is_change_made: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, is_change_made: bool = False) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
         self.is_change_made = is_change_made
 
 
