@@ -66,7 +66,7 @@ from control_plane.registry.model.worker_reports import WorkerReports
 from control_plane.registry.registry import Registry
 from control_plane.registry.store.artifact_store import ArtifactStore
 from control_plane.registry.store.remote_files import StoreUrlError
-from control_plane.signatures.verifier import SignatureVerifier, open_verifier
+from control_plane.signatures.verifier import open_verifier
 from control_plane.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,15 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     fleet = Fleet(assemble(fleet_settings, base_model, weights, registry.incarnation, audit=audit))
     stack.push_async_callback(fleet.close)
     operation_store = OperationStore()
-    life_cycle = _life_cycle(_open(open_verifier, config, watcher), registry, weights, fleet, operation_store, audit)
+    life_cycle = AdapterLifeCycle(
+        registry=registry,
+        weights=weights,
+        fleet=fleet,
+        operations=operation_store,
+        audit=audit,
+        signatures=_open(open_verifier, config, watcher),
+        max_pinned_bytes=lambda tenant: fleet_settings.tenants.limits_of(tenant).max_pinned_bytes,
+    )
     gate = DrainGate()
     adapter_service = adapters.AdapterService(
         registry=registry,
@@ -184,24 +192,17 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
     )
     status_service = _status_service(config, base_model, reports, fleet, registry, weights, audit)
     worker_service = WorkerService(fleet, weights, transport.worker_access, audit)
-    health_service = health.HealthService()
-    reporter = health.HealthReporter(health_service, lambda: fleet.num_workers > 0)
-    reporter.start()
-    fleet.on_workers_changed(reporter.on_workers_changed)
-    fleet.on_workers_changed(lambda: reports.update(fleet.reports()))
+    health_service, reporter = _report_on(fleet, reports)
+    health_part = (health_pb2_grpc.add_HealthServicer_to_server, health_service)
     _offer(
         clients,
         (generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation_service),
         (adapters_pb2_grpc.add_AdapterServiceServicer_to_server, adapter_service),
         (status_pb2_grpc.add_StatusServiceServicer_to_server, status_service),
         (operations_pb2_grpc.add_OperationsServicer_to_server, operations.OperationsService(operation_store, audit)),
-        (health_pb2_grpc.add_HealthServicer_to_server, health_service),
+        health_part,
     )
-    _offer(
-        workers,
-        (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service),
-        (health_pb2_grpc.add_HealthServicer_to_server, health_service),
-    )
+    _offer(workers, (plan_pb2_grpc.add_WorkerServiceServicer_to_server, worker_service), health_part)
     if not config.no_reflection:
         _offer_reflection(clients)
     _start(watcher, stack)
@@ -219,6 +220,16 @@ async def build(config: ServerConfig, stack: contextlib.AsyncExitStack) -> Contr
         await asyncio.gather(fleet.drain(timeout_s), operation_store.close(timeout_s=timeout_s))
 
     return ControlPlane(client_address, worker_address, fleet, drain, audit)
+
+
+def _report_on(fleet: Fleet, reports: WorkerReports) -> tuple[health.HealthService, health.HealthReporter]:
+    """The health of the server, and what workers report, follow the fleet from now on."""
+    service = health.HealthService()
+    reporter = health.HealthReporter(service, lambda: fleet.num_workers > 0)
+    reporter.start()
+    fleet.on_workers_changed(reporter.on_workers_changed)
+    fleet.on_workers_changed(lambda: reports.update(fleet.reports()))
+    return service, reporter
 
 
 def _roots(config: ServerConfig, stack: contextlib.AsyncExitStack) -> AdapterRoots:
@@ -312,24 +323,6 @@ def _open(make: Callable[[AccessSettings, FileWatcher], T], config: ServerConfig
         return make(config.access, watcher)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _life_cycle(
-    signatures: SignatureVerifier,
-    registry: Registry,
-    weights: AdapterWeights,
-    fleet: Fleet,
-    operation_store: OperationStore,
-    audit: AuditLog,
-) -> AdapterLifeCycle:
-    return AdapterLifeCycle(
-        registry=registry,
-        weights=weights,
-        fleet=fleet,
-        operations=operation_store,
-        audit=audit,
-        signatures=signatures,
-    )
 
 
 async def _authenticator(config: ServerConfig, watcher: FileWatcher, stack: contextlib.AsyncExitStack) -> Authenticator:

@@ -75,6 +75,7 @@ class AdapterLifeCycle:
         operations: OperationStore,
         audit: AuditLog | None = None,
         signatures: SignatureVerifier | None = None,
+        max_pinned_bytes: Callable[[str], int | None] = lambda _tenant: None,
     ) -> None:
         """`audit`: None for lines of the process log alone. `signatures`: None if they are not looked at."""
         self._signatures = signatures or SignatureVerifier()
@@ -83,7 +84,7 @@ class AdapterLifeCycle:
         self._weights = weights
         self._fleet = fleet
         self._operations = operations
-        self._pins = Pins(registry, weights, fleet)
+        self._pins = Pins(registry, weights, fleet, max_pinned_bytes)
         # The operations of deletions that have not ended, by (adapter id, digest of the version or "" for all).
         self._deletions: dict[tuple[str, str], _Deletion] = {}
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
-from control_plane.errors import MotetError
+from control_plane.errors import MotetError, QuotaExceeded
 from control_plane.fleet.fleet import Fleet
 from control_plane.host_cache.weights import AdapterWeights
 from control_plane.registry.keyed_locks import KeyedLocks
@@ -18,6 +19,9 @@ from control_plane.registry.records import AdapterRecord
 from control_plane.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
+
+QUOTA = "max_pinned_bytes"
+RETRY_AFTER_S = 60.0
 
 
 class _Pin(NamedTuple):
@@ -30,7 +34,15 @@ class _Pin(NamedTuple):
 class Pins:
     """Pins of host cache and fleet by adapter name."""
 
-    def __init__(self, registry: Registry, weights: AdapterWeights, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        weights: AdapterWeights,
+        fleet: Fleet,
+        max_pinned_bytes: Callable[[str], int | None] = lambda _tenant: None,
+    ) -> None:
+        """`max_pinned_bytes`: what each tenant may pin; None: no limit. What is no tenant's has none."""
+        self._max_pinned_bytes = max_pinned_bytes
         self._registry = registry
         self._weights = weights
         self._fleet = fleet
@@ -40,12 +52,15 @@ class Pins:
         self._pin_by_id: dict[str, _Pin] = {}
         self._num_names: Counter[_Pin] = Counter()
         self._num_holders: Counter[str] = Counter()
+        # Bytes of every pin that is there or under way, and their sums by holder.
+        self._num_bytes: dict[_Pin, int] = {}
+        self._held_bytes: Counter[str] = Counter()
         # A name's lock is taken before a digest's. A store that hangs holds up the names that wait for it, no others.
         self._name_locks = KeyedLocks()
         self._digest_locks = KeyedLocks()
 
     async def pin(self, adapter_id: str) -> AdapterRecord:
-        """Pin the active version. Raises PinBudgetExceeded and changes nothing where it does not fit."""
+        """Pin the active version. Raises PinBudgetExceeded or QuotaExceeded and changes nothing if it does not fit."""
         async with self._name_locks.hold(adapter_id):
             had_pin = adapter_id in self._pin_by_id
             await self._hold(self._registry.changeable(adapter_id))
@@ -68,8 +83,8 @@ class Pins:
     async def follow(self, adapter_id: str) -> None:
         """After the active version or the owner changed: move the pin of a pinned name.
 
-        Where the new version does not fit the pin budget the name stays pinned in the registry and this says so in
-        the log: the version is served all the same.
+        Where the new version does not fit the pin budget, or its owner's quota, the name stays pinned in the registry
+        and this says so in the log: the version is served all the same.
         """
         async with self._name_locks.hold(adapter_id):
             # Read under the name's lock: others may have pinned, unpinned, updated or deleted it since the change.
@@ -106,9 +121,11 @@ class Pins:
             return
         async with self._digest_locks.hold(pin.digest):
             if self._num_names[pin] == 0:
+                self._charge(pin, record)
                 try:
                     await self._weights.pin(pin.digest, pin.holder)
                 except BaseException:
+                    self._discharge(pin)
                     await self._weights.unpin(pin.digest, pin.holder)  # it may have counted before it failed
                     raise
                 if self._num_holders[pin.digest] == 0:
@@ -118,6 +135,29 @@ class Pins:
         self._pin_by_id[record.adapter_id] = pin
         if before is not None:
             await self._drop_one(before)
+
+    def _charge(self, pin: _Pin, record: AdapterRecord) -> None:
+        """Count a new pin for its tenant. Raises QuotaExceeded."""
+        version = record.version(pin.digest)
+        num_bytes = 0 if version is None else version.size_bytes  # a record that cannot be read has no versions
+        held_bytes = self._held_bytes[pin.holder]
+        limit = self._max_pinned_bytes(pin.holder) if pin.holder else None
+        if limit is not None and held_bytes + num_bytes > limit:
+            raise QuotaExceeded(
+                f"tenant {pin.holder}: {held_bytes} bytes are pinned, and {num_bytes} more would exceed {QUOTA}, which "
+                f"is {limit}; unpin another adapter",
+                tenant=pin.holder,
+                quota=QUOTA,
+                limit=limit,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_bytes[pin] = num_bytes
+        self._held_bytes[pin.holder] += num_bytes
+
+    def _discharge(self, pin: _Pin) -> None:
+        self._held_bytes[pin.holder] -= self._num_bytes.pop(pin)
+        if self._held_bytes[pin.holder] == 0:
+            del self._held_bytes[pin.holder]
 
     async def _release(self, adapter_id: str) -> None:
         pin = self._pin_by_id.pop(adapter_id, None)
@@ -130,6 +170,7 @@ class Pins:
             assert self._num_names[pin] >= 0, f"pins of {pin} do not balance"
             if self._num_names[pin] == 0:
                 del self._num_names[pin]
+                self._discharge(pin)
                 self._num_holders[pin.digest] -= 1
                 if self._num_holders[pin.digest] == 0:
                     del self._num_holders[pin.digest]

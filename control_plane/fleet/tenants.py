@@ -39,6 +39,7 @@ class TenantLimits:
     max_queued_tokens: int | None = None  # prompt tokens of its requests that have no generated token yet, a count
     tokens_per_minute: int | None = None  # prompt and generated tokens; as many may be saved up, a count
     requests_per_minute: int | None = None  # accepted requests; as many may be saved up, a count
+    max_pinned_bytes: int | None = None  # packed size of its adapters that are pinned
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ async def hash_worker(directory: Path, address: str, *flags: str) -> AsyncIterat
         await process.communicate()
 
 
-async def upload(channel: grpc.aio.Channel, adapter_id: str, files: dict[str, bytes]) -> str:
+async def upload(channel: grpc.aio.Channel, adapter_id: str, files: dict[str, bytes], metadata: Any = METADATA) -> str:
     parts = [
         adapters_pb2.UploadAdapterRequest(
             header={
@@ -161,7 +161,7 @@ async def upload(channel: grpc.aio.Channel, adapter_id: str, files: dict[str, by
         for index, data in enumerate(files.values())
     ]
     stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
-    return str((await stub.UploadAdapter(iter(parts), timeout=30, metadata=METADATA)).adapter.active_version.digest)
+    return str((await stub.UploadAdapter(iter(parts), timeout=30, metadata=metadata)).adapter.active_version.digest)
 
 
 async def generate(channel: grpc.aio.Channel, **fields: Any) -> list[generation_pb2.GenerateResponse]:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from motet.v1 import generation_pb2, generation_pb2_grpc
+from motet.v1 import adapters_pb2, adapters_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 from control_plane.access.authentication.grants import Grant
 from control_plane.access.authentication.key_file import KeyEntry, change_keys, new_key
@@ -22,7 +22,7 @@ from control_plane.access.methods import REQUIREMENTS, Anyone
 from control_plane.access.principal import Role
 from tests.control_plane.access.authentication.tokens import AUDIENCE, ISSUER, jwk, jwks, private_key, token
 from tests.control_plane.api.rpc.test_callers import CLIENT_METHODS
-from tests.control_plane.server_processes import STEP_S, control_plane, hash_worker
+from tests.control_plane.server_processes import STEP_S, adapter_files, control_plane, hash_worker, upload
 from tests.fakes.authority import LOCALHOST, Authority
 
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -138,3 +138,21 @@ async def test_tokens_and_certificates_over_tls(tmp_path: Path) -> None:
             async with grpc.aio.secure_channel(address, authority.channel_credentials(own), options) as channel:
                 codes = [await code_of(channel, method, metadata) for method in (generation, adapters)]
             assert tuple(code in REFUSALS for code in codes) == expected, (metadata, codes)
+
+
+async def test_the_file_of_tenants_bounds_what_a_tenant_pins(tmp_path: Path) -> None:
+    keys, tenants = tmp_path / "keys.json", tmp_path / "tenants.json"
+    _, key = add_key(keys, Role.ADAPTERS_WRITE, tenant="team-a")
+    tenants.write_text(json.dumps({"team-a": {"max_pinned_bytes": 1}}))
+    flags = ("--host-cache", "memory", "--api-keys", str(keys), "--tenants", str(tenants))
+    async with (
+        control_plane(tmp_path, *flags) as (_, clients, _workers),
+        grpc.aio.insecure_channel(clients) as channel,
+    ):
+        stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
+        await upload(channel, "poet", adapter_files(1), bearer(key))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            request = adapters_pb2.PinAdapterRequest(name="adapters/poet")
+            await stub.PinAdapter(request, timeout=STEP_S, metadata=bearer(key))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "max_pinned_bytes" in str(caught.value.details())

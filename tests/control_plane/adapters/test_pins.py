@@ -9,6 +9,7 @@ import pytest
 
 from control_plane.access.visibility import Ownership
 from control_plane.adapters.pins import Pins
+from control_plane.errors import PinBudgetExceeded, QuotaExceeded
 from tests.control_plane.api.fake_adapters import DIGEST, OTHER_DIGEST, FakeRegistry, FakeWeights
 from tests.control_plane.api.fakes import FakeFleet
 
@@ -103,3 +104,55 @@ async def test_each_tenant_holds_its_own_pin_of_weights_that_several_have() -> N
     assert weights.pins == [(DIGEST, "acme")]
     await pins.unpin("a2")
     assert not weights.pins and not fleet.pinned
+
+
+async def test_a_tenant_pins_no_more_than_its_quota_and_takes_nothing_from_others() -> None:
+    registry, fleet, weights = FakeRegistry(), FakeFleet([]), FakeWeights([])
+    pins = Pins(registry, weights, fleet, {"acme": 1500, "labs": None}.__getitem__)  # a version has 1000 bytes
+    for name, digest, owner in (
+        ("a1", DIGEST, "acme"),
+        ("a2", DIGEST, "acme"),
+        ("a3", OTHER_DIGEST, "acme"),
+        ("b1", DIGEST, "labs"),
+        ("b2", OTHER_DIGEST, "labs"),
+        ("c1", OTHER_DIGEST, ""),
+    ):
+        registry.records[name] = replace(registry.add(name, digest), ownership=Ownership(owner))
+    await pins.pin("a1")
+    await pins.pin("a2")  # the same weights: once for the tenant
+    with pytest.raises(QuotaExceeded, match=r"tenant acme: 1000 bytes are pinned, and 1000 more .* is 1500") as caught:
+        await pins.pin("a3")
+    assert (caught.value.tenant, caught.value.quota, caught.value.limit) == ("acme", "max_pinned_bytes", 1500)
+    assert not registry.records["a3"].is_pinned and weights.pins == [(DIGEST, "acme")]
+    for name in ("b1", "b2", "c1"):
+        await pins.pin(name)
+    await pins.unpin("a1")
+    with pytest.raises(QuotaExceeded):
+        await pins.pin("a3")
+    await pins.unpin("a2")
+    await pins.pin("a3")
+
+
+async def test_a_pin_that_fails_is_not_counted() -> None:
+    registry, fleet, weights = FakeRegistry(), FakeFleet([]), FakeWeights([])
+    pins = Pins(registry, weights, fleet, lambda _tenant: 1000)
+    registry.records["a"] = replace(registry.add("a", DIGEST), ownership=Ownership("acme"))
+    weights.max_pinned = 0
+    with pytest.raises(PinBudgetExceeded):
+        await pins.pin("a")
+    weights.max_pinned = 1
+    await pins.pin("a")
+
+
+async def test_two_pins_at_the_same_time_do_not_exceed_the_quota() -> None:
+    registry, fleet, weights = FakeRegistry(), FakeFleet([]), FakeWeights([])
+    pins = Pins(registry, weights, fleet, lambda _tenant: 1500)
+    for name, digest in (("a", DIGEST), ("b", OTHER_DIGEST)):
+        registry.records[name] = replace(registry.add(name, digest), ownership=Ownership("acme"))
+    gate = weights.pin_gate = asyncio.Event()
+    first = asyncio.ensure_future(pins.pin("a"))
+    await asyncio.wait_for(weights.pin_begun.wait(), 30)
+    with pytest.raises(QuotaExceeded):
+        await pins.pin("b")
+    gate.set()
+    assert (await first).is_pinned
