@@ -25,7 +25,7 @@ from tests.hostile.isolation.things import Things
 
 Path = tuple[FieldDescriptor, ...]
 _TEXT = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-_MAX_DEPTH = 5
+_MAX_DEPTH = 8
 PROMPT = list(range(3, 43))  # token ids: several blocks of the prefix cache
 
 
