@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from contract.packed_layout import ITEMSIZE
 from control_plane.errors import FieldViolation, InvalidAdapter
 from control_plane.registry.peft.safetensors_header import FIELD, TensorEntry, refuse, shorten
 from control_plane.registry.peft.safetensors_header import ITEMSIZE as SOURCE_ITEMSIZE
-from control_plane.registry.peft.tensor_codec import decode, encode
+from control_plane.registry.peft.tensor_codec import Float32Array, decode, encode
 
 SLICE_VALUES = 1 << 20  # converted at a time: up to 20 MB with all copies
 HASHED_BYTES = 4 << 20  # read at a time
@@ -46,6 +46,34 @@ class PackedTensor:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
+class TensorSource(Protocol):
+    """Where the values of an adapter's tensors come from."""
+
+    def values(self, entry: TensorEntry, row: int, column: int, count: int, width: int) -> Float32Array:
+        """[count, width]: a block of the tensor that begins at `row` and `column`. Raises InvalidAdapter."""
+        ...
+
+
+class FileSource:
+    """The tensors of an open file, each with its values row by row."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def values(self, entry: TensorEntry, row: int, column: int, count: int, width: int) -> Float32Array:
+        """See TensorSource."""
+        num_columns = entry.shape[1] if len(entry.shape) == 2 else 1
+        itemsize = SOURCE_ITEMSIZE[entry.dtype]
+        num_reads, values_each = (1, count * width) if width == num_columns else (count, width)
+        parts = []
+        for index in range(num_reads):
+            self._file.seek(entry.start + ((row + index) * num_columns + column) * itemsize)
+            parts.append(self._file.read(values_each * itemsize))
+            if len(parts[-1]) != values_each * itemsize:
+                raise refuse(FIELD, "became shorter while it was read; send it again")
+        return decode(b"".join(parts), entry.dtype, (count, width))
+
+
 @dataclass(frozen=True, slots=True)
 class WrittenChunk:
     """What the manifest says of a chunk."""
@@ -56,7 +84,7 @@ class WrittenChunk:
 
 
 def write_chunk(
-    out: BinaryIO, source: BinaryIO, tensors: Sequence[PackedTensor], check: Callable[[], None]
+    out: BinaryIO, source: TensorSource, tensors: Sequence[PackedTensor], check: Callable[[], None]
 ) -> WrittenChunk:
     """Write the chunk to `out`, an empty file open for reading and writing.
 
@@ -99,7 +127,7 @@ def _header(tensors: Sequence[PackedTensor]) -> bytes:
     return len(head).to_bytes(8, "little") + head
 
 
-def _write_tensor(out: BinaryIO, source: BinaryIO, tensor: PackedTensor, check: Callable[[], None]) -> None:
+def _write_tensor(out: BinaryIO, source: TensorSource, tensor: PackedTensor, check: Callable[[], None]) -> None:
     """Convert the tensor block by block, and write each block to its places behind `out`'s position."""
     entry, itemsize = tensor.entry, ITEMSIZE[tensor.dtype]
     num_rows, num_columns = entry.shape if len(entry.shape) == 2 else (entry.shape[0], 1)
@@ -109,9 +137,7 @@ def _write_tensor(out: BinaryIO, source: BinaryIO, tensor: PackedTensor, check: 
         for column in range(0, num_columns, columns_at_once):
             check()
             count, width = min(rows_at_once, num_rows - row), min(columns_at_once, num_columns - column)
-            values = _convert(
-                _read_block(source, entry, num_columns, row, column, count, width), tensor, (count, width)
-            )
+            values = _convert(source.values(entry, row, column, count, width), tensor)
             if not tensor.is_transposed:  # of whole rows, or of a part of one
                 out.seek(start + (row * num_columns + column) * itemsize)
                 out.write(values)
@@ -137,25 +163,9 @@ def _block_shape(num_rows: int, num_columns: int, *, is_transposed: bool) -> tup
     return rows, min(num_columns, max(1, SLICE_VALUES // rows))
 
 
-def _read_block(
-    source: BinaryIO, entry: TensorEntry, num_columns: int, row: int, column: int, count: int, width: int
-) -> bytes:
-    """The bytes of `count` rows of `width` columns. Raises InvalidAdapter."""
-    itemsize = SOURCE_ITEMSIZE[entry.dtype]
-    num_reads, values_each = (1, count * width) if width == num_columns else (count, width)
-    parts = []
-    for index in range(num_reads):
-        source.seek(entry.start + ((row + index) * num_columns + column) * itemsize)
-        parts.append(source.read(values_each * itemsize))
-        if len(parts[-1]) != values_each * itemsize:
-            raise refuse(FIELD, "became shorter while it was read; send it again")
-    return b"".join(parts)
-
-
-def _convert(raw: bytes, tensor: PackedTensor, shape: tuple[int, int]) -> bytes:
+def _convert(values: Float32Array, tensor: PackedTensor) -> bytes:
     """A block as it is stored in the chunk. Raises InvalidAdapter for values that cannot be served."""
     entry = tensor.entry
-    values = decode(raw, entry.dtype, shape)
     if not np.isfinite(values).all():
         raise refuse(shorten(entry.name), "holds NaN or infinite values; the training diverged")
     converted = encode(np.ascontiguousarray(values.T) if tensor.is_transposed else values, tensor.dtype)

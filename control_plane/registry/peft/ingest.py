@@ -18,9 +18,9 @@ from contract.packed_layout import FORMAT, arena_bytes, chunk_name
 from control_plane.errors import FieldViolation
 from control_plane.registry.model.base_model import BaseModel
 from control_plane.registry.model.served_modules import NOTHING_REPORTED, Modules
-from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
+from control_plane.registry.peft.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
 from control_plane.registry.peft.base_weights import check_base_weights
-from control_plane.registry.peft.chunk_writer import PackedTensor, write_chunk
+from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, TensorSource, write_chunk
 from control_plane.registry.peft.module_plans import ModulePlan, plan_modules
 from control_plane.registry.peft.problems import Problems
 from control_plane.registry.peft.safetensors_header import TensorEntry, read_header, refuse, shorten
@@ -96,7 +96,7 @@ def ingest(
                 modules = with_trained_biases(file, modules, biases, config, targets, problems)
         problems.raise_all()
         assert config is not None, "a configuration that cannot be read is a problem"
-        return _pack(file, config, modules, base_model, directory, check)
+        return _pack(FileSource(file), config.manifest_kind, modules, base_model, directory, check)
 
 
 def _check_file_names(files: Mapping[str, Path], problems: Problems) -> None:
@@ -121,8 +121,8 @@ def _read_entries(file: BinaryIO, targets: TargetModules, max_adapter_bytes: int
 
 
 def _pack(
-    file: BinaryIO,
-    config: AdapterConfig,
+    source: TensorSource,
+    kind: str,
     modules: list[ModulePlan],
     base_model: BaseModel,
     directory: Path,
@@ -138,7 +138,7 @@ def _pack(
         tensors = [tensor for plan in groups[layer] for tensor in _tensors(plan, base_model.dtype)]
         written = None
         with path.open("x+b") as out, problems.collected():
-            written = write_chunk(out, file, tensors, check)
+            written = write_chunk(out, source, tensors, check)
         if written is None:
             continue
         hashes = dict(zip((tensor.name for tensor in tensors), written.tensor_sha256, strict=True))
@@ -157,14 +157,14 @@ def _pack(
         "chunks": described,
         "dtype": base_model.dtype,
         "format": FORMAT,
-        "kind": config.manifest_kind,
+        "kind": kind,
     }
     manifest = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     return PackedInfo(
         digest=hashlib.sha256(manifest).hexdigest(),
         manifest=manifest,
         chunks=tuple(chunks),
-        kind=config.manifest_kind,
+        kind=kind,
         max_rank=max(plan.rank for plan in modules),
         size_bytes=len(manifest) + sum(chunk.size_bytes for chunk in chunks),
         arena_bytes=arena_bytes([plan.size for plan in modules], base_model.dtype),

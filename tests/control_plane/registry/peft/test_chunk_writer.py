@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from control_plane.errors import InvalidAdapter
 from control_plane.registry.peft import chunk_writer
-from control_plane.registry.peft.chunk_writer import PackedTensor, WrittenChunk, write_chunk
+from control_plane.registry.peft.chunk_writer import FileSource, PackedTensor, WrittenChunk, write_chunk
 from control_plane.registry.peft.safetensors_header import TensorEntry
 
 
@@ -24,7 +24,7 @@ def entry(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]], start: int)
 
 def written(tensors: list[PackedTensor], source: bytes) -> tuple[WrittenChunk, bytes]:
     out = io.BytesIO()
-    result = write_chunk(out, io.BytesIO(source), tensors, lambda: None)
+    result = write_chunk(out, FileSource(io.BytesIO(source)), tensors, lambda: None)
     return result, out.getvalue()
 
 
@@ -76,7 +76,7 @@ def test_a_large_tensor_is_never_in_memory_as_a_whole(
         )
         tracemalloc.start()
         try:
-            write_chunk(out, source, [tensor], lambda: None)
+            write_chunk(out, FileSource(source), [tensor], lambda: None)
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -96,7 +96,10 @@ def test_work_that_nobody_waits_for_ends_within_a_tensor(monkeypatch: pytest.Mon
 
     with pytest.raises(InterruptedError):
         write_chunk(
-            io.BytesIO(), io.BytesIO(values.tobytes()), [PackedTensor("x.a", entry(values, 0), "float32")], check
+            io.BytesIO(),
+            FileSource(io.BytesIO(values.tobytes())),
+            [PackedTensor("x.a", entry(values, 0), "float32")],
+            check,
         )
     assert num_checks == 3
 
