@@ -30,6 +30,8 @@ T = TypeVar("T")
 MAX_WAITING_RECORDS = 20_000  # about 20 MB
 MAX_WAITING_TEXT_BYTES = 64 << 20  # of users, with --audit-text
 MAX_WRITE_BYTES = 1 << 20  # of one write
+GATHER_S = 0.1  # generations and refusals wait so long for others: a thread that wakes costs more than a line
+GATHER_RECORDS = 1000  # and no longer than until there are so many
 SYNC_EVERY_S = 1.0  # generations and refusals are on the disk after this time; changes at once
 RETRY_AFTER_S = 1.0  # after a write that failed
 STALLED_AFTER_S = 5.0  # a write that takes longer counts as failed until it ends
@@ -90,8 +92,10 @@ class AuditWriter:
         wall_clock: Callable[[], float] = time.time,
         retry_after_s: float = RETRY_AFTER_S,
         max_waiting_records: int = MAX_WAITING_RECORDS,
+        gather_s: float = GATHER_S,
     ) -> None:
         """Reads how the log ends. Raises OSError. `source`: of the envelopes, names this server."""
+        self._gather_s = gather_s
         self._sink = sink
         self._source = source
         self._clock = clock
@@ -105,6 +109,7 @@ class AuditWriter:
         self._lost: Counter[Kind] = Counter()  # that no line counts yet
         self._num_lost = 0  # in all
         self._is_closed = False
+        self._is_urgent = False  # somebody waits for a record, or many records wait
 
         # Written by the writer's thread alone.
         self._num_lines = 0
@@ -139,7 +144,9 @@ class AuditWriter:
                 self._num_text_bytes += record.num_text_bytes
                 self._waiting.append(record)
                 is_first = False
-                if len(self._waiting) == 1:
+                was_urgent = self._is_urgent
+                self._is_urgent |= record.kind is Kind.ACTION or len(self._waiting) >= GATHER_RECORDS
+                if len(self._waiting) == 1 or self._is_urgent > was_urgent:
                     self._changed.notify_all()
         if is_first:
             sentence = "the audit log takes no more records; generations and refusals are counted, and not logged"
@@ -201,6 +208,9 @@ class AuditWriter:
                 if left_s is not None and left_s <= 0:
                     break
                 self._changed.wait(left_s)
+            if self._waiting:
+                self._changed.wait_for(lambda: self._is_urgent or self._is_closed, self._gather_s)
+            self._is_urgent = False
             batch, self._waiting = self._waiting, []
             lost, self._lost = self._lost, Counter()
             return batch, lost

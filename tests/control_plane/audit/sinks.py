@@ -80,6 +80,7 @@ def lines_of(content: bytes, file: str = "audit.jsonl") -> list[Line]:
 
 
 def a_writer(sink: MemorySink, **settings: Any) -> AuditWriter:
+    settings.setdefault("gather_s", 0.0)
     return AuditWriter(sink, source="//host/motet", wall_clock=lambda: 1e9, retry_after_s=0.01, **settings)
 
 

@@ -34,7 +34,8 @@ async def test_a_server_writes_one_chain_over_a_restart_and_a_kill(
             await generate(channel, adapter="poet", request_id="mine")
             stub: Any = status_pb2_grpc.StatusServiceStub(channel)
             status = (await stub.GetStatus(status_pb2.GetStatusRequest())).audit
-            assert (status.is_on, status.error, status.num_lost) == (True, "", 0) and status.num_lines >= 4
+            assert (status.is_on, status.error, status.num_lost) == (True, "", 0)
+            assert status.num_lines >= 3  # the generation's may wait for others
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), STEP_S) == 0
     data = [event["data"] for event in events(path)]

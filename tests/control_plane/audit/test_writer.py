@@ -11,7 +11,7 @@ from motet.audit.chain import GENESIS, TORN_ACTION, check
 
 from control_plane.audit.log_file import LogFile
 from control_plane.audit.record import Kind, Outcome
-from control_plane.audit.writer import STALLED_AFTER_S, AuditWriter
+from control_plane.audit.writer import GATHER_RECORDS, STALLED_AFTER_S, AuditWriter
 from tests.control_plane.audit.sinks import WAIT_S, MemorySink, a_record, a_writer, lines_of
 from tests.fakes.fleet_rig import FakeClock
 
@@ -242,3 +242,29 @@ def test_a_file_that_somebody_moved_is_followed_by_a_new_one(tmp_path: Path, cap
     assert "audit log file moved" in caplog.text
     lines = [line for file in (tmp_path / "moved", path) for line in lines_of(file.read_bytes())]
     assert check(lines).finding is None and len(lines) == 2
+
+
+def test_generations_wait_for_others_and_a_change_waits_for_nothing() -> None:
+    sink, written = MemorySink(), threading.Event()
+    writer = a_writer(sink, gather_s=10 * WAIT_S)
+    writer.start()
+    writer.put(a_record(1))
+    writer.put(a_record(2))
+    assert actions(sink) == []
+    writer.put(a_record(3, Kind.ACTION, on_written=written.set))
+    assert written.wait(WAIT_S)
+    assert actions(sink) == ["action-1", "action-2", "action-3"] and sink.verdict().finding is None
+    writer.put(a_record(4))
+    writer.close(WAIT_S)  # neither does the end of the log
+    assert actions(sink)[-1] == "action-4"
+
+
+def test_many_generations_wait_no_longer() -> None:
+    sink, written = MemorySink(), threading.Event()
+    writer = a_writer(sink, gather_s=10 * WAIT_S)
+    writer.start()
+    for number in range(GATHER_RECORDS):
+        writer.put(a_record(number, on_written=written.set))
+    assert written.wait(WAIT_S)
+    writer.close(WAIT_S)
+    assert len(actions(sink)) == GATHER_RECORDS
