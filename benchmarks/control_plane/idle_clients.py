@@ -1,7 +1,8 @@
 """The latency of one tenant while others hold all that they can get, and do nothing with it.
 
 `python -m benchmarks.control_plane.idle_clients` prints one JSON object: percentiles of a quiet tenant's calls, alone
-and beside idle RPCs, watches of health, silent connections and uploads of one byte at a time.
+and beside idle RPCs, watches of health, silent connections and uploads of one byte at a time. A process of their own
+holds those, so that a call of the quiet tenant never waits for its own process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import socket
 import statistics
@@ -35,6 +37,7 @@ NUM_CONNECTIONS, STREAMS_PER_CONNECTION = 41, 100
 NUM_SILENT, NUM_UPLOADS, NUM_WATCHES = 41, 4, 1500
 PAUSE_S = 10.0  # what the server names for a refused watch
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+HOG_VARIABLE = "MOTET_BENCH_HOG"  # its metadata, JSON
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -58,11 +61,11 @@ class Hostile:
         self._metadata = metadata
         self._tasks: list[asyncio.Task[None]] = []
         self._sockets: list[socket.socket] = []
+        self._never = asyncio.Event()  # kept: a task that waits for what nobody else knows is garbage
         self.ended: Counter[str] = Counter()  # calls that the server ended, by what they were and their status
 
     async def begin(self, stack: contextlib.AsyncExitStack) -> None:
-        """Take everything."""
-        stack.push_async_callback(self.close)
+        """Take everything. `stack` owns the channels."""
         channels = [await self._connect(stack) for _ in range(NUM_CONNECTIONS)]
         for channel in channels:
             for _ in range(STREAMS_PER_CONNECTION):
@@ -84,14 +87,6 @@ class Hostile:
             if number % 2:
                 await loop.sock_sendall(connection, HTTP2_PREFACE)
 
-    async def close(self) -> None:
-        """Give everything back."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in self._sockets:
-            connection.close()
-
     async def _connect(self, stack: contextlib.AsyncExitStack) -> Any:
         options = [("grpc.use_local_subchannel_pool", 1)]
         return await stack.enter_async_context(grpc.aio.insecure_channel(self._address, options=options))
@@ -109,7 +104,7 @@ class Hostile:
 
     async def _idle(self, channel: Any) -> None:
         async def silence() -> AsyncIterator[bytes]:
-            await asyncio.Event().wait()
+            await self._never.wait()
             yield b""
 
         await channel.stream_unary("/motet.v1.GenerationService/Generate")(silence(), metadata=self._metadata)
@@ -178,17 +173,45 @@ def percentiles(numbers: list[float]) -> dict[str, float]:
     return {"p50_ms": round(statistics.median(ranked), 2), "p99_ms": round(ranked[int(len(ranked) * 0.99)], 2)}
 
 
+@contextlib.asynccontextmanager
+async def hostile_process(address: str, hog: Metadata) -> AsyncIterator[dict[str, int]]:
+    """A process that holds what it can; what the server ended of it is entered at the end."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.control_plane.idle_clients", "--hold", address),
+        env={**os.environ, HOG_VARIABLE: json.dumps(hog)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
+    ended: dict[str, int] = {}
+    try:
+        await process.stdout.readline()
+        yield ended
+    finally:
+        process.stdin.close()
+        ended.update(json.loads(await process.stdout.readline() or b"{}"))
+        await process.wait()
+
+
+async def hold(address: str) -> None:
+    """Hold what a client can until the standard input ends."""
+    hostile = Hostile(address, tuple(tuple(pair) for pair in json.loads(os.environ[HOG_VARIABLE])))
+    await hostile.begin(contextlib.AsyncExitStack())
+    print("begun", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    print(json.dumps(hostile.ended), flush=True)
+    os._exit(0)  # everything is given back at once, as by a client that dies
+
+
 async def measure(address: str, hog: Metadata, quiet: Metadata, args: argparse.Namespace) -> dict[str, Any]:
     """Alone, beside the idle clients, and alone again."""
     report: dict[str, Any] = {}
     await latencies_ms(address, quiet, 50)
     report["alone"] = await latencies_ms(address, quiet, args.calls)
-    async with contextlib.AsyncExitStack() as stack:
-        hostile = Hostile(address, hog)
-        await hostile.begin(stack)
+    async with hostile_process(address, hog) as ended:
         await asyncio.sleep(args.settle_s)
         report["beside"] = await latencies_ms(address, quiet, args.calls)
-        report["ended"] = dict(hostile.ended)
+    report["ended"] = ended
     await asyncio.sleep(args.settle_s)
     report["after"] = await latencies_ms(address, quiet, args.calls)
     for when in ("alone", "beside", "after"):
@@ -201,7 +224,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=300, help="calls of each kind in each phase (default 300)")
     parser.add_argument("--settle-s", type=float, default=10.0, help="seconds between two phases (default 10)")
+    parser.add_argument("--hold", metavar="ADDRESS", help="be the process with the idle clients of this server")
     args = parser.parse_args()
+    if args.hold:
+        uvloop.run(hold(args.hold))
+        return 0
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as name:
         hog, quiet = make_keys(Path(name) / "keys.json", "hog", "quiet")
         flags = ["--api-keys", f"{name}/keys.json", "--log-level", "error", "--host-cache", "memory"]
