@@ -28,12 +28,18 @@ class Parameter:
     highest: float | None
     is_above_lowest: bool  # the lowest value itself is not allowed
     is_at_most_vocabulary: bool
+    choices: tuple[str, ...] = ()  # of an enum: names of the values from 1 on, as callers write them
 
     def is_valid(self, value: float) -> bool:
         """Whether the value is within the bounds; NaN never is."""
         if self.lowest is not None and not (value > self.lowest if self.is_above_lowest else value >= self.lowest):
             return False
         return self.highest is None or value <= self.highest
+
+
+def _names(field: Any) -> tuple[str, ...]:
+    prefix = field.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return tuple(value.name.removeprefix(prefix).lower() for value in field.enum_type.values if value.number)
 
 
 def _option(field: Any) -> Any:
@@ -55,6 +61,7 @@ def _parameter(field: Any) -> Parameter:
         highest=option.highest if option.HasField("highest") else None,
         is_above_lowest=option.is_above_lowest,
         is_at_most_vocabulary=option.is_at_most_vocabulary,
+        choices=_names(field) if field.enum_type is not None else (),
     )
 
 

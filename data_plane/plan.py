@@ -74,7 +74,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Log-probabilities of n consecutive tokens of one row under the model's own distribution."""
+    """Log-probabilities of n consecutive tokens of one row, under the distribution that its settings name."""
 
     row: int
     first_position: int  # tokens of the row before the first of these

@@ -61,7 +61,7 @@ def sources() -> dict[str, str]:
     fields: Any = types_pb2.SamplingParams.DESCRIPTOR.fields
     for field in fields:
         option: Any = field.GetOptions().Extensions[types_pb2.parameter]
-        described = _described(option)
+        described = _described(option, {} if field.enum_type is None else enum_names(field))
         comment = f"  # {described}\n"
         texts += f'    "{field.name}": "{described}",\n'
         name = option.attribute or field.name
@@ -70,10 +70,13 @@ def sources() -> dict[str, str]:
             continue
         kind = "float" if field.type == FieldDescriptor.TYPE_FLOAT else "int"
         default = repr(option.default_value if kind == "float" else int(option.default_value))
+        server_kind, server_default = kind, default
+        if field.enum_type is not None:  # callers give and get the name of a value
+            kind, default = "str", f'"{enum_names(field)[int(option.default_value)]}"'
         if option.HasField("default_value"):
-            server += f"    {name}: {kind} = {default}{comment}"
+            server += f"    {name}: {server_kind} = {server_default}{comment}"
         else:
-            server += f"    {name}: {kind} | None = None{comment}"
+            server += f"    {name}: {server_kind} | None = None{comment}"
         options += f"    {field.name}: {kind} | None{comment}"
         if option.is_reported:
             # A default that no caller may give stands for "not set".
@@ -82,11 +85,19 @@ def sources() -> dict[str, str]:
     return {"contract/v1/sampling.py": server, "client/motet/v1/sampling.py": options + reported + texts + "}\n"}
 
 
-def _described(option: Any) -> str:
-    """What a parameter does, its bounds and its default."""
-    default = option.unset or f"{option.default_value:g}"
+def enum_names(field: Any) -> dict[int, str]:
+    """Of a field that is an enum: by number what callers write, as "raw" for LOGPROBS_MODE_RAW; zero is left out."""
+    prefix = field.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {value.number: value.name.removeprefix(prefix).lower() for value in field.enum_type.values if value.number}
+
+
+def _described(option: Any, names: dict[int, str]) -> str:
+    """What a parameter does, its bounds and its default; `names` are those of an enum's values."""
+    default = option.unset or names.get(int(option.default_value)) or f"{option.default_value:g}"
     bounds = ""
-    if option.HasField("lowest") and option.HasField("highest"):
+    if names:
+        bounds = f", {' or '.join(names.values())}"
+    elif option.HasField("lowest") and option.HasField("highest"):
         bounds = f", in {'(' if option.is_above_lowest else '['}{option.lowest:g}, {option.highest:g}]"
     elif option.HasField("highest"):
         bounds = f", at most {option.highest:g}"

@@ -167,8 +167,23 @@ def _sampling(options: GenerateOptions) -> types_pb2.SamplingParams:
             value = {_uint(path, token, _UINT32_MAX): bias for token, bias in value.items()}
         elif field.type in _UINT_MAX:
             value = _uint(path, value, _UINT_MAX[field.type])
+        elif field.enum_type is not None:
+            value = _enum_number(path, value, field.enum_type)
         given[field.name] = value
     return types_pb2.SamplingParams(**given)
+
+
+def enum_choices(enum: Any) -> dict[str, int]:
+    """The values of an enum (its descriptor) by the names that callers use: "raw" for LOGPROBS_MODE_RAW."""
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {value.name.removeprefix(prefix).lower(): value.number for value in enum.values if value.number}
+
+
+def _enum_number(path: str, name: str, enum: Any) -> int:
+    choices = enum_choices(enum)
+    if name not in choices:
+        raise invalid_field(path, f"is {name!r}; give one of {', '.join(choices)}")
+    return choices[name]
 
 
 def _set_decoding(request: generation_pb2.GenerateRequest, options: GenerateOptions) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from motet import types
 from motet.errors import invalid_field
+from motet.requests import enum_choices
 from motet.v1 import adapters_pb2, generation_pb2, status, status_pb2, types_pb2
 from motet.v1.sampling import SamplingInEffect
 
@@ -58,6 +59,15 @@ _TIERS = {
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingInEffect))
 
 
+def _sampling_value(sampling: types_pb2.SamplingParams, name: str) -> Any:
+    """The value of a field as callers give it: an enum by name."""
+    value, enum = getattr(sampling, name), sampling.DESCRIPTOR.fields_by_name[name].enum_type
+    if enum is None:
+        return value
+    names = {number: choice for choice, number in enum_choices(enum).items()}
+    return names.get(value, str(value))  # a newer server may know more
+
+
 def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
     """What the server made of a request."""
     sampling, decoding = message.sampling, message.decoding
@@ -83,7 +93,7 @@ def started_from(message: generation_pb2.GenerationStarted) -> types.Started:
         prompt_sha256=message.prompt_sha256,
         render_time=_time(message.render_time),
         prompt_logprobs=logprobs_from(message.prompt_logprobs),
-        **{name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)},
+        **{name: _sampling_value(sampling, name) for name in _SAMPLING if sampling.HasField(name)},
     )
 
 

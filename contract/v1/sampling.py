@@ -22,3 +22,4 @@ class SamplingValues:
     frequency_penalty: float = 0.0  # the same for each time that a token was generated, in [-2, 2] (default: 0)
     num_logprobs: int | None = None  # report log-probabilities of the tokens, and of this many most likely ones, at most 20 (default: none)
     num_prompt_logprobs: int | None = None  # the same for the tokens of the prompt from the second on, at most 20 (default: none)
+    logprobs_mode: int = 1  # distribution of the log-probabilities of generated tokens, raw or processed; processed is after bias, penalties, temperature and filters (default: raw)

@@ -205,6 +205,7 @@ class TorchEngine:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS, []
         # The token to be sampled is the one behind all known ones.
         positions = rows.num_known[sampled] - rows.num_prompt[sampled]
+        processed = self._sampler.processed_logits(logits, sampled, positions)
         # Worker and control plane count a token for a row that is not finite, so that they agree on what decodes. The
         # token itself is not returned.
         tokens, finite = self._sampler.sample(logits, sampled, positions)
@@ -227,6 +228,8 @@ class TorchEngine:
                 )
                 for i in indices
             ]
+            if processed is not None:
+                logits = logits.float().index_copy(0, upload(processed[0], logits.device), processed[1])
             logprobs = compute_logprobs(logits[upload(indices, logits.device)], requests)
         return numbers[is_finite], on_host[is_finite], numbers[~is_finite], logprobs
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from motet.v1 import types_pb2
 
 from contract.sampling import PARAMETERS, Parameter
 from data_plane.engine.rows import Int64Array
@@ -25,6 +26,7 @@ from kernels.sampling import (
     Adjustments,
     RowParameter,
     SamplingRows,
+    processed_logits,
     sample_and_check,
 )
 
@@ -63,6 +65,7 @@ class Sampler:
         # Most likely tokens returned beside each token; -1: no log-probabilities.
         self.num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self._logprobs_mode = np.full(max_rows, types_pb2.LOGPROBS_MODE_RAW, dtype=np.int64)
 
     def add(self, new: NewRow) -> None:
         """Begin a row. Raises PlanRefused for settings out of range."""
@@ -77,6 +80,7 @@ class Sampler:
         self._min_tokens[row] = sampling.min_tokens
         self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self.num_prompt_logprobs[row] = -1 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs
+        self._logprobs_mode[row] = sampling.logprobs_mode
         if _has_penalties(sampling):
             prompt, completion = np.split(new.token_ids, [new.num_prompt_tokens])
             self._history_place[row] = self._history.take(prompt, completion)
@@ -89,7 +93,11 @@ class Sampler:
     def inspect(self, row: int) -> dict[str, float]:
         """What a row draws by, for tests: its numbers by the kernels' names, and its counts of log-probabilities."""
         numbers = {name: values[row].item() for name, values in (*self._draw.items(), *self._penalties.items())}
-        counts = {"num_logprobs": self.num_logprobs, "num_prompt_logprobs": self.num_prompt_logprobs}
+        counts = {
+            "num_logprobs": self.num_logprobs,
+            "num_prompt_logprobs": self.num_prompt_logprobs,
+            "logprobs_mode": self._logprobs_mode,
+        }
         return numbers | {name: values[row].item() for name, values in counts.items()}
 
     def stats(self) -> SamplerStats:
@@ -128,6 +136,25 @@ class Sampler:
         if (places >= 0).any():
             self._history.count(self._tensor(places[places >= 0]), tokens[self._tensor(np.flatnonzero(places >= 0))])
         return tokens, is_finite
+
+    def processed_logits(
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
+    ) -> tuple[Int64Array, torch.Tensor] | None:
+        """For the rows that return log-probabilities of what they are drawn from: their indices, and these logits.
+
+        To be called before `sample`, which counts the new token in the rows' histories. None if no row wants them.
+        """
+        wants = (self.num_logprobs[rows] >= 0) & (self._logprobs_mode[rows] == types_pb2.LOGPROBS_MODE_PROCESSED)
+        if not wants.any():
+            return None
+        indices = np.flatnonzero(wants)
+        chosen, at = rows[indices], positions[indices]
+        settings = self._settings(chosen)
+        return indices, processed_logits(
+            logits[self._tensor(indices)],
+            None if settings is None else replace(settings, position=self._tensor(at)),
+            self.adjustments(chosen, at) if self._is_adjusted[chosen].any() else None,
+        )
 
     def _draws(self, rows: Int64Array, positions: Int64Array) -> SamplingRows | None:
         key = rows.tobytes()
@@ -231,6 +258,8 @@ def _check(new: NewRow, vocab_size: int) -> None:
 
 def _has_meaning(parameter: Parameter, value: float, vocab_size: int) -> bool:
     """Whether the kernels can use the value. They take more than clients may request: any temperature and penalty."""
+    if parameter.choices:
+        return parameter.is_valid(value)
     if not parameter.is_float:  # beam search requests more log-probabilities than clients may
         return value >= 0 and (parameter.default is not None or value <= vocab_size)
     may_be_negative = parameter.lowest is not None and parameter.lowest < 0

@@ -1,5 +1,5 @@
-"""Next tokens from logits, per row, and the log-probabilities that users see: `sample`, `sample_and_check` and
-`token_logprobs`.
+"""Next tokens from logits, per row, and the log-probabilities that users see: `sample`, `sample_and_check`,
+`processed_logits` and `token_logprobs`.
 
 Greedy, or temperature, top-k, top-p, min-p with a seed; penalties, biases and bans before that. The draw of a row
 depends on its logits, settings, history, seed and position alone: not on the device, not on the other rows.
@@ -40,6 +40,7 @@ __all__ = [
     "RowParameter",
     "SamplingRows",
     "TokenLogprobs",
+    "processed_logits",
     "rows_of",
     "sample",
     "sample_and_check",
@@ -73,6 +74,19 @@ def sample_and_check(
     if logits.is_cuda or not is_finite.all():
         logits = logits.masked_fill(~is_finite.unsqueeze(1), 0.0)
     return _sample(logits, rows, adjustments), is_finite
+
+
+def processed_logits(
+    logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None = None
+) -> torch.Tensor:
+    """Logits of the distribution that `sample` draws from, finite float32 [n, vocab]; `token_logprobs` normalises them.
+
+    A greedy row has its adjusted logits. Rows that are not finite get zeros first: what they return means nothing.
+    Always the definition: which tokens are kept is the same in every form.
+    """
+    adjustments = _checked(logits, rows, adjustments)
+    logits = logits.masked_fill(~torch.isfinite(logits).all(dim=-1, keepdim=True), 0.0)
+    return reference.processed(logits, rows, adjustments)
 
 
 def _checked(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None) -> Adjustments | None:

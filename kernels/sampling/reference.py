@@ -51,6 +51,20 @@ def sample(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustm
     return tokens
 
 
+def processed(logits: torch.Tensor, rows: SamplingRows | None, adjustments: Adjustments | None) -> torch.Tensor:
+    """What each row is drawn from, as finite float32 logits [n, vocab] of that distribution; see the package.
+
+    The lowest float32 stands for tokens that are banned or not kept. Greedy rows have their adjusted logits.
+    """
+    values = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    if adjustments is not None:
+        values[adjustments.rows] = adjust(logits, adjustments)
+    if rows is not None:
+        drawn = rows.temperature.gt(0).nonzero().flatten()
+        values[drawn] = _kept_scores_of(values.index_select(0, drawn), rows, drawn).float()
+    return values.clamp_(min=torch.finfo(torch.float32).min)
+
+
 def adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
     """The adjusted logits of the m rows, float32 [m, vocab]; see Adjustments."""
     values = logits.index_select(0, adjustments.rows).float()
@@ -78,13 +92,16 @@ def penalise(
 
 def _draw(values: torch.Tensor, rows: SamplingRows, drawn: torch.Tensor) -> torch.Tensor:
     """Tokens of float32 values [len(drawn), vocab] by the settings of the rows `drawn`, none of them greedy."""
-    temperature, top_k, top_p, min_p, seed, position = (
-        getattr(rows, name).index_select(0, drawn)
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")
-    )
-    scores = kept_scores(values, temperature, top_k, top_p, min_p)
+    seed, position = rows.seed.index_select(0, drawn), rows.position.index_select(0, drawn)
+    scores = _kept_scores_of(values, rows, drawn)
     scores += gumbel(seed, position, torch.arange(values.shape[1], device=values.device))
     return scores.argmax(dim=-1)
+
+
+def _kept_scores_of(values: torch.Tensor, rows: SamplingRows, drawn: torch.Tensor) -> torch.Tensor:
+    """kept_scores by the settings of the rows `drawn`."""
+    settings = (getattr(rows, name).index_select(0, drawn) for name in ("temperature", "top_k", "top_p", "min_p"))
+    return kept_scores(values, *settings)
 
 
 def kept_scores(

@@ -32,7 +32,7 @@ by_parameter = pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda param
 
 def example(parameter: Parameter) -> float | int:
     """A value that is allowed and is not the default, exact as float32."""
-    candidates = (0.25, 0.5, 1.5) if parameter.is_float else (3, 7)
+    candidates = (0.25, 0.5, 1.5) if parameter.is_float else (2, 3, 7)
     return next(value for value in candidates if parameter.is_valid(value) and value != parameter.default)
 
 
@@ -95,12 +95,14 @@ def test_values_in_effect_may_be_sent_again(parameter: Parameter) -> None:
 
 @by_parameter
 def test_the_sdk_sends_and_reports_a_parameter(parameter: Parameter) -> None:
-    options: GenerateOptions = {parameter.name: example(parameter)}  # type: ignore[misc]  # the name is a variable
+    value = example(parameter)
+    given = parameter.choices[int(value) - 1] if parameter.choices else value
+    options: GenerateOptions = {parameter.name: given}  # type: ignore[misc]  # the name is a variable
     sent = generate_request("x", options).sampling
-    assert [(field.name, value) for field, value in sent.ListFields()] == [(parameter.name, example(parameter))]
+    assert [(field.name, value) for field, value in sent.ListFields()] == [(parameter.name, value)]
     if parameter.name in {field.name for field in fields(SamplingInEffect)}:
         started = started_from(generation_pb2.GenerationStarted(sampling=sent))
-        assert getattr(started, parameter.name) == example(parameter)
+        assert getattr(started, parameter.name) == given
 
 
 def test_every_parameter_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_every_sample_sees_its_own_tokens_alone(served: Served) -> None:
     """The log-probability of each token is the model's after the prompt and the tokens of the same sample."""
 
-    def ask(job: tuple[tuple[int, ...], str]) -> tuple[Completion, ...]:
+    def ask(job: tuple[tuple[int, ...], str], mode: str = "raw") -> tuple[Completion, ...]:
         prompt, adapter = job
         stream = served.client.generate(
             list(prompt),
@@ -66,6 +66,7 @@ def test_every_sample_sees_its_own_tokens_alone(served: Served) -> None:
             temperature=0.9,
             seed=3,
             logprobs=1,
+            logprobs_mode=mode,
             timeout_s=120.0,
         )
         return stream.result().completions
@@ -82,6 +83,13 @@ def test_every_sample_sees_its_own_tokens_alone(served: Served) -> None:
             assert [returned.token_id for returned in completion.logprobs] == list(completion.token_ids)
             expected = [float(row[token]) for row, token in zip(logprobs, completion.token_ids, strict=True)]
             assert [returned.logprob for returned in completion.logprobs] == pytest.approx(expected, abs=TOLERANCE)
+    (prompt, adapter), raw = JOBS[0], results[0]
+    for completion, other in zip(ask(JOBS[0], "processed"), raw, strict=True):
+        assert completion.token_ids == other.token_ids
+        scores = served.oracle.logits((*prompt, *completion.token_ids), adapter)[len(prompt) - 1 : -1] / 0.9
+        expected = scores.log_softmax(-1)[range(NUM_TOKENS), completion.token_ids].tolist()
+        assert [returned.logprob for returned in completion.logprobs] == pytest.approx(expected, abs=TOLERANCE)
+        assert completion.finished.cumulative_logprob == pytest.approx(sum(expected), abs=1e-3)
     status = served.client.status().workers[0]
     assert status.num_blocks_held == 0 and status.prefix_hit_tokens > 0 and status.num_preemptions > 0
 

@@ -15,7 +15,7 @@ from motet.cli.digests import full_digest
 from motet.cli.output import json_line, to_plain
 from motet.client import GenerationStream
 from motet.errors import invalid_field
-from motet.requests import GenerateOptions, Prompt
+from motet.requests import GenerateOptions, Prompt, enum_choices
 from motet.types import BeamSearch, ChatMessage, Chunk, Completion
 from motet.v1 import types_pb2
 from motet.v1.sampling import DESCRIPTIONS
@@ -99,6 +99,8 @@ def _add_sampling(group: Any) -> None:
             )
         elif field.type == FieldDescriptor.TYPE_FLOAT:
             group.add_argument(flag, type=float, metavar="X", help=about)
+        elif field.enum_type is not None:
+            group.add_argument(flag, choices=list(enum_choices(field.enum_type)), help=about)
         else:
             about += "; needs --json" if field.name in _JSON_ONLY else ""
             group.add_argument(flag, type=int, metavar="N", help=about)

@@ -24,6 +24,7 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]  # added to the logits of these tokens, in [-100, 100] (default: none)
     logprobs: int | None  # report log-probabilities of the tokens, and of this many most likely ones, at most 20 (default: none)
     prompt_logprobs: int | None  # the same for the tokens of the prompt from the second on, at most 20 (default: none)
+    logprobs_mode: str | None  # distribution of the log-probabilities of generated tokens, raw or processed; processed is after bias, penalties, temperature and filters (default: raw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class SamplingInEffect:
     repetition_penalty: float = 1.0  # above 1 repeats prompt and completion less, no unit, in [0.01, 10] (default: 1)
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that were generated, in [-2, 2] (default: 0)
     frequency_penalty: float = 0.0  # the same for each time that a token was generated, in [-2, 2] (default: 0)
+    logprobs_mode: str = "raw"  # distribution of the log-probabilities of generated tokens, raw or processed; processed is after bias, penalties, temperature and filters (default: raw)
 
 
 # By name: what a parameter does, its bounds and its default.
@@ -53,4 +55,5 @@ DESCRIPTIONS = {
     "logit_bias": "added to the logits of these tokens, in [-100, 100] (default: none)",
     "logprobs": "report log-probabilities of the tokens, and of this many most likely ones, at most 20 (default: none)",
     "prompt_logprobs": "the same for the tokens of the prompt from the second on, at most 20 (default: none)",
+    "logprobs_mode": "distribution of the log-probabilities of generated tokens, raw or processed; processed is after bias, penalties, temperature and filters (default: raw)",
 }

@@ -52,6 +52,12 @@ def check_sampling(
         values["seed"] = draw_seed()
     if values["top_k"] == vocab_size:
         values["top_k"] = 0
+    if values["num_prompt_logprobs"] is not None and values["logprobs_mode"] == types_pb2.LOGPROBS_MODE_PROCESSED:
+        violations.add(
+            "sampling.prompt_logprobs",
+            "is set with logprobs_mode of processed; a prompt is not sampled, so request its raw log-probabilities "
+            "in a call of their own",
+        )
     return Sampling(**values, logit_bias=_checked_logit_bias(params.logit_bias, vocab_size, violations))
 
 
@@ -113,6 +119,8 @@ def _checked_number(
 
 def _bounds(parameter: Parameter, vocab_size: int) -> str:
     """What to give instead of a value that is out of bounds."""
+    if parameter.choices:
+        return "give " + " or ".join(f"{number} ({name})" for number, name in enumerate(parameter.choices, start=1))
     if parameter.is_float:
         lowest = f"{parameter.lowest:g}"
         lowest = f"above {lowest} and at most" if parameter.is_above_lowest else f"from {lowest} to"

@@ -58,6 +58,7 @@ TABLE: list[tuple[str, list[Any], list[Any]]] = [
     ("sampling.frequency_penalty", [*NOT_FINITE, above(2.0), above(-2.0), -1e30], [-2.0, -0.0, 0.0, 2.0]),
     ("sampling.logprobs", [21, 2**31, U32], [0, 1, 19, 20]),
     ("sampling.prompt_logprobs", [21, 2**31, U32], [0, 1, 19, 20]),
+    ("sampling.logprobs_mode", [0, 3, 2**31 - 1, -1], [1, 2]),
     ("sampling.logit_bias", [], [{}, {0: 0.0}, {VOCAB_SIZE - 1: 100.0, 0: -100.0}, dict.fromkeys(range(256), -0.0)]),
     ("stopping.max_tokens", [0, MAX_MODEL_LEN - 2, MAX_MODEL_LEN, 2**31, U32], [1, 2, 3]),
     ("stopping.min_tokens", [3, 4, 2**31, U32], [0, 1, 2]),
@@ -104,6 +105,7 @@ ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"decoding.n": 2, "resume_from.ids": [9]}, "resume_from", "2 completions"),
     ({"decoding.best_of": 2, "resume_from.ids": [9]}, "resume_from", "2 completions"),
     ({"sampling.prompt_logprobs": 0, "resume_from.ids": [9]}, "sampling.prompt_logprobs", "resume_from"),
+    ({"sampling.prompt_logprobs": 0, "sampling.logprobs_mode": 2}, "sampling.prompt_logprobs", "raw"),
     ({"resume_from.ids": [9, 9, 9]}, "resume_from.ids", "at most"),
     ({"adapter_digest": names.UNKNOWN_DIGEST}, "adapter_digest", "adapter"),
     *(
@@ -127,6 +129,7 @@ ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
             "logit_bias": {2: 1.0},
             "logprobs": 0,
             "prompt_logprobs": 0,
+            "logprobs_mode": 2,
         }.items()
     ),
 ]

@@ -262,6 +262,7 @@ async def test_every_sampling_value_reaches_the_request_and_started(api: Api) ->
         "presence_penalty": -0.5,
         "frequency_penalty": 2.0,
         "logit_bias": {9: -100.0, 4: 1.5},
+        "logprobs_mode": types_pb2.LOGPROBS_MODE_PROCESSED,
     }
     responses = await generate(api, request(sampling=values, priority=-7))
     work = api.fleet.requests[0]

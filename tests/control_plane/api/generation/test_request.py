@@ -34,6 +34,8 @@ def fill(message: Any, rng: random.Random, *, share: float) -> None:
             fill(getattr(message, field.name), rng, share=share)
         elif field.name in ("stop", "stop_token_ids"):
             continue
+        elif field.enum_type is not None:
+            setattr(message, field.name, rng.choice([0, 1, 2, 3]))
         elif field.cpp_type == field.CPPTYPE_BOOL:
             setattr(message, field.name, rng.random() < 0.5)
         elif field.cpp_type == field.CPPTYPE_FLOAT:
