@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from contract.flags import flag_of, optional_path, setting
 from contract.redaction import has_password, redacted_url, split_url
 
 SCHEMES = ("redis", "rediss", "unix")
@@ -19,20 +20,42 @@ MAX_PASSWORD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisTls:
-    """Files for a rediss:// URL. The server's certificate and its host name are checked in any case."""
+    """Files for a rediss:// URL: flags of both sides. The server's certificate and its host name are always checked."""
 
-    ca: Path | None = None  # certificates that are trusted; None: the system's
-    cert: Path | None = None  # this side's certificate
-    key: Path | None = None  # of `cert`
+    ca: Path | None = setting(
+        "certificates that a rediss:// server is checked with",
+        None,
+        name="--redis-tls-ca",
+        shown_default="those of the system",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    cert: Path | None = setting(
+        "this side's certificate for a rediss:// server",
+        None,
+        name="--redis-tls-cert",
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
+    key: Path | None = setting(
+        "key of --redis-tls-cert",
+        None,
+        name="--redis-tls-key",
+        shown_default="none",
+        parse=optional_path,
+        metavar="FILE",
+    )
 
-    def find_mistake(self, *, prefix: str) -> str | None:
-        """Flag and reason where the files cannot be used; `prefix` begins their flags."""
+    def find_mistake(self) -> str | None:
+        """Flag and reason where the files cannot be used."""
         for name in ("ca", "cert", "key"):
             path: Path | None = getattr(self, name)
             if path is not None and not path.is_file():
-                return f"{prefix}-{name}: {path} is not a file"
+                return f"{flag_of(RedisTls, name)}: {path} is not a file"
         if (self.cert is None) is not (self.key is None):
-            return f"{prefix}-{'key' if self.key is None else 'cert'}: is missing; a certificate needs its key"
+            missing = flag_of(RedisTls, "key" if self.key is None else "cert")
+            return f"{missing}: is missing; a certificate needs its key"
         return None
 
 

@@ -90,23 +90,7 @@ class ServerConfig:
     worker_redis_password_file: Path | None = setting(
         "file with the password of --worker-redis-url", None, shown_default="none", parse=optional_path, metavar="FILE"
     )
-    redis_tls_ca: Path | None = setting(
-        "certificates that a rediss:// server is checked with",
-        None,
-        shown_default="those of the system",
-        parse=optional_path,
-        metavar="FILE",
-    )
-    redis_tls_cert: Path | None = setting(
-        "this side's certificate for a rediss:// server",
-        None,
-        shown_default="none",
-        parse=optional_path,
-        metavar="FILE",
-    )
-    redis_tls_key: Path | None = setting(
-        "key of --redis-tls-cert", None, shown_default="none", parse=optional_path, metavar="FILE"
-    )
+    redis_tls: RedisTls = group(RedisTls)
     host_cache: str = setting("redis, or memory for machines without redis-py", "redis", choices=HOST_CACHES)
     host_cache_bytes: int = setting("budget of the host cache", 2 << 30, unit="bytes", parse=byte_size, lowest=0)
     dtype: str = setting(
@@ -278,10 +262,10 @@ class ServerConfig:
                 raise ConfigError(f"{_flag_of(name)}: {mistake}")
             if self.host_cache == "memory":
                 raise ConfigError(f"{_flag_of(name)}: needs --host-cache redis")
-        if (mistake := self._redis_tls.find_mistake(prefix="--redis-tls")) is not None:
+        if (mistake := self.redis_tls.find_mistake()) is not None:
             raise ConfigError(mistake)
         urls = (self.redis_url or "", self.worker_redis_url or "")
-        if self._redis_tls != RedisTls() and not any(url.startswith("rediss://") for url in urls):
+        if self.redis_tls != RedisTls() and not any(url.startswith("rediss://") for url in urls):
             raise ConfigError("--redis-tls-ca, -cert and -key: need a --redis-url that begins with rediss://")
 
     def _check_password_file(self, name: str, path: Path) -> None:
@@ -297,24 +281,18 @@ class ServerConfig:
             raise ConfigError(f"{flag}: {error}") from error
 
     @property
-    def _redis_tls(self) -> RedisTls:
-        return RedisTls(ca=self.redis_tls_ca, cert=self.redis_tls_cert, key=self.redis_tls_key)
-
-    @property
     def redis(self) -> RedisAccess | None:
         """The Redis of the operator, as this process uses it. None: an embedded one."""
         if self.redis_url is None:
             return None
-        return RedisAccess(url=self.redis_url, password_file=self.redis_password_file, tls=self._redis_tls)
+        return RedisAccess(url=self.redis_url, password_file=self.redis_password_file, tls=self.redis_tls)
 
     @property
     def worker_redis(self) -> RedisAccess | None:
         """The Redis of the operator, as workers use it. None: not named."""
         if self.worker_redis_url is None:
             return None
-        return RedisAccess(
-            url=self.worker_redis_url, password_file=self.worker_redis_password_file, tls=self._redis_tls
-        )
+        return RedisAccess(url=self.worker_redis_url, password_file=self.worker_redis_password_file, tls=self.redis_tls)
 
     def _check_roots(self) -> None:
         names = [name for name, _ in self.adapter_roots]

@@ -16,7 +16,7 @@ from motet.command_line import byte_size
 from motet.tls import TlsError, TlsFiles, tls_files
 
 from contract import flags
-from contract.flags import optional_path, setting
+from contract.flags import group, optional_path, setting
 from contract.hello_bounds import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS, MAX_SLOTS, MAX_STEP_TOKENS
 from contract.ids import WORKER_ID_FORM, is_worker_id
 from contract.packed_layout import ITEMSIZE
@@ -142,23 +142,7 @@ class WorkerConfig:
         parse=optional_path,
         metavar="FILE",
     )
-    redis_tls_ca: Path | None = setting(
-        "certificates that a rediss:// server is checked with",
-        None,
-        shown_default="those of the system",
-        parse=optional_path,
-        metavar="FILE",
-    )
-    redis_tls_cert: Path | None = setting(
-        "this side's certificate for a rediss:// server",
-        None,
-        shown_default="none",
-        parse=optional_path,
-        metavar="FILE",
-    )
-    redis_tls_key: Path | None = setting(
-        "key of --redis-tls-cert", None, shown_default="none", parse=optional_path, metavar="FILE"
-    )
+    redis_tls: RedisTls = group(RedisTls)
     exit_when_disconnected_s: float | None = setting(
         "exit after this long without a control plane", None, unit="seconds", shown_default="never", lowest=0
     )
@@ -197,13 +181,8 @@ class WorkerConfig:
                 read_password(self.worker_redis_password_file)
             except PasswordUnreadable as error:
                 raise ConfigError(f"--worker-redis-password-file: {error}") from error
-        if (mistake := self.redis_tls.find_mistake(prefix="--redis-tls")) is not None:
+        if (mistake := self.redis_tls.find_mistake()) is not None:
             raise ConfigError(mistake)
-
-    @property
-    def redis_tls(self) -> RedisTls:
-        """Files for a Redis that is reached by TLS."""
-        return RedisTls(ca=self.redis_tls_ca, cert=self.redis_tls_cert, key=self.redis_tls_key)
 
     def _check_tls(self) -> None:
         try:

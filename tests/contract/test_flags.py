@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.flags import add_arguments, find_mistake, flag_of, flags_of, from_args, group, setting, shown_default
+from contract.flags import (
+    add_arguments,
+    find_mistake,
+    flag_of,
+    flags_of,
+    from_args,
+    group,
+    groups_of,
+    setting,
+    shown_default,
+)
 from contract.process_log import settings_line
 from control_plane.access.settings import AccessSettings
 from control_plane.config import ServerConfig
@@ -117,12 +128,22 @@ def rows_of(config_class: type[Any]) -> list[tuple[list[str], str]]:
 def test_the_documentation_has_every_flag_with_unit_and_default(config_class: type[Any]) -> None:
     rows = rows_of(config_class)
     documented = [flag for flags, _ in rows for flag in flags]
-    assert sorted(documented) == sorted(flag_of(config_class, name) for name in flags_of(config_class))
+    described = [config_class, *(group for group in groups_of(config_class).values() if group not in TABLES)]
+    names = [(part, name) for part in described for name in flags_of(part)]
+    assert sorted(documented) == sorted(flag_of(part, name) for part, name in names)
     column = {flag: default for flags, default in rows for flag in flags}
     wrong = []
-    for name, flag in flags_of(config_class).items():
-        text = column[flag_of(config_class, name)].replace("`", "")
+    for part, name in names:
+        flag = flags_of(part)[name]
+        text = column[flag_of(part, name)].replace("`", "")
         unit = SHORT_UNITS.get(flag.unit, flag.unit.split(" ")[0])
-        default = shown_default(config_class, name) or "required"
-        wrong += [f"{name}: {part!r} is not in {text!r}" for part in (unit, default) if part not in text]
+        default = shown_default(part, name) or "required"
+        wrong += [f"{name}: {word!r} is not in {text!r}" for word in (unit, default) if word not in text]
     assert not wrong
+
+
+@pytest.mark.parametrize("config_class", [ServerConfig, WorkerConfig], ids=lambda config_class: config_class.__name__)
+def test_no_two_fields_have_one_name(config_class: type[Any]) -> None:
+    """The command line keeps the values of all groups side by side, by the names of their fields."""
+    parts = [config_class, *groups_of(config_class).values()]
+    assert not [name for name, count in Counter(name for part in parts for name in flags_of(part)).items() if count > 1]

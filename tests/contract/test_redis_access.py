@@ -76,10 +76,10 @@ def test_certificates_and_host_names_are_always_checked(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used_are_named_by_flag(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.touch()
-    assert RedisTls(ca=file, cert=file, key=file).find_mistake(prefix="--x") is None
-    assert RedisTls(ca=tmp_path).find_mistake(prefix="--x") == f"--x-ca: {tmp_path} is not a file"
-    assert (RedisTls(cert=file).find_mistake(prefix="--x") or "").startswith("--x-key: is missing")
-    assert (RedisTls(key=file).find_mistake(prefix="--x") or "").startswith("--x-cert: is missing")
+    assert RedisTls(ca=file, cert=file, key=file).find_mistake() is None
+    assert RedisTls(ca=tmp_path).find_mistake() == f"--redis-tls-ca: {tmp_path} is not a file"
+    assert (RedisTls(cert=file).find_mistake() or "").startswith("--redis-tls-key: is missing")
+    assert (RedisTls(key=file).find_mistake() or "").startswith("--redis-tls-cert: is missing")
 
 
 def test_a_url_of_another_kind_is_refused() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from contract.redis_access import RedisTls
 from contract.v1 import plan_pb2
 from contract.v1.plan_pb2_grpc import WorkerServiceStub
 from data_plane.adapters.format.sources import ControlPlaneSource, FallbackSource
@@ -95,7 +96,7 @@ def test_without_a_password_adapters_come_through_the_control_plane_and_the_log_
 def test_a_worker_with_certificates_for_redis_reads_none_without_tls(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
-    config = worker_config(tmp_path, redis_tls_ca=ca)
+    config = worker_config(tmp_path, redis_tls=RedisTls(ca=ca))
     access, reason = host_cache_access(config, welcome("redis://motet-worker@host"))
     assert access is None and "is not one of rediss://" in reason
     access, _ = host_cache_access(config, welcome("rediss://motet-worker@host"))
