@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from control_plane.audit.audit_log import AuditLog
 from control_plane.awake import AwakeClock
 from control_plane.fleet.adapters.cache_warmer import WeightsLike
+from control_plane.fleet.adapters.preloads import AdapterPreloads
 from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.attach import AttachedWorkers
 from control_plane.fleet.delivery import Delivery
@@ -47,6 +48,7 @@ class FleetParts:
     gate: WorkerGate  # which workers may attach
     workers: AttachedWorkers  # sessions from Hello to end
     unloads: AdapterUnloads  # adapters on their way out
+    preloads: AdapterPreloads  # adapters on their way into slots before requests need them
     intake: Intake  # which requests are taken on
 
 
@@ -80,7 +82,7 @@ def assemble(
     slow_readers = SlowReaders(settings.slow_reader_timeout_s, awake, jobs, dispatcher)
     delivery = Delivery(jobs, dispatcher, migration, slow_readers, quotas, weights.damage)
     gate = WorkerGate(settings, base_model, incarnation, clock)
-    unloads = AdapterUnloads(sessions, jobs)
+    unloads, preloads = AdapterUnloads(sessions, jobs), AdapterPreloads(sessions)
     workers = AttachedWorkers(
         settings=settings,
         gate=gate,
@@ -92,6 +94,7 @@ def assemble(
         migration=migration,
         delivery=delivery,
         unloads=unloads,
+        preloads=preloads,
         clock=clock,
         awake=awake,
         audit=audit or AuditLog(),
@@ -112,5 +115,6 @@ def assemble(
         gate=gate,
         workers=workers,
         unloads=unloads,
+        preloads=preloads,
         intake=Intake(settings, quotas, counters, jobs, sessions, dispatcher, delivery, workers),
     )

@@ -12,6 +12,7 @@ from control_plane.awake import AwakeClock
 from control_plane.caller import Caller, current_caller
 from control_plane.errors import Draining
 from control_plane.fleet.adapters.cache_warmer import CacheWarmer, WeightsLike
+from control_plane.fleet.adapters.preloads import AdapterPreloads
 from control_plane.fleet.adapters.unloads import AdapterUnloads
 from control_plane.fleet.delivery import Delivery
 from control_plane.fleet.gate.fencing import WorkerGate
@@ -46,6 +47,7 @@ class AttachedWorkers:
         migration: Migration,
         delivery: Delivery,
         unloads: AdapterUnloads,
+        preloads: AdapterPreloads,
         clock: Callable[[], float],
         awake: AwakeClock,
         audit: AuditLog,
@@ -60,6 +62,7 @@ class AttachedWorkers:
         self._migration = migration
         self._delivery = delivery
         self._unloads = unloads
+        self._preloads = preloads
         self._clock = clock
         self._awake = awake
         self._audit = audit
@@ -165,8 +168,9 @@ class AttachedWorkers:
         return is_cached
 
     def on_changed(self) -> None:
-        """See whether an adapter that is being unloaded is out of use."""
+        """See whether an adapter that is being unloaded is out of use, and whether one that is preloaded is there."""
         self._unloads.check_soon()
+        self._preloads.check_soon()
 
     def on_ended(self, session: WorkerSession) -> None:
         """Move the requests of a session that has ended."""
@@ -186,7 +190,7 @@ class AttachedWorkers:
             self._jobs.guard(self._dispatcher.place_waiting)
         if not self._sessions.by_id:
             self._no_worker_since_s = self._awake()
-        self._unloads.check_soon()
+        self.on_changed()
         self._report_change()
 
     def _note_end(self, session: WorkerSession) -> None:

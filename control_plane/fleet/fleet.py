@@ -44,6 +44,7 @@ class Fleet:
         self._slow_readers = parts.slow_readers
         self._workers = parts.workers
         self._unloads = parts.unloads
+        self.preloads = parts.preloads  # loads of adapters that no request waits for
         self._intake = parts.intake
         self._request_ids = itertools.count(1)
         self._drain_until_s: float | None = None

@@ -21,6 +21,7 @@ from control_plane.scheduler.admission import check_fits, make_group
 from control_plane.scheduler.errors import RequestNeverFits
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.memory.prefix_cache import PrefixKeys as PrefixKeys
+from control_plane.scheduler.memory.preloads import Preloads
 from control_plane.scheduler.queues.deadlines import Deadlines
 from control_plane.scheduler.requests.states import GroupState
 from control_plane.scheduler.settings import DEFAULT_SETTINGS, SchedulerSettings
@@ -87,6 +88,7 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()  # steps whose results have not come, oldest first
         self._planner = Planner(worker, settings)
         self._results = StepResults(worker)
+        self.preloads = Preloads(worker.demands, worker.purge, limits.arena_bytes)
         self._deadlines = Deadlines()
         self._outputs = Outputs()  # not returned yet
         self._next_step_id = 1
@@ -343,6 +345,7 @@ class Scheduler:
 
     def _give_up_adapter(self, digest: str, reason: str, *, is_mismatch: bool = False) -> None:
         """End the requests that wait for an adapter which cannot be had."""
+        self._worker.demands.end_preload(digest)
         swapped = [group for group in self._worker.queues.swapped if group.digest == digest]
         for group in [*swapped, *self._worker.queues.waiting.of_digest(digest)]:
             end = ending(group, FinishReason.ADAPTER_FAILED)

@@ -34,6 +34,7 @@ from control_plane.scheduler.errors import RequestNeverFits, ResultMismatch, Slo
 from control_plane.scheduler.fairness import VirtualCounters
 from control_plane.scheduler.scheduler import Scheduler
 from control_plane.scheduler.types import (
+    AdapterRef,
     LoadSlot,
     Outputs,
     Request,
@@ -170,6 +171,16 @@ class WorkerSession:
         """Keep exactly these adapters from eviction, from when they are in a slot."""
         self.scheduler.set_pinned(digests)
         self._pump_soon()
+
+    def preload(self, ref: AdapterRef, account: str) -> None:
+        """Load an adapter before a request needs it; see scheduler/memory/preloads.py. The command is sent at once."""
+        self.scheduler.preloads.begin(ref, account)
+        self.pump()
+
+    def end_preload(self, digest: str) -> None:
+        """Give a preload up that has not ended."""
+        if not self.ended.is_set():
+            self.scheduler.preloads.end(digest)
 
     def purge_digest(self, digest: str) -> None:
         """Drop an adapter's cached blocks, and evict it from its slot once no live request uses it."""

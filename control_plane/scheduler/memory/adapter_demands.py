@@ -1,7 +1,11 @@
-"""Which adapters requests wait for, which of these wait for a slot, and which wait for another try of their load."""
+"""Which adapters requests wait for, which of these wait for a slot, and which wait for another try of their load.
+
+A preload demands an adapter without a request, until its load has ended.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from control_plane.scheduler.fairness import VirtualCounters
@@ -24,6 +28,7 @@ class AdapterDemands:
         # Invariant: a demand whose adapter is in no LOADING or READY slot is in exactly one of these two.
         self.unplaced = LoadQueue(counters.of_other_units())
         self._backing_off: dict[str, AdapterDemand] = {}  # their load failed a moment ago
+        self._preloads: dict[str, str] = {}  # digest -> the account for which it is loaded before requests need it
         self.is_placed: Callable[[str], bool] = _is_in_no_slot  # whether a slot loads or holds the adapter
         self.num_admissions = 0  # requests admitted in all, those of the base model too
         self.has_changed = False  # since the slot table last looked
@@ -65,6 +70,21 @@ class AdapterDemands:
         del demand.num_waiting[account]
         self.has_changed = True
 
+    def preload(self, ref: AdapterRef, account: str) -> None:
+        """Demand the adapter for the account until its load has ended. An adapter in a slot is not demanded."""
+        if ref.digest not in self._preloads and not self.is_placed(ref.digest):
+            self._preloads[ref.digest] = account
+            self.add(ref, account)
+
+    def end_preload(self, digest: str) -> None:
+        """No preload demands the adapter any more; one that nobody preloads is ignored."""
+        if digest in self._preloads:
+            self.remove(digest, self._preloads.pop(digest))
+
+    def is_preloading(self, digest: str) -> bool:
+        """Whether a preload of the adapter has not ended."""
+        return digest in self._preloads
+
     def count_admission(self) -> None:
         """A request was admitted: it overtook every adapter that waits for a slot."""
         self.num_admissions += 1
@@ -75,6 +95,7 @@ class AdapterDemands:
 
     def note_loaded(self, digest: str) -> None:
         """The adapter was loaded."""
+        self.end_preload(digest)
         demand = self._demands.get(digest)
         if demand is not None:
             demand.num_failures = 0
@@ -110,7 +131,10 @@ class AdapterDemands:
 
     def check_invariants(self, waiting: dict[str, dict[str, int]]) -> None:
         """Raise AssertionError if the demands are not those of `waiting`, by digest and account."""
-        assert {d: demand.num_waiting for d, demand in self._demands.items()} == waiting, "demands are miscounted"
+        expected = {digest: Counter(accounts) for digest, accounts in waiting.items()}
+        for digest, account in self._preloads.items():
+            expected.setdefault(digest, Counter())[account] += 1
+        assert {d: demand.num_waiting for d, demand in self._demands.items()} == expected, "demands are miscounted"
         self.unplaced.check_invariants()
         for digest in self._demands:
             places = [digest in self.unplaced, digest in self._backing_off, self.is_placed(digest)]

@@ -51,6 +51,10 @@ class AdapterPurge:
             self._purged.discard(digest)
             self._slots.cancel_unload(digest)
 
+    def is_purged(self, digest: str) -> bool:
+        """Whether a purge of the adapter is under way."""
+        return digest in self._purged
+
     def may_cache(self, digest: str | None) -> bool:
         """Whether blocks of the adapter may enter the prefix cache."""
         return not self._purged or digest not in self._purged
